@@ -1,0 +1,33 @@
+"""mxspec: low-precision block formats, as a specification that runs.
+
+Each op below is a readable PyTorch reference (`mxspec/reference/<op>.py`) behind a switch that can run a
+bit-identical kernel instead: `use_backend`, the `backend=` of a call, or the environment variable MXSPEC_BACKEND.
+"""
+
+from mxspec import dispatch as _dispatch
+from mxspec.dispatch import current_backend, explain, use_backend
+from mxspec.reference.fp8_dequantize import fp8_dequantize
+from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
+from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
+from mxspec.reference.from_blocked import from_blocked
+from mxspec.reference.mx_dequantize import mx_dequantize
+from mxspec.reference.mx_quantize import mx_quantize
+from mxspec.reference.to_blocked import to_blocked
+
+__version__ = "0.1.0"
+
+# Every reference imported above becomes the public op of its name: the same call, behind the switch.
+globals().update({name: _dispatch.op(globals()[name]) for name in _dispatch.ops()})
+
+__all__ = [
+    "current_backend",
+    "explain",
+    "fp8_dequantize",
+    "fp8_quantize_1x128",
+    "fp8_quantize_128x128",
+    "from_blocked",
+    "mx_dequantize",
+    "mx_quantize",
+    "to_blocked",
+    "use_backend",
+]

@@ -1,0 +1,270 @@
+"""The conformance engine: does a backend, or any function, give the bytes that the reference gives?
+
+One engine for pytest, the command line and the notebooks. It knows what `@spec` says and no op by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import shlex
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from mxspec import dispatch, peers
+from mxspec.spec import Case, Spec, outputs_of
+
+Candidate = str | Callable[..., Any]  # a backend's name, or a function with the op's signature
+
+# Two different bytes, so that a byte that was never written differs from the expected one in at least one run.
+_POISONS = (0xFF, 0x5A)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one case. `message` says why it was skipped or how it failed."""
+
+    op: str
+    backend: str
+    case: str
+    status: Literal["passed", "failed", "skipped"]
+    message: str = ""
+
+
+def default_device() -> torch.device:
+    """The GPU where there is one, unless the kernels of this process run in an interpreter."""
+    interpreted = any(map(dispatch.interpreting, dispatch.backends()))
+    return torch.device("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
+
+
+def check(op: str, candidate: Candidate, device: torch.device | None = None) -> Iterator[Result]:
+    """Run every case of an op."""
+    for case in dispatch.reference(op).spec.cases():
+        yield check_case(op, case, candidate, device)
+
+
+def check_case(op: str, case: Case, candidate: Candidate, device: torch.device | None = None) -> Result:
+    """Run one case: as given and with its inputs embedded in poisoned memory, outputs poisoned both times."""
+    device = device or default_device()
+    reference = dispatch.reference(op)
+    name = candidate if isinstance(candidate, str) else f"{candidate.__module__}:{candidate.__qualname__}"
+    result = functools.partial(Result, op, name, case.name)
+    call: Callable[..., Any] = (
+        functools.partial(dispatch.public(op), backend=candidate) if isinstance(candidate, str) else candidate
+    )
+    args = _to(device, case.args())
+    if case.raises:
+        problem = _refusal_problem(case, args, call, reference, same_words=isinstance(candidate, str))
+        return result("failed", f"{problem}\n{_reproduce(op, candidate, case)}") if problem else result("passed")
+    if isinstance(candidate, str) and (reason := dispatch.refusal(op, candidate, args, dict(case.kwargs))):
+        return result("skipped", f"{candidate} {reason}")
+    if "large" in case.flags and (reason := _too_large(device, args)):
+        fake_problem = _fake_problem(op, case, args, None)
+        return result("failed", fake_problem) if fake_problem else result("skipped", reason)
+
+    expected = outputs_of(reference(*args, **case.kwargs))
+    problem = _fake_problem(op, case, args, expected) if candidate == "reference" else None
+    for poison, embed in zip(_POISONS, (False, True), strict=True):
+        if problem or (embed and "large" in case.flags):
+            break
+        try:
+            with poisoned(poison):
+                got = outputs_of(call(*(_embedded(args) if embed else args), **case.kwargs))
+            problem = difference(got, expected, reference.spec)
+        except Exception:  # whatever a kernel raises on a valid call is the finding
+            problem = f"raised on a valid call\n{traceback.format_exc(limit=-3)}"
+        if problem and embed:
+            problem = f"inputs embedded in larger, poisoned memory (strides, offset): {problem}"
+    if problem is None:
+        return result("passed")
+    rules = peers.whose_rule(reference, call, case, device) if reference.spec.peer_rules else None
+    return result("failed", "\n".join(filter(None, [problem, rules, _reproduce(op, candidate, case)])))
+
+
+def load(target: str) -> Callable[..., Any]:
+    """The function named `module:function`."""
+    module, _, function = target.partition(":")
+    if not function:
+        raise ValueError(f"{target!r} names no function; needs module:function")
+    return getattr(importlib.import_module(module), function)
+
+
+# --- inputs and outputs -----------------------------------------------------------------------------------------
+
+
+def _to(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tensors on the device, with their strides; a meta tensor stays: it is how a case says 'another device'."""
+    move = lambda t: t.to(device) if isinstance(t, Tensor) and t.device.type != "meta" else t  # noqa: E731
+    return tuple(_expanded(a, move) if isinstance(a, Tensor) else a for a in args)
+
+
+def _expanded(t: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
+    """Move a tensor without giving memory to its dimensions of stride 0."""
+    index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())
+    return move(t[index]).expand(t.shape) if 0 in t.stride() and t.numel() else move(t)
+
+
+def _embedded(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same values as views into larger buffers of 0xFF bytes (NaN, for a float): other strides, odd offsets."""
+
+    def embed(t: Tensor) -> Tensor:
+        buffer = torch.empty([size + 3 for size in t.shape], dtype=t.dtype, device=t.device)
+        buffer.view(torch.uint8).fill_(0xFF)
+        view = buffer[tuple(slice(1, 1 + size) for size in t.shape)]
+        return view.copy_(t)
+
+    return tuple(embed(a) if isinstance(a, Tensor) and a.ndim else a for a in args)
+
+
+@contextlib.contextmanager
+def poisoned(byte: int) -> Iterator[None]:
+    """Inside, memory that torch hands out uninitialised holds `byte` in every byte."""
+
+    def filling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(allocate)
+        def filled(*args: Any, **kwargs: Any) -> Tensor:
+            out = allocate(*args, **kwargs)
+            if out.device.type != "meta" and out.numel():
+                out.untyped_storage().fill_(byte)
+            return out
+
+        return filled
+
+    names = ("empty", "empty_like", "empty_strided")
+    with mock.patch.multiple(torch, **{name: filling(getattr(torch, name)) for name in names}):
+        yield
+
+
+def _too_large(device: torch.device, args: tuple[Any, ...]) -> str | None:
+    needed = 24 * max(arg.numel() for arg in args if isinstance(arg, Tensor))  # the reference's fp32 temporaries
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > needed:
+        return None
+    return f"needs a GPU with {needed / 2**30:.0f} GiB free; its shapes were checked"
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------
+
+
+def _refusal_problem(
+    case: Case, args: tuple[Any, ...], call: Callable[..., Any], reference: Callable[..., Any], same_words: bool
+) -> str | None:
+    """A case that must be refused: what is wrong with how it was. Outside functions need not use our words."""
+    assert case.raises is not None
+
+    def error_of(fn: Callable[..., Any]) -> Exception | None:
+        try:
+            fn(*args, **case.kwargs)
+        except Exception as error:
+            return error
+        return None
+
+    expected, got = error_of(reference), error_of(call)
+    if type(expected) is not case.raises or case.match not in str(expected):
+        return f"the reference gives {expected!r}; the case wants {case.raises.__name__} with {case.match!r}"
+    if got is None:
+        return f"accepted what must be refused: {expected}"
+    if same_words and (type(got), str(got)) != (type(expected), str(expected)):
+        return f"raised {got!r}; needs {expected!r}"
+    return None
+
+
+def _fake_problem(op: str, case: Case, args: tuple[Any, ...], real: tuple[Tensor, ...] | None) -> str | None:
+    """Whether FakeTensor, and so torch.compile, sees the shapes, strides and dtypes that come out for real."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fake_args = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        fake = outputs_of(dispatch.public(op)(*fake_args, **case.kwargs))
+    if real is None:
+        return None
+    problems = [_form_problem(i, f, r) for i, (f, r) in enumerate(zip(fake, real, strict=True))]
+    return next((f"under FakeTensor, {problem}" for problem in problems if problem), None)
+
+
+def _form_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
+    for attribute in ("shape", "dtype", "device"):
+        if getattr(got, attribute) != getattr(expected, attribute):
+            return f"output {i}: {attribute} {getattr(got, attribute)}; needs {getattr(expected, attribute)}"
+    # A stride says something only where a dimension has more than one element and the tensor any.
+    strides = [
+        [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1 and t.numel()]
+        for t in (got, expected)
+    ]
+    return None if strides[0] == strides[1] else f"output {i}: strides {got.stride()}; needs {expected.stride()}"
+
+
+def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], spec: Spec) -> str | None:
+    """What tells the outputs from the reference's, or None: bytes with NaN as a class, or SQNR where spec says."""
+    if len(got) != len(expected):
+        return f"{len(got)} outputs; needs {len(expected)}"
+    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+        if not isinstance(g, Tensor):
+            return f"output {i}: {type(g).__name__}; needs a tensor"
+        problem = _form_problem(i, g, e)
+        if problem is None:
+            problem = _byte_problem(i, g, e) if math.isinf(spec.min_sqnr_db) else _sqnr_problem(i, g, e, spec)
+        if problem:
+            return problem
+    return None
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
+    bits = _BITS[expected.element_size()]
+    wrong = got.view(bits) != expected.view(bits)
+    if wrong.any() and expected.is_floating_point():
+        wrong &= ~(got.float().isnan() & expected.float().isnan())
+    if not wrong.any():
+        return None
+    flat = wrong.reshape(-1)
+    first = int(flat.to(torch.uint8).argmax())
+    index = tuple(int(n) for n in torch.unravel_index(torch.tensor(first), wrong.shape))
+    # The block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
+    along = next((d for d, stride in enumerate(expected.stride()) if stride == 1), expected.ndim - 1)
+    start = index[along] // 32 * 32
+    block = (*index[:along], slice(start, start + 32), *index[along + 1 :])
+    shown = ", ".join(map(str, (*index[:along], f"{start}:{start + 32}", *index[along + 1 :])))
+    hexes = [_hex(t.view(bits)[block], bits.itemsize) for t in (got, expected)]
+    return (
+        f"output {i}: {int(flat.sum())} of {flat.numel()} elements differ, first at {list(index)}: "
+        f"got {_hex(got.view(bits)[index], bits.itemsize)}, expected {_hex(expected.view(bits)[index], bits.itemsize)}\n"
+        f"  block [{shown}]\n  got      {hexes[0]}\n  expected {hexes[1]}"
+    )
+
+
+def _hex(bits: Tensor, itemsize: int) -> str:
+    values = bits.reshape(-1).tolist()
+    return " ".join(f"{value & ((1 << 8 * itemsize) - 1):0{2 * itemsize}x}" for value in values)
+
+
+def sqnr_db(got: Tensor, expected: Tensor) -> float:
+    """Signal-to-quantization-noise ratio, `10 log10(sum e^2 / sum (g - e)^2)` in float64; `inf` where equal."""
+    g, e = got.double(), expected.double()
+    noise, signal = float((g - e).square().sum()), float(e.square().sum())
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
+
+
+def _sqnr_problem(i: int, got: Tensor, expected: Tensor, spec: Spec) -> str | None:
+    measured = sqnr_db(got, expected)
+    return None if measured >= spec.min_sqnr_db else f"output {i}: {measured:.1f} dB; needs {spec.min_sqnr_db} dB"
+
+
+def _reproduce(op: str, candidate: Candidate, case: Case) -> str:
+    if isinstance(candidate, str):
+        which = f"--backend {candidate}"
+    else:
+        which = f"{candidate.__module__}:{candidate.__qualname__}"
+    environment = "".join(f"{b.upper()}_INTERPRET=1 " for b in dispatch.backends() if dispatch.interpreting(b))
+    return f"reproduce: {environment}python -m mxspec check --op {op} {which} --case {shlex.quote(case.name)}"

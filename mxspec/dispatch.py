@@ -1,0 +1,358 @@
+"""The switch: which backend runs an op, and why.
+
+A backend is a folder `mxspec/<name>_kernels`; it implements an op where it holds a file of the op's name. That is
+all this module knows: it names no op and no backend but `reference` and `auto`.
+
+Each op is a `torch.library` operator whose implementation reads the switch when it runs. The switch is never read
+in code that torch.compile traces, so a compiled function follows a later `use_backend` without recompiling.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import pkgutil
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import ELEMENTS
+from mxspec.spec import P, R, Reference
+
+__all__ = ["Explanation", "backends", "current_backend", "explain", "op", "ops", "use_backend"]
+
+_PACKAGE = Path(__file__).parent
+_LIBRARY = torch.library.Library("mxspec", "DEF")
+
+
+@functools.cache
+def ops() -> tuple[str, ...]:
+    """The names of all ops: the files of `mxspec/reference`."""
+    files = (m.name for m in pkgutil.iter_modules([str(_PACKAGE / "reference")]))
+    return tuple(sorted(name for name in files if not name.startswith("_")))
+
+
+@functools.cache
+def backends() -> tuple[str, ...]:
+    """The names of all backends: `reference` and the `mxspec/*_kernels` folders."""
+    return ("reference", *sorted(path.name.removesuffix("_kernels") for path in _PACKAGE.glob("*_kernels")))
+
+
+# --- what the user asked for ------------------------------------------------------------------------------------
+
+_in_context: ContextVar[str | None] = ContextVar("mxspec_backend", default=None)
+_in_process: str | None = None
+
+
+def _known(backend: str, said_by: str) -> str:
+    if backend != "auto" and backend not in backends():
+        raise ValueError(f"{said_by}: unknown backend {backend!r}; needs one of {', '.join(('auto', *backends()))}")
+    return backend
+
+
+class use_backend:
+    """Choose the backend: `use_backend("triton")` for the process, `with use_backend("triton"):` for a block.
+
+    A `backend=` on a call outranks a surrounding with-block, which outranks the process-wide choice, which outranks
+    the environment variable MXSPEC_BACKEND; without any of them the choice is `auto`.
+
+    A with-block holds for its own thread and its own asyncio task. On CUDA, backward runs on another thread: an
+    `autograd.Function` reads `current_backend()` in forward and passes it as `backend=` in backward.
+    """
+
+    def __init__(self, backend: str) -> None:
+        global _in_process
+        self._backend = _known(backend, "use_backend")
+        self._before, _in_process = _in_process, backend
+        self._tokens: list[Token[str | None]] = []
+
+    def __enter__(self) -> use_backend:
+        global _in_process
+        if not self._tokens:
+            _in_process = self._before  # it is a with-block, so it leaves the process-wide choice alone
+        self._tokens.append(_in_context.set(self._backend))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _in_context.reset(self._tokens.pop())
+
+
+def current_backend() -> str:
+    """What a call without `backend=` would use here and now: a backend's name or `auto`."""
+    chosen = _in_context.get() or _in_process
+    return chosen or _known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
+
+
+# --- what can run -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def reference(name: str) -> Reference[..., Any]:
+    """The reference function of an op."""
+    if name not in ops():
+        raise ValueError(f"unknown op {name!r}; needs one of {', '.join(ops())}")
+    return cast(Reference[..., Any], getattr(importlib.import_module(f"mxspec.reference.{name}"), name))
+
+
+def public(name: str) -> Callable[..., Any]:
+    """The public op of a name: `mxspec.<name>`."""
+    return cast(Callable[..., Any], getattr(importlib.import_module("mxspec"), name))
+
+
+@functools.cache
+def kernel_module(name: str, backend: str) -> ModuleType | str:
+    """The module of a backend's kernel for an op, or the reason why there is none."""
+    if not (_PACKAGE / f"{backend}_kernels" / f"{name}.py").exists():
+        return f"has no kernel for {name}"
+    try:
+        return importlib.import_module(f"mxspec.{backend}_kernels.{name}")
+    except ImportError as error:  # the framework is missing or does not fit; its own words say which
+        return f"cannot be imported: {error}"
+
+
+def interpreting(backend: str) -> bool:
+    """Whether a backend's kernels run on the CPU: <BACKEND>_INTERPRET=1 in the environment."""
+    return os.environ.get(f"{backend.upper()}_INTERPRET") == "1"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _device(args: tuple[Any, ...]) -> torch.device:
+    return next(arg.device for arg in args if isinstance(arg, Tensor))
+
+
+def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a backend, asked for by name, cannot run this call; None where it can."""
+    if backend == "reference":
+        return None
+    module = kernel_module(name, backend)
+    if isinstance(module, str):
+        return module
+    device = _device(args)
+    if device.type == "cpu" and not any(map(interpreting, (backend, "triton"))):
+        return f"runs on CUDA tensors, on a CPU only with {backend.upper()}_INTERPRET=1 set before it is imported"
+    if device.type not in ("cuda", "cpu"):
+        return f"runs on CUDA tensors; these are on {device}"
+    supports = getattr(module, "supports", None)
+    return supports(*args, **kwargs) if supports is not None else None
+
+
+def _auto_refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why `auto` does not consider a backend for this call; None where it does."""
+    module = kernel_module(name, backend)
+    if isinstance(module, str):
+        return module
+    device = _device(args)
+    if device.type != "cuda":
+        return f"is only taken by name on {device.type} tensors"
+    if _capability(device) not in module.RANK:
+        return f"has no measured rank on compute capability {'.'.join(map(str, _capability(device)))}"
+    if syncs := getattr(module, "HOST_SYNC", None):
+        return f"waits for the device ({syncs}), so it is only taken by name"
+    return refusal(name, backend, args, kwargs)
+
+
+@functools.cache
+def _ranked(name: str, device: torch.device) -> tuple[str, ...]:
+    """The backends that have a rank for an op on a device, best first."""
+    if device.type != "cuda":
+        return ()
+    modules = ((b, kernel_module(name, b)) for b in backends() if b != "reference")
+    ranks = [(m.RANK[_capability(device)], b) for b, m in modules if _capability(device) in getattr(m, "RANK", ())]
+    return tuple(backend for _, backend in sorted(ranks))
+
+
+def _auto(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return next((b for b in _ranked(name, _device(args)) if not _auto_refusal(name, b, args, kwargs)), "reference")
+
+
+@functools.cache
+def _warn_of_reference(name: str, device_type: str) -> None:
+    """Once an op: `auto` has no kernel for a tensor that is on a GPU."""
+    warnings.warn(
+        f"{name}: no kernel supports this call on {device_type}, so `auto` runs the reference; "
+        f"mxspec.explain({name!r}, ...) says why",
+        stacklevel=4,
+    )
+
+
+@functools.cache
+def _kernel(name: str, backend: str) -> Callable[..., Any]:
+    return cast(Callable[..., Any], getattr(kernel_module(name, backend), name))
+
+
+def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) -> Any:
+    """Run one call: choose, check, launch."""
+    asked = _known(backend, name) if backend else current_backend()
+    if asked == "reference":
+        return reference(name)(*args, **kwargs)  # it checks its arguments itself
+    reference(name).spec.check_args(*args, **kwargs)
+    device = _device(args)
+    if asked == "auto":
+        asked = _auto(name, args, kwargs)
+        if asked == "reference":
+            if device.type == "cuda":
+                _warn_of_reference(name, device.type)
+            return reference(name)(*args, **kwargs)
+    elif reason := refusal(name, asked, args, kwargs):
+        raise ValueError(f"{name}: backend {asked!r} {reason}")
+    kernel = _kernel(name, asked)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):  # a launch goes to the current device, wherever its tensors are
+            return kernel(*args, **kwargs)
+    return kernel(*args, **kwargs)
+
+
+# --- torch.library ----------------------------------------------------------------------------------------------
+
+# A dtype or a name is more than a schema can say: it crosses the operator as text.
+_SCHEMA_TYPES = {
+    "Tensor": "Tensor",
+    "int": "int",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+    "torch.dtype": "ScalarType",
+    "torch.dtype | str": "str",
+    "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
+}
+
+
+def _dtype_of(text: str) -> torch.dtype | str:
+    """The dtype that `str(dtype)` or an element format's name stands for; other text as it is, to be refused."""
+    if text.startswith("torch."):
+        return cast(torch.dtype, getattr(torch, text.removeprefix("torch.")))
+    fmt = ELEMENTS.get(text)
+    return (fmt and fmt.dtype) or text
+
+
+def _schema(name: str, signature: inspect.Signature) -> str:
+    parameters, star = [], False
+    for p in signature.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not star:
+            parameters.append("*")
+            star = True
+        default = str(p.default) if "str" in p.annotation else p.default
+        shown = f'"{default}"' if isinstance(default, str) else str(default).removeprefix("torch.")
+        parameters.append(f"{_SCHEMA_TYPES[p.annotation]} {p.name}" + ("" if default is p.empty else f"={shown}"))
+    parameters += [] if star else ["*"]
+    return f"{name}({', '.join(parameters)}, str backend='') -> {_SCHEMA_TYPES[signature.return_annotation]}"
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Runs a call unseen by autograd, so that every backend has the reference's gradient: none, and said so."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, call: Callable[[], Any], *inputs: Tensor) -> Any:
+        ctx.name = name
+        return call()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name} has no gradient: rounding is flat almost everywhere; "
+            "call it inside an autograd.Function that defines one, or on a detached tensor"
+        )
+
+
+def _without_gradient(name: str, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
+    if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        return _NotDifferentiable.apply(name, call, *args)
+    return call()
+
+
+def op(fn: Reference[P, R]) -> Reference[P, R]:
+    """The public op of a reference function: the same call, behind the switch, with `backend=` added."""
+    name = fn.__name__
+    signature = inspect.signature(fn)
+    by_text = tuple(p.name for p in signature.parameters.values() if p.annotation == "torch.dtype | str")
+
+    def implementation(*args: Any, backend: str = "", **kwargs: Any) -> Any:
+        for key in by_text:
+            if key in kwargs:
+                kwargs[key] = _dtype_of(kwargs[key])
+        return _without_gradient(name, args, lambda: _run(name, args, kwargs, backend))
+
+    def fake(*args: Any, backend: str = "", **kwargs: Any) -> Any:
+        for key in by_text:
+            if key in kwargs:
+                kwargs[key] = _dtype_of(kwargs[key])
+        return _without_gradient(name, args, lambda: fn(*args, **kwargs))
+
+    # Kernels are written for the strides that the caller's tensor has; without the tag inductor may change them.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    _LIBRARY.define(_schema(name, signature), tags=tags)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mxspec::{name}", fake, lib=_LIBRARY)
+    operator = getattr(torch.ops.mxspec, name).default
+
+    @functools.wraps(fn)
+    def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        for key in by_text:
+            if key in kwargs:
+                kwargs[key] = str(kwargs[key])
+        return operator(*args, backend=backend or "", **kwargs)
+
+    own = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+    public.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # type: ignore[attr-defined]
+    public.reference = fn  # type: ignore[attr-defined]
+    return cast(Reference[P, R], public)
+
+
+# --- explain ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call would use, and for each other one why not."""
+
+    op: str
+    asked: str
+    backend: str | None  # None: the call would raise
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        head = f"{self.op}: {self.asked!r} " + (f"runs {self.backend!r}" if self.backend else "raises")
+        return "\n".join([head, *(f"  {backend:<10} {reason}" for backend, reason in self.reasons.items())])
+
+
+def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Say which backend `mxspec.<name>(*args, backend=backend, **kwargs)` would run, without running it.
+
+    >>> print(explain("to_blocked", torch.zeros(128, 4, dtype=torch.uint8)))  # doctest: +ELLIPSIS
+    to_blocked: 'auto' runs 'reference'
+      helion     is only taken by name on cpu tensors
+      triton     is only taken by name on cpu tensors
+    """
+    asked = _known(backend, "explain") if backend else current_backend()
+    reference(name).spec.check_args(*args, **kwargs)
+    chosen: str | None
+    reasons: dict[str, str] = {}
+    if asked == "auto":
+        chosen = _auto(name, args, kwargs)
+        for other in backends():
+            if other not in (chosen, "reference"):
+                reasons[other] = _auto_refusal(name, other, args, kwargs) or f"ranks behind {chosen!r}"
+        if chosen != "reference":
+            reasons["reference"] = "is taken by name, or where no kernel supports the call"
+    else:
+        why_not = refusal(name, asked, args, kwargs)
+        chosen = None if why_not else asked
+        for other in backends():
+            if other != asked:
+                reasons[other] = refusal(name, other, args, kwargs) or f"could run it, but {asked!r} was asked for"
+        if why_not:
+            reasons = {asked: why_not, **reasons}
+    return Explanation(name, asked, chosen, reasons)

@@ -1,0 +1,5 @@
+"""Helion kernels, one file an op, for Hopper (sm_90) and Blackwell (sm_100).
+
+With HELION_INTERPRET=1, set before this package is imported, they run on CPU tensors as eager torch, a whole
+dimension a tile; with TRITON_INTERPRET=1 the Triton code that Helion generates runs there, with real tiles.
+"""

@@ -1,0 +1,59 @@
+"""The arithmetic of an MX block on Helion tiles: shared exponent, reciprocal scale, saturating cast.
+
+Lay it next to `reference/_numerics.py`: the same functions on the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import ElementFormat
+
+# Ref mode stands in for the hardware's saturating conversion with torch's cast, which gives Inf in e5m2.
+_CLAMP = os.environ.get("HELION_INTERPRET") == "1"
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """The fp32 bits of |x|, whose order as integers is that of the values, with Inf and then NaN above all.
+
+    Reduce these instead of |x|: an integer maximum cannot drop a NaN.
+    """
+    return x.to(torch.float32).view(torch.int32) & 0x7FFFFFFF
+
+
+def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
+    """The E8M0 byte, as int32, of a block whose largest magnitude has these fp32 bits; 255 for Inf and NaN."""
+    if scaling == "rceil":
+        # Helion multiplies by fp32(1 / max): rounded up, the same power of two as the quotient for every fp32.
+        bits = (amax_bits.view(torch.float32) / fmt.max).view(torch.int32)
+        field, mantissa = bits >> 23, bits & 0x7FFFFF
+        byte = field + torch.where(field == 0, mantissa > 0x400000, mantissa != 0).to(torch.int32)
+    else:
+        bits = amax_bits
+        if scaling == "even":
+            bits = bits + (1 << (22 - fmt.mantissa_bits))
+        byte = (bits >> 23) - fmt.emax
+        if scaling == "ceil":
+            byte = byte + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+        byte = byte.clamp(min=0)  # the 254 of the contract is out of reach: 255 - emax and a carry at most
+    return torch.where(amax_bits < 0x7F800000, byte, 255)
+
+
+def reciprocal_scale(byte: Tensor) -> Tensor:
+    """`2^(127 - byte)` as fp32; byte 254 gives the subnormal 2^-127, byte 255 NaN."""
+    bits = torch.where(byte == 254, 0x00400000, (254 - byte) << 23)
+    return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
+    """Round to nearest, ties to even, saturating: `cvt.rn.satfinite`, which needs no clamp and keeps NaN.
+
+    A clamp that keeps NaN would cost more than half of the kernel's instructions.
+    """
+    assert fmt.dtype is not None
+    if _CLAMP:
+        x = x.clamp(-fmt.max, fmt.max)
+    return x.to(fmt.dtype)

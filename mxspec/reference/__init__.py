@@ -1,0 +1,1 @@
+"""The meaning of every op, one file an op, in plain PyTorch. Read these first."""

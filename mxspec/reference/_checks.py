@@ -1,0 +1,52 @@
+"""What the contracts refuse: one sentence each, naming the op, what came and what is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def tensor_dtype(op: str, name: str, tensor: Tensor, allowed: Collection[torch.dtype]) -> None:
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs {' or '.join(map(str, allowed))}")
+
+
+def choice(op: str, name: str, value: Any, allowed: Collection[Any], error: type[Exception] = ValueError) -> None:
+    if value not in allowed:
+        raise error(f"{op}: {name} = {value!r}; needs one of {', '.join(map(repr, allowed))}")
+
+
+def rank(op: str, name: str, tensor: Tensor, allowed: Collection[int]) -> None:
+    if tensor.ndim not in allowed:
+        needs = " or ".join(f"{n}-D" for n in allowed)
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; needs a {needs} tensor")
+
+
+def multiple(op: str, name: str, size: int, block_size: int) -> None:
+    if size % block_size:
+        raise ValueError(
+            f"{op}: {name} = {size} is not a multiple of block_size {block_size}; "
+            f"pad with torch.nn.functional.pad to {size + -size % block_size}"
+        )
+
+
+def shape(op: str, name: str, tensor: Tensor, needed: tuple[int, ...], because: str) -> None:
+    if tuple(tensor.shape) != needed:
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; needs {needed} {because}")
+
+
+def same_device(op: str, first: tuple[str, Tensor], second: tuple[str, Tensor]) -> None:
+    if first[1].device != second[1].device:
+        raise ValueError(
+            f"{op}: {first[0]} is on {first[1].device} and {second[0]} on {second[1].device}; needs one device"
+        )
+
+
+def positive(op: str, name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{op}: {name} = {value}; needs a number above 0")

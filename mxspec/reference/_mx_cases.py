@@ -1,0 +1,48 @@
+"""Blocks whose bytes tell one MX rule from another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# fp32 bits of the largest magnitude of a block; what goes wrong there is said beside it.
+EDGE_AMAX_BITS = (
+    0x00000000,  # zero
+    0x80000000,  # minus zero keeps its sign
+    0x00000001,  # smallest subnormal
+    0x00400000,  # 2^-127: byte 0 is 2^-127, its reciprocal 2^127
+    0x00800000,  # 2^-126, smallest normal: elements 2.0, byte 0
+    0x04600000,  # 448 * 2^-127: where e4m3 rceil leaves byte 0
+    0x04600001,
+    0x04E00000,  # 448 * 2^-126
+    0x3F800000,  # 1
+    0x43E00000,  # 448, the largest e4m3fn
+    0x43E00001,  # one ulp above: rceil goes up, floor saturates
+    0x43E80000,  # 464, the tie between 448 and 480
+    0x43F00000,  # 480: floor saturates
+    0x43F80000,  # 496: `even` carries into the exponent
+    0x447FFFFF,  # 2^10 less one ulp: floor(log2) is off by one
+    0x48E00001,  # 448 * 2^10 and one ulp: ceil(log2(a / 448)) is off by one
+    0x47600000,  # 57344, the largest e5m2
+    0x47600001,
+    0x47700000,  # 61440: torch's cast gives Inf for e5m2
+    0x7F600000,  # 448 * 2^119
+    0x7F7F0000,  # bfloat16 max: finite under every rule
+    0x7F7FFFFF,  # fp32 max
+    0x7F800000,  # Inf
+    0xFF800000,  # -Inf
+    0x7FC00000,  # NaN
+    0xFFC00001,  # NaN with sign and payload
+)
+# Further elements of each block, as fractions of amax: ties of the e4m3 and e5m2 grids, subnormals, signs.
+FRACTIONS = (1.0, -1.0, 0.53125, -0.59375, 0.5625, 0.6875, 2**-8, -(2**-9), 3 * 2**-10, 2**-17, 2**-24, -0.0, 0.3)
+
+
+def edge_blocks() -> Tensor:
+    """`(26, 64)` fp32: in a row one block with the largest magnitude first and one with it last."""
+    bits = torch.tensor(EDGE_AMAX_BITS, dtype=torch.int64).to(torch.int32)
+    amax = bits.view(torch.float32).unsqueeze(1)
+    rest = amax * torch.tensor(FRACTIONS)
+    rest = torch.where(amax.isfinite(), rest, 1.0)  # 0 * Inf would put a NaN into every block of an Inf
+    block = torch.cat([amax, rest, torch.zeros(len(bits), 31 - len(FRACTIONS))], dim=1)
+    return torch.cat([block, block.flip(1)], dim=1)

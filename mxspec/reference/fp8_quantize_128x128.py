@@ -1,0 +1,90 @@
+"""fp8_quantize_128x128: FP8 weights, one fp32 scale for a square of 128 x 128 elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
+from mxspec.reference import _checks
+from mxspec.reference._fp8_numerics import SCALE_FORMATS, quantization_scale
+from mxspec.reference._numerics import saturating_cast
+from mxspec.spec import Case, random_bits, random_normal, spec
+
+
+def check_args(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> None:
+    op = "fp8_quantize_128x128"
+    _checks.tensor_dtype(op, "w", w, _checks.FLOAT_DTYPES)
+    _checks.rank(op, "w", w, (2, 3))
+    _checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
+    _checks.positive(op, "eps", eps)
+    _checks.multiple(op, "K", w.shape[-1], FP8_BLOCK_SIZE)
+
+
+def cases() -> Iterator[Case]:
+    for dtype in _checks.FLOAT_DTYPES:
+        for scale_format in SCALE_FORMATS:
+            name = f"128x256, {str(dtype)[6:]}, {scale_format}"
+            yield Case(name, lambda d=dtype: (random_normal(128, 256, dtype=d),), {"scale_format": scale_format})
+    for shape in [(1, 128), (127, 128), (129, 384), (300, 256), (2, 128, 128), (3, 130, 256)]:
+        yield Case("x".join(map(str, shape)), lambda s=shape: (random_normal(*s),))
+    yield Case("all bit patterns", lambda: (random_bits(256, 256, dtype=torch.bfloat16),), flags={"edge"})
+    nan = torch.zeros(200, 256)
+    nan[150, 200], nan[10, 10] = torch.nan, torch.inf
+    yield Case("NaN and Inf in two of four blocks", lambda: (nan,), flags={"edge"})
+    yield Case("zeros", lambda: (torch.zeros(130, 128),), flags={"edge"})
+    yield Case("no rows", lambda: (torch.zeros(0, 256),), flags={"edge"})
+    for name, w, kwargs, error, match in [
+        ("K = 100", torch.zeros(128, 100), {}, ValueError, "K = 100"),
+        ("1-D", torch.zeros(128), {}, ValueError, "2-D or 3-D"),
+        ("int8", torch.zeros(128, 128, dtype=torch.int8), {}, TypeError, "int8"),
+        ("unknown scale format", torch.zeros(128, 128), {"scale_format": "e8m0"}, ValueError, "'e8m0'"),
+    ]:
+        yield Case(name, lambda w=w: (w,), kwargs, raises=error, match=match)
+
+
+@spec(cases=cases, check_args=check_args)
+def fp8_quantize_128x128(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> tuple[Tensor, Tensor]:
+    """Quantize to e4m3fn with one scale for each 128x128 block.
+
+    The arithmetic of `fp8_quantize_1x128`, with amax over a square. The square makes the transpose of the result
+    the result of the transpose, so that one quantized weight serves the forward and the backward pass.
+
+    Args:
+        w: `(N, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides; K a multiple of 128. The last
+            block along N may be partial: amax is over the rows that exist.
+        scale_format: `fp32`, or `pow2`, where the factor `448 / amax` is rounded down to a power of two.
+        eps: the smallest amax, as fp32.
+
+    Returns:
+        `(qdata, scale)`. qdata: w's shape, float8_e4m3fn, contiguous. scale: `(..., ceil(N/128), K/128)` float32,
+        contiguous, the factor back.
+
+    Special values: as for `fp8_quantize_1x128`: zeros give scale 2.23214294e-15, NaN or Inf a block of NaN.
+
+    Raises:
+        TypeError: the dtype of w.
+        ValueError: rank, scale_format, eps, or a K that is not a multiple of 128.
+
+    Example:
+        >>> w = torch.zeros(130, 128)
+        >>> w[0, 0], w[129, 5] = 896.0, -224.0
+        >>> qdata, scale = fp8_quantize_128x128(w)
+        >>> qdata[[0, 129], [0, 5]].float().tolist(), scale.tolist()
+        ([448.0, -448.0], [[2.0], [0.5]])
+
+    Source: DeepSeek-V3 technical report, section 3.3.2 (block-wise 128x128).
+    """
+    check_args(w, scale_format=scale_format, eps=eps)
+    *lead, N, K = w.shape
+    row_blocks = -(-N // FP8_BLOCK_SIZE)
+    padded = pad(w.to(torch.float32), (0, 0, 0, row_blocks * FP8_BLOCK_SIZE - N))  # zeros change no amax
+    blocks = padded.reshape(*lead, row_blocks, FP8_BLOCK_SIZE, K // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
+
+    s = quantization_scale(blocks.abs().amax((-3, -1)), scale_format, eps)  # (..., ceil(N/128), K/128)
+    scaled = blocks * s.unsqueeze(-1).unsqueeze(-3)
+    qdata = saturating_cast(scaled, E4M3FN).reshape(*lead, row_blocks * FP8_BLOCK_SIZE, K)[..., :N, :]
+    return qdata.contiguous(), s.reciprocal()

@@ -1,0 +1,73 @@
+"""from_blocked: the inverse of to_blocked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mxspec.reference import _checks
+from mxspec.reference.to_blocked import DTYPES
+from mxspec.spec import Case, random_bits, spec
+
+
+def check_args(blocked: Tensor, rows: int, cols: int) -> None:
+    _checks.tensor_dtype("from_blocked", "blocked", blocked, DTYPES)
+    _checks.rank("from_blocked", "blocked", blocked, (1, 2))
+    if rows < 0 or cols < 0:
+        raise ValueError(f"from_blocked: rows = {rows}, cols = {cols}; needs both >= 0")
+    needed = 512 * -(-rows // 128) * -(-cols // 4)
+    if blocked.shape[-1] != needed:
+        raise ValueError(
+            f"from_blocked: blocked has shape {tuple(blocked.shape)}; needs {needed} bytes a matrix "
+            f"for rows = {rows}, cols = {cols}"
+        )
+
+
+def cases() -> Iterator[Case]:
+    for R, C in [(128, 4), (1, 1), (127, 3), (129, 5), (300, 70)]:
+        n = 512 * -(-R // 128) * -(-C // 4)
+        yield Case(f"{R}x{C}", lambda R=R, C=C, n=n: (random_bits(n, dtype=torch.uint8), R, C))
+    yield Case("3-D 3x130x6", lambda: (random_bits(3, 2048, dtype=torch.uint8), 130, 6))
+    yield Case("e8m0fnu", lambda: (random_bits(2048, dtype=torch.float8_e8m0fnu), 130, 6))
+    yield Case("no rows", lambda: (torch.zeros(0, dtype=torch.uint8), 0, 8), flags={"edge"})
+    yield Case("wrong size", lambda: (torch.zeros(512, dtype=torch.uint8), 129, 4), raises=ValueError, match="1024")
+    yield Case("negative", lambda: (torch.zeros(512, dtype=torch.uint8), -1, 4), raises=ValueError, match=">= 0")
+    yield Case("int32", lambda: (torch.zeros(512, dtype=torch.int32), 128, 4), raises=TypeError, match="int32")
+
+
+@spec(cases=cases, check_args=check_args)
+def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
+    """Read scales out of 128x4 tiles back into row-major order.
+
+    `out[r, c] = blocked[offset(r, c)]` with the offset that `to_blocked` states.
+
+    Args:
+        blocked: `(Rp*Cp,)`, or `(E, Rp*Cp)`; float8_e8m0fnu or uint8; `Rp = 128*ceil(rows/128)`,
+            `Cp = 4*ceil(cols/4)`.
+        rows, cols: of the matrix of scales, without padding.
+
+    Returns:
+        `(rows, cols)`, or `(E, rows, cols)`, contiguous, of blocked's dtype. Padding bytes are dropped unread.
+
+    Special values: bytes are moved, never read as numbers.
+
+    Raises:
+        TypeError: blocked is neither float8_e8m0fnu nor uint8.
+        ValueError: blocked is neither 1-D nor 2-D, or its size does not fit rows and cols.
+
+    Example:
+        >>> blocked = torch.arange(512).to(torch.uint8)
+        >>> from_blocked(blocked, 34, 2)[[0, 1, 32, 33]].tolist()
+        [[0, 1], [16, 17], [4, 5], [20, 21]]
+
+    Source: as for `to_blocked`.
+    """
+    check_args(blocked, rows, cols)
+    *lead, _ = blocked.shape
+    row_tiles, col_tiles = -(-rows // 128), -(-cols // 4)
+    tiles = blocked.view(torch.uint8).reshape(*lead, row_tiles, col_tiles, 32, 4, 4)
+    tiles = tiles.movedim((-4, -3, -2), (-2, -3, -4))  # row tile, r % 128 // 32, r % 32, col tile, c % 4
+    padded = tiles.reshape(*lead, 128 * row_tiles, 4 * col_tiles)
+    return padded[..., :rows, :cols].contiguous().view(blocked.dtype)

@@ -1,0 +1,128 @@
+"""mx_dequantize: the values that MX codes and scales stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.reference import _checks
+from mxspec.reference.from_blocked import from_blocked
+from mxspec.reference.mx_quantize import ELEM_DTYPES, SCALE_LAYOUTS
+from mxspec.spec import Case, random_bits, spec
+
+OUT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_args(
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> None:
+    op = "mx_dequantize"
+    _checks.tensor_dtype(op, "qdata", qdata, ELEM_DTYPES)
+    _checks.tensor_dtype(op, "scale", scale, (torch.float8_e8m0fnu,))
+    _checks.rank(op, "qdata", qdata, (2, 3))
+    _checks.same_device(op, ("qdata", qdata), ("scale", scale))
+    _checks.choice(op, "axis", axis, (-1, -2))
+    _checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
+    _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
+    _checks.multiple(op, "K" if axis == -1 else "M", qdata.shape[axis], MX_BLOCK_SIZE)
+    *lead, R, C = _scale_shape(qdata, axis)
+    needed = (*lead, R, C) if scale_layout == "plain" else (*lead, 512 * -(-R // 128) * -(-C // 4))
+    _checks.shape(op, "scale", scale, needed, f"for qdata {tuple(qdata.shape)}, axis {axis}, {scale_layout}")
+
+
+def _scale_shape(qdata: Tensor, axis: int) -> tuple[int, ...]:
+    *lead, R, C = qdata.shape if axis == -1 else qdata.mT.shape
+    return *lead, R, C // MX_BLOCK_SIZE
+
+
+def cases() -> Iterator[Case]:
+    def operands(shape, axis, layout, dtype=torch.float8_e4m3fn):
+        qdata = random_bits(*shape, dtype=dtype)
+        *lead, R, C = _scale_shape(qdata, axis)
+        blocked_shape = (*lead, 512 * -(-R // 128) * -(-C // 4))
+        scale_shape = (*lead, R, C) if layout == "plain" else blocked_shape
+        return qdata, random_bits(*scale_shape, dtype=torch.float8_e8m0fnu, seed=1)
+
+    for axis in (-1, -2):
+        for layout in SCALE_LAYOUTS:
+            for shape in [(32, 32), (96, 160), (2, 160, 96)]:
+                for out_dtype in OUT_DTYPES:
+                    name = f"{'x'.join(map(str, shape))}, axis {axis}, {layout}, {str(out_dtype)[6:]}"
+                    kwargs = {"axis": axis, "scale_layout": layout, "out_dtype": out_dtype}
+                    yield Case(name, lambda s=shape, a=axis, lay=layout: operands(s, a, lay), kwargs)
+    e5m2 = torch.float8_e5m2
+    yield Case("e5m2", lambda: operands((64, 64), -1, "plain", e5m2), {"out_dtype": torch.float32})
+    codes = lambda: torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(8, 32)  # noqa: E731
+    for byte, name in ((0, "2^-127"), (1, "2^-126"), (254, "2^127: 448 * 2^127 overflows to Inf"), (255, "NaN")):
+        scale = torch.full((8, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        yield Case(f"scale {name}", lambda s=scale: (codes(), s), {"out_dtype": torch.float32}, flags={"edge"})
+    yield Case("no rows", lambda: operands((0, 64), -1, "plain"), flags={"edge"})
+
+    ok = operands((64, 64), -1, "plain")
+    q, s = ok
+    for name, args, kwargs, error, match in [
+        ("bf16 codes", (q.bfloat16(), s), {}, TypeError, "qdata has dtype torch.bfloat16"),
+        ("uint8 scale", (q, s.view(torch.uint8)), {}, TypeError, "scale has dtype torch.uint8"),
+        ("scale of another shape", (q, s[:32]), {}, ValueError, "needs (64, 2)"),
+        ("plain scale called blocked", ok, {"scale_layout": "blocked"}, ValueError, "needs (512,)"),
+        ("fp64 out", ok, {"out_dtype": torch.float64}, TypeError, "float64"),
+        ("mixed devices", (q, s.to("meta")), {}, ValueError, "needs one device"),
+        ("axis 1", ok, {"axis": 1}, ValueError, "axis = 1"),
+    ]:
+        yield Case(name, lambda args=args: args, kwargs, raises=error, match=match)
+
+
+@spec(cases=cases, check_args=check_args)
+def mx_dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> Tensor:
+    """Read MX codes back: `out = q * 2^(byte - 127)`.
+
+    The product is exact in fp32 (it has at most 4 significant bits and is a multiple of 2^-143), so the only
+    rounding is the one to out_dtype.
+
+    Args:
+        qdata: `(M, K)` or `(E, N, K)`; float8_e4m3fn or float8_e5m2; any strides.
+        scale: float8_e8m0fnu on qdata's device, in the shape that `mx_quantize` gives for axis and scale_layout.
+        axis: -1 for 1x32 blocks, -2 for 32x1 blocks.
+        out_dtype: torch.bfloat16 or torch.float32.
+        scale_layout: `plain` or `blocked`.
+
+    Returns:
+        qdata's shape, out_dtype, contiguous.
+
+    Special values: byte 255 or a NaN code gives NaN; 448 * 2^127 is past fp32 and gives Inf; minus zero stays.
+
+    Raises:
+        TypeError: the dtype of qdata, of scale, or out_dtype.
+        ValueError: rank, axis, scale_layout, a size that is not a multiple of 32, a scale of the wrong shape, or
+            operands on two devices.
+
+    Example:
+        >>> qdata = torch.tensor([[1.5, -448.0] * 16]).to(torch.float8_e4m3fn)
+        >>> scale = torch.tensor([[128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        >>> mx_dequantize(qdata, scale)[0, :2].tolist()
+        [3.0, -896.0]
+
+    Source: OCP MX v1.0, section 6.1 (the value of an MX element).
+    """
+    check_args(qdata, scale, axis=axis, out_dtype=out_dtype, scale_layout=scale_layout)
+    if scale_layout == "blocked":
+        scale = from_blocked(scale, *_scale_shape(qdata, axis)[-2:])
+    q = qdata.mT if axis == -2 else qdata
+    blocks = q.to(torch.float32).unflatten(-1, (q.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))  # (..., K/32, 32)
+    out = (blocks * scale.to(torch.float32).unsqueeze(-1)).flatten(-2).to(out_dtype)
+    return (out.mT if axis == -2 else out).contiguous()

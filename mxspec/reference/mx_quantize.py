@@ -1,0 +1,150 @@
+"""mx_quantize: blocks of 32 elements that share one power-of-two scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE, element
+from mxspec.reference import _checks
+from mxspec.reference._mx_cases import edge_blocks
+from mxspec.reference._numerics import SCALINGS, reciprocal_scale, saturating_cast, shared_exponent
+from mxspec.reference.to_blocked import to_blocked
+from mxspec.spec import Case, random_bits, random_normal, spec
+
+ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+SCALE_LAYOUTS = ("plain", "blocked")
+
+
+def check_args(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> None:
+    op = "mx_quantize"
+    _checks.tensor_dtype(op, "x", x, _checks.FLOAT_DTYPES)
+    _checks.rank(op, "x", x, (2, 3))
+    _checks.choice(op, "axis", axis, (-1, -2))
+    _checks.choice(op, "elem_dtype", elem_dtype, (*ELEM_DTYPES, "e4m3fn", "e5m2"), TypeError)
+    _checks.choice(op, "scaling", scaling, SCALINGS)
+    _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
+    _checks.multiple(op, "K" if axis == -1 else "M", x.shape[axis], MX_BLOCK_SIZE)
+
+
+def cases() -> Iterator[Case]:
+    bf16, fp16, fp32 = _checks.FLOAT_DTYPES
+    e5m2 = {"elem_dtype": torch.float8_e5m2}
+    for dtype in (bf16, fp16, fp32):
+        for scaling in SCALINGS:
+            for fmt in ({}, e5m2):
+                name = f"all bit patterns, {str(dtype)[6:]}, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
+                yield Case(name, lambda d=dtype: (random_bits(64, 128, dtype=d),), {"scaling": scaling, **fmt})
+    for scaling in SCALINGS:
+        for fmt in ({}, e5m2):
+            name = f"edge blocks, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
+            yield Case(name, lambda: (edge_blocks(),), {"scaling": scaling, **fmt}, flags={"edge"})
+    for axis in (-1, -2):
+        for layout in SCALE_LAYOUTS:
+            kw = {"axis": axis, "scale_layout": layout}
+            for shape in [(32, 32), (96, 160), (160, 4128), (2, 96, 160), (3, 160, 32)]:
+                name = f"{'x'.join(map(str, shape))}, axis {axis}, {layout}"
+                yield Case(name, lambda s=shape: (random_normal(*s),), kw)
+            yield Case(f"transposed input, axis {axis}, {layout}", lambda: (random_normal(96, 160).mT,), kw)
+            yield Case(f"empty, axis {axis}, {layout}", lambda: (torch.zeros(0, 0),), kw, flags={"edge"})
+    blocked = {"scale_layout": "blocked"}
+    yield Case("one block", lambda: (random_normal(1, 32),))
+    yield Case("ragged rows, blocked", lambda: (random_normal(300, 416),), blocked)
+    yield Case("ragged rows, floor, blocked", lambda: (random_normal(5, 9, 96),), {"scaling": "floor", **blocked})
+    yield Case("no rows", lambda: (torch.zeros(0, 64),), flags={"edge"})
+    yield Case("no columns", lambda: (torch.zeros(4, 0),), blocked, flags={"edge"})
+    yield Case("no experts", lambda: (torch.zeros(0, 4, 64),), blocked, flags={"edge"})
+    large = lambda: (random_normal(1, 2048).expand(2**20 + 1, 2048),)  # noqa: E731
+    yield Case("2^31 elements and more", large, flags={"large"})
+    yield Case("2^31 elements and more, blocked", large, blocked, flags={"large"})
+
+    def refused(name, x, error, match, **kwargs):
+        return Case(name, lambda: (x,), kwargs, raises=error, match=match)
+
+    x = torch.zeros(64, 64)
+    yield refused("K = 100", torch.zeros(4, 100), ValueError, "K = 100 is not a multiple of block_size 32")
+    yield refused("M = 100", torch.zeros(100, 32), ValueError, "M = 100 is not a multiple", axis=-2)
+    yield refused("1-D", torch.zeros(64), ValueError, "2-D or 3-D")
+    yield refused("4-D", torch.zeros(1, 1, 1, 32), ValueError, "2-D or 3-D")
+    yield refused("int32", torch.zeros(4, 32, dtype=torch.int32), TypeError, "torch.int32")
+    yield refused("float64", torch.zeros(4, 32, dtype=torch.float64), TypeError, "torch.float64")
+    yield refused("already fp8", torch.zeros(4, 32).to(torch.float8_e4m3fn), TypeError, "torch.float8_e4m3fn")
+    yield refused("axis 0", x, ValueError, "axis = 0", axis=0)
+    yield refused("unknown scaling", x, ValueError, "'nearest'", scaling="nearest")
+    yield refused("unknown layout", x, ValueError, "'swizzled'", scale_layout="swizzled")
+    yield refused("int8 elements", x, TypeError, "int8", elem_dtype=torch.int8)
+    yield refused("e2m1 elements", x, TypeError, "e2m1", elem_dtype="e2m1")
+
+
+@spec(cases=cases, check_args=check_args, peer_rules="mx")
+def mx_quantize(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    """Quantize to MX: 32 elements along `axis` share one E8M0 scale.
+
+    With `a` the largest magnitude of a block, as fp32, `byte = shared_exponent(a)` by the rule `scaling`, and
+    `q = round_to_nearest_even(clamp(x * 2^(127 - byte), -max, max))`, one rounding. Read back, an element is
+    `q * 2^(byte - 127)`.
+
+    Args:
+        x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides.
+        axis: -1 for 1x32 blocks, -2 for 32x1 blocks; that dimension must be a multiple of 32.
+        elem_dtype: torch.float8_e4m3fn (largest 448) or torch.float8_e5m2 (57344), or the name.
+        scaling: `rceil`, `a / max` rounded up to a power of two, so that nothing saturates; `floor` (OCP), the
+            exponent of `a` less emax, so that mantissas above that of `max` saturate; `ceil`; `even`, `floor`
+            of `a` rounded to the element's mantissa width.
+        scale_layout: `plain` or `blocked`, the 128x4 tiles of `to_blocked`.
+
+    Returns:
+        `(qdata, scale)`. qdata: x's shape, elem_dtype, contiguous for axis -1; for axis -2 column-major per
+        matrix (strides `(1, M)` or `(N*K, 1, N)`). scale: float8_e8m0fnu; plain, `(..., K/32)` for axis -1 and
+        `(..., K, M/32)`, the scale of the transpose, for axis -2, row-major; blocked, `to_blocked` of that,
+        padding bytes 0.
+
+    Special values: a block of zeros has byte 0 and keeps the zeros' signs. A NaN or an Inf makes its block byte
+        255 and all 32 elements NaN. Byte 0 is 2^-127 and counts as such: a block of 2^-126 gives elements 2.0.
+
+    Raises:
+        TypeError: the dtype of x, or elem_dtype.
+        ValueError: rank, axis, scaling, scale_layout, or a size that is not a multiple of 32.
+
+    Example:
+        >>> x = torch.zeros(1, 32)
+        >>> x[0, :3] = torch.tensor([500.0, -1.0, 0.3])
+        >>> qdata, scale = mx_quantize(x)
+        >>> qdata[0, :3].float().tolist(), scale.view(torch.uint8).tolist()
+        ([256.0, -0.5, 0.15625], [[128]])
+        >>> qdata, scale = mx_quantize(x, scaling="floor")
+        >>> qdata[0, :3].float().tolist(), scale.view(torch.uint8).tolist()
+        ([448.0, -1.0, 0.3125], [[127]])
+
+    Source: OCP MX v1.0, section 6.3 (floor); PTX ISA, `cvt.rp.satfinite.ue8m0x2.f32` (rceil).
+    """
+    check_args(x, axis=axis, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
+    fmt = element(elem_dtype)
+    if axis == -2:
+        x = x.mT  # from here the blocks lie along the last dimension
+    x = x.contiguous().to(torch.float32)  # exact: fp32 holds every bf16 and fp16
+    blocks = x.unflatten(-1, (x.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))  # (..., K/32, 32)
+
+    scale = shared_exponent(blocks.abs().amax(-1), fmt, scaling)  # (..., K/32)
+    qdata = saturating_cast(blocks * reciprocal_scale(scale).unsqueeze(-1), fmt).flatten(-2)  # (..., K)
+
+    scale = scale.view(torch.float8_e8m0fnu)
+    if scale_layout == "blocked":
+        scale = to_blocked(scale)
+    return qdata.mT if axis == -2 else qdata, scale

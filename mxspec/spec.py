@@ -1,0 +1,125 @@
+"""What an op promises: its cases, how it is judged, what it costs.
+
+`@spec(...)` stands on the reference function of an op and makes it the declaration that the switch, the
+conformance engine, the benchmarks and the command line read. It changes nothing about the function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named call of an op.
+
+    `args` builds the positional arguments, tensors on the CPU, the same ones at every call. A case with
+    `raises` is one that must be refused, with that type and with `match` in the message.
+    Flags: `edge`, a value or shape at a limit of the contract; `invalid`, must be refused (set by itself);
+    `large`, more than 2^31 elements: shapes are checked everywhere, bytes where the memory is there.
+    """
+
+    name: str
+    args: Callable[[], tuple[Any, ...]]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    raises: type[Exception] | None = None
+    match: str = ""
+    flags: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        implied = frozenset({"invalid"}) if self.raises else frozenset()
+        object.__setattr__(self, "flags", frozenset(self.flags) | implied)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The promises of one op, read off its `@spec`."""
+
+    cases: Callable[[], Iterable[Case]]
+    check_args: Callable[..., None]
+    min_sqnr_db: float
+    bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
+    flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
+    peer_rules: str | None
+
+
+class Reference(Protocol[P, R_co]):
+    """A reference function, and, behind the switch, the public op of the same name."""
+
+    spec: Spec
+    __name__: str
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    @overload
+    def __call__(self, *args: Any, backend: str | None, **kwargs: Any) -> R_co: ...
+
+
+def bytes_of(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> int:
+    """Every tensor argument read once, every output written once."""
+    return sum(t.numel() * t.element_size() for t in (*args, *outputs) if isinstance(t, Tensor))
+
+
+def spec(
+    *,
+    cases: Callable[[], Iterable[Case]],
+    check_args: Callable[..., None],
+    min_sqnr_db: float = math.inf,
+    bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = bytes_of,
+    flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = lambda args, outputs: 0,
+    peer_rules: str | None = None,
+) -> Callable[[Callable[P, R]], Reference[P, R]]:
+    """Declare an op on its reference function.
+
+    Args:
+        cases: gives the calls that every backend must answer as the reference does.
+        check_args: takes the op's arguments and raises for what the contract refuses; the switch calls
+            it before any kernel, so that every backend raises the same error.
+        min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB;
+            `inf`, the default, means equal bytes, with NaN compared as a class.
+        bytes_moved, flops: of one call, from its arguments and outputs; for the benchmarks.
+        peer_rules: the section of `vectors/peers.json` that holds peers' results for this op.
+    """
+
+    def declare(fn: Callable[P, R]) -> Reference[P, R]:
+        fn.spec = Spec(cases, check_args, min_sqnr_db, bytes_moved, flops, peer_rules)  # type: ignore[attr-defined]
+        return fn  # type: ignore[return-value]  # now it has the attribute that the protocol asks for
+
+    return declare
+
+
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    """The outputs of an op as a tuple, one or many."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+_BITS = {1: (torch.uint8, 8), 2: (torch.int16, 16), 4: (torch.int32, 32)}
+
+
+def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Every bit pattern equally likely: all exponents, subnormals, both zeros, Inf and NaN."""
+    store, bits = _BITS[torch.empty((), dtype=dtype).element_size()]
+    generator = torch.Generator().manual_seed(seed)
+    low, high = (0, 1 << bits) if bits == 8 else (-(1 << (bits - 1)), 1 << (bits - 1))
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int64).to(store).view(dtype)
+
+
+def random_normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Normal values whose size varies from row to row and column to column, over about 2^+-16."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    for dim in range(len(shape)):
+        size = [1] * len(shape)
+        size[dim] = shape[dim]
+        x = x * torch.randint(-4, 5, size, generator=generator).exp2()
+    return x.to(dtype)

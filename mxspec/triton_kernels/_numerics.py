@@ -1,0 +1,50 @@
+"""The arithmetic of an MX block in Triton: shared exponent, reciprocal scale, saturating cast.
+
+Lay it next to `reference/_numerics.py`: the same functions on the same bits. A kernel passes a format as two
+constants, `max` and `emax`, and for `even` its mantissa width.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The fp32 bits of |x|, whose order as integers is that of the values, with Inf and then NaN above all.
+
+    Reduce these instead of |x|: an integer maximum cannot drop a NaN, as `max.f32` does.
+    """
+    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def shared_exponent(amax_bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, SCALING: tl.constexpr):
+    """The E8M0 byte, as int32, of a block whose largest magnitude has these fp32 bits; 255 for Inf and NaN."""
+    if SCALING == "rceil":
+        # Times fp32(1 / max) and divided by max round up to the same power of two for every fp32.
+        bits = (amax_bits.to(tl.float32, bitcast=True) * (1.0 / MAX)).to(tl.int32, bitcast=True)
+        field = bits >> 23
+        mantissa = bits & 0x7FFFFF
+        byte = field + tl.where(field == 0, mantissa > 0x400000, mantissa != 0).to(tl.int32)
+    else:
+        bits = amax_bits
+        if SCALING == "even":
+            bits = amax_bits + (1 << (22 - MANTISSA))
+        byte = (bits >> 23) - EMAX
+        if SCALING == "ceil":
+            byte += (bits & 0x7FFFFF != 0).to(tl.int32)
+        byte = tl.maximum(byte, 0)  # the 254 of the contract is out of reach: 255 - emax and a carry at most
+    return tl.where(amax_bits < 0x7F800000, byte, 255)
+
+
+@triton.jit
+def reciprocal_scale(byte):
+    """2^(127 - byte) as fp32; byte 254 gives the subnormal 2^-127, byte 255 NaN."""
+    bits = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def saturating_cast(x, DTYPE: tl.constexpr):
+    """Round to nearest, ties to even, saturating: `cvt.rn.satfinite`, which needs no clamp and keeps NaN."""
+    return x.to(DTYPE)
