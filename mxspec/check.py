@@ -60,7 +60,7 @@ def check_case(op: str, case: Case, candidate: Candidate, device: torch.device |
     call: Callable[..., Any] = (
         functools.partial(dispatch.public(op), backend=candidate) if isinstance(candidate, str) else candidate
     )
-    args = _to(device, case.args())
+    args = on_device(device, case.args())
     if case.raises:
         problem = _refusal_problem(case, args, call, reference, same_words=isinstance(candidate, str))
         return result("failed", f"{problem}\n{_reproduce(op, candidate, case)}") if problem else result("passed")
@@ -100,7 +100,7 @@ def load(target: str) -> Callable[..., Any]:
 # --- inputs and outputs -----------------------------------------------------------------------------------------
 
 
-def _to(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def on_device(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tensors on the device, with their strides; a meta tensor stays: it is how a case says 'another device'."""
     move = lambda t: t.to(device) if isinstance(t, Tensor) and t.device.type != "meta" else t  # noqa: E731
     return tuple(_expanded(a, move) if isinstance(a, Tensor) else a for a in args)
@@ -124,6 +124,11 @@ def _embedded(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(embed(a) if isinstance(a, Tensor) and a.ndim else a for a in args)
 
 
+def fill_bytes(t: Tensor, byte: int) -> None:
+    """Fill all the memory of a tensor's storage, whatever its dtype."""
+    torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).fill_(byte)
+
+
 @contextlib.contextmanager
 def poisoned(byte: int) -> Iterator[None]:
     """Inside, memory that torch hands out uninitialised holds `byte` in every byte."""
@@ -133,13 +138,14 @@ def poisoned(byte: int) -> Iterator[None]:
         def filled(*args: Any, **kwargs: Any) -> Tensor:
             out = allocate(*args, **kwargs)
             if out.device.type != "meta" and out.numel():
-                out.untyped_storage().fill_(byte)
+                fill_bytes(out, byte)
             return out
 
         return filled
 
-    names = ("empty", "empty_like", "empty_strided")
-    with mock.patch.multiple(torch, **{name: filling(getattr(torch, name)) for name in names}):
+    with contextlib.ExitStack() as patches:
+        for name in ("empty", "empty_like", "empty_strided"):
+            patches.enter_context(mock.patch.object(torch, name, filling(getattr(torch, name))))
         yield
 
 
@@ -232,19 +238,18 @@ def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
     # The block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
     along = next((d for d, stride in enumerate(expected.stride()) if stride == 1), expected.ndim - 1)
     start = index[along] // 32 * 32
-    block = (*index[:along], slice(start, start + 32), *index[along + 1 :])
+    block: tuple[Any, ...] = (*index[:along], slice(start, start + 32), *index[along + 1 :])
     shown = ", ".join(map(str, (*index[:along], f"{start}:{start + 32}", *index[along + 1 :])))
-    hexes = [_hex(t.view(bits)[block], bits.itemsize) for t in (got, expected)]
+    one, run = ([_hex(t.view(bits)[where]) for t in (got, expected)] for where in (index, block))
     return (
         f"output {i}: {int(flat.sum())} of {flat.numel()} elements differ, first at {list(index)}: "
-        f"got {_hex(got.view(bits)[index], bits.itemsize)}, expected {_hex(expected.view(bits)[index], bits.itemsize)}\n"
-        f"  block [{shown}]\n  got      {hexes[0]}\n  expected {hexes[1]}"
+        f"got {one[0]}, expected {one[1]}\n  block [{shown}]\n  got      {run[0]}\n  expected {run[1]}"
     )
 
 
-def _hex(bits: Tensor, itemsize: int) -> str:
-    values = bits.reshape(-1).tolist()
-    return " ".join(f"{value & ((1 << 8 * itemsize) - 1):0{2 * itemsize}x}" for value in values)
+def _hex(bits: Tensor) -> str:
+    digits = 2 * bits.element_size()
+    return " ".join(f"{value & (16**digits - 1):0{digits}x}" for value in bits.reshape(-1).tolist())
 
 
 def sqnr_db(got: Tensor, expected: Tensor) -> float:

@@ -15,7 +15,7 @@ import inspect
 import os
 import pkgutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from mxspec.formats import ELEMENTS
 from mxspec.spec import P, R, Reference
@@ -49,9 +50,6 @@ def backends() -> tuple[str, ...]:
 
 # --- what the user asked for ------------------------------------------------------------------------------------
 
-_in_context: ContextVar[str | None] = ContextVar("mxspec_backend", default=None)
-_in_process: str | None = None
-
 
 def _known(backend: str, said_by: str) -> str:
     if backend != "auto" and backend not in backends():
@@ -59,11 +57,15 @@ def _known(backend: str, said_by: str) -> str:
     return backend
 
 
+_in_context: ContextVar[str | None] = ContextVar("mxspec_backend", default=None)
+_in_process = _known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
+
+
 class use_backend:
     """Choose the backend: `use_backend("triton")` for the process, `with use_backend("triton"):` for a block.
 
     A `backend=` on a call outranks a surrounding with-block, which outranks the process-wide choice, which outranks
-    the environment variable MXSPEC_BACKEND; without any of them the choice is `auto`.
+    the environment variable MXSPEC_BACKEND, read when mxspec is imported; without any of them the choice is `auto`.
 
     A with-block holds for its own thread and its own asyncio task. On CUDA, backward runs on another thread: an
     `autograd.Function` reads `current_backend()` in forward and passes it as `backend=` in backward.
@@ -88,8 +90,7 @@ class use_backend:
 
 def current_backend() -> str:
     """What a call without `backend=` would use here and now: a backend's name or `auto`."""
-    chosen = _in_context.get() or _in_process
-    return chosen or _known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
+    return _in_context.get() or _in_process
 
 
 # --- what can run -----------------------------------------------------------------------------------------------
@@ -108,10 +109,15 @@ def public(name: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(importlib.import_module("mxspec"), name))
 
 
+def has_kernel(name: str, backend: str) -> bool:
+    """Whether a backend has a file for an op."""
+    return (_PACKAGE / f"{backend}_kernels" / f"{name}.py").exists()
+
+
 @functools.cache
 def kernel_module(name: str, backend: str) -> ModuleType | str:
     """The module of a backend's kernel for an op, or the reason why there is none."""
-    if not (_PACKAGE / f"{backend}_kernels" / f"{name}.py").exists():
+    if not has_kernel(name, backend):
         return f"has no kernel for {name}"
     try:
         return importlib.import_module(f"mxspec.{backend}_kernels.{name}")
@@ -129,10 +135,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _device(args: tuple[Any, ...]) -> torch.device:
-    return next(arg.device for arg in args if isinstance(arg, Tensor))
-
-
 def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a backend, asked for by name, cannot run this call; None where it can."""
     if backend == "reference":
@@ -140,7 +142,7 @@ def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, An
     module = kernel_module(name, backend)
     if isinstance(module, str):
         return module
-    device = _device(args)
+    device = args[0].device
     if device.type == "cpu" and not any(map(interpreting, (backend, "triton"))):
         return f"runs on CUDA tensors, on a CPU only with {backend.upper()}_INTERPRET=1 set before it is imported"
     if device.type not in ("cuda", "cpu"):
@@ -149,40 +151,41 @@ def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, An
     return supports(*args, **kwargs) if supports is not None else None
 
 
-def _auto_refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why `auto` does not consider a backend for this call; None where it does."""
-    module = kernel_module(name, backend)
-    if isinstance(module, str):
-        return module
-    device = _device(args)
+def _unranked(module: ModuleType, device: torch.device) -> str | None:
+    """Why `auto` never takes a kernel on a device; None where it may."""
     if device.type != "cuda":
         return f"is only taken by name on {device.type} tensors"
     if _capability(device) not in module.RANK:
-        return f"has no measured rank on compute capability {'.'.join(map(str, _capability(device)))}"
-    if syncs := getattr(module, "HOST_SYNC", None):
-        return f"waits for the device ({syncs}), so it is only taken by name"
-    return refusal(name, backend, args, kwargs)
+        return f"has no rank on compute capability {'.'.join(map(str, _capability(device)))}, so it is taken by name"
+    if waits := getattr(module, "HOST_SYNC", None):
+        return f"waits for the device ({waits}), so it is taken by name"
+    return None
 
 
 @functools.cache
-def _ranked(name: str, device: torch.device) -> tuple[str, ...]:
-    """The backends that have a rank for an op on a device, best first."""
+def _ranked(name: str, device: torch.device) -> tuple[tuple[str, ModuleType], ...]:
+    """The backends that `auto` may take for an op on a device, best first."""
     if device.type != "cuda":
         return ()
-    modules = ((b, kernel_module(name, b)) for b in backends() if b != "reference")
-    ranks = [(m.RANK[_capability(device)], b) for b, m in modules if _capability(device) in getattr(m, "RANK", ())]
-    return tuple(backend for _, backend in sorted(ranks))
+    modules = [(b, kernel_module(name, b)) for b in backends() if b != "reference"]
+    ranked = [(b, m) for b, m in modules if isinstance(m, ModuleType) and _unranked(m, device) is None]
+    return tuple(sorted(ranked, key=lambda found: found[1].RANK[_capability(device)]))
 
 
 def _auto(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return next((b for b in _ranked(name, _device(args)) if not _auto_refusal(name, b, args, kwargs)), "reference")
+    """The backend that `auto` takes for a call."""
+    for backend, module in _ranked(name, args[0].device):
+        supports = getattr(module, "supports", None)
+        if supports is None or supports(*args, **kwargs) is None:
+            return backend
+    return "reference"
 
 
 @functools.cache
-def _warn_of_reference(name: str, device_type: str) -> None:
+def _warn_of_reference(name: str) -> None:
     """Once an op: `auto` has no kernel for a tensor that is on a GPU."""
     warnings.warn(
-        f"{name}: no kernel supports this call on {device_type}, so `auto` runs the reference; "
+        f"{name}: no kernel supports this call on the GPU, so `auto` runs the reference; "
         f"mxspec.explain({name!r}, ...) says why",
         stacklevel=4,
     )
@@ -193,19 +196,20 @@ def _kernel(name: str, backend: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(kernel_module(name, backend), name))
 
 
-def _run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) -> Any:
-    """Run one call: choose, check, launch."""
+def _run(fn: Reference[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Any:
+    """Run one call: check its arguments, choose, launch."""
+    name = fn.__name__
     asked = _known(backend, name) if backend else current_backend()
     if asked == "reference":
-        return reference(name)(*args, **kwargs)  # it checks its arguments itself
-    reference(name).spec.check_args(*args, **kwargs)
-    device = _device(args)
+        return fn(*args, **kwargs)  # it checks its arguments itself
+    fn.spec.check_args(*args, **kwargs)
+    device = args[0].device
     if asked == "auto":
         asked = _auto(name, args, kwargs)
         if asked == "reference":
             if device.type == "cuda":
-                _warn_of_reference(name, device.type)
-            return reference(name)(*args, **kwargs)
+                _warn_of_reference(name)
+            return fn(*args, **kwargs)
     elif reason := refusal(name, asked, args, kwargs):
         raise ValueError(f"{name}: backend {asked!r} {reason}")
     kernel = _kernel(name, asked)
@@ -273,33 +277,49 @@ def _without_gradient(name: str, args: tuple[Any, ...], call: Callable[[], Any])
     return call()
 
 
+def _is_plain_eager(values: Iterable[Any]) -> bool:
+    """Whether a call has nothing that only the operator can serve, and may so save the dispatcher's time.
+
+    That is: no tracing or dispatch mode, no functorch transform, no tensor that is a subclass, on the meta device
+    or in need of a gradient.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not any(
+        isinstance(v, Tensor) and (type(v) not in (Tensor, Parameter) or v.is_meta or v.requires_grad) for v in values
+    )
+
+
 def op(fn: Reference[P, R]) -> Reference[P, R]:
     """The public op of a reference function: the same call, behind the switch, with `backend=` added."""
     name = fn.__name__
     signature = inspect.signature(fn)
     by_text = tuple(p.name for p in signature.parameters.values() if p.annotation == "torch.dtype | str")
 
-    def implementation(*args: Any, backend: str = "", **kwargs: Any) -> Any:
+    def with_dtypes(kwargs: dict[str, Any]) -> dict[str, Any]:
         for key in by_text:
-            if key in kwargs:
+            if isinstance(kwargs.get(key), str):
                 kwargs[key] = _dtype_of(kwargs[key])
-        return _without_gradient(name, args, lambda: _run(name, args, kwargs, backend))
+        return kwargs
+
+    def implementation(*args: Any, backend: str = "", **kwargs: Any) -> Any:
+        return _without_gradient(name, args, lambda: _run(fn, args, with_dtypes(kwargs), backend))
 
     def fake(*args: Any, backend: str = "", **kwargs: Any) -> Any:
-        for key in by_text:
-            if key in kwargs:
-                kwargs[key] = _dtype_of(kwargs[key])
-        return _without_gradient(name, args, lambda: fn(*args, **kwargs))
+        return _without_gradient(name, args, lambda: fn(*args, **with_dtypes(kwargs)))
 
     # Kernels are written for the strides that the caller's tensor has; without the tag inductor may change them.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(_schema(name, signature), tags=tags)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # _without_gradient says what a gradient meets
     torch.library.register_fake(f"mxspec::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.mxspec, name).default
 
     @functools.wraps(fn)
     def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and args and _is_plain_eager((*args, *kwargs.values())):
+            return _run(fn, args, with_dtypes(kwargs), backend)
         for key in by_text:
             if key in kwargs:
                 kwargs[key] = str(kwargs[key])
@@ -344,7 +364,9 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
         chosen = _auto(name, args, kwargs)
         for other in backends():
             if other not in (chosen, "reference"):
-                reasons[other] = _auto_refusal(name, other, args, kwargs) or f"ranks behind {chosen!r}"
+                module = kernel_module(name, other)
+                unranked = module if isinstance(module, str) else _unranked(module, args[0].device)
+                reasons[other] = unranked or refusal(name, other, args, kwargs) or f"ranks behind {chosen!r}"
         if chosen != "reference":
             reasons["reference"] = "is taken by name, or where no kernel supports the call"
     else:

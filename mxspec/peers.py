@@ -75,9 +75,7 @@ def bytes_of_block(result: Any, count: int) -> tuple[int, list[int]]:
     return scale[0], qdata[:count]
 
 
-def whose_rule(
-    reference: Callable[..., Any], call: Callable[..., Any], case: Case, device: torch.device
-) -> str | None:
+def whose_rule(reference: Callable[..., Any], call: Callable[..., Any], case: Case, device: torch.device) -> str | None:
     """The peers whose results a quantizer repeats wherever it leaves the contract; None where it does not."""
     elem_dtype = element(case.kwargs.get("elem_dtype", torch.float8_e4m3fn)).dtype
     assert elem_dtype is not None
@@ -97,7 +95,8 @@ def whose_rule(
         candidates = agreeing if candidates is None else candidates & agreeing
     if not blocks:
         return None
-    where = f"on the {len(blocks)} probe blocks where they leave the contract ({', '.join(blocks[:4])}{', ...' * (len(blocks) > 4)})"
+    named = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
+    where = f"on the {len(blocks)} probe blocks where they leave the contract ({named})"
     if not candidates:
         return f"your bytes are no known peer's rule {where}"
     names = ", ".join(sorted({f"{_PEERS[p.split('.')[0]]}'s ({p})" for p in candidates}))

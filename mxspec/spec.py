@@ -7,7 +7,7 @@ conformance engine, the benchmarks and the command line read. It changes nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
@@ -34,7 +34,7 @@ class Case:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     raises: type[Exception] | None = None
     match: str = ""
-    flags: frozenset[str] = frozenset()
+    flags: Collection[str] = ()
 
     def __post_init__(self) -> None:
         implied = frozenset({"invalid"}) if self.raises else frozenset()
@@ -51,6 +51,7 @@ class Spec:
     bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
     peer_rules: str | None
+    bench_cases: Callable[[], Iterable[Case]]
 
 
 class Reference(Protocol[P, R_co]):
@@ -78,6 +79,7 @@ def spec(
     bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = bytes_of,
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = lambda args, outputs: 0,
     peer_rules: str | None = None,
+    bench_cases: Callable[[], Iterable[Case]] = tuple,
 ) -> Callable[[Callable[P, R]], Reference[P, R]]:
     """Declare an op on its reference function.
 
@@ -88,14 +90,27 @@ def spec(
         min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB;
             `inf`, the default, means equal bytes, with NaN compared as a class.
         bytes_moved, flops: of one call, from its arguments and outputs; for the benchmarks.
+        bench_cases: the calls that are worth timing; they make their tensors on torch's default device.
         peer_rules: the section of `vectors/peers.json` that holds peers' results for this op.
     """
 
     def declare(fn: Callable[P, R]) -> Reference[P, R]:
-        fn.spec = Spec(cases, check_args, min_sqnr_db, bytes_moved, flops, peer_rules)  # type: ignore[attr-defined]
+        check_args.__qualname__ = fn.__name__  # it is the first to meet a misspelt argument, and names the op then
+        declared = Spec(cases, check_args, min_sqnr_db, bytes_moved, flops, peer_rules, bench_cases)
+        fn.spec = declared  # type: ignore[attr-defined]
         return fn  # type: ignore[return-value]  # now it has the attribute that the protocol asks for
 
     return declare
+
+
+def given(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Callable[[], tuple[Tensor]]:
+    """A case's arguments: the one tensor that `make(*args, **kwargs)` gives when the case is run."""
+    return lambda: (make(*args, **kwargs),)
+
+
+def these(*args: Any) -> Callable[[], tuple[Any, ...]]:
+    """A case's arguments, ready made; for small ones."""
+    return lambda: args
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:

@@ -3,3 +3,10 @@
 With HELION_INTERPRET=1, set before this package is imported, they run on CPU tensors as eager torch, a whole
 dimension a tile; with TRITON_INTERPRET=1 the Triton code that Helion generates runs there, with real tiles.
 """
+
+import os
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from mxspec.helion_kernels import _interpreter_reduce
+
+    _interpreter_reduce.install()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 Capability = tuple[int, int]
-TRITON_INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
@@ -21,9 +19,9 @@ def _kernel(body: Callable[..., None], config: helion.Config, index_dtype: torch
     return helion.kernel(body, config=config, static_shapes=False, index_dtype=index_dtype)
 
 
-def _extent(t: Tensor) -> int:
-    """One more than the largest offset into t, or its number of elements if that is more (an expanded tensor)."""
-    return max(t.numel(), 1 + sum((n - 1) * abs(s) for n, s in zip(t.shape, t.stride(), strict=True)))
+def extent(t: Tensor) -> int:
+    """How many elements of storage lie between the first and the last of t, both counted."""
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def launch(body: Callable[..., None], configs: Mapping[Capability, helion.Config], *args: Any, config: Any) -> None:
@@ -37,11 +35,5 @@ def launch(body: Callable[..., None], configs: Mapping[Capability, helion.Config
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     if config is None:
         config = configs.get(capability, configs[(9, 0)])
-    wide = max(map(_extent, tensors)) >= 2**31
-    kernel = _kernel(body, config, torch.int64 if wide else torch.int32)
-    if TRITON_INTERPRET:
-        from mxspec.helion_kernels._interpret import run_generated
-
-        run_generated(kernel, config, args)
-    else:
-        kernel(*args)
+    wide = max(max(extent(t), t.numel()) for t in tensors) >= 2**31
+    _kernel(body, config, torch.int64 if wide else torch.int32)(*args)

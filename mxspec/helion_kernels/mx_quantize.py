@@ -1,4 +1,4 @@
-"""mx_quantize in Helion: a tile of whole blocks, and one kernel for each order in which their scales are stored."""
+"""mx_quantize in Helion: one kernel for both scale layouts, whose programs run over the scale bytes as they are stored."""
 
 from __future__ import annotations
 
@@ -10,23 +10,31 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE, element
-from mxspec.helion_kernels._launch import launch
+from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
+from mxspec.helion_kernels._launch import extent, launch
 from mxspec.helion_kernels._numerics import magnitude_bits, reciprocal_scale, saturating_cast, shared_exponent
 
 RANK = {(9, 0): 2, (10, 0): 2}  # measurement: to be filled in
 
 
-def _config(block_sizes: list[int], num_warps: int, **more: Any) -> helion.Config:
+def _config(block_sizes: list[int], num_warps: int) -> helion.Config:
     # Programs run along the last dimension first, as memory does; Helion's own order is the opposite.
     order = list(range(len(block_sizes)))[::-1]
-    return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=[order], **more)
+    return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=[order])
 
 
-# Block sizes are (E, R, C) of the scales for the plain layout and (E, row tiles, column tiles, bytes of a tile) for
-# the blocked one. 2048 elements and 2 warps a program: 32 elements a thread, four 16-byte loads in flight.
+# Block sizes are (E, R, C, 1) of the scales for the plain layout, (E, row tiles, column tiles, bytes of a tile) for the
+# blocked one. 2048 elements and 2 warps a program: 32 elements a thread, four 16-byte loads in flight.
 CONFIGS = {
-    "plain": {(9, 0): _config([1, 1, 64], 2), (10, 0): _config([1, 1, 64], 2)},
+    "plain": {(9, 0): _config([1, 1, 64, 1], 2), (10, 0): _config([1, 1, 64, 1], 2)},
     "blocked": {(9, 0): _config([1, 1, 1, 64], 2), (10, 0): _config([1, 1, 1, 64], 2)},
+}
+_PLAIN = [(64, 2), (64, 1), (64, 4), (32, 1), (32, 2), (128, 2), (128, 4), (128, 8), (256, 4), (256, 8), (512, 16)]
+_BLOCKED = [(1, 64, 2), (1, 32, 1), (1, 32, 2), (1, 128, 2), (1, 128, 4), (1, 256, 8), (1, 512, 8), (1, 512, 16)]
+_BLOCKED += [(2, 32, 2), (2, 64, 4), (4, 16, 2), (4, 32, 4), (4, 64, 8), (8, 16, 4), (8, 32, 8), (16, 16, 8)]
+CANDIDATE_CONFIGS = {
+    "plain": [_config([1, 1, blocks, 1], warps) for blocks, warps in _PLAIN],
+    "blocked": [_config([1, 1, tiles, offsets], warps) for tiles, offsets, warps in _BLOCKED],
 }
 
 
@@ -42,51 +50,54 @@ def _quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tup
     return codes, byte.to(torch.uint8)
 
 
-def _plain(x: Tensor, qdata: Tensor, scale: Tensor, scaling: hl.constexpr) -> None:
-    E, R, C, block_size = x.shape
-    block_size = hl.specialize(block_size)
-    for e, r, c in hl.tile([E, R, C]):
-        codes, byte = _quantize_tile(x[e, r, c, :], qdata.dtype, scaling)
-        qdata[e, r, c, :] = codes
-        scale[e, r, c] = byte
+def _row_and_block(row_tile: Tensor, col_tile: Tensor, offset: Tensor, blocked: bool) -> tuple[Tensor, Tensor]:
+    return blocked_to_row_col(row_tile, col_tile, offset) if blocked else (row_tile, col_tile)
 
 
-def _blocked(x: Tensor, qdata: Tensor, scale: Tensor, scaling: hl.constexpr) -> None:
-    # The loop runs over the output, bytes of padding included: they come out as the scale of a block of zeros, 0.
-    E, R, C, block_size = x.shape
-    block_size = hl.specialize(block_size)
+def _mx_quantize(
+    x: Tensor, stride_e: int, stride_r: int, stride_c: int, stride_k: int, R: int, C: int,
+    qdata: Tensor, scale: Tensor, scaling: hl.constexpr, blocked: hl.constexpr,
+) -> None:  # fmt: skip
+    # The loop runs over the scale bytes. Those of padding come out as the scale of a block of zeros, which is 0.
+    # x and qdata are flat: ref mode masks an access by one index tensor only, and Helion drops the index and the mask
+    # of a store along a dimension of size 1, so that lanes past its end would write there too.
     E, row_tiles, col_tiles, tile_bytes = scale.shape
     tile_bytes = hl.specialize(tile_bytes)
     for e, row_tile, col_tile, offset in hl.tile([E, row_tiles, col_tiles, tile_bytes]):
-        o = offset.index[None, None, None, :]  # (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
-        r = row_tile.index[None, :, None, None] * 128 + ((o >> 2) & 3) * 32 + (o >> 4)
-        c = col_tile.index[None, None, :, None] * 4 + (o & 3)
-        valid = ((r < R) & (c < C))[:, :, :, :, None]
-        at = [e.index[:, None, None, None], r, c, slice(None)]
-        codes, byte = _quantize_tile(hl.load(x, at, extra_mask=valid), qdata.dtype, scaling)
-        hl.store(qdata, at, codes, extra_mask=valid)
+        matrix = e.index[:, None, None, None, None]
+        r, c = _row_and_block(
+            row_tile.index[None, :, None, None, None],
+            col_tile.index[None, None, :, None, None],
+            offset.index[None, None, None, :, None],
+            blocked,
+        )
+        k = hl.arange(32)[None, None, None, None, :]
+        source = matrix * stride_e + r * stride_r + c * stride_c + k * stride_k
+        valid = ((matrix < E) & (r < R) & (c < C)).expand(source.size())
+        codes, byte = _quantize_tile(hl.load(x, [source], extra_mask=valid), qdata.dtype, scaling)
+        hl.store(qdata, [((matrix * R + r) * C + c) * 32 + k], codes, extra_mask=valid)
         scale[e, row_tile, col_tile, offset] = byte
 
 
 def _launch(x: Tensor, elem_dtype: Any, scaling: str, scale_layout: str, config: Any = None) -> tuple[Tensor, Tensor]:
     *lead, R, K = x.shape
     C = K // MX_BLOCK_SIZE
-    row_tiles, col_tiles = -(-R // 128), -(-C // 4)
+    row_tiles, col_tiles = blocked_shape(R, C)
     shape = (R, C) if scale_layout == "plain" else (512 * row_tiles * col_tiles,)
     qdata = torch.empty(x.shape, dtype=element(elem_dtype).dtype, device=x.device)
     scale = torch.empty(*lead, *shape, dtype=torch.uint8, device=x.device)
     if scale.numel():
-        E = lead[0] if lead else 1
+        E, stride_e = (lead[0], x.stride(0)) if lead else (1, 0)
+        stride_r, stride_k = x.stride()[-2:]
         if scale_layout == "plain":
-            # A contiguous x is one row of blocks, so that a tile never ends with a row.
-            size = (1, 1, E * R * C) if x.is_contiguous() else (E, R, C)
-            body, tiled = _plain, scale.view(size)
+            if x.is_contiguous():  # one row of blocks, so that no tile ends with a row
+                E, R, C = 1, 1, E * R * C
+            tiles = scale.view(E, R, C, 1)
         else:
-            size = (E, R, C)
-            body, tiled = _blocked, scale.view(E, row_tiles, col_tiles, 512)
-        blocks = x.unflatten(-1, (C, MX_BLOCK_SIZE))
-        blocks = blocks.view(*size, MX_BLOCK_SIZE) if x.is_contiguous() or lead else blocks.unsqueeze(0)
-        launch(body, CONFIGS[scale_layout], blocks, qdata.view(blocks.shape), tiled, scaling, config=config)
+            tiles = scale.view(E, row_tiles, col_tiles, 512)
+        strides = (stride_e, stride_r, MX_BLOCK_SIZE * stride_k, stride_k)
+        args = (x.as_strided((extent(x),), (1,)), *strides, R, C, qdata.view(-1), tiles, scaling)
+        launch(_mx_quantize, CONFIGS[scale_layout], *args, scale_layout == "blocked", config=config)
     return qdata, scale.view(torch.float8_e8m0fnu)
 
 

@@ -12,6 +12,8 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tensor_dtype(op: str, name: str, tensor: Tensor, allowed: Collection[torch.dtype]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; needs a tensor")
     if tensor.dtype not in allowed:
         raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs {' or '.join(map(str, allowed))}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference.mx_dequantize import OUT_DTYPES
-from mxspec.spec import Case, random_bits, random_normal, spec
+from mxspec.spec import Case, random_bits, random_normal, spec, these
 
 
 def check_args(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch.dtype = torch.bfloat16) -> None:
@@ -38,30 +39,30 @@ def cases() -> Iterator[Case]:
 
     for out_dtype in OUT_DTYPES:
         kwargs, suffix = {"out_dtype": out_dtype}, str(out_dtype)[6:]
-        yield Case(f"1x128, {suffix}", lambda: (codes(77, 384), scales(77, 3)), kwargs)
-        column_major = codes(77, 256).mT
-        yield Case(f"128x1, {suffix}", lambda q=column_major: (q, scales(77, 2)), {**kwargs, "axis": -2})
-        yield Case(f"128x128, {suffix}", lambda: (codes(300, 256), scales(3, 2)), kwargs)
-        yield Case(f"128x128 experts, {suffix}", lambda: (codes(2, 130, 128), scales(2, 2, 1)), kwargs)
-    yield Case("MN-major scale", lambda: (codes(8, 256), scales(2, 8).mT))
-    yield Case("one row: both granularities agree", lambda: (codes(1, 256), scales(1, 2)), flags={"edge"})
-    yield Case("NaN and Inf scales", lambda: (codes(2, 128), torch.tensor([[torch.nan], [torch.inf]])), flags={"edge"})
-    yield Case("no rows", lambda: (codes(0, 128), scales(0, 1)), flags={"edge"})
+        yield Case(f"1x128, {suffix}", these(codes(77, 384), scales(77, 3)), kwargs)
+        yield Case(f"128x1, {suffix}", these(codes(77, 256).mT, scales(77, 2)), {**kwargs, "axis": -2})
+        yield Case(f"128x128, {suffix}", these(codes(300, 256), scales(3, 2)), kwargs)
+        yield Case(f"128x128 experts, {suffix}", these(codes(2, 130, 128), scales(2, 2, 1)), kwargs)
+    numbers = random_normal(64, 256, dtype=torch.float8_e4m3fn)
+    yield Case("neither NaN nor Inf", these(numbers, scales(64, 2)))
+    yield Case("MN-major scale", these(codes(8, 256), scales(2, 8).mT))
+    yield Case("one row: both granularities agree", these(codes(1, 256), scales(1, 2)), flags={"edge"})
+    yield Case("NaN and Inf scales", these(codes(2, 128), torch.tensor([[torch.nan], [torch.inf]])), flags={"edge"})
+    yield Case("no rows", these(codes(0, 128), scales(0, 1)), flags={"edge"})
     q, s = codes(64, 256), scales(64, 2)
-    for name, args, kwargs, error, match in [
+    refused: list[tuple[str, tuple[Tensor, Tensor], dict[str, Any], type[Exception], str]] = [
         ("e5m2", (q.view(torch.float8_e5m2), s), {}, TypeError, "e5m2"),
         ("bf16 scale", (q, s.bfloat16()), {}, TypeError, "scale has dtype torch.bfloat16"),
         ("scale of another shape", (q, s[:3]), {}, ValueError, "needs (64, 2)"),
         ("mixed devices", (q, s.to("meta")), {}, ValueError, "needs one device"),
         ("K = 100", (q[:, :100], s), {}, ValueError, "K = 100"),
-    ]:
-        yield Case(name, lambda args=args: args, kwargs, raises=error, match=match)
+    ]
+    for name, args, options, error, match in refused:
+        yield Case(name, these(*args), options, raises=error, match=match)
 
 
 @spec(cases=cases, check_args=check_args)
-def fp8_dequantize(
-    qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Read FP8 codes back: `out = out_dtype(fp32(q * scale))`.
 
     The granularity is read from the scale's shape, as the matmuls do: 1x128 or 128x128. Where both shapes are

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._fp8_numerics import SCALE_FORMATS, quantization_scale
 from mxspec.reference._numerics import saturating_cast
-from mxspec.spec import Case, random_bits, random_normal, spec
+from mxspec.spec import Case, given, random_bits, random_normal, spec, these
 
 
 def check_args(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> None:
@@ -28,22 +29,23 @@ def cases() -> Iterator[Case]:
     for dtype in _checks.FLOAT_DTYPES:
         for scale_format in SCALE_FORMATS:
             name = f"128x256, {str(dtype)[6:]}, {scale_format}"
-            yield Case(name, lambda d=dtype: (random_normal(128, 256, dtype=d),), {"scale_format": scale_format})
+            yield Case(name, given(random_normal, 128, 256, dtype=dtype), {"scale_format": scale_format})
     for shape in [(1, 128), (127, 128), (129, 384), (300, 256), (2, 128, 128), (3, 130, 256)]:
-        yield Case("x".join(map(str, shape)), lambda s=shape: (random_normal(*s),))
-    yield Case("all bit patterns", lambda: (random_bits(256, 256, dtype=torch.bfloat16),), flags={"edge"})
+        yield Case("x".join(map(str, shape)), given(random_normal, *shape))
+    yield Case("all bit patterns", given(random_bits, 256, 256, dtype=torch.bfloat16), flags={"edge"})
     nan = torch.zeros(200, 256)
     nan[150, 200], nan[10, 10] = torch.nan, torch.inf
-    yield Case("NaN and Inf in two of four blocks", lambda: (nan,), flags={"edge"})
-    yield Case("zeros", lambda: (torch.zeros(130, 128),), flags={"edge"})
-    yield Case("no rows", lambda: (torch.zeros(0, 256),), flags={"edge"})
-    for name, w, kwargs, error, match in [
+    yield Case("NaN and Inf in two of four blocks", these(nan), flags={"edge"})
+    yield Case("zeros", given(torch.zeros, 130, 128), flags={"edge"})
+    yield Case("no rows", given(torch.zeros, 0, 256), flags={"edge"})
+    refused: list[tuple[str, Tensor, dict[str, Any], type[Exception], str]] = [
         ("K = 100", torch.zeros(128, 100), {}, ValueError, "K = 100"),
         ("1-D", torch.zeros(128), {}, ValueError, "2-D or 3-D"),
         ("int8", torch.zeros(128, 128, dtype=torch.int8), {}, TypeError, "int8"),
         ("unknown scale format", torch.zeros(128, 128), {"scale_format": "e8m0"}, ValueError, "'e8m0'"),
-    ]:
-        yield Case(name, lambda w=w: (w,), kwargs, raises=error, match=match)
+    ]
+    for name, w, options, error, match in refused:
+        yield Case(name, these(w), options, raises=error, match=match)
 
 
 @spec(cases=cases, check_args=check_args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._fp8_numerics import SCALE_FORMATS, quantization_scale
 from mxspec.reference._numerics import saturating_cast
-from mxspec.spec import Case, random_bits, random_normal, spec
+from mxspec.spec import Case, given, random_bits, random_normal, spec, these
 
 SCALE_MAJORS = ("k", "mn")
 
@@ -33,22 +34,22 @@ def cases() -> Iterator[Case]:
     for dtype in _checks.FLOAT_DTYPES:
         for scale_format in SCALE_FORMATS:
             name = f"all bit patterns, {str(dtype)[6:]}, {scale_format}"
-            yield Case(name, lambda d=dtype: (random_bits(64, 256, dtype=d),), {"scale_format": scale_format})
+            yield Case(name, given(random_bits, 64, 256, dtype=dtype), {"scale_format": scale_format})
     for axis in (-1, -2):
         for major in SCALE_MAJORS:
             name = f"128x384, axis {axis}, {major}-major scale"
-            yield Case(name, lambda: (random_normal(128, 384),), {"axis": axis, "scale_major": major})
-    yield Case("one row", lambda: (random_normal(1, 128),), {"scale_major": "mn"})
-    yield Case("ragged rows", lambda: (random_normal(77, 640),))
-    yield Case("ragged columns", lambda: (random_normal(256, 77),), {"axis": -2})
+            yield Case(name, given(random_normal, 128, 384), {"axis": axis, "scale_major": major})
+    yield Case("one row", given(random_normal, 1, 128), {"scale_major": "mn"})
+    yield Case("ragged rows", given(random_normal, 77, 640))
+    yield Case("ragged columns", given(random_normal, 256, 77), {"axis": -2})
     yield Case("larger eps", lambda: (random_normal(4, 128) * 2**-30,), {"eps": 1e-4})
-    yield Case("zeros, bf16", lambda: (torch.zeros(2, 128, dtype=torch.bfloat16),), flags={"edge"})
+    yield Case("zeros, bf16", given(torch.zeros, 2, 128, dtype=torch.bfloat16), flags={"edge"})
     yield Case("zeros, fp32", lambda: (-torch.zeros(2, 128),), {"scale_format": "pow2"}, flags={"edge"})
-    yield Case("amax below eps", lambda: (torch.full((1, 128), 1e-13),), flags={"edge"})
-    yield Case("fp32 max", lambda: (torch.full((1, 128), torch.finfo().max),), flags={"edge"})
-    yield Case("no rows", lambda: (torch.zeros(0, 256),), flags={"edge"})
+    yield Case("amax below eps", given(torch.full, (1, 128), 1e-13), flags={"edge"})
+    yield Case("fp32 max", given(torch.full, (1, 128), torch.finfo().max), flags={"edge"})
+    yield Case("no rows", given(torch.zeros, 0, 256), flags={"edge"})
     ok = torch.zeros(128, 128)
-    for name, x, kwargs, error, match in [
+    refused: list[tuple[str, Tensor, dict[str, Any], type[Exception], str]] = [
         ("K = 100", torch.zeros(4, 100), {}, ValueError, "K = 100"),
         ("M = 100", torch.zeros(100, 4), {"axis": -2}, ValueError, "M = 100"),
         ("3-D", torch.zeros(1, 4, 128), {}, ValueError, "2-D"),
@@ -56,8 +57,9 @@ def cases() -> Iterator[Case]:
         ("unknown scale format", ok, {"scale_format": "ue8m0"}, ValueError, "'ue8m0'"),
         ("unknown major", ok, {"scale_major": "m"}, ValueError, "'m'"),
         ("eps 0", ok, {"eps": 0.0}, ValueError, "eps = 0.0"),
-    ]:
-        yield Case(name, lambda x=x: (x,), kwargs, raises=error, match=match)
+    ]
+    for name, x, options, error, match in refused:
+        yield Case(name, these(x), options, raises=error, match=match)
 
 
 @spec(cases=cases, check_args=check_args)

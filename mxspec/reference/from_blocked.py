@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxspec.reference import _checks
 from mxspec.reference.to_blocked import DTYPES
-from mxspec.spec import Case, random_bits, spec
+from mxspec.spec import Case, random_bits, spec, these
 
 
 def check_args(blocked: Tensor, rows: int, cols: int) -> None:
@@ -28,13 +28,13 @@ def check_args(blocked: Tensor, rows: int, cols: int) -> None:
 def cases() -> Iterator[Case]:
     for R, C in [(128, 4), (1, 1), (127, 3), (129, 5), (300, 70)]:
         n = 512 * -(-R // 128) * -(-C // 4)
-        yield Case(f"{R}x{C}", lambda R=R, C=C, n=n: (random_bits(n, dtype=torch.uint8), R, C))
-    yield Case("3-D 3x130x6", lambda: (random_bits(3, 2048, dtype=torch.uint8), 130, 6))
-    yield Case("e8m0fnu", lambda: (random_bits(2048, dtype=torch.float8_e8m0fnu), 130, 6))
-    yield Case("no rows", lambda: (torch.zeros(0, dtype=torch.uint8), 0, 8), flags={"edge"})
-    yield Case("wrong size", lambda: (torch.zeros(512, dtype=torch.uint8), 129, 4), raises=ValueError, match="1024")
-    yield Case("negative", lambda: (torch.zeros(512, dtype=torch.uint8), -1, 4), raises=ValueError, match=">= 0")
-    yield Case("int32", lambda: (torch.zeros(512, dtype=torch.int32), 128, 4), raises=TypeError, match="int32")
+        yield Case(f"{R}x{C}", these(random_bits(n, dtype=torch.uint8), R, C))
+    yield Case("3-D 3x130x6", these(random_bits(3, 2048, dtype=torch.uint8), 130, 6))
+    yield Case("e8m0fnu", these(random_bits(2048, dtype=torch.float8_e8m0fnu), 130, 6))
+    yield Case("no rows", these(torch.zeros(0, dtype=torch.uint8), 0, 8), flags={"edge"})
+    yield Case("wrong size", these(torch.zeros(512, dtype=torch.uint8), 129, 4), raises=ValueError, match="1024")
+    yield Case("negative", these(torch.zeros(512, dtype=torch.uint8), -1, 4), raises=ValueError, match=">= 0")
+    yield Case("int32", these(torch.zeros(512, dtype=torch.int32), 128, 4), raises=TypeError, match="int32")
 
 
 @spec(cases=cases, check_args=check_args)

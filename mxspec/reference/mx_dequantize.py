@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_quantize import ELEM_DTYPES, SCALE_LAYOUTS
-from mxspec.spec import Case, random_bits, spec
+from mxspec.spec import Case, random_bits, random_normal, spec, these
 
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -57,18 +59,21 @@ def cases() -> Iterator[Case]:
                 for out_dtype in OUT_DTYPES:
                     name = f"{'x'.join(map(str, shape))}, axis {axis}, {layout}, {str(out_dtype)[6:]}"
                     kwargs = {"axis": axis, "scale_layout": layout, "out_dtype": out_dtype}
-                    yield Case(name, lambda s=shape, a=axis, lay=layout: operands(s, a, lay), kwargs)
+                    yield Case(name, partial(operands, shape, axis, layout), kwargs)
+    numbers = random_normal(64, 64, dtype=torch.float8_e4m3fn)
+    scale = torch.arange(100, 228).to(torch.uint8).view(torch.float8_e8m0fnu).reshape(64, 2)
+    yield Case("neither NaN nor Inf", these(numbers, scale))
     e5m2 = torch.float8_e5m2
-    yield Case("e5m2", lambda: operands((64, 64), -1, "plain", e5m2), {"out_dtype": torch.float32})
-    codes = lambda: torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(8, 32)  # noqa: E731
+    yield Case("e5m2", partial(operands, (64, 64), -1, "plain", e5m2), {"out_dtype": torch.float32})
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(8, 32)
     for byte, name in ((0, "2^-127"), (1, "2^-126"), (254, "2^127: 448 * 2^127 overflows to Inf"), (255, "NaN")):
         scale = torch.full((8, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-        yield Case(f"scale {name}", lambda s=scale: (codes(), s), {"out_dtype": torch.float32}, flags={"edge"})
-    yield Case("no rows", lambda: operands((0, 64), -1, "plain"), flags={"edge"})
+        yield Case(f"scale {name}", these(codes, scale), {"out_dtype": torch.float32}, flags={"edge"})
+    yield Case("no rows", partial(operands, (0, 64), -1, "plain"), flags={"edge"})
 
     ok = operands((64, 64), -1, "plain")
     q, s = ok
-    for name, args, kwargs, error, match in [
+    refused: list[tuple[str, tuple[Tensor, Tensor], dict[str, Any], type[Exception], str]] = [
         ("bf16 codes", (q.bfloat16(), s), {}, TypeError, "qdata has dtype torch.bfloat16"),
         ("uint8 scale", (q, s.view(torch.uint8)), {}, TypeError, "scale has dtype torch.uint8"),
         ("scale of another shape", (q, s[:32]), {}, ValueError, "needs (64, 2)"),
@@ -76,8 +81,9 @@ def cases() -> Iterator[Case]:
         ("fp64 out", ok, {"out_dtype": torch.float64}, TypeError, "float64"),
         ("mixed devices", (q, s.to("meta")), {}, ValueError, "needs one device"),
         ("axis 1", ok, {"axis": 1}, ValueError, "axis = 1"),
-    ]:
-        yield Case(name, lambda args=args: args, kwargs, raises=error, match=match)
+    ]
+    for name, args, options, error, match in refused:
+        yield Case(name, these(*args), options, raises=error, match=match)
 
 
 @spec(cases=cases, check_args=check_args)

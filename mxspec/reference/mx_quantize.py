@@ -12,7 +12,7 @@ from mxspec.reference import _checks
 from mxspec.reference._mx_cases import edge_blocks
 from mxspec.reference._numerics import SCALINGS, reciprocal_scale, saturating_cast, shared_exponent
 from mxspec.reference.to_blocked import to_blocked
-from mxspec.spec import Case, random_bits, random_normal, spec
+from mxspec.spec import Case, given, random_bits, random_normal, spec, these
 
 ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_LAYOUTS = ("plain", "blocked")
@@ -43,32 +43,32 @@ def cases() -> Iterator[Case]:
         for scaling in SCALINGS:
             for fmt in ({}, e5m2):
                 name = f"all bit patterns, {str(dtype)[6:]}, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
-                yield Case(name, lambda d=dtype: (random_bits(64, 128, dtype=d),), {"scaling": scaling, **fmt})
+                yield Case(name, given(random_bits, 64, 128, dtype=dtype), {"scaling": scaling, **fmt})
     for scaling in SCALINGS:
         for fmt in ({}, e5m2):
             name = f"edge blocks, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
-            yield Case(name, lambda: (edge_blocks(),), {"scaling": scaling, **fmt}, flags={"edge"})
+            yield Case(name, given(edge_blocks), {"scaling": scaling, **fmt}, flags={"edge"})
     for axis in (-1, -2):
         for layout in SCALE_LAYOUTS:
             kw = {"axis": axis, "scale_layout": layout}
             for shape in [(32, 32), (96, 160), (160, 4128), (2, 96, 160), (3, 160, 32)]:
                 name = f"{'x'.join(map(str, shape))}, axis {axis}, {layout}"
-                yield Case(name, lambda s=shape: (random_normal(*s),), kw)
+                yield Case(name, given(random_normal, *shape), kw)
             yield Case(f"transposed input, axis {axis}, {layout}", lambda: (random_normal(96, 160).mT,), kw)
-            yield Case(f"empty, axis {axis}, {layout}", lambda: (torch.zeros(0, 0),), kw, flags={"edge"})
+            yield Case(f"empty, axis {axis}, {layout}", given(torch.zeros, 0, 0), kw, flags={"edge"})
     blocked = {"scale_layout": "blocked"}
-    yield Case("one block", lambda: (random_normal(1, 32),))
-    yield Case("ragged rows, blocked", lambda: (random_normal(300, 416),), blocked)
-    yield Case("ragged rows, floor, blocked", lambda: (random_normal(5, 9, 96),), {"scaling": "floor", **blocked})
-    yield Case("no rows", lambda: (torch.zeros(0, 64),), flags={"edge"})
-    yield Case("no columns", lambda: (torch.zeros(4, 0),), blocked, flags={"edge"})
-    yield Case("no experts", lambda: (torch.zeros(0, 4, 64),), blocked, flags={"edge"})
-    large = lambda: (random_normal(1, 2048).expand(2**20 + 1, 2048),)  # noqa: E731
+    yield Case("one block", given(random_normal, 1, 32))
+    yield Case("ragged rows, blocked", given(random_normal, 300, 416), blocked)
+    yield Case("ragged rows, floor, blocked", given(random_normal, 5, 9, 96), {"scaling": "floor", **blocked})
+    yield Case("no rows", given(torch.zeros, 0, 64), flags={"edge"})
+    yield Case("no columns", given(torch.zeros, 4, 0), blocked, flags={"edge"})
+    yield Case("no experts", given(torch.zeros, 0, 4, 64), blocked, flags={"edge"})
+    large = these(random_normal(1, 2048).expand(2**20 + 1, 2048))
     yield Case("2^31 elements and more", large, flags={"large"})
     yield Case("2^31 elements and more, blocked", large, blocked, flags={"large"})
 
     def refused(name, x, error, match, **kwargs):
-        return Case(name, lambda: (x,), kwargs, raises=error, match=match)
+        return Case(name, these(x), kwargs, raises=error, match=match)
 
     x = torch.zeros(64, 64)
     yield refused("K = 100", torch.zeros(4, 100), ValueError, "K = 100 is not a multiple of block_size 32")
@@ -85,7 +85,15 @@ def cases() -> Iterator[Case]:
     yield refused("e2m1 elements", x, TypeError, "e2m1", elem_dtype="e2m1")
 
 
-@spec(cases=cases, check_args=check_args, peer_rules="mx")
+def bench_cases() -> Iterator[Case]:
+    for M, K in [(4096, 2048), (32768, 7168), (131072, 7168)]:
+        for scaling in ("rceil", "floor"):
+            for layout in SCALE_LAYOUTS:
+                kwargs = {"scaling": scaling, "scale_layout": layout}
+                yield Case(f"{M}x{K}, {scaling}, {layout}", given(torch.randn, M, K, dtype=torch.bfloat16), kwargs)
+
+
+@spec(cases=cases, check_args=check_args, peer_rules="mx", bench_cases=bench_cases)
 def mx_quantize(
     x: Tensor,
     *,

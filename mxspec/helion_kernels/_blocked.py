@@ -1,0 +1,21 @@
+"""The 128x4 tiled scale layout as index arithmetic."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
+    """How many 128x4 tiles cover `rows x cols` scales, down and across."""
+    return -(-rows // 128), -(-cols // 4)
+
+
+def blocked_to_row_col(row_tile: Tensor, col_tile: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale `(r, c)` that a byte of a tile belongs to; past the matrix where the byte is padding.
+
+    Within a tile, offset is `(r % 32) * 16 + (r % 128) // 32 * 4 + c % 4`. Shifts and masks, since Helion's `//` and
+    `%` are Python's, which cost a branch on the sign.
+    """
+    r = row_tile * 128 + ((offset >> 2) & 3) * 32 + (offset >> 4)
+    c = col_tile * 4 + (offset & 3)
+    return r, c

@@ -1,0 +1,58 @@
+"""Refuses, at collection, a notebook on which `pytest --nbval` could be green without meaning anything.
+
+nbval passes a notebook that was never run, skips cells that ask for it, and fails or passes by chance where an output
+holds a timing. `make notebooks` executes and strips a notebook so that it is accepted here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAX_CELLS = 25
+MAX_BYTES = 250_000
+
+_TIMING = re.compile(r"%time(it)?\b")
+_MARKER = re.compile(r"#\s*((?:NBVAL|PYTEST_VALIDATE)_\w+)")
+
+
+def problems(notebook: dict[str, Any], size_bytes: int) -> Iterator[str]:
+    """What is wrong with a notebook: where, what came, what is needed. `Cell 0` is the first code cell, as in nbval."""
+    cells = notebook["cells"]
+    if len(cells) > MAX_CELLS:
+        yield f"{len(cells)} cells; needs at most {MAX_CELLS}: one contract a notebook"
+    if size_bytes > MAX_BYTES:
+        yield f"{size_bytes} bytes; needs at most {MAX_BYTES}: fewer figures, or a lower dpi"
+    for i, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
+        source = "".join(cell["source"])
+        count = cell.get("execution_count")
+        if count != i + 1:
+            yield f"Cell {i}: execution_count {count}; needs {i + 1}: run `make notebooks`"
+        if source.rstrip().endswith(";"):
+            yield f"Cell {i}: a trailing `;`; needs none: nbval compares the output that it hides"
+        if timing := _TIMING.search(source):
+            yield f"Cell {i}: {timing[0]}; needs no timing: it differs at every run"
+        if marker := _MARKER.search(source):
+            yield f"Cell {i}: the marker {marker[1]}; needs an output that can be compared as it is"
+        for tag in cell.get("metadata", {}).get("tags", ()):
+            if tag.startswith("nbval-") or tag == "raises-exception":
+                yield f"Cell {i}: the tag {tag}; needs an output that can be compared as it is"
+
+
+class Verdict(pytest.File):
+    """Stands beside nbval's own collector of the same file; holds no tests, only the refusal."""
+
+    def collect(self) -> list[pytest.Item]:
+        notebook = json.loads(self.path.read_text(encoding="utf-8"))
+        if found := list(problems(notebook, self.path.stat().st_size)):
+            raise self.CollectError("\n".join(f"{self.path.name}: {problem}" for problem in found))
+        return []
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Verdict | None:
+    return Verdict.from_parent(parent, path=file_path) if file_path.suffix == ".ipynb" else None

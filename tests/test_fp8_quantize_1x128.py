@@ -1,0 +1,74 @@
+"""fp8_quantize_1x128: goldens worked by hand and peers' bytes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mxspec import fp8_quantize_1x128
+
+VECTORS = np.load(Path(__file__).parent / "vectors" / "fp8_block.npz")
+
+
+def quantized(*values, **kwargs):
+    x = torch.zeros(1, 128)
+    x[0, : len(values)] = torch.tensor(values)
+    qdata, scale = fp8_quantize_1x128(x, backend="reference", **kwargs)
+    return qdata.view(torch.uint8)[0, : len(values)].tolist(), scale.item()
+
+
+def test_golden():
+    assert quantized(448.0, 1.0, -1.0) == ([0x7E, 0x38, 0xB8], 1.0)
+    assert quantized(896.0, -2.0) == ([0x7E, 0xB8], 2.0)
+
+
+def test_golden_pow2_rounds_the_factor_down():
+    # 448 / 300 = 1.49 becomes 1; 300 = 1.171875 * 2^8 rounds to 288 + 32 * 0.375 -> 288 = 0.1111.001
+    assert quantized(300.0, scale_format="pow2") == ([0x79], 1.0)
+    assert quantized(1000.0, scale_format="pow2") == ([0x78], 4.0)  # 448 / 1000 -> 1/4; 250 -> 256
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_golden_zero_block(dtype):
+    qdata, scale = fp8_quantize_1x128(torch.zeros(1, 128, dtype=dtype), backend="reference")
+    assert qdata.view(torch.uint8).unique().tolist() == [0]
+    assert scale.view(torch.int32).item() == 0x2720D7C5
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf])
+def test_golden_nan_and_inf(special):
+    x = torch.ones(2, 256)
+    x[0, 130] = special
+    qdata, scale = fp8_quantize_1x128(x, backend="reference")
+    assert scale.isnan().tolist() == [[False, True], [False, False]]
+    assert qdata.float().isnan().sum(1).tolist() == [128, 0]
+
+
+def test_the_division_is_rounded_once():
+    """448.0 / tensor is a reciprocal times 448 in PyTorch: another factor for 33 of the 128 bfloat16 mantissas."""
+    amax = (1 + torch.arange(128) / 128).unsqueeze(1)
+    x = torch.zeros(128, 128)
+    x[:, :1] = amax
+    _, scale = fp8_quantize_1x128(x, backend="reference")
+    exact = (1 / (448 / amax.double()).float().double()).float()
+    assert torch.equal(scale, exact)
+    assert ((448 * amax.reciprocal()) != (448 / amax.double()).float()).sum() == 33
+
+
+@pytest.mark.parametrize("case", ["0", "1"])
+def test_vectors_of_torchao_main(case):
+    qdata, scale = fp8_quantize_1x128(torch.from_numpy(VECTORS[f"{case}.x"]), backend="reference")
+    assert qdata.view(torch.uint8).tolist() == VECTORS[f"{case}.act1x128.q"].tolist()
+    assert scale.view(torch.int32).tolist() == VECTORS[f"{case}.act1x128.s"].view(np.int32).tolist()
+
+
+def test_scale_major_and_axis():
+    x = torch.randn(256, 384)
+    qdata, scale = fp8_quantize_1x128(x, scale_major="mn", backend="reference")
+    assert (scale.shape, scale.stride(), qdata.stride()) == ((256, 3), (1, 256), (384, 1))
+    column, column_scale = fp8_quantize_1x128(x, axis=-2, backend="reference")
+    row, row_scale = fp8_quantize_1x128(x.mT, backend="reference")
+    assert column.stride() == (1, 256)
+    assert torch.equal(column.mT.view(torch.uint8), row.view(torch.uint8))
+    assert torch.equal(column_scale, row_scale)

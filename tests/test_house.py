@@ -1,0 +1,71 @@
+"""The walls: what the files promise by their names and what each layer may import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mxspec
+from mxspec import dispatch
+
+PACKAGE = Path(mxspec.__file__).parent
+KERNEL_FILES = [path for b in dispatch.backends() for path in sorted((PACKAGE / f"{b}_kernels").glob("[!_]*.py"))]
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports, at any depth of its code."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_a_kernel_file_has_the_name_of_an_op_and_a_function_of_that_name(path):
+    assert path.stem in dispatch.ops()
+    functions = {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
+    assert path.stem in functions
+
+
+@pytest.mark.parametrize("op", dispatch.ops())
+def test_an_op_is_public_documented_and_has_goldens(op):
+    assert op in mxspec.__all__
+    doc = dispatch.reference(op).__doc__ or ""
+    sections = ("Args:", "Returns:", "Special values:", "Raises:", "Example:", "Source:")
+    places = [doc.find(section) for section in sections]
+    assert -1 not in places, f"{op}: docstring lacks {sections[places.index(-1)]}"
+    assert places == sorted(places)
+    goldens = (Path(__file__).parent / f"test_{op}.py").read_text()
+    assert goldens.count("def test_golden") + goldens.count("pytest.mark.parametrize") >= 3
+
+
+def test_references_import_torch_formats_and_spec_only():
+    allowed = ("torch", "mxspec.formats", "mxspec.reference", "mxspec.spec", "collections", "functools", "typing")
+    for path in (PACKAGE / "reference").glob("*.py"):
+        strangers = {n for n in imported(path) if not n.startswith((*allowed, "__future__"))}
+        assert not strangers, f"{path.name}: {strangers}"
+
+
+def test_a_backend_imports_no_other_backend():
+    for path in PACKAGE.glob("*_kernels/*.py"):
+        own = f"mxspec.{path.parent.name}"
+        strangers = {n for n in imported(path) if n.startswith("mxspec.") and not n.startswith((own, "mxspec.formats"))}
+        assert not strangers, f"{path.parent.name}/{path.name}: {strangers}"
+
+
+def test_importing_mxspec_imports_no_framework():
+    code = "import torch, sys; before = set(sys.modules); import mxspec; print(*(set(sys.modules) - before))"
+    new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "mxspec.dispatch" in new
+    assert not {"triton", "helion", "rich", "safetensors", "matplotlib"} & {name.split(".")[0] for name in new}
+
+
+def test_import_time_beyond_torch_is_under_100_ms():
+    code = "import time, torch; start = time.perf_counter(); import mxspec; print((time.perf_counter() - start) * 1e3)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 100

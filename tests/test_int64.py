@@ -1,0 +1,47 @@
+"""Index arithmetic past 2^31 elements, without the memory: only a grid's first and last programs are interpreted.
+
+The input is one row seen 2^20 times (stride 0), and pages of the outputs that no program writes are never touched.
+"""
+
+from unittest import mock
+
+import pytest
+
+from mxspec import check, dispatch
+from mxspec.spec import outputs_of
+
+pytestmark = pytest.mark.skipif(
+    not dispatch.interpreting("triton"), reason="needs TRITON_INTERPRET=1 (on a GPU the conformance cases run whole)"
+)
+LARGE = [
+    pytest.param(op, case, id=f"{op}-{case.name}")
+    for op in dispatch.ops()
+    if dispatch.has_kernel(op, "triton")
+    for case in dispatch.reference(op).spec.cases()
+    if "large" in case.flags
+]
+
+
+def ends(count, *rest):
+    """`range`, without the middle of a long one."""
+    if rest or count < 4096:
+        return range(count, *rest)
+    return [0, 1, *range(count - 64, count)]
+
+
+@pytest.mark.parametrize(("op", "case"), LARGE)
+def test_the_last_programs_write_the_last_rows(op, case):
+    from triton.runtime import interpreter
+
+    (x,) = case.args()
+    assert x.numel() > 2**31
+    assert x.stride(0) == 0
+    with mock.patch.object(interpreter, "range", ends, create=True):
+        got = outputs_of(dispatch.public(op)(x, backend="triton", **case.kwargs))
+    # All rows are equal, so the last bytes are those of a small call that is ragged in the same way.
+    rows = x.shape[0] % 128 + 128
+    expected = outputs_of(dispatch.reference(op)(x[:rows], **case.kwargs))
+    for g, e in zip(got, expected, strict=True):
+        tail = slice(-min(1024, e.numel()), None)
+        problem = check._byte_problem(0, g.view(-1)[tail], e.reshape(-1)[tail])
+        assert problem is None, problem

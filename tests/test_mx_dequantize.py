@@ -1,0 +1,47 @@
+"""mx_dequantize: literal products."""
+
+import math
+
+import pytest
+import torch
+
+from mxspec import mx_dequantize
+
+
+def read(code, byte, elem_dtype=torch.float8_e4m3fn, out_dtype=torch.float32):
+    qdata = torch.full((1, 32), code, dtype=torch.uint8).view(elem_dtype)
+    scale = torch.full((1, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    return mx_dequantize(qdata, scale, out_dtype=out_dtype, backend="reference")[0, 31].item()
+
+
+@pytest.mark.parametrize(
+    ("code", "byte", "value"),
+    [
+        (0x38, 127, 1.0),
+        (0x7E, 128, 896.0),
+        (0xB8, 120, -(2.0**-7)),
+        (0x01, 0, 2.0**-136),  # smallest subnormal times 2^-127: a subnormal fp32, and exact
+        (0x7E, 254, math.inf),  # 448 * 2^127 is past fp32
+    ],
+)
+def test_golden(code, byte, value):
+    assert read(code, byte) == value
+
+
+def test_golden_e5m2():
+    assert read(0x7B, 127, torch.float8_e5m2) == 57344.0
+    assert read(0x01, 0, torch.float8_e5m2) == 2.0**-143
+
+
+def test_golden_nan_and_minus_zero():
+    assert math.isnan(read(0x38, 255))
+    assert math.isnan(read(0x7F, 127))
+    assert math.copysign(1, read(0x80, 127)) == -1
+
+
+def test_golden_column_blocks_read_the_scale_of_the_transpose():
+    qdata = torch.full((64, 2), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.tensor([[127, 128], [129, 130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    out = mx_dequantize(qdata, scale, axis=-2, backend="reference")
+    assert out[[0, 63]].tolist() == [[1.0, 4.0], [2.0, 8.0]]
+    assert out.is_contiguous()

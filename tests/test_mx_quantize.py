@@ -1,0 +1,179 @@
+"""mx_quantize: goldens worked by hand, bytes that peers published, and properties."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mxspec import formats, mx_dequantize, mx_quantize, peers
+from mxspec.reference import _numerics
+
+E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+VECTORS = np.load(Path(__file__).parent / "vectors" / "mx_blocks.npz")
+BITS = {"bf16": (np.int16, torch.bfloat16), "f32": (np.int32, torch.float32)}
+
+
+def block(*values, dtype=torch.float32):
+    x = torch.zeros(1, 32, dtype=dtype)
+    x[0, : len(values)] = torch.tensor(values, dtype=dtype)
+    return x
+
+
+def quantized(x, count, **kwargs):
+    qdata, scale = mx_quantize(x, backend="reference", **kwargs)
+    return scale.view(torch.uint8).tolist(), qdata.view(torch.uint8)[0, :count].tolist()
+
+
+# By hand: e4m3fn codes are sign 1, exponent 4 (bias 7), mantissa 3.
+@pytest.mark.parametrize(
+    ("values", "kwargs", "byte", "codes"),
+    [
+        # 448 = 1.75 * 2^8 is the largest: scale 2^0, code 0.1111.110; 1 = 2^0 is 0.0111.000
+        ((448.0, 1.0, -1.0), {}, 127, [0x7E, 0x38, 0xB8]),
+        # 480 = 1.875 * 2^8: floor keeps 2^0 and saturates; rceil takes 2^1, 240 = 1.875 * 2^7 is 0.1110.111
+        ((480.0,), {"scaling": "floor"}, 127, [0x7E]),
+        ((480.0,), {"scaling": "rceil"}, 128, [0x77]),
+        # 257 = 1.0039 * 2^8: ceil takes the next exponent, 128.5 rounds to 128 = 2^7
+        ((257.0,), {"scaling": "ceil"}, 128, [0x70]),
+        # 496 = 1.9375 * 2^8 rounds to 2^9 in 3 mantissa bits: even takes 2^1, 248 is halfway to 256, even is 256
+        ((496.0,), {"scaling": "even"}, 128, [0x78]),
+        # ties to even on the e4m3 grid, spacing 1/8 at 1: 1.0625 -> 1, 1.1875 -> 1.25; 256 fixes the scale at 2^0
+        ((256.0, 1.0625, 1.1875), {}, 127, [0x78, 0x38, 0x3A]),
+        # 2^-126: byte 0 means 2^-127, so the element is 2 = 0.1000.000
+        ((2.0**-126,), {}, 0, [0x40]),
+        # zeros keep their signs under byte 0
+        ((0.0, -0.0), {}, 0, [0x00, 0x80]),
+        # e5m2: 57344 = 1.75 * 2^15 is 0.11110.11; 61440 = 1.875 * 2^15 saturates under floor
+        ((57344.0,), {"elem_dtype": E5M2}, 127, [0x7B]),
+        ((61440.0,), {"elem_dtype": E5M2, "scaling": "floor"}, 127, [0x7B]),
+        # log2 in fp32 is wrong by one ulp on either side of a power of two
+        ((float(np.uint32(0x48E00001).view(np.float32)),), {}, 138, [0x76]),
+        ((float(np.uint32(0x447FFFFF).view(np.float32)),), {"scaling": "floor"}, 128, [0x7E]),
+    ],
+)
+def test_golden(values, kwargs, byte, codes):
+    assert quantized(block(*values), len(codes), **kwargs) == ([[byte]], codes)
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_inf_make_the_block_nan_and_no_other(special):
+    x = torch.ones(2, 64)
+    x[0, 40] = special
+    qdata, scale = mx_quantize(x, backend="reference")
+    assert scale.view(torch.uint8).tolist() == [[119, 255], [119, 119]]
+    assert qdata.float().isnan().nonzero().tolist() == [[0, k] for k in range(32, 64)]
+
+
+def test_even_keeps_the_bfloat16_maximum_finite():
+    """The one deliberate difference from torchao's main branch, which makes this finite block NaN."""
+    x = block(torch.finfo(torch.bfloat16).max, 1.0, dtype=torch.bfloat16)
+    assert quantized(x, 2, scaling="even") == ([[247]], [0x78, 0x00])
+
+
+def test_strides_of_both_axes():
+    x = torch.randn(2, 64, 96)
+    qdata, scale = mx_quantize(x[0], axis=-2)
+    assert (qdata.shape, qdata.stride()) == ((64, 96), (1, 64))
+    assert (scale.shape, scale.stride()) == ((96, 2), (2, 1))
+    qdata, scale = mx_quantize(x, axis=-2, scale_layout="blocked")
+    assert (qdata.shape, qdata.stride()) == ((2, 64, 96), (64 * 96, 1, 64))
+    assert (scale.shape, scale.dtype) == ((2, 512), torch.float8_e8m0fnu)
+
+
+def test_one_axis_is_the_other_of_the_transpose():
+    x = torch.randn(64, 96)
+    for got, expected in zip(mx_quantize(x, axis=-2), mx_quantize(x.mT, axis=-1), strict=True):
+        got = got.mT if got.shape == x.shape else got
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("source", BITS)
+@pytest.mark.parametrize("elem", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scaling", ["floor", "rceil"])
+def test_vectors_of_torchao_main(source, elem, scaling):
+    store, dtype = BITS[source]
+    elem_dtype = {"e4m3": E4M3FN, "e5m2": E5M2}[elem]
+    x = torch.from_numpy(VECTORS[f"{source}.x"].view(store)).view(dtype)
+    qdata, scale = mx_quantize(x, elem_dtype=elem_dtype, scaling=scaling, backend="reference")
+    codes = torch.from_numpy(VECTORS[f"{source}.{elem}.{scaling}.q"])
+    assert scale.view(torch.uint8)[:, 0].tolist() == VECTORS[f"{source}.{elem}.{scaling}.scale"].tolist()
+    same = qdata.view(torch.uint8) == codes
+    assert (same | (qdata.float().isnan() & codes.view(elem_dtype).float().isnan())).all()
+
+
+@pytest.mark.parametrize("elem_dtype", [E4M3FN, E5M2])
+@pytest.mark.parametrize("scaling", _numerics.SCALINGS)
+def test_rows_of_torchao_main(elem_dtype, scaling):
+    checked = 0
+    for x, (name, count, by_peer) in peers.mx_rows(elem_dtype):
+        if scaling == "even" and name in ("bf16 max", "fp32 max"):
+            continue  # finite blocks that torchao's `even` makes NaN: NUMERICS, `even`
+        got = peers.bytes_of_block(mx_quantize(x, elem_dtype=elem_dtype, scaling=scaling, backend="reference"), count)
+        assert peers.matches(got, by_peer[f"aomain.{scaling}"], elem_dtype), (name, got, by_peer)
+        checked += by_peer[f"aomain.{scaling}"] is not None
+    assert checked >= 34
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.floats(-1.0, 1.0, width=32).filter(lambda v: v == 0 or abs(v) > 2**-20), min_size=1, max_size=32),
+    st.integers(-90, 110),
+    st.sampled_from(_numerics.SCALINGS),
+    st.sampled_from([E4M3FN, E5M2]),
+)
+def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, elem_dtype):
+    x = block(*values)
+    if not x.abs().max() > 2**-10:
+        return
+    qdata, scale = mx_quantize(x, scaling=scaling, elem_dtype=elem_dtype)
+    moved, moved_scale = mx_quantize(x * 2.0**k, scaling=scaling, elem_dtype=elem_dtype)
+    byte, moved_byte = int(scale.view(torch.uint8)), int(moved_scale.view(torch.uint8))
+    if moved_byte > 0:  # byte 0 is where the format ends
+        assert moved_byte == byte + k
+        assert torch.equal(moved.view(torch.uint8), qdata.view(torch.uint8))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2**31 - 1), st.sampled_from(_numerics.SCALINGS), st.sampled_from([E4M3FN, E5M2]))
+def test_what_is_on_the_grid_comes_back(seed, scaling, elem_dtype):
+    """Dequantizing and quantizing again changes nothing where the largest element fills its binade."""
+    codes = torch.randint(0, 0x7C, (1, 32), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    codes[0, 0] = formats.element(elem_dtype).largest_code
+    x = codes.view(elem_dtype).float() * 2.0**5
+    back = mx_dequantize(*mx_quantize(x, elem_dtype=elem_dtype), out_dtype=torch.float32)
+    assert torch.equal(back, x)
+
+
+def _exact_rceil(amax_bits: torch.Tensor, fmt: formats.ElementFormat) -> torch.Tensor:
+    """ceil(log2(a / max)) + 127 in float64, where a / max_pos is normal in fp32; exact comparisons, no log."""
+    ratio = amax_bits.view(torch.float32).double() / fmt.max
+    exponent = torch.frexp(ratio).exponent  # ratio = m * 2^e with 0.5 <= m < 1
+    return 126 + exponent + (torch.frexp(ratio).mantissa != 0.5)
+
+
+@pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2], ids=lambda fmt: fmt.name)
+def test_rceil_at_every_mantissa(fmt):
+    """All 2^23 mantissas at one exponent in float64, and multiplication by fp32(1 / max) in place of the division."""
+    amax = torch.arange(0x43800000, 0x44000000, dtype=torch.int32)
+    got = _numerics.shared_exponent(amax.view(torch.float32), fmt, "rceil").int()
+    expected = _exact_rceil(amax, fmt)
+    fp32 = (amax.view(torch.float32) / fmt.max).double()
+    # fp32 division rounds a ratio within half an ulp of a power of two onto it: the contract is about that quotient
+    on_power = torch.frexp(fp32).mantissa == 0.5
+    assert torch.equal(got[~on_power], expected[~on_power].int())
+    product = (amax.view(torch.float32) * torch.tensor(1.0 / fmt.max, dtype=torch.float32)).view(torch.int32)
+    assert torch.equal(got, (product >> 23) + ((product & 0x7FFFFF) != 0))
+
+
+def test_multiplying_and_dividing_agree_down_to_subnormals():
+    for fmt in (formats.E4M3FN, formats.E5M2):
+        for top in range(0, 0x0F80, 8):  # every exponent field up to 2^-97, a stride of mantissas
+            amax = torch.arange(top << 16, (top + 8) << 16, 257, dtype=torch.int32).view(torch.float32)
+            product = amax * torch.tensor(1.0 / fmt.max)
+            bits = product.view(torch.int32)
+            field, mantissa = bits >> 23, bits & 0x7FFFFF
+            byte = field + torch.where(field == 0, mantissa > 0x400000, mantissa != 0)
+            assert torch.equal(byte.to(torch.uint8), _numerics.shared_exponent(amax, fmt, "rceil"))
