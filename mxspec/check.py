@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import math
+import os
 import shlex
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,8 +42,7 @@ class Result:
 
 def default_device() -> torch.device:
     """The GPU where there is one, unless the kernels of this process run in an interpreter."""
-    interpreted = any(map(dispatch.interpreting, dispatch.backends()))
-    return torch.device("cuda" if torch.cuda.is_available() and not interpreted else "cpu")
+    return torch.device("cuda" if torch.cuda.is_available() and not dispatch.interpreting() else "cpu")
 
 
 def check(op: str, candidate: Candidate, device: torch.device | None = None) -> Iterator[Result]:
@@ -137,7 +137,7 @@ def poisoned(byte: int) -> Iterator[None]:
         @functools.wraps(allocate)
         def filled(*args: Any, **kwargs: Any) -> Tensor:
             out = allocate(*args, **kwargs)
-            if out.device.type != "meta" and out.numel():
+            if type(out) is Tensor and not out.is_meta and out.numel():  # no FakeTensor, which has no bytes
                 fill_bytes(out, byte)
             return out
 
@@ -271,5 +271,5 @@ def _reproduce(op: str, candidate: Candidate, case: Case) -> str:
         which = f"--backend {candidate}"
     else:
         which = f"{candidate.__module__}:{candidate.__qualname__}"
-    environment = "".join(f"{b.upper()}_INTERPRET=1 " for b in dispatch.backends() if dispatch.interpreting(b))
+    environment = "".join(f"{v}=1 " for v in ("TRITON_INTERPRET", "HELION_INTERPRET") if os.environ.get(v) == "1")
     return f"reproduce: {environment}python -m mxspec check --op {op} {which} --case {shlex.quote(case.name)}"

@@ -25,7 +25,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -33,7 +32,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mxspec.dispatch import backends, interpreting, kernel_module, ops, reference
+from mxspec.dispatch import backends, has_kernel, interpreting, kernel_module, ops, reference
 from mxspec.spec import Case
 
 TARGETS = {"sm90": 90, "sm100": 100}
@@ -42,9 +41,8 @@ _SM_COUNT = {"sm90": 132, "sm100": 148}  # H200, B200; a persistent kernel's gri
 
 def unavailable() -> str | None:
     """Why nothing can be compiled in this process; None where it can."""
-    for backend in ("triton", "helion"):
-        if interpreting(backend):
-            return f"{backend.upper()}_INTERPRET=1 runs kernels without compiling them"
+    if interpreting():
+        return "TRITON_INTERPRET=1 and HELION_INTERPRET=1 run kernels without compiling them"
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -296,8 +294,7 @@ def compile_op(op: str, backend: str, target: str) -> list[Result]:
 
 def kernels() -> list[tuple[str, str]]:
     """Every `(op, backend)` that has a kernel file."""
-    folder = Path(__file__).parent
-    return [(op, b) for op in ops() for b in backends() if (folder / f"{b}_kernels" / f"{op}.py").exists()]
+    return [(op, backend) for op in ops() for backend in backends() if has_kernel(op, backend)]
 
 
 def compile_all(jobs: Sequence[tuple[str, str, str]]) -> list[Result]:

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
@@ -125,9 +126,21 @@ def kernel_module(name: str, backend: str) -> ModuleType | str:
         return f"cannot be imported: {error}"
 
 
-def interpreting(backend: str) -> bool:
-    """Whether a backend's kernels run on the CPU: <BACKEND>_INTERPRET=1 in the environment."""
-    return os.environ.get(f"{backend.upper()}_INTERPRET") == "1"
+def interpreting() -> bool:
+    """Whether this process runs kernels on the CPU: TRITON_INTERPRET=1 or HELION_INTERPRET=1 in its environment."""
+    return any(os.environ.get(name) == "1" for name in ("TRITON_INTERPRET", "HELION_INTERPRET"))
+
+
+@functools.cache
+def _cpu_refusal(name: str, backend: str) -> str | None:
+    """Why a kernel does not run on CPU tensors; None where an interpreter runs it there."""
+    if no := getattr(kernel_module(name, backend), "INTERPRETABLE", None):
+        return f"runs on CUDA tensors only: {no}"
+    variables = getattr(sys.modules[f"mxspec.{backend}_kernels"], "INTERPRETERS", ())
+    if any(os.environ.get(variable) == "1" for variable in variables):
+        return None
+    how = f", on a CPU only with {' or '.join(f'{v}=1' for v in variables)} set before it is imported"
+    return "runs on CUDA tensors" + (how if variables else "")
 
 
 @functools.cache
@@ -143,10 +156,11 @@ def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, An
     if isinstance(module, str):
         return module
     device = args[0].device
-    if device.type == "cpu" and not any(map(interpreting, (backend, "triton"))):
-        return f"runs on CUDA tensors, on a CPU only with {backend.upper()}_INTERPRET=1 set before it is imported"
-    if device.type not in ("cuda", "cpu"):
-        return f"runs on CUDA tensors; these are on {device}"
+    if device.type != "cuda":
+        if device.type != "cpu":
+            return f"runs on CUDA tensors; these are on {device}"
+        if no := _cpu_refusal(name, backend):
+            return no
     supports = getattr(module, "supports", None)
     return supports(*args, **kwargs) if supports is not None else None
 

@@ -40,11 +40,11 @@ def test_machine_code(op: str, backend: str, target: str) -> None:
 
 
 ROOT = Path(mx_compile.__file__).parents[1]
-OLD = Path(os.environ.get("MXSPEC_TRITON_OLD", ROOT / ".venv/triton-3.6.0"))
+OLD = Path(os.environ.get("MXSPEC_OLD_TRITON", ROOT / ".venv/triton-3.6.0"))
 
 
 @pytest.mark.skipif(triton.__version__.startswith("3.6."), reason="this is the old triton")
-@pytest.mark.skipif(not (OLD / "triton").is_dir(), reason=f"no triton in {OLD} (MXSPEC_TRITON_OLD)")
+@pytest.mark.skipif(not (OLD / "triton").is_dir(), reason=f"no triton in {OLD} (MXSPEC_OLD_TRITON)")
 @pytest.mark.parametrize("op", sorted({op for op, _ in kernels()}))
 def test_machine_code_of_the_old_triton(op: str) -> None:
     command = [sys.executable, "-m", "mxspec.compile", "--json", "--op", op]

@@ -4,9 +4,8 @@ With HELION_INTERPRET=1, set before this package is imported, they run on CPU te
 dimension a tile; with TRITON_INTERPRET=1 the Triton code that Helion generates runs there, with real tiles.
 """
 
-import os
+from mxspec import interpreter
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from mxspec.helion_kernels import _interpreter_reduce
+INTERPRETERS = ("HELION_INTERPRET", "TRITON_INTERPRET")
 
-    _interpreter_reduce.install()
+interpreter.install()

@@ -16,12 +16,16 @@ from mxspec.formats import ElementFormat
 _CLAMP = os.environ.get("HELION_INTERPRET") == "1"
 
 
-def magnitude_bits(x: Tensor) -> Tensor:
-    """The fp32 bits of |x|, whose order as integers is that of the values, with Inf and then NaN above all.
+def block_amax(x: Tensor) -> Tensor:
+    """The fp32 bits of the largest |x| along the last dimension; Inf and then NaN count as larger than every number.
 
-    Reduce these instead of |x|: an integer maximum cannot drop a NaN.
+    The maximum is over the bits without the sign, in x's own width: as integers they have the order of the values,
+    and an integer maximum cannot drop a NaN.
     """
-    return x.to(torch.float32).view(torch.int32) & 0x7FFFFFFF
+    if x.dtype == torch.float32:
+        return (x.view(torch.int32) & 0x7FFFFFFF).amax(-1)
+    bits = (x.view(torch.int16) & 0x7FFF).amax(-1)
+    return bits.view(x.dtype).to(torch.float32).view(torch.int32)
 
 
 def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:

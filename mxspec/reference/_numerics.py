@@ -46,7 +46,7 @@ def reciprocal_scale(byte: Tensor) -> Tensor:
 def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
     """Round to nearest, ties to even, once; beyond the finite range take its end; NaN stays NaN.
 
-    The clamp is explicit because torch's own cast saturates to e4m3fn but gives Inf for e5m2.
+    The clamp is explicit because torch's own cast gives Inf for e5m2 and, up to torch 2.11, NaN for e4m3fn.
     """
     assert fmt.dtype is not None
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)

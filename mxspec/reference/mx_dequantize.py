@@ -123,7 +123,7 @@ def mx_dequantize(
         >>> mx_dequantize(qdata, scale)[0, :2].tolist()
         [3.0, -896.0]
 
-    Source: OCP MX v1.0, section 6.1 (the value of an MX element).
+    Source: OCP MX v1.0, section 5.1 (the value of an element of a block).
     """
     check_args(qdata, scale, axis=axis, out_dtype=out_dtype, scale_layout=scale_layout)
     if scale_layout == "blocked":

@@ -3,9 +3,8 @@
 With TRITON_INTERPRET=1, set before this package is imported, they run on CPU tensors.
 """
 
-import os
+from mxspec import interpreter
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from mxspec.triton_kernels import _interpreter_casts
+INTERPRETERS = ("TRITON_INTERPRET",)
 
-    _interpreter_casts.install()
+interpreter.install()

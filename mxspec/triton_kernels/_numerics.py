@@ -17,8 +17,9 @@ def block_amax(x):
     """
     if x.dtype == tl.float32:
         return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    bits = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1)
-    return bits.to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    else:  # not after a return: Triton compiles what follows a static `if` that returns
+        bits = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1)
+        return bits.to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit

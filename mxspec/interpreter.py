@@ -1,0 +1,62 @@
+"""Corrections to Triton's CPU interpreter, for every kernel that runs in it: TRITON_INTERPRET=1.
+
+Its float conversion (triton 3.6 to 3.9) loses the carry of a rounding (fp32 31.4 becomes the e4m3 16), breaks ties away
+from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts are right. And it calls a reduction's own
+combine function, which Helion always has, once an element, which takes minutes for a tile of a few thousand.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+_TORCH = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+_FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def install() -> None:
+    """Correct the interpreter where this process uses it; a kernel folder calls this when it is imported."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    if getattr(interpreter, "corrected_by_mxspec", False):
+        return
+    interpreter.corrected_by_mxspec = True
+    triton_convert_float = interpreter._convert_float
+    triton_generic_reduce = interpreter.ReduceOps.generic_reduce
+
+    def convert_float(values: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
+        from_dtype, to_dtype = _TORCH.get(str(source)), _TORCH.get(str(target))
+        if from_dtype is None or to_dtype is None:
+            return triton_convert_float(values, source, target, rounding_mode)
+        x = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8)).view(from_dtype).to(torch.float32)
+        if to_dtype in _FP8_MAX:  # cvt.rn.satfinite saturates, Inf included, and keeps NaN; clamp does the same
+            x = x.clamp(-_FP8_MAX[to_dtype], _FP8_MAX[to_dtype])
+        out = x.to(to_dtype).view(torch.uint8).numpy()
+        return out.view(_NUMPY[to_dtype.itemsize]).reshape(values.shape)
+
+    def generic_reduce(self: Any, input: tuple[Any, ...]) -> Any:
+        """Fold one slice along the axis after the other with the same combine function."""
+        if self.axis is None or len(input) != 1:
+            return triton_generic_reduce(self, input)
+        values, dtype = input[0].handle.data, input[0].dtype
+        slices = [self.to_tensor(values.take(i, self.axis), dtype) for i in range(values.shape[self.axis])]
+        total = slices[0]
+        for part in slices[1:]:
+            total = self.combine_fn.fn(total, part)
+        out = total.handle.data
+        return [self.to_tensor(np.expand_dims(out, self.axis) if self.keep_dims else out, dtype)]
+
+    interpreter._convert_float = convert_float
+    interpreter.ReduceOps.generic_reduce = generic_reduce
