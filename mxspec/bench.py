@@ -27,8 +27,8 @@ from torch import Tensor
 from mxspec import check, devices, dispatch
 from mxspec.spec import Case, bytes_of, outputs_of
 
-ROUNDS = 5  # interleaved, so that a drift of the clocks meets every contender
-REPLAYS = 10
+ROUNDS = 7  # interleaved, so that a drift of the clocks meets every contender; the first is not counted
+ROUND_US = 20_000  # about how long a contender is replayed in a round
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Figure:
     spread: float
 
 
-class _Contender:
+class Contender:
     """A call captured over all input sets, and the bytes that one call moves."""
 
     def __init__(self, name: str, call: Callable[..., Any], inputs: list[tuple[Any, ...]]):
@@ -58,6 +58,7 @@ class _Contender:
         with torch.cuda.graph(self.graph):
             self.outputs = [outputs_of(call(*inputs[i % len(inputs)])) for i in range(self.calls)]
         self.bytes = bytes_of(inputs[0], self.outputs[0])
+        self.replays = 3
         self.medians: list[float] = []
 
     def prove(self, inputs: list[tuple[Any, ...]], reference: Callable[..., Any], spec: Any) -> None:
@@ -72,16 +73,16 @@ class _Contender:
                 if problem := check.difference(outputs, expected, spec):
                     raise AssertionError(f"{self.name}: not timed, its bytes are wrong: {problem}")
 
-    def round(self) -> None:
+    def round(self) -> float:
         times = []
-        for _ in range(REPLAYS):
+        for _ in range(self.replays):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             self.graph.replay()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e3 / self.calls)
-        self.medians.append(statistics.median(times))
+        return statistics.median(times)
 
     @property
     def us(self) -> float:
@@ -102,9 +103,8 @@ def _copy(x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(x)
 
 
-def measure(op: str, case: Case, names: list[str]) -> list[Figure]:
-    """Time one case on each backend that supports it, beside the copy and the bare cast."""
-    reference = dispatch.reference(op)
+def input_sets(reference: Callable[..., Any], case: Case) -> list[tuple[Any, ...]]:
+    """As many sets of arguments on the GPU as move four times what the L2 holds."""
     device = torch.device("cuda", torch.cuda.current_device())
 
     def on_gpu(seed: int) -> tuple[Any, ...]:
@@ -112,24 +112,41 @@ def measure(op: str, case: Case, names: list[str]) -> list[Figure]:
         with device:  # a case for the benchmarks makes its tensors on the default device
             return case.args()
 
-    inputs = [on_gpu(0)]
+    first = on_gpu(0)
+    moved = bytes_of(first, outputs_of(reference(*first, **case.kwargs)))
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    moved = bytes_of(inputs[0], outputs_of(reference(*inputs[0], **case.kwargs)))
-    inputs += [on_gpu(seed) for seed in range(1, -(-4 * l2_bytes // moved))]
+    return [first, *(on_gpu(seed) for seed in range(1, -(-4 * l2_bytes // moved)))]
 
+
+def baselines(inputs: list[tuple[Any, ...]]) -> tuple[Contender, Contender]:
+    """A bare cast and a copy of the first argument of every set."""
+    xs = [(args[0],) for args in inputs]
+    return Contender("bare cast", _bare_cast, xs), Contender("copy", _copy, xs)
+
+
+def race(contenders: list[Contender]) -> None:
+    """Time all contenders in turn, round after round."""
+    for c in contenders:
+        c.replays = max(3, round(ROUND_US / (c.round() * c.calls)))
+    for _ in range(ROUNDS - 1):
+        for c in contenders:
+            c.medians.append(c.round())
+
+
+def measure(op: str, case: Case, names: list[str]) -> list[Figure]:
+    """Time one case on each backend that supports it, beside the copy and the bare cast."""
+    reference = dispatch.reference(op)
+    inputs = input_sets(reference, case)
     contenders = []
     for name in names:
         if name == "reference" or dispatch.refusal(op, name, inputs[0], dict(case.kwargs)):
             continue
-        contender = _Contender(name, partial(dispatch.public(op), backend=name, **case.kwargs), inputs)
+        contender = Contender(name, partial(dispatch.public(op), backend=name, **case.kwargs), inputs)
         contender.prove(inputs, partial(reference, **case.kwargs), reference.spec)
         contenders.append(contender)
-    xs = [(args[0],) for args in inputs]
-    copy, cast = _Contender("copy", _copy, xs), _Contender("bare cast", _bare_cast, xs)
+    cast, copy = baselines(inputs)
     contenders += [cast, copy]
-    for _ in range(ROUNDS):
-        for contender in contenders:
-            contender.round()
+    race(contenders)
     return [
         Figure(
             op, case.name, c.name, c.us, c.gbps, c.gbps / copy.gbps, c.gbps / cast.gbps,
@@ -140,7 +157,7 @@ def measure(op: str, case: Case, names: list[str]) -> list[Figure]:
 
 
 def overhead_us(op: str, case: Case, backend: str) -> dict[str, float]:
-    """What a call costs on the host, from the bare launch up; microseconds, the best of five loops."""
+    """What a call costs on the host, from the bare launch up; microseconds, the median of 30 loops."""
     from triton.runtime.jit import JITFunction
 
     args = check.on_device(torch.device("cuda"), case.args())
@@ -156,23 +173,22 @@ def overhead_us(op: str, case: Case, backend: str) -> dict[str, float]:
         results = outputs_of(kernel(*args, **case.kwargs))
     (jit, a, kw), *_ = launches
 
-    def best(fn: Callable[[], Any], calls: int = 1000) -> float:
-        seconds = []
-        for _ in range(5):
+    parts: dict[str, Callable[[], Any]] = {
+        "bare launch": lambda: run(jit, *a, **kw),
+        "its outputs allocated": lambda: [torch.empty_like(r) for r in results],
+        "the backend's function": lambda: kernel(*args, **case.kwargs),
+        "the op, backend by name": lambda: public(*args, backend=backend, **case.kwargs),
+        "the op, auto": lambda: public(*args, **case.kwargs),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(30):  # in turn, because the host's own speed drifts by more than what is looked for
+        for name, part in parts.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(calls):
-                fn()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds) / calls * 1e6
-
-    return {
-        "bare launch": best(lambda: run(jit, *a, **kw)),
-        "its outputs allocated": best(lambda: [torch.empty_like(r) for r in results]),
-        "the backend's function": best(lambda: kernel(*args, **case.kwargs)),
-        "the op, backend by name": best(lambda: public(*args, backend=backend, **case.kwargs)),
-        "the op, auto": best(lambda: public(*args, **case.kwargs)),
-    }
+            for _ in range(100):
+                part()
+            seconds[name].append((time.perf_counter() - start) / 100)
+    return {name: statistics.median(times) * 1e6 for name, times in seconds.items()}
 
 
 def main(argv: list[str]) -> int:

@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from mxspec.formats import ELEMENTS
 from mxspec.spec import P, R, Reference
@@ -148,21 +147,35 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@functools.cache
+def _kernel(name: str, backend: str) -> Callable[..., Any]:
+    return cast(Callable[..., Any], getattr(kernel_module(name, backend), name))
+
+
+@functools.cache
+def _supports(name: str, backend: str) -> Callable[..., str | None] | None:
+    return getattr(kernel_module(name, backend), "supports", None)
+
+
+@functools.cache
+def _static_refusal(name: str, backend: str, device_type: str) -> str | None:
+    """Why a backend cannot run an op on a kind of device, whatever the arguments; None where it can."""
+    module = kernel_module(name, backend)
+    if isinstance(module, str):
+        return module
+    if device_type == "cpu":
+        return _cpu_refusal(name, backend)
+    return None if device_type == "cuda" else f"runs on CUDA tensors; these are on {device_type}"
+
+
 def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a backend, asked for by name, cannot run this call; None where it can."""
     if backend == "reference":
         return None
-    module = kernel_module(name, backend)
-    if isinstance(module, str):
-        return module
-    device = args[0].device
-    if device.type != "cuda":
-        if device.type != "cpu":
-            return f"runs on CUDA tensors; these are on {device}"
-        if no := _cpu_refusal(name, backend):
-            return no
-    supports = getattr(module, "supports", None)
-    return supports(*args, **kwargs) if supports is not None else None
+    if reason := _static_refusal(name, backend, args[0].device.type):
+        return reason
+    supports = _supports(name, backend)
+    return None if supports is None else supports(*args, **kwargs)
 
 
 def _unranked(module: ModuleType, device: torch.device) -> str | None:
@@ -177,19 +190,19 @@ def _unranked(module: ModuleType, device: torch.device) -> str | None:
 
 
 @functools.cache
-def _ranked(name: str, device: torch.device) -> tuple[tuple[str, ModuleType], ...]:
-    """The backends that `auto` may take for an op on a device, best first."""
+def _ranked(name: str, device: torch.device) -> tuple[tuple[str, Callable[..., str | None] | None], ...]:
+    """The backends that `auto` may take for an op on a device, best first, each with its `supports`."""
     if device.type != "cuda":
         return ()
     modules = [(b, kernel_module(name, b)) for b in backends() if b != "reference"]
     ranked = [(b, m) for b, m in modules if isinstance(m, ModuleType) and _unranked(m, device) is None]
-    return tuple(sorted(ranked, key=lambda found: found[1].RANK[_capability(device)]))
+    ranked.sort(key=lambda found: found[1].RANK[_capability(device)])
+    return tuple((backend, _supports(name, backend)) for backend, _ in ranked)
 
 
 def _auto(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The backend that `auto` takes for a call."""
-    for backend, module in _ranked(name, args[0].device):
-        supports = getattr(module, "supports", None)
+    for backend, supports in _ranked(name, args[0].device):
         if supports is None or supports(*args, **kwargs) is None:
             return backend
     return "reference"
@@ -203,11 +216,6 @@ def _warn_of_reference(name: str) -> None:
         f"mxspec.explain({name!r}, ...) says why",
         stacklevel=4,
     )
-
-
-@functools.cache
-def _kernel(name: str, backend: str) -> Callable[..., Any]:
-    return cast(Callable[..., Any], getattr(kernel_module(name, backend), name))
 
 
 def _run(fn: Reference[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Any:
@@ -299,9 +307,13 @@ def _is_plain_eager(values: Iterable[Any]) -> bool:
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return not any(
-        isinstance(v, Tensor) and (type(v) not in (Tensor, Parameter) or v.is_meta or v.requires_grad) for v in values
-    )
+    for value in values:
+        if type(value) is Tensor:
+            if value.is_meta or value.requires_grad:
+                return False
+        elif isinstance(value, Tensor):
+            return False
+    return True
 
 
 def op(fn: Reference[P, R]) -> Reference[P, R]:

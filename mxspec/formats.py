@@ -8,6 +8,7 @@ field widths and from what its top codes mean, so those are all that is written 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -48,12 +49,12 @@ class ElementFormat:
             return sign * fraction * 2.0 ** (1 - self.bias)
         return sign * (1 + fraction) * 2.0 ** (exponent - self.bias)
 
-    @property
+    @cached_property
     def emax(self) -> int:
         """Exponent of the largest finite value: what the `floor` scale rule subtracts."""
         return (self.largest_code >> self.mantissa_bits) - self.bias
 
-    @property
+    @cached_property
     def max(self) -> float:
         """The largest finite value."""
         return self.value(self.largest_code)

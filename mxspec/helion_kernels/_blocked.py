@@ -10,12 +10,12 @@ def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
     return -(-rows // 128), -(-cols // 4)
 
 
-def blocked_to_row_col(row_tile: Tensor, col_tile: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale `(r, c)` that a byte of a tile belongs to; past the matrix where the byte is padding.
+def blocked_to_row_col(row_tile: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale `(r, c)` that a byte of a row of tiles belongs to; past the matrix where the byte is padding.
 
-    Within a tile, offset is `(r % 32) * 16 + (r % 128) // 32 * 4 + c % 4`. Shifts and masks, since Helion's `//` and
-    `%` are Python's, which cost a branch on the sign.
+    Within a tile, the byte is at `(r % 32) * 16 + (r % 128) // 32 * 4 + c % 4`. Shifts and masks, since Helion's `//`
+    and `%` are Python's, which cost a branch on the sign.
     """
-    r = row_tile * 128 + ((offset >> 2) & 3) * 32 + (offset >> 4)
-    c = col_tile * 4 + (offset & 3)
+    r = row_tile * 128 + ((byte >> 2) & 3) * 32 + ((byte >> 4) & 31)
+    c = (byte >> 9) * 4 + (byte & 3)
     return r, c

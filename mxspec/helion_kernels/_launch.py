@@ -10,7 +10,14 @@ import helion
 import torch
 from torch import Tensor
 
-Capability = tuple[int, int]
+Configs = Mapping[tuple[int, int], helion.Config]
+
+
+def config(block_sizes: list[int], num_warps: int, **options: Any) -> helion.Config:
+    """A configuration whose programs run along the last dimension first, as memory does; Helion's own order is the
+    opposite."""
+    order = [list(range(len(block_sizes)))[::-1]] if len(block_sizes) > 1 else []
+    return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=order, **options)
 
 
 @functools.cache
@@ -19,21 +26,23 @@ def _kernel(body: Callable[..., None], config: helion.Config, index_dtype: torch
     return helion.kernel(body, config=config, static_shapes=False, index_dtype=index_dtype)
 
 
+@functools.cache
+def _chosen(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type != "cpu" else (9, 0)
+
+
 def extent(t: Tensor) -> int:
     """How many elements of storage lie between the first and the last of t, both counted."""
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
-def launch(body: Callable[..., None], configs: Mapping[Capability, helion.Config], *args: Any, config: Any) -> None:
-    """Run `body(*args)` with `config`, or with the one that `configs` has for the device.
+def launch(body: Callable[..., None], configs: Configs, *args: Any) -> None:
+    """Run `body(*args)` with the configuration for the device.
 
-    Helion chooses its index type by the number of elements. A view with long strides has few and still
-    reaches past 2^31, so the choice is made here.
+    Helion chooses its index type by the number of elements. A view with long strides has few and still reaches past
+    2^31, so the choice is made here.
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
-    device = tensors[0].device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    if config is None:
-        config = configs.get(capability, configs[(9, 0)])
     wide = max(max(extent(t), t.numel()) for t in tensors) >= 2**31
+    config = configs.get(_chosen(tensors[0].device), configs[(9, 0)])
     _kernel(body, config, torch.int64 if wide else torch.int32)(*args)

@@ -4,39 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import helion
 import helion.language as hl
 import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE, element
 from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
-from mxspec.helion_kernels._launch import extent, launch
+from mxspec.helion_kernels._launch import config, extent, launch
 from mxspec.helion_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
 
-RANK = {(9, 0): 2, (10, 0): 2}  # measurement: to be filled in
-
-
-def _config(block_sizes: list[int], num_warps: int) -> helion.Config:
-    # Programs run along the last dimension first, as memory does; Helion's own order is the opposite.
-    order = [list(range(len(block_sizes)))[::-1]] if len(block_sizes) > 1 else []
-    return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=order)
-
-
-# Block sizes are of the scales, for `flat`; (E, R, C, 1) of them for `strided`; (E, row tiles, column tiles, bytes of a
-# tile) for `blocked`. 2048 elements and 2 warps a program: 32 elements a thread, four 16-byte loads in flight.
+RANK = {(9, 0): 2, (10, 0): 2}
+# Block sizes are of the scales: 2048 elements and 2 warps a program make 32 elements a thread, four 16-byte loads.
+# Blackwell: compiled, not run.
+_FLAT, _STRIDED = config([64], 2), config([1, 1, 64], 2)
+# A grid of three dimensions saves the divisions that undo a flat one, but holds at most 65535 in two of them.
+_BLOCKED, _TALL = config([1, 1, 32], 1, pid_type="xyz"), config([1, 1, 32], 1)
 CONFIGS = {
-    "flat": {(9, 0): _config([64], 2), (10, 0): _config([64], 2)},
-    "strided": {(9, 0): _config([1, 1, 64, 1], 2), (10, 0): _config([1, 1, 64, 1], 2)},
-    "blocked": {(9, 0): _config([1, 1, 1, 64], 2), (10, 0): _config([1, 1, 1, 64], 2)},
+    "flat": {(9, 0): _FLAT, (10, 0): _FLAT},  # x contiguous, plain scales
+    "strided": {(9, 0): _STRIDED, (10, 0): _STRIDED},  # block sizes along (E, R, C)
+    "blocked": {(9, 0): _BLOCKED, (10, 0): _BLOCKED},  # along (E, row tiles, bytes of a row of tiles)
+    "tall": {(9, 0): _TALL, (10, 0): _TALL},  # blocked, more than 65535 row tiles or experts
 }
-_PLAIN = [(64, 2), (64, 1), (64, 4), (32, 1), (32, 2), (128, 2), (128, 4), (128, 8), (256, 4), (256, 8), (512, 16)]
-_BLOCKED = [(1, 64, 2), (1, 32, 1), (1, 32, 2), (1, 128, 2), (1, 128, 4), (1, 256, 8), (1, 512, 8), (1, 512, 16)]
-_BLOCKED += [(2, 32, 2), (2, 64, 4), (4, 16, 2), (4, 32, 4), (4, 64, 8), (8, 16, 4), (8, 32, 8), (16, 16, 8)]
-CANDIDATE_CONFIGS = {
-    "flat": [_config([blocks], warps) for blocks, warps in _PLAIN],
-    "blocked": [_config([1, 1, tiles, offsets], warps) for tiles, offsets, warps in _BLOCKED],
-}
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 
 def supports(x: Tensor, *, axis: int = -1, **_: Any) -> str | None:
@@ -51,8 +40,8 @@ def _quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tup
     return codes, byte.to(torch.uint8)
 
 
-def _row_and_block(row_tile: Tensor, col_tile: Tensor, offset: Tensor, blocked: bool) -> tuple[Tensor, Tensor]:
-    return blocked_to_row_col(row_tile, col_tile, offset) if blocked else (row_tile, col_tile)
+def _row_and_block(row: Tensor, byte: Tensor, blocked: bool) -> tuple[Tensor, Tensor]:
+    return blocked_to_row_col(row, byte) if blocked else (row, byte)
 
 
 def _flat(x: Tensor, qdata: Tensor, scale: Tensor, scaling: hl.constexpr) -> None:
@@ -69,45 +58,15 @@ def _strided(
     # The loop runs over the scale bytes. Those of padding come out as the scale of a block of zeros, which is 0.
     # x and qdata are flat: ref mode masks an access by one index tensor only, and Helion drops the index and the mask
     # of a store along a dimension of size 1, so that lanes past its end would write there too.
-    E, row_tiles, col_tiles, tile_bytes = scale.shape
-    tile_bytes = hl.specialize(tile_bytes)
-    for e, row_tile, col_tile, offset in hl.tile([E, row_tiles, col_tiles, tile_bytes]):
-        matrix = e.index[:, None, None, None, None]
-        r, c = _row_and_block(
-            row_tile.index[None, :, None, None, None],
-            col_tile.index[None, None, :, None, None],
-            offset.index[None, None, None, :, None],
-            blocked,
-        )
-        k = hl.arange(32)[None, None, None, None, :]
+    for e, row, byte in hl.tile(scale.shape):
+        matrix = e.index[:, None, None, None]
+        r, c = _row_and_block(row.index[None, :, None, None], byte.index[None, None, :, None], blocked)
+        k = hl.arange(32)[None, None, None, :]
         source = matrix * stride_e + r * stride_r + c * stride_c + k * stride_k
-        valid = ((matrix < E) & (r < R) & (c < C)).expand(source.size())
-        codes, byte = _quantize_tile(hl.load(x, [source], extra_mask=valid), qdata.dtype, scaling)
+        valid = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(source.size())
+        codes, scale_byte = _quantize_tile(hl.load(x, [source], extra_mask=valid), qdata.dtype, scaling)
         hl.store(qdata, [((matrix * R + r) * C + c) * 32 + k], codes, extra_mask=valid)
-        scale[e, row_tile, col_tile, offset] = byte
-
-
-def _launch(x: Tensor, elem_dtype: Any, scaling: str, scale_layout: str, config: Any = None) -> tuple[Tensor, Tensor]:
-    *lead, R, K = x.shape
-    C = K // MX_BLOCK_SIZE
-    row_tiles, col_tiles = blocked_shape(R, C)
-    shape = (R, C) if scale_layout == "plain" else (512 * row_tiles * col_tiles,)
-    qdata = torch.empty(x.shape, dtype=element(elem_dtype).dtype, device=x.device)
-    scale = torch.empty(*lead, *shape, dtype=torch.uint8, device=x.device)
-    if (
-        scale.numel() > 1 and scale_layout == "plain" and x.is_contiguous()
-    ):  # along a dimension of 1 Helion masks nothing
-        blocks, codes = x.view(-1, MX_BLOCK_SIZE), qdata.view(-1, MX_BLOCK_SIZE)
-        launch(_flat, CONFIGS["flat"], blocks, codes, scale.view(-1), scaling, config=config)
-    elif scale.numel():
-        E, stride_e = (lead[0], x.stride(0)) if lead else (1, 0)
-        stride_r, stride_k = x.stride()[-2:]
-        blocked = scale_layout == "blocked"
-        tiles = scale.view((E, row_tiles, col_tiles, 512) if blocked else (E, R, C, 1))
-        strides = (stride_e, stride_r, MX_BLOCK_SIZE * stride_k, stride_k)
-        args = (x.as_strided((extent(x),), (1,)), *strides, R, C, qdata.view(-1), tiles, scaling)
-        launch(_strided, CONFIGS["blocked" if blocked else "strided"], *args, blocked, config=config)
-    return qdata, scale.view(torch.float8_e8m0fnu)
+        scale[e, row, byte] = scale_byte
 
 
 def mx_quantize(
@@ -118,4 +77,22 @@ def mx_quantize(
     scaling: str = "rceil",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    return _launch(x, elem_dtype, scaling, scale_layout)
+    *lead, R, K = x.shape
+    C = K // MX_BLOCK_SIZE
+    row_tiles, col_tiles = blocked_shape(R, C)
+    blocked = scale_layout == "blocked"
+    shape = (512 * row_tiles * col_tiles,) if blocked else (R, C)
+    qdata = torch.empty(x.shape, dtype=element(elem_dtype).dtype, device=x.device)
+    scale = torch.empty(*lead, *shape, dtype=torch.uint8, device=x.device)
+    if scale.numel() > 1 and not blocked and x.is_contiguous():  # along a dimension of 1 Helion masks nothing
+        blocks, codes = x.view(-1, MX_BLOCK_SIZE), qdata.view(-1, MX_BLOCK_SIZE)
+        launch(_flat, CONFIGS["flat"], blocks, codes, scale.view(-1), scaling)
+    elif scale.numel():
+        E, stride_e = (lead[0], x.stride(0)) if lead else (1, 0)
+        stride_r, stride_k = x.stride()[-2:]
+        rows = scale.view((E, row_tiles, 512 * col_tiles) if blocked else (E, R, C))
+        layout = "strided" if not blocked else "blocked" if max(E, row_tiles) < 65536 else "tall"
+        strides = (stride_e, stride_r, MX_BLOCK_SIZE * stride_k, stride_k)
+        flat = x.as_strided((extent(x),), (1,))
+        launch(_strided, CONFIGS[layout], flat, *strides, R, C, qdata.view(-1), rows, scaling, blocked)
+    return qdata, scale.view(torch.float8_e8m0fnu)

@@ -7,6 +7,7 @@ block of zeros, which is 0.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,13 +20,21 @@ from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
 
 RANK = {(9, 0): 1, (10, 0): 1}
-# BLOCKS scale bytes, so 32 * BLOCKS elements, a program. A thread holds 16 or 32 elements: two or four 16-byte loads.
-CONFIGS: dict[str, dict[str, int]] = {
-    "flat": {"BLOCKS": 64, "num_warps": 2},
+# BLOCKS scale bytes, so 32 * BLOCKS elements, a program; by compute capability and layout.
+_HOPPER = {
+    "flat": {"BLOCKS": 64, "num_warps": 4},
     "strided": {"BLOCKS": 64, "num_warps": 2},
     "blocked": {"BLOCKS": 64, "num_warps": 4},
 }
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
+
+
+@functools.cache
+def _configs(device: torch.device) -> dict[str, dict[str, int]]:
+    capability = torch.cuda.get_device_capability(device) if device.type != "cpu" else (9, 0)
+    return CONFIGS.get(capability, _HOPPER)
 
 
 def supports(x: Tensor, *, axis: int = -1, **_: Any) -> str | None:
@@ -45,38 +54,47 @@ def _mx_quantize(
 ):  # fmt: skip
     i = tl.arange(0, BLOCKS)
     j = tl.arange(0, 32)
-    if LAYOUT == "flat":  # x is contiguous: byte o scales the 32 elements at 32 * o, and no division is needed
-        o = tl.program_id(0).to(tl.int64) * BLOCKS + i
-        q_offset = o[:, None] * 32 + j[None, :]
-        x_offset = q_offset
-        in_matrix = (o < R * C) | EVEN
+    # The pointers are moved to where the program starts; from there on most offsets fit in 32 bits.
+    if LAYOUT == "flat":  # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed
+        start = tl.program_id(0).to(tl.int64) * BLOCKS
+        in_matrix = (start + i < R * C) | EVEN
         owned = in_matrix
+        x_offset = i[:, None] * 32 + j[None, :]
+        q_offset = x_offset
+        x += start * 32
+        qdata += start * 32
+        scale += start
+    elif LAYOUT == "strided":
+        e = tl.program_id(2).to(tl.int64)
+        n = tl.program_id(0) * BLOCKS + i
+        in_matrix = n < R * C
+        owned = in_matrix
+        k = (n % C)[:, None] * 32 + j[None, :]
+        x_offset = (n // C).to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
+        q_offset = n.to(tl.int64)[:, None] * 32 + j[None, :]
+        x += e * stride_e
+        qdata += e * R * C * 32
+        scale += e * R * C + tl.program_id(0) * BLOCKS
     else:
+        parts: tl.constexpr = 512 // BLOCKS  # programs a tile
         e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1, and folds away, below 2^22 rows
-        if LAYOUT == "strided":
-            n = tl.program_id(0) * BLOCKS + i
-            r, c = (n // C).to(tl.int64), n % C
-            o = e * R * C + n
-            in_matrix = n < R * C
-            owned = in_matrix
-        else:
-            parts: tl.constexpr = 512 // BLOCKS  # programs a tile
-            row_tile = tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)
-            row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
-            r, c = row_tile.to(tl.int64) * 128 + row, tl.program_id(0) // parts * 4 + col
-            col_tiles = tl.cdiv(C, 4)
-            o = ((e * tl.cdiv(R, 128) + row_tile) * col_tiles * 512) + tl.program_id(0) * BLOCKS + i
-            in_matrix = (r < R) & (c < C)
-            owned = row_tile < tl.cdiv(R, 128)
+        row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
+        row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
+        c = tl.program_id(0) // parts * 4 + col
+        in_matrix = (row_tile * 128 + row < R) & (c < C)
+        owned = row_tile < tl.cdiv(R, 128)
         k = c[:, None] * 32 + j[None, :]
-        x_offset = e * stride_e + r[:, None] * stride_r + k.to(tl.int64) * stride_k
-        q_offset = (e * R + r)[:, None] * (C * 32) + k
+        x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
+        q_offset = row.to(tl.int64)[:, None] * (C * 32) + k
+        x += e * stride_e + row_tile * 128 * stride_r
+        qdata += (e * R + row_tile * 128) * C * 32
+        scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
 
     values = tl.load(x + x_offset, mask=in_matrix[:, None], other=0)
     byte = shared_exponent(block_amax(values), MAX, EMAX, MANTISSA, SCALING)
     q = saturating_cast(values.to(tl.float32) * reciprocal_scale(byte)[:, None], qdata.dtype.element_ty)
     tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
-    tl.store(scale + o, byte.to(tl.uint8), mask=owned)
+    tl.store(scale + i, byte.to(tl.uint8), mask=owned)
 
 
 def mx_quantize(
@@ -90,28 +108,28 @@ def mx_quantize(
     fmt = element(elem_dtype)
     *lead, R, K = x.shape
     C, E = K // 32, lead[0] if lead else 1
-    qdata = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    if scale_layout == "plain":
-        scale = torch.empty((*lead, R, C), dtype=torch.uint8, device=x.device)
-        layout = "flat" if x.is_contiguous() else "strided"
+    qdata = torch.empty_like(x, dtype=fmt.dtype, memory_format=torch.contiguous_format)
+    row_groups, even = 1, False
+    if scale_layout == "blocked":
+        layout, (row_tiles, col_tiles) = "blocked", blocked_shape(R, C)
+        scale = x.new_empty((*lead, 512 * row_tiles * col_tiles), dtype=torch.uint8)
+        row_groups = -(-row_tiles // _ROW_TILES)
     else:
-        row_tiles, col_tiles = blocked_shape(R, C)
-        scale = torch.empty((*lead, 512 * row_tiles * col_tiles), dtype=torch.uint8, device=x.device)
-        layout = "blocked"
+        layout = "flat" if x.is_contiguous() else "strided"
+        scale = x.new_empty((*lead, R, C), dtype=torch.uint8)
+    config = _configs(x.device)[layout]
+    blocks = config["BLOCKS"]
+    if layout == "flat":
+        R, even = E * R, R * E * C % blocks == 0
+        grid = (-(-R * C // blocks), 1, 1)
+    elif layout == "strided":
+        grid = (-(-R * C // blocks), 1, E)
+    else:
+        grid = (col_tiles * 512 // blocks, min(row_tiles, _ROW_TILES), E * row_groups)
     if scale.numel():
-        config, row_groups, even = CONFIGS[layout], 1, False
-        blocks = config["BLOCKS"]
-        if layout == "flat":
-            R, even = E * R, scale.numel() % blocks == 0
-            grid = (-(-scale.numel() // blocks), 1, 1)
-        elif layout == "strided":
-            grid = (-(-R * C // blocks), 1, E)
-        else:
-            row_groups = -(-row_tiles // _ROW_TILES)
-            grid = (col_tiles * 512 // blocks, min(row_tiles, _ROW_TILES), E * row_groups)
         _mx_quantize[grid](
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
-            MAX=fmt.max, EMAX=fmt.emax, MANTISSA=fmt.mantissa_bits, SCALING=scaling,
-            LAYOUT=layout, EVEN=even, ROW_TILES=_ROW_TILES, **config,
+            fmt.max, fmt.emax, fmt.mantissa_bits, scaling, layout, even, blocks, _ROW_TILES,
+            num_warps=config["num_warps"],
         )  # fmt: skip
     return qdata, scale.view(torch.float8_e8m0fnu)

@@ -11,6 +11,7 @@ from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
 
 RANK = {(9, 0): 1, (10, 0): 1}
 CONFIG = {"TILES": 4, "num_warps": 4}
+PTX = (r"st\.global\.v4\.b32",)
 
 
 @triton.jit
