@@ -12,7 +12,7 @@ else
 endif
 PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
 PYTEST = $(PYTHON) -m pytest -q
-NBVAL = $(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:doctest notebooks
+NBVAL = $(PYTEST) -o addopts= --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
 # An older triton, for kernels to be compiled under it too: a folder put first on PYTHONPATH, no second torch.
 OLD_TRITON := 3.6.0
 export MXSPEC_OLD_TRITON = $(if $(VENV),$(VENV)/triton-$(OLD_TRITON))
@@ -42,12 +42,14 @@ interpreted: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_int64.py
 
 notebooks-test: $(READY)
+	$(PYTHON) -c "import matplotlib.pyplot"  # builds its font cache, and says so, before a cell's output is compared
 	$(NBVAL)
 	TRITON_INTERPRET=1 MXSPEC_BACKEND=triton $(NBVAL)
 
 # Execute every notebook in place; an unchanged one comes out byte for byte the same.
 notebooks: $(READY)
 	$(PYTHON) -m nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	$(PYTHON) -m nbconvert --to notebook --inplace --coalesce-streams notebooks/*.ipynb
 	$(PYTHON) -m nbstripout --keep-output --keep-count \
 	    --extra-keys "metadata.language_info cell.metadata.execution" notebooks/*.ipynb
 

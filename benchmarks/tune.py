@@ -44,7 +44,7 @@ def main(shapes: list[str]) -> None:
         contenders = [cast, copy]
         for (backend, configure), (blocks, warps) in product(BACKENDS.items(), BLOCKS_AND_WARPS):
             configure(layout, blocks, warps)
-            call = partial(getattr(dispatch.kernel_module("mx_quantize", backend), "mx_quantize"), **kwargs)
+            call = partial(dispatch.kernel_module("mx_quantize", backend).mx_quantize, **kwargs)
             contender = Contender(f"{backend}, {blocks} blocks, {warps} warps", call, inputs)
             contender.prove(inputs, partial(reference, **kwargs), reference.spec)
             contenders.append(contender)

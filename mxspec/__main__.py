@@ -117,23 +117,23 @@ def run_explain(options: argparse.Namespace) -> int:
 
 def run_compile(options: argparse.Namespace) -> int:
     """Compile kernels to sm_90 and sm_100 machine code, with or without a GPU."""
-    from mxspec import compile
+    from mxspec.compile import main
 
-    return compile.main(options.rest)
+    return main(options.rest)
 
 
 def run_bench(options: argparse.Namespace) -> int:
     """Time the kernels on a GPU beside a copy and a bare cast of the same bytes."""
-    from mxspec import bench
+    from mxspec.bench import main
 
-    return bench.main(options.rest)
+    return main(options.rest)
 
 
 def run_demo(options: argparse.Namespace) -> int:
     """Quantize a real model's weights through every backend that this machine has."""
-    from mxspec import demo
+    from mxspec.demo import main
 
-    return demo.main(options.rest)
+    return main(options.rest)
 
 
 def parser() -> argparse.ArgumentParser:

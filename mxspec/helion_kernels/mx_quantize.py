@@ -13,12 +13,12 @@ from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels._launch import config, extent, launch
 from mxspec.helion_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
 
-RANK = {(9, 0): 2, (10, 0): 2}
-# Block sizes are of the scales: 2048 elements and 2 warps a program make 32 elements a thread, four 16-byte loads.
-# Blackwell: compiled, not run.
-_FLAT, _STRIDED = config([64], 2), config([1, 1, 64], 2)
+RANK = {(9, 0): 2, (10, 0): 2}  # behind Triton by 1% at 4096 x 2048 on an H200, and by its longer way to a launch
+# Block sizes are of the scales. benchmarks/tune.py on an H200, as fractions of a bare cast's rate: flat 0.983 at
+# 4096 x 2048 and 1.000 at 32768 x 7168; blocked 0.976 and 0.992. Blackwell: compiled, not run.
+_FLAT, _STRIDED = config([64], 4), config([1, 1, 64], 4)
 # A grid of three dimensions saves the divisions that undo a flat one, but holds at most 65535 in two of them.
-_BLOCKED, _TALL = config([1, 1, 32], 1, pid_type="xyz"), config([1, 1, 32], 1)
+_BLOCKED, _TALL = config([1, 1, 256], 8, pid_type="xyz"), config([1, 1, 256], 8)
 CONFIGS = {
     "flat": {(9, 0): _FLAT, (10, 0): _FLAT},  # x contiguous, plain scales
     "strided": {(9, 0): _STRIDED, (10, 0): _STRIDED},  # block sizes along (E, R, C)
