@@ -383,6 +383,8 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
       triton     is only taken by name on cpu tensors
     """
     asked = _known(backend, "explain") if backend else current_backend()
+    bound = inspect.signature(reference(name)).bind(*args, **kwargs)
+    args, kwargs = bound.args, bound.kwargs
     reference(name).spec.check_args(*args, **kwargs)
     chosen: str | None
     reasons: dict[str, str] = {}

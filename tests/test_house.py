@@ -1,6 +1,8 @@
 """The walls: what the files promise by their names and what each layer may import."""
 
 import ast
+import base64
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +71,12 @@ def test_import_time_beyond_torch_is_under_100_ms():
     code = "import time, torch; start = time.perf_counter(); import mxspec; print((time.perf_counter() - start) * 1e3)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     assert min(float(run.stdout) for run in runs) < 100
+
+
+def test_the_readmes_picture_is_the_one_that_the_notebook_draws():
+    root = PACKAGE.parent
+    notebook = json.loads((root / "notebooks" / "03_the_blocked_scale_layout.ipynb").read_text())
+    outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
+    drawn = [base64.b64decode(o["data"]["image/png"]) for o in outputs]
+    assert (root / "docs" / "blocked_scale_tile.png").read_bytes() in drawn
+    assert "docs/blocked_scale_tile.png" in (root / "README.md").read_text()

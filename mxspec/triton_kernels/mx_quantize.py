@@ -45,6 +45,8 @@ def supports(x: Tensor, *, axis: int = -1, **_: Any) -> str | None:
         return "has only axis -1"
     if x.numel() > 2**35:
         return f"counts blocks in 32 bits, so x may have up to 2^35 elements; it has {x.numel()}"
+    if x.ndim == 3 and x.shape[0] > 65535:
+        return f"has a grid of up to 65535 experts; x has {x.shape[0]}"
     return None
 
 
