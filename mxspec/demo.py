@@ -123,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
 
     device = check.default_device()
     console = Console(width=None if Console().is_terminal else 150)
-    backends = [b for b in dispatch.backends() if b != "reference" and dispatch.has_kernel("mx_quantize", b)]
+    modules = {b: dispatch.kernel_module("mx_quantize", b) for b in dispatch.backends() if b != "reference"}
+    backends = [backend for backend, module in modules.items() if not isinstance(module, str)]
     names = [name for name, _ in matrices(path)]
     if not names:
         print(
@@ -155,6 +156,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, row in rows.items():
         table.add_row(*row, *("equal" if verdicts[b].get(name) else "[red]DIFFERENT[/red]" for b in backends))
     console.print(table)
+    for backend, absent in modules.items():
+        if isinstance(absent, str):
+            console.print(f"{backend} {absent}", highlight=False, markup=False)
 
     options.output.parent.mkdir(parents=True, exist_ok=True)
     save_file(stored, options.output, metadata={"format": "mxfp8_e4m3fn", "scaling": "rceil", "axis": "-1"})
@@ -165,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     equal = [b for b in backends if len(verdicts[b]) == len(names) and all(verdicts[b].values())]
     console.print(f"{len(names)} matrices, {before / 1e6:.1f} MB -> {after / 1e6:.1f} MB, scale bytes included")
     console.print(
-        f"{1 + len(backends)} backends: reference, {', '.join(backends)}; "
+        f"{1 + len(backends)} backends: reference, {', '.join(backends) or 'no other'}; "
         f"bytes equal to the reference's: {', '.join(equal) or 'none'}{part}"
     )
     console.print(f"{options.output}: written, {'read back equal' if intact else 'READ BACK DIFFERENT'}")

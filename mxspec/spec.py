@@ -130,11 +130,11 @@ def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def random_normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Normal values whose size varies from row to row and column to column, over about 2^+-16."""
+    """Normal values whose size varies from row to row and column to column, over about 2^+-16; all finite."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     for dim in range(len(shape)):
         size = [1] * len(shape)
         size[dim] = shape[dim]
         x = x * torch.randint(-4, 5, size, generator=generator).exp2()
-    return x.to(dtype)
+    return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)

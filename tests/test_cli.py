@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 def mxspec(*args: str, cwd: Path = HERE, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     command = [sys.executable, "-W", "ignore", "-m", "mxspec", *args]
-    environment = {**clean, "PYTHONPATH": str(HERE.parent), **environment}
+    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), clean.get("PYTHONPATH")]))
+    environment = {**clean, **environment}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
