@@ -16,6 +16,8 @@ NBVAL = $(PYTEST) -o addopts= --nbval --nbval-current-env --nbval-cell-timeout=1
 # An older triton, for kernels to be compiled under it too: a folder put first on PYTHONPATH, no second torch.
 OLD_TRITON := 3.6.0
 export MXSPEC_OLD_TRITON = $(if $(VENV),$(VENV)/triton-$(OLD_TRITON))
+# The checkout itself, from whichever folder a test or a notebook runs, installed or not.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Helion ships configurations with its kernels; none is searched for at run time.
 export HELION_AUTOTUNE_EFFORT = none
 
