@@ -62,10 +62,11 @@ def same_codes(got: list[int], peer: list[int], elem_dtype: torch.dtype) -> bool
 
 
 def matches(got: tuple[int, list[int]], peer: Any, elem_dtype: torch.dtype) -> bool:
-    """Whether a scale byte and codes are the ones of a peer's entry; null there means not run."""
+    """Whether a scale byte and codes are the ones of a peer's entry; null there means not run, "nan" any NaN."""
     if peer is None:
         return True
     byte, codes = peer
+    codes = codes and [element(elem_dtype).nan_code if code == "nan" else code for code in codes]
     return got[0] == byte and (codes is None or same_codes(got[1][: len(codes)], codes, elem_dtype))
 
 
@@ -82,7 +83,8 @@ def whose_rule(reference: Callable[..., Any], call: Callable[..., Any], case: Ca
     kwargs = {"elem_dtype": elem_dtype, "scaling": case.kwargs.get("scaling", "rceil")}
     candidates: set[str] | None = None
     blocks = []
-    for x, (name, count, by_peer) in mx_rows(elem_dtype):
+    rows = mx_rows(elem_dtype)
+    for x, (name, count, by_peer) in rows:
         try:
             got = bytes_of_block(call(x.to(device), **kwargs), count)
         except Exception:  # the finding was reported; this only looks for its origin
@@ -96,7 +98,7 @@ def whose_rule(reference: Callable[..., Any], call: Callable[..., Any], case: Ca
     if not blocks:
         return None
     named = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
-    where = f"on the {len(blocks)} probe blocks where they leave the contract ({named})"
+    where = f"on the {len(blocks)} of {len(rows)} probe blocks where they leave the contract ({named})"
     if not candidates:
         return f"your bytes are no known peer's rule {where}"
     names = ", ".join(sorted({f"{_PEERS[p.split('.')[0]]}'s ({p})" for p in candidates}))

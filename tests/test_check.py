@@ -45,13 +45,23 @@ def drops_nan(x, **kwargs):
     return reference(torch.where(x.isnan(), 0, x), **kwargs)
 
 
-def test_the_peer_whose_rule_it_is_is_named():
-    name = "all bit patterns, bfloat16, floor, e4m3fn"
+def test_a_rule_that_no_peer_has_is_said_to_be_none():
+    name = "all bit patterns, bfloat16, rceil, e4m3fn"
     result = check.check_case("mx_quantize", case("mx_quantize", name), drops_nan, CPU)
-    assert "your bytes are " in result.message
-    floor = lambda x, **kwargs: reference(x, **{**kwargs, "scaling": "floor"})  # noqa: E731
-    result = check.check_case("mx_quantize", case("mx_quantize", "one block"), floor, CPU)
-    assert result.status == "passed" or "torchao main's (aomain.floor)" in result.message
+    assert (
+        "your bytes are no known peer's rule on the 1 of 36 probe blocks where they leave the contract"
+        in result.message
+    )
+
+
+def always_floor(x, **kwargs):
+    return reference(x, **{**kwargs, "scaling": "floor"})
+
+
+def test_floor_for_rceil_is_recognised():
+    name = "all bit patterns, bfloat16, rceil, e4m3fn"
+    result = check.check_case("mx_quantize", case("mx_quantize", name), always_floor, CPU)
+    assert "torchao main's (aomain.floor)" in result.message
 
 
 def te_rule(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):

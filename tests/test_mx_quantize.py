@@ -147,6 +147,13 @@ def test_what_is_on_the_grid_comes_back(seed, scaling, elem_dtype):
     assert torch.equal(back, x)
 
 
+def test_reciprocal_scale_at_both_ends():
+    byte = torch.tensor([0, 1, 127, 253, 254, 255], dtype=torch.uint8)
+    got = _numerics.reciprocal_scale(byte).tolist()
+    assert got[:-1] == [2.0**127, 2.0**126, 1.0, 2.0**-126, 2.0**-127]
+    assert got[-1] != got[-1]
+
+
 def _exact_rceil(amax_bits: torch.Tensor, fmt: formats.ElementFormat) -> torch.Tensor:
     """ceil(log2(a / max)) + 127 in float64, where a / max_pos is normal in fp32; exact comparisons, no log."""
     ratio = amax_bits.view(torch.float32).double() / fmt.max

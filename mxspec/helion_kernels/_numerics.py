@@ -42,14 +42,16 @@ def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str) -> Tens
         byte = (bits >> 23) - fmt.emax
         if scaling == "ceil":
             byte = byte + ((bits & 0x7FFFFF) != 0).to(torch.int32)
-        byte = byte.clamp(min=0)  # the 254 of the contract is out of reach: 255 - emax and a carry at most
+        byte = byte.clamp(min=0)
     return torch.where(amax_bits < 0x7F800000, byte, 255)
 
 
 def reciprocal_scale(byte: Tensor) -> Tensor:
-    """`2^(127 - byte)` as fp32; byte 254 gives the subnormal 2^-127, byte 255 NaN."""
-    bits = torch.where(byte == 254, 0x00400000, (254 - byte) << 23)
-    return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
+    """`2^(127 - byte)` as fp32; byte 255 gives NaN.
+
+    Byte 254, whose reciprocal is subnormal, does not occur: an fp32 exponent field less emax is at most 253.
+    """
+    return torch.where(byte == 255, 0x7FC00000, (254 - byte) << 23).view(torch.float32)
 
 
 def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:

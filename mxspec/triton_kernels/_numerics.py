@@ -38,15 +38,17 @@ def shared_exponent(amax_bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: 
         byte = (bits >> 23) - EMAX
         if SCALING == "ceil":
             byte += (bits & 0x7FFFFF != 0).to(tl.int32)
-        byte = tl.maximum(byte, 0)  # the 254 of the contract is out of reach: 255 - emax and a carry at most
+        byte = tl.maximum(byte, 0)
     return tl.where(amax_bits < 0x7F800000, byte, 255)
 
 
 @triton.jit
 def reciprocal_scale(byte):
-    """2^(127 - byte) as fp32; byte 254 gives the subnormal 2^-127, byte 255 NaN."""
-    bits = tl.where(byte == 254, 0x00400000, (254 - byte) << 23)
-    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    """2^(127 - byte) as fp32; byte 255 gives NaN.
+
+    Byte 254, whose reciprocal is subnormal, does not occur: an fp32 exponent field less emax is at most 253.
+    """
+    return tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
