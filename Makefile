@@ -46,6 +46,7 @@ interpreted: $(READY)
 notebooks-test: $(READY)
 	$(PYTHON) -c "import matplotlib.pyplot"  # builds its font cache, and says so, before a cell's output is compared
 	$(NBVAL)
+	HELION_INTERPRET=1 MXSPEC_BACKEND=helion $(NBVAL)
 	TRITON_INTERPRET=1 MXSPEC_BACKEND=triton $(NBVAL)
 
 # Execute every notebook in place; an unchanged one comes out byte for byte the same.
