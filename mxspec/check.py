@@ -129,6 +129,15 @@ def fill_bytes(t: Tensor, byte: int) -> None:
     torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).fill_(byte)
 
 
+_ALLOCATORS = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (Tensor, "new_empty"),
+    (Tensor, "new_empty_strided"),
+)
+
+
 @contextlib.contextmanager
 def poisoned(byte: int) -> Iterator[None]:
     """Inside, memory that torch hands out uninitialised holds `byte` in every byte."""
@@ -144,8 +153,8 @@ def poisoned(byte: int) -> Iterator[None]:
         return filled
 
     with contextlib.ExitStack() as patches:
-        for name in ("empty", "empty_like", "empty_strided"):
-            patches.enter_context(mock.patch.object(torch, name, filling(getattr(torch, name))))
+        for place, name in _ALLOCATORS:
+            patches.enter_context(mock.patch.object(place, name, filling(getattr(place, name))))
         yield
 
 

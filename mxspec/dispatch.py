@@ -259,7 +259,7 @@ _SCHEMA_TYPES = {
 def _dtype_of(text: str) -> torch.dtype | str:
     """The dtype that `str(dtype)` or an element format's name stands for; other text as it is, to be refused."""
     if text.startswith("torch."):
-        return cast(torch.dtype, getattr(torch, text.removeprefix("torch.")))
+        return cast(torch.dtype, getattr(torch, text.removeprefix("torch."), text))
     fmt = ELEMENTS.get(text)
     return (fmt and fmt.dtype) or text
 
@@ -288,8 +288,7 @@ class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RuntimeError(
-            f"{ctx.name} has no gradient: rounding is flat almost everywhere; "
-            "call it inside an autograd.Function that defines one, or on a detached tensor"
+            f"{ctx.name} has no gradient; call it inside an autograd.Function that defines one, or on a detached tensor"
         )
 
 

@@ -151,15 +151,13 @@ def test_sqnr():
 
 
 def test_poisoned_memory_is_full_of_the_byte():
+    x = torch.ones(2, 2)
     with check.poisoned(0x5A):
-        outs = [
-            torch.empty(3, dtype=torch.bfloat16),
-            torch.empty_like(torch.ones(2, 2)),
-            torch.empty_strided((2,), (3,)),
-        ]
-    assert all(set(o.contiguous().view(torch.uint8).flatten().tolist()) == {0x5A} for o in outs)
-    assert torch.empty.__name__ == "empty"
+        outs = [torch.empty(3, dtype=torch.bfloat16), torch.empty_like(x), torch.empty_strided((2,), (3,))]
+        outs += [x.new_empty(5), x.new_empty_strided((2, 2), (1, 2), dtype=torch.uint8)]
+    assert all(set(o.untyped_storage().tolist()) == {0x5A} for o in outs)
     assert not hasattr(torch.empty, "__wrapped__")
+    assert not hasattr(torch.Tensor.new_empty, "__wrapped__")
 
 
 def test_every_op_has_about_a_quarter_of_edge_and_invalid_cases():
