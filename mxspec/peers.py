@@ -77,29 +77,27 @@ def bytes_of_block(result: Any, count: int) -> tuple[int, list[int]]:
 
 
 def whose_rule(reference: Callable[..., Any], call: Callable[..., Any], case: Case, device: torch.device) -> str | None:
-    """The peers whose results a quantizer repeats wherever it leaves the contract; None where it does not."""
+    """The peers whose results a quantizer repeats on every probe block, if it leaves the contract on any."""
     elem_dtype = element(case.kwargs.get("elem_dtype", torch.float8_e4m3fn)).dtype
     assert elem_dtype is not None
     kwargs = {"elem_dtype": elem_dtype, "scaling": case.kwargs.get("scaling", "rceil")}
-    candidates: set[str] | None = None
-    blocks = []
     rows = mx_rows(elem_dtype)
+    agreeing = set(rows[0][1][2])
+    leaving = []
     for x, (name, count, by_peer) in rows:
+        want = bytes_of_block(reference(x, **kwargs), count)
         try:
             got = bytes_of_block(call(x.to(device), **kwargs), count)
         except Exception:  # the finding was reported; this only looks for its origin
             return None
-        want = bytes_of_block(reference(x, **kwargs), count)
-        if got[0] == want[0] and same_codes(got[1], want[1], elem_dtype):
-            continue
-        blocks.append(name)
-        agreeing = {p for p, out in by_peer.items() if out is not None and matches(got, out, elem_dtype)}
-        candidates = agreeing if candidates is None else candidates & agreeing
-    if not blocks:
+        if got[0] != want[0] or not same_codes(got[1], want[1], elem_dtype):
+            leaving.append(name)
+        agreeing = {peer for peer in agreeing if matches(got, by_peer.get(peer), elem_dtype)}
+    if not leaving:
         return None
-    named = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
-    where = f"on the {len(blocks)} of {len(rows)} probe blocks where they leave the contract ({named})"
-    if not candidates:
-        return f"your bytes are no known peer's rule {where}"
-    names = ", ".join(sorted({f"{_PEERS[p.split('.')[0]]}'s ({p})" for p in candidates}))
-    return f"your bytes are {names} {where}"
+    named = ", ".join(leaving[:4]) + (", ..." if len(leaving) > 4 else "")
+    where = f"which leave the contract on {len(leaving)} of them ({named})"
+    names = ", ".join(sorted({f"{_PEERS[p.split('.')[0]]}'s ({p})" for p in agreeing}))
+    if not names:
+        return f"your bytes are no known peer's rule on the {len(rows)} probe blocks, {where}"
+    return f"your bytes are {names} on all {len(rows)} probe blocks, {where}"

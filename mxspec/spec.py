@@ -115,7 +115,7 @@ def these(*args: Any) -> Callable[[], tuple[Any, ...]]:
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
     """The outputs of an op as a tuple, one or many."""
-    return result if isinstance(result, tuple) else (result,)
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 _BITS = {1: (torch.uint8, 8), 2: (torch.int16, 16), 4: (torch.int32, 32)}

@@ -46,10 +46,10 @@ def drops_nan(x, **kwargs):
 
 
 def test_a_rule_that_no_peer_has_is_said_to_be_none():
-    name = "all bit patterns, bfloat16, rceil, e4m3fn"
+    name = "random bit patterns, bfloat16, rceil, e4m3fn"
     result = check.check_case("mx_quantize", case("mx_quantize", name), drops_nan, CPU)
     assert (
-        "your bytes are no known peer's rule on the 1 of 36 probe blocks where they leave the contract"
+        "your bytes are no known peer's rule on the 36 probe blocks, which leave the contract on 1 of them (nan + 1)"
         in result.message
     )
 
@@ -59,7 +59,7 @@ def always_floor(x, **kwargs):
 
 
 def test_floor_for_rceil_is_recognised():
-    name = "all bit patterns, bfloat16, rceil, e4m3fn"
+    name = "random bit patterns, bfloat16, rceil, e4m3fn"
     result = check.check_case("mx_quantize", case("mx_quantize", name), always_floor, CPU)
     assert "torchao main's (aomain.floor)" in result.message
 
@@ -79,9 +79,65 @@ def te_rule(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):
 
 
 def test_transformer_engines_nan_rule_is_recognised():
-    name = "all bit patterns, bfloat16, rceil, e4m3fn"
+    name = "random bit patterns, bfloat16, rceil, e4m3fn"
     result = check.check_case("mx_quantize", case("mx_quantize", name), te_rule, CPU)
     assert "your bytes are TransformerEngine's (te.rceil*)" in result.message
+
+
+def byte_hole(x, **kwargs):
+    """Right but for small scales, where random numbers of ordinary size never come."""
+    qdata, scale = reference(x, **kwargs)
+    byte = scale.view(torch.uint8)
+    return qdata, torch.where((byte >= 3) & (byte <= 85), byte + 1, byte).view(scale.dtype)
+
+
+def ignores_axis(x, *, axis=-1, **kwargs):
+    """Right but for axis -2 of inputs that are not bfloat16."""
+    if axis == -2 and x.dtype != torch.bfloat16 and x.shape[-1] % 32 == 0:
+        qdata, scale = reference(x, **kwargs)
+        return (qdata.mT.contiguous().mT, scale)
+    return reference(x, axis=axis, **kwargs)
+
+
+def scrambles_blocked_e5m2(x, *, elem_dtype=torch.float8_e4m3fn, scale_layout="plain", **kwargs):
+    qdata, scale = reference(x, elem_dtype=elem_dtype, scale_layout=scale_layout, **kwargs)
+    wrong = scale_layout == "blocked" and elem_dtype in (torch.float8_e5m2, "e5m2")
+    return qdata, scale.view(torch.uint8).flip(-1).view(scale.dtype) if wrong else scale
+
+
+def knows_no_names(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):
+    if not isinstance(elem_dtype, torch.dtype):
+        raise KeyError(elem_dtype)
+    return reference(x, elem_dtype=elem_dtype, **kwargs)
+
+
+@pytest.mark.parametrize("mutant", [byte_hole, ignores_axis, scrambles_blocked_e5m2, knows_no_names])
+def test_the_cases_reach_into_the_corners(mutant):
+    assert failures("mx_quantize", mutant)
+
+
+def quack_rule(x, **kwargs):
+    """NaN scale byte, but the other elements' codes are left alone."""
+    qdata, scale = reference(x, **kwargs)
+    finite, _ = reference(torch.where(x.isfinite(), x, 0), **kwargs)
+    return torch.where(x.isfinite(), finite.view(torch.uint8), qdata.view(torch.uint8)).view(qdata.dtype), scale
+
+
+def test_a_kernel_that_leaves_codes_beside_a_nan_gets_its_report():
+    name = "random bit patterns, bfloat16, rceil, e4m3fn"
+    result = check.check_case("mx_quantize", case("mx_quantize", name), quack_rule, CPU)
+    assert result.status == "failed"
+    assert "your bytes are " in result.message
+
+
+def test_what_a_function_does_not_support_is_skipped():
+    def bf16_only(x, **kwargs):
+        if x.dtype != torch.bfloat16:
+            raise NotImplementedError(f"{x.dtype}")
+        return reference(x, **kwargs)
+
+    results = list(check.check("mx_quantize", bf16_only, CPU))
+    assert {r.status for r in results} == {"passed", "skipped"}
 
 
 def leaves_padding(scale):

@@ -53,6 +53,36 @@ def test_check_refuses_what_it_does_not_know():
     assert "needs --op" in run.stderr
 
 
+def test_check_is_not_green_when_nothing_ran():
+    run = mxspec("check", "--op", "to_blocked", "--backend", "triton", "--device", "cpu")
+    assert run.returncode == 1
+    assert run.stderr == "mxspec: check: triton ran on no case: all were skipped, or are to be refused\n"
+
+
+def test_check_says_what_is_wrong_with_its_arguments():
+    for args, words in [
+        (("mine:f", "--op", "to_blocked", "--backend", "triton"), "exclude each other"),
+        (("nomodule:f", "--op", "to_blocked"), "nomodule:f: No module named 'nomodule'"),
+        (("json:nofn", "--op", "to_blocked"), "has no attribute 'nofn'"),
+        (("--device", "nonsense"), "--device nonsense: "),
+    ]:
+        run = mxspec("check", *args)
+        assert run.returncode == 2
+        assert words in run.stderr
+        assert "Traceback" not in run.stderr
+
+
+def test_check_interprets_a_strangers_kernel_rightly(tmp_path):
+    """The package's own Triton kernel, copied as a stranger would have it."""
+    (tmp_path / "mine").mkdir()
+    for name in ("mx_quantize", "_numerics", "_blocked"):
+        source = (HERE.parent / "mxspec" / "triton_kernels" / f"{name}.py").read_text()
+        (tmp_path / "mine" / f"{name}.py").write_text(source.replace("mxspec.triton_kernels.", "mine."))
+    arguments = ("mine.mx_quantize:mx_quantize", "--op", "mx_quantize", "--case")
+    run = mxspec("check", *arguments, "edge blocks, floor, e4m3fn", cwd=tmp_path, TRITON_INTERPRET="1")
+    assert run.returncode == 0, run.stdout
+
+
 def test_explain():
     run = mxspec("explain", "mx_quantize", "--case", "one block", "--device", "cpu", "--backend", "triton")
     assert run.returncode == 0

@@ -1,6 +1,7 @@
 """The switch: who wins, what it says, and that torch's machinery sees an ordinary operator."""
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -20,9 +21,8 @@ interpreted = dispatch.interpreting()
 
 @pytest.fixture(autouse=True)
 def _leave_the_switch_as_it_was():
-    before = dispatch._in_process
     yield
-    dispatch._in_process = before
+    dispatch._in_process = None
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,13 +57,33 @@ def test_a_plain_call_reaches_other_threads_and_a_block_does_not():
     seen = []
     thread = lambda: seen.append(mxspec.current_backend())  # noqa: E731
     with mxspec.use_backend("triton"):
-        for _ in range(1):
-            (t := threading.Thread(target=thread)).start()
-            t.join()
+        (t := threading.Thread(target=thread)).start()
+        t.join()
     mxspec.use_backend("reference")
     (t := threading.Thread(target=thread)).start()
     t.join()
     assert seen == ["auto", "reference"]
+
+
+def test_blocks_that_overlap_in_threads_leave_nothing_behind():
+    first, second = mxspec.use_backend("triton"), mxspec.use_backend("reference")
+    first.__enter__()
+    second.__enter__()
+    second.__exit__()
+    first.__exit__()
+    assert mxspec.current_backend() == "auto"
+
+    def loop():
+        for _ in range(200):
+            with mxspec.use_backend("triton"):
+                pass
+
+    threads = [threading.Thread(target=loop) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert mxspec.current_backend() == "auto"
 
 
 def test_the_environment_variable():
@@ -217,15 +237,43 @@ def test_more_than_2_to_the_31_elements_on_meta():
     assert (qdata.numel(), scale.shape) == (2**33, (2**28,))
 
 
-def test_a_gradient_is_refused_when_it_is_asked_for():
+def _loss(w):
+    back = mxspec.mx_dequantize(*mxspec.mx_quantize(w), out_dtype=torch.float32)
+    return (w * 3).sum() + back.sum()
+
+
+@pytest.mark.parametrize(
+    ("through", "words"),
+    [
+        ("eager", r"mx_\w*quantize has no gradient"),
+        ("aot_eager", r"mx_\w*quantize has no gradient"),
+        ("functorch", "functorch transforms"),  # torch's own refusal of an operator with a backward like ours
+    ],
+)
+def test_a_gradient_is_refused_and_never_lost(through, words):
+    torch._dynamo.reset()
     w = X.clone().requires_grad_()
-    qdata, scale = mxspec.mx_quantize(w)
-    assert torch.equal(qdata.detach().view(torch.uint8), mxspec.mx_quantize(X)[0].view(torch.uint8))
-    out = mxspec.mx_dequantize(qdata, scale, out_dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="has no gradient"):
-        out.sum().backward()
+    compiled = torch.compile(_loss, backend="aot_eager", fullgraph=True)
+    gradients = {
+        "eager": lambda: _loss(w).backward(),
+        "aot_eager": lambda: compiled(w).backward(),
+        "functorch": lambda: torch.func.grad(_loss)(X),
+    }
+    with pytest.raises(RuntimeError, match=words):
+        gradients[through]()
+
+
+def test_a_parameter_is_quantized_like_its_values():
+    w = torch.nn.Parameter(X.clone())
     with torch.no_grad():
-        assert not mxspec.mx_quantize(w)[0].requires_grad
+        qdata, _ = mxspec.mx_quantize(w)
+    assert not qdata.requires_grad
+    assert torch.equal(qdata.view(torch.uint8), mxspec.mx_quantize(X)[0].view(torch.uint8))
+    assert torch.equal(mxspec.mx_quantize(w)[0].detach().view(torch.uint8), qdata.view(torch.uint8))
+
+
+def test_the_public_op_can_be_pickled():
+    assert pickle.loads(pickle.dumps(mxspec.mx_quantize)) is mxspec.mx_quantize
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -26,7 +26,12 @@ def test_golden_columns():
 
 
 def test_golden_two_roundings():
-    """fp32 first: 1.625 * (1 + 2^-23) rounds to fp32 and then to bfloat16."""
-    qdata = torch.full((1, 128), 0x3D, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    out = fp8_dequantize(qdata, torch.tensor([[1 + 2.0**-23]]), out_dtype=torch.float32, backend="reference")
-    assert out[0, 0].item() == 1.625 + 2.0**-22
+    """1.5 * scale is 2^-24 above 1 + 2^-8, the tie between 1 and 1 + 2^-7: fp32 rounds onto the tie, bfloat16 to even.
+
+    Rounded once, the product would be 1.0078125.
+    """
+    qdata = torch.full((1, 128), 0x3C, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.tensor([[0.6692708730697632]])
+    assert 1.5 * scale.item() == 1 + 2.0**-8 + 2.0**-24
+    assert fp8_dequantize(qdata, scale, backend="reference")[0, 0].item() == 1.0
+    assert fp8_dequantize(qdata, scale, out_dtype=torch.float32, backend="reference")[0, 0].item() == 1 + 2.0**-8

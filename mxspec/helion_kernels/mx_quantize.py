@@ -13,7 +13,7 @@ from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels._launch import config, extent, launch
 from mxspec.helion_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
 
-RANK = {(9, 0): 2, (10, 0): 2}  # behind Triton by 1% at 4096 x 2048 on an H200, and by its longer way to a launch
+RANK = {(9, 0): 2, (10, 0): 2}  # as fast as Triton's on an H200, but its way to a launch takes 37 us longer
 # Block sizes are of the scales. benchmarks/tune.py on an H200, as fractions of a bare cast's rate: flat 0.983 at
 # 4096 x 2048 and 1.000 at 32768 x 7168; blocked 0.976 and 0.992. Blackwell: compiled, not run.
 _FLAT, _STRIDED = config([64], 4), config([1, 1, 64], 4)

@@ -14,12 +14,14 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def tensor_dtype(op: str, name: str, tensor: Tensor, allowed: Collection[torch.dtype]) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; needs a tensor")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise ValueError(f"{op}: {name} has layout {tensor.layout}; needs a dense, strided tensor")
     if tensor.dtype not in allowed:
         raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs {' or '.join(map(str, allowed))}")
 
 
 def choice(op: str, name: str, value: Any, allowed: Collection[Any], error: type[Exception] = ValueError) -> None:
-    if value not in allowed:
+    if value not in allowed or isinstance(value, float):  # -1.0 == -1
         raise error(f"{op}: {name} = {value!r}; needs one of {', '.join(map(repr, allowed))}")
 
 
@@ -49,6 +51,15 @@ def same_device(op: str, first: tuple[str, Tensor], second: tuple[str, Tensor]) 
         )
 
 
-def positive(op: str, name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{op}: {name} = {value}; needs a number above 0")
+def size(op: str, name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {name} = {value!r}; needs an integer")
+    if value < 0:
+        raise ValueError(f"{op}: {name} = {value}; needs a size >= 0")
+
+
+def eps(op: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: eps = {value!r}; needs a number")
+    if not 1e-35 <= value <= 1e35:
+        raise ValueError(f"{op}: eps = {value}; needs 1e-35 to 1e35, for 448 / eps and eps / 448 to be normal in fp32")

@@ -38,6 +38,15 @@ EDGE_AMAX_BITS = (
 FRACTIONS = (1.0, -1.0, 0.53125, -0.59375, 0.5625, 0.6875, 2**-8, -(2**-9), 3 * 2**-10, 2**-17, 2**-24, -0.0, 0.3)
 
 
+def every_exponent() -> Tensor:
+    """`(255, 128)` fp32: a row for each exponent field, its blocks by four mantissas of their largest magnitude."""
+    mantissas = torch.tensor([0x000000, 0x600000, 0x600001, 0x7FFFFF])
+    bits = torch.arange(255).unsqueeze(1) << 23 | mantissas  # (255, 4)
+    amax = bits.to(torch.int32).view(torch.float32).unsqueeze(-1)
+    fractions = torch.cat([torch.ones(1), torch.tensor(FRACTIONS), torch.zeros(31 - len(FRACTIONS))])
+    return (amax * fractions).flatten(1)
+
+
 def edge_blocks() -> Tensor:
     """`(26, 64)` fp32: in a row one block with the largest magnitude first and one with it last."""
     bits = torch.tensor(EDGE_AMAX_BITS, dtype=torch.int64).to(torch.int32)

@@ -21,7 +21,7 @@ def check_args(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> 
     _checks.tensor_dtype(op, "w", w, _checks.FLOAT_DTYPES)
     _checks.rank(op, "w", w, (2, 3))
     _checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
-    _checks.positive(op, "eps", eps)
+    _checks.eps(op, eps)
     _checks.multiple(op, "K", w.shape[-1], FP8_BLOCK_SIZE)
 
 
@@ -32,7 +32,9 @@ def cases() -> Iterator[Case]:
             yield Case(name, given(random_normal, 128, 256, dtype=dtype), {"scale_format": scale_format})
     for shape in [(1, 128), (127, 128), (129, 384), (300, 256), (2, 128, 128), (3, 130, 256)]:
         yield Case("x".join(map(str, shape)), given(random_normal, *shape))
-    yield Case("all bit patterns", given(random_bits, 256, 256, dtype=torch.bfloat16), flags={"edge"})
+    yield Case("experts, partial, pow2", given(random_normal, 2, 130, 256), {"scale_format": "pow2"})
+    yield Case("larger eps", given(torch.full, (130, 128), 1e-6), {"eps": 1e-4})
+    yield Case("random bit patterns", given(random_bits, 256, 256, dtype=torch.bfloat16), flags={"edge"})
     nan = torch.zeros(200, 256)
     nan[150, 200], nan[10, 10] = torch.nan, torch.inf
     yield Case("NaN and Inf in two of four blocks", these(nan), flags={"edge"})

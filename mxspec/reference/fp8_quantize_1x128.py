@@ -26,19 +26,24 @@ def check_args(
     _checks.choice(op, "axis", axis, (-1, -2))
     _checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
     _checks.choice(op, "scale_major", scale_major, SCALE_MAJORS)
-    _checks.positive(op, "eps", eps)
+    _checks.eps(op, eps)
     _checks.multiple(op, "K" if axis == -1 else "M", x.shape[axis], FP8_BLOCK_SIZE)
 
 
 def cases() -> Iterator[Case]:
     for dtype in _checks.FLOAT_DTYPES:
         for scale_format in SCALE_FORMATS:
-            name = f"all bit patterns, {str(dtype)[6:]}, {scale_format}"
+            name = f"random bit patterns, {str(dtype)[6:]}, {scale_format}"
             yield Case(name, given(random_bits, 64, 256, dtype=dtype), {"scale_format": scale_format})
     for axis in (-1, -2):
         for major in SCALE_MAJORS:
             name = f"128x384, axis {axis}, {major}-major scale"
             yield Case(name, given(random_normal, 128, 384), {"axis": axis, "scale_major": major})
+    for scale_format in SCALE_FORMATS:
+        for dtype in _checks.FLOAT_DTYPES:
+            options = {"axis": -2, "scale_format": scale_format, "scale_major": "mn"}
+            name = f"axis -2, {str(dtype)[6:]}, {scale_format}"
+            yield Case(name, given(random_normal, 256, 96, dtype=dtype), options)
     yield Case("one row", given(random_normal, 1, 128), {"scale_major": "mn"})
     yield Case("ragged rows", given(random_normal, 77, 640))
     yield Case("ragged columns", given(random_normal, 256, 77), {"axis": -2})
@@ -57,6 +62,10 @@ def cases() -> Iterator[Case]:
         ("unknown scale format", ok, {"scale_format": "ue8m0"}, ValueError, "'ue8m0'"),
         ("unknown major", ok, {"scale_major": "m"}, ValueError, "'m'"),
         ("eps 0", ok, {"eps": 0.0}, ValueError, "eps = 0.0"),
+        ("eps whose factor overflows", ok, {"eps": 1e-36}, ValueError, "eps = 1e-36"),
+        ("eps inf", ok, {"eps": float("inf")}, ValueError, "eps = inf"),
+        ("eps as text", ok, {"eps": "1"}, TypeError, "eps = '1'"),
+        ("sparse", torch.zeros(128, 128).to_sparse(), {}, ValueError, "torch.sparse_coo"),
     ]
     for name, x, options, error, match in refused:
         yield Case(name, these(x), options, raises=error, match=match)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from mxspec.reference import _checks
-from mxspec.reference.to_blocked import DTYPES
+from mxspec.reference.to_blocked import DTYPES, blocked_bytes
 from mxspec.spec import Case, random_bits, spec, these
 
 
 def check_args(blocked: Tensor, rows: int, cols: int) -> None:
     _checks.tensor_dtype("from_blocked", "blocked", blocked, DTYPES)
     _checks.rank("from_blocked", "blocked", blocked, (1, 2))
-    if rows < 0 or cols < 0:
-        raise ValueError(f"from_blocked: rows = {rows}, cols = {cols}; needs both >= 0")
-    needed = 512 * -(-rows // 128) * -(-cols // 4)
+    _checks.size("from_blocked", "rows", rows)
+    _checks.size("from_blocked", "cols", cols)
+    needed = blocked_bytes(rows, cols)
     if blocked.shape[-1] != needed:
         raise ValueError(
             f"from_blocked: blocked has shape {tuple(blocked.shape)}; needs {needed} bytes a matrix "
@@ -27,13 +27,15 @@ def check_args(blocked: Tensor, rows: int, cols: int) -> None:
 
 def cases() -> Iterator[Case]:
     for R, C in [(128, 4), (1, 1), (127, 3), (129, 5), (300, 70)]:
-        n = 512 * -(-R // 128) * -(-C // 4)
-        yield Case(f"{R}x{C}", these(random_bits(n, dtype=torch.uint8), R, C))
+        yield Case(f"{R}x{C}", these(random_bits(blocked_bytes(R, C), dtype=torch.uint8), R, C))
     yield Case("3-D 3x130x6", these(random_bits(3, 2048, dtype=torch.uint8), 130, 6))
+    yield Case("3-D e8m0fnu", these(random_bits(3, 2048, dtype=torch.float8_e8m0fnu), 130, 6))
     yield Case("e8m0fnu", these(random_bits(2048, dtype=torch.float8_e8m0fnu), 130, 6))
     yield Case("no rows", these(torch.zeros(0, dtype=torch.uint8), 0, 8), flags={"edge"})
     yield Case("wrong size", these(torch.zeros(512, dtype=torch.uint8), 129, 4), raises=ValueError, match="1024")
     yield Case("negative", these(torch.zeros(512, dtype=torch.uint8), -1, 4), raises=ValueError, match=">= 0")
+    float_rows = these(torch.zeros(512, dtype=torch.uint8), 64.0, 2)
+    yield Case("rows of 64.0", float_rows, raises=TypeError, match="rows = 64.0")
     yield Case("int32", these(torch.zeros(512, dtype=torch.int32), 128, 4), raises=TypeError, match="int32")
 
 

@@ -13,6 +13,7 @@ from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_quantize import ELEM_DTYPES, SCALE_LAYOUTS
+from mxspec.reference.to_blocked import blocked_bytes
 from mxspec.spec import Case, random_bits, random_normal, spec, these
 
 OUT_DTYPES = (torch.bfloat16, torch.float32)
@@ -36,7 +37,7 @@ def check_args(
     _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
     _checks.multiple(op, "K" if axis == -1 else "M", qdata.shape[axis], MX_BLOCK_SIZE)
     *lead, R, C = _scale_shape(qdata, axis)
-    needed = (*lead, R, C) if scale_layout == "plain" else (*lead, 512 * -(-R // 128) * -(-C // 4))
+    needed = (*lead, R, C) if scale_layout == "plain" else (*lead, blocked_bytes(R, C))
     _checks.shape(op, "scale", scale, needed, f"for qdata {tuple(qdata.shape)}, axis {axis}, {scale_layout}")
 
 
@@ -49,8 +50,7 @@ def cases() -> Iterator[Case]:
     def operands(shape, axis, layout, dtype=torch.float8_e4m3fn):
         qdata = random_bits(*shape, dtype=dtype)
         *lead, R, C = _scale_shape(qdata, axis)
-        blocked_shape = (*lead, 512 * -(-R // 128) * -(-C // 4))
-        scale_shape = (*lead, R, C) if layout == "plain" else blocked_shape
+        scale_shape = (*lead, R, C) if layout == "plain" else (*lead, blocked_bytes(R, C))
         return qdata, random_bits(*scale_shape, dtype=torch.float8_e8m0fnu, seed=1)
 
     for axis in (-1, -2):
@@ -64,7 +64,12 @@ def cases() -> Iterator[Case]:
     scale = torch.arange(100, 228).to(torch.uint8).view(torch.float8_e8m0fnu).reshape(64, 2)
     yield Case("neither NaN nor Inf", these(numbers, scale))
     e5m2 = torch.float8_e5m2
-    yield Case("e5m2", partial(operands, (64, 64), -1, "plain", e5m2), {"out_dtype": torch.float32})
+    for axis in (-1, -2):
+        for layout in SCALE_LAYOUTS:
+            for out_dtype in OUT_DTYPES:
+                kwargs = {"axis": axis, "scale_layout": layout, "out_dtype": out_dtype}
+                name = f"e5m2, axis {axis}, {layout}, {str(out_dtype)[6:]}"
+                yield Case(name, partial(operands, (2, 64, 96), axis, layout, e5m2), kwargs)
     codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(8, 32)
     for byte, name in ((0, "2^-127"), (1, "2^-126"), (254, "2^127: 448 * 2^127 overflows to Inf"), (255, "NaN")):
         scale = torch.full((8, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from random import Random
 
 import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE, element
 from mxspec.reference import _checks
-from mxspec.reference._mx_cases import edge_blocks
+from mxspec.reference._mx_cases import edge_blocks, every_exponent
 from mxspec.reference._numerics import SCALINGS, reciprocal_scale, saturating_cast, shared_exponent
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.spec import Case, given, random_bits, random_normal, spec, these
@@ -42,12 +44,20 @@ def cases() -> Iterator[Case]:
     for dtype in (bf16, fp16, fp32):
         for scaling in SCALINGS:
             for fmt in ({}, e5m2):
-                name = f"all bit patterns, {str(dtype)[6:]}, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
+                name = f"random bit patterns, {str(dtype)[6:]}, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
                 yield Case(name, given(random_bits, 64, 128, dtype=dtype), {"scaling": scaling, **fmt})
     for scaling in SCALINGS:
         for fmt in ({}, e5m2):
             name = f"edge blocks, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
             yield Case(name, given(edge_blocks), {"scaling": scaling, **fmt}, flags={"edge"})
+            name = f"every exponent, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
+            yield Case(name, given(every_exponent), {"scaling": scaling, **fmt}, flags={"edge"})
+    rng = Random(2129)  # with this seed every value of an option meets every value of every other
+    for axis, layout, shape in 2 * list(product((-1, -2), SCALE_LAYOUTS, [(96, 160), (2, 160, 64)])):
+        dtype, scaling, elem = rng.choice(_checks.FLOAT_DTYPES), rng.choice(SCALINGS), rng.choice(("e4m3fn", "e5m2"))
+        options = {"axis": axis, "scale_layout": layout, "scaling": scaling, "elem_dtype": elem}
+        name = f"{'x'.join(map(str, shape))}, {str(dtype)[6:]}, {elem}, {scaling}, axis {axis}, {layout}"
+        yield Case(name, given(random_normal, *shape, dtype=dtype), options)
     for axis in (-1, -2):
         for layout in SCALE_LAYOUTS:
             kw = {"axis": axis, "scale_layout": layout}
@@ -60,6 +70,7 @@ def cases() -> Iterator[Case]:
     yield Case("one block", given(random_normal, 1, 32))
     yield Case("ragged rows, blocked", given(random_normal, 300, 416), blocked)
     yield Case("ragged rows, floor, blocked", given(random_normal, 5, 9, 96), {"scaling": "floor", **blocked})
+    yield Case("negated view", lambda: (torch.randn(4, 64, dtype=torch.cfloat).conj().imag,), flags={"edge"})
     yield Case("no rows", given(torch.zeros, 0, 64), flags={"edge"})
     yield Case("no columns", given(torch.zeros, 4, 0), blocked, flags={"edge"})
     yield Case("no experts", given(torch.zeros, 0, 4, 64), blocked, flags={"edge"})
@@ -78,6 +89,8 @@ def cases() -> Iterator[Case]:
     yield refused("int32", torch.zeros(4, 32, dtype=torch.int32), TypeError, "torch.int32")
     yield refused("float64", torch.zeros(4, 32, dtype=torch.float64), TypeError, "torch.float64")
     yield refused("already fp8", torch.zeros(4, 32).to(torch.float8_e4m3fn), TypeError, "torch.float8_e4m3fn")
+    yield refused("sparse", x.to_sparse(), ValueError, "torch.sparse_coo")
+    yield refused("axis -1.0", x, ValueError, "axis = -1.0", axis=-1.0)
     yield refused("axis 0", x, ValueError, "axis = 0", axis=0)
     yield refused("unknown scaling", x, ValueError, "'nearest'", scaling="nearest")
     yield refused("unknown layout", x, ValueError, "'swizzled'", scale_layout="swizzled")
@@ -104,17 +117,20 @@ def mx_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize to MX: 32 elements along `axis` share one E8M0 scale.
 
-    With `a` the largest magnitude of a block, as fp32, `byte = shared_exponent(a)` by the rule `scaling`, and
+    With `a` the largest magnitude of a block, as fp32, `byte` follows from `a` by the rule `scaling`, and
     `q = round_to_nearest_even(clamp(x * 2^(127 - byte), -max, max))`, one rounding. Read back, an element is
-    `q * 2^(byte - 127)`.
+    `q * 2^(byte - 127)`. With `exponent(v) = floor(log2(v))` read off the bits of fp32, -127 for subnormals:
+
+    - rceil: `ceil(log2(fp32(a / max))) + 127`, at least 0: the quotient, rounded to fp32, rounded up to a power of two.
+    - floor (OCP): `exponent(a) - emax + 127`, clamped to 0..254; mantissas above that of `max` saturate.
+    - ceil: floor's before the clamp, plus 1 where the mantissa of a is not 0; then clamped.
+    - even: floor's of a after adding half a unit of the element's last mantissa bit to the bits of a.
 
     Args:
         x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides.
         axis: -1 for 1x32 blocks, -2 for 32x1 blocks; that dimension must be a multiple of 32.
         elem_dtype: torch.float8_e4m3fn (largest 448) or torch.float8_e5m2 (57344), or the name.
-        scaling: `rceil`, `a / max` rounded up to a power of two, so that nothing saturates; `floor` (OCP), the
-            exponent of `a` less emax, so that mantissas above that of `max` saturate; `ceil`; `even`, `floor`
-            of `a` rounded to the element's mantissa width.
+        scaling: `rceil`, `floor`, `ceil` or `even`, as above.
         scale_layout: `plain` or `blocked`, the 128x4 tiles of `to_blocked`.
 
     Returns:

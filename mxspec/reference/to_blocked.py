@@ -14,6 +14,11 @@ from mxspec.spec import Case, given, random_bits, spec
 DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 
 
+def blocked_bytes(rows: int, cols: int) -> int:
+    """How many bytes the tiles that cover `rows x cols` scales take."""
+    return 512 * -(-rows // 128) * -(-cols // 4)
+
+
 def check_args(scale: Tensor) -> None:
     _checks.tensor_dtype("to_blocked", "scale", scale, DTYPES)
     _checks.rank("to_blocked", "scale", scale, (2, 3))
@@ -24,6 +29,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"{R}x{C}", given(random_bits, R, C, dtype=torch.uint8))
     yield Case("3-D 3x130x6", given(random_bits, 3, 130, 6, dtype=torch.uint8))
     yield Case("3-D 1x128x4", given(random_bits, 1, 128, 4, dtype=torch.uint8))
+    yield Case("3-D e8m0fnu", given(random_bits, 3, 130, 6, dtype=torch.float8_e8m0fnu))
     yield Case("e8m0fnu", given(random_bits, 130, 6, dtype=torch.float8_e8m0fnu))
     yield Case("transposed input", lambda: (random_bits(6, 130, dtype=torch.uint8).mT,), flags={"edge"})
     yield Case("no rows", given(torch.zeros, 0, 8, dtype=torch.uint8), flags={"edge"})
