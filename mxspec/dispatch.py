@@ -186,7 +186,7 @@ def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, An
     """Why a backend, asked for by name, cannot run this call; None where it can."""
     if backend == "reference":
         return None
-    if reason := _static_refusal(name, backend, args[0].device.type):
+    if reason := _static_refusal(name, backend, "cuda" if args[0].is_cuda else args[0].device.type):
         return reason
     supports = _supports(name, backend)
     return None if supports is None else supports(*args, **kwargs)
@@ -216,6 +216,8 @@ def _ranked(name: str, device: torch.device) -> tuple[tuple[str, Callable[..., s
 
 def _auto(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The backend that `auto` takes for a call."""
+    if not args[0].is_cuda:
+        return "reference"
     for backend, supports in _ranked(name, args[0].device):
         if supports is None or supports(*args, **kwargs) is None:
             return backend
@@ -239,18 +241,18 @@ def _run(fn: Reference[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     if asked == "reference":
         return fn(*args, **kwargs)  # it checks its arguments itself
     fn.spec.check_args(*args, **kwargs)
-    device = args[0].device
+    on_gpu = args[0].is_cuda
     if asked == "auto":
         asked = _auto(name, args, kwargs)
         if asked == "reference":
-            if device.type == "cuda":
+            if on_gpu:
                 _warn_of_reference(name)
             return fn(*args, **kwargs)
     elif reason := refusal(name, asked, args, kwargs):
         raise ValueError(f"{name}: backend {asked!r} {reason}")
     kernel = _kernel(name, asked)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # a launch goes to the current device, wherever its tensors are
+    if on_gpu and args[0].get_device() != torch.cuda.current_device():
+        with torch.cuda.device(args[0].device):  # a launch goes to the current device, wherever its tensors are
             return kernel(*args, **kwargs)
     return kernel(*args, **kwargs)
 

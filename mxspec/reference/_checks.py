@@ -14,14 +14,14 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def tensor_dtype(op: str, name: str, tensor: Tensor, allowed: Collection[torch.dtype]) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; needs a tensor")
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {tensor.layout}; needs a dense, strided tensor")
     if tensor.dtype not in allowed:
         raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs {' or '.join(map(str, allowed))}")
 
 
 def choice(op: str, name: str, value: Any, allowed: Collection[Any], error: type[Exception] = ValueError) -> None:
-    if value not in allowed or isinstance(value, float):  # -1.0 == -1
+    if value not in allowed or type(value) is float:  # -1.0 == -1
         raise error(f"{op}: {name} = {value!r}; needs one of {', '.join(map(repr, allowed))}")
 
 
