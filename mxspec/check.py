@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib
 import math
-import os
 import shlex
 import traceback
 from collections.abc import Callable, Iterator
@@ -44,7 +43,7 @@ class Result:
 
 def default_device() -> torch.device:
     """The GPU where there is one, unless the kernels of this process run in an interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() and not dispatch.interpreting() else "cpu")
+    return torch.device("cuda" if torch.cuda.is_available() and not dispatch.interpreters() else "cpu")
 
 
 def check(op: str, candidate: Candidate, device: torch.device | None = None) -> Iterator[Result]:
@@ -297,5 +296,5 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _reproduce(op: str, candidate: str, case: Case) -> str:
-    environment = "".join(f"{v}=1 " for v in ("TRITON_INTERPRET", "HELION_INTERPRET") if os.environ.get(v) == "1")
+    environment = "".join(f"{variable}=1 " for variable in dispatch.interpreters())
     return f"reproduce: {environment}python -m mxspec check --op {op} {candidate} --case {shlex.quote(case.name)}"

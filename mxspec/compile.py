@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mxspec.dispatch import backends, has_kernel, interpreting, kernel_module, ops, reference
+from mxspec.dispatch import backends, has_kernel, interpreters, kernel_module, ops, reference
 from mxspec.spec import Case
 
 TARGETS = {"sm90": 90, "sm100": 100}
@@ -41,10 +41,10 @@ _SM_COUNT = {"sm90": 132, "sm100": 148}  # H200, B200; a persistent kernel's gri
 
 def unavailable() -> str | None:
     """Why nothing can be compiled in this process; None where it can."""
-    if interpreting():
-        return "TRITON_INTERPRET=1 and HELION_INTERPRET=1 run kernels without compiling them"
+    if variables := interpreters():
+        return f"{variables[0]}=1 runs kernels without compiling them"
     try:
-        import triton  # noqa: F401
+        import triton  # noqa: F401  # only whether it can be imported is asked
     except ImportError as error:
         return f"triton cannot be imported: {error}"
     return None

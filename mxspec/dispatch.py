@@ -139,9 +139,9 @@ def kernel_module(name: str, backend: str) -> ModuleType | str:
         return f"cannot be imported: {error}"
 
 
-def interpreting() -> bool:
-    """Whether this process runs kernels on the CPU: TRITON_INTERPRET=1 or HELION_INTERPRET=1 in its environment."""
-    return any(os.environ.get(name) == "1" for name in ("TRITON_INTERPRET", "HELION_INTERPRET"))
+def interpreters() -> tuple[str, ...]:
+    """The variables of the environment, <BACKEND>_INTERPRET=1, that make this process run kernels on the CPU."""
+    return tuple(v for v in (f"{b.upper()}_INTERPRET" for b in backends()) if os.environ.get(v) == "1")
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def _cpu_refusal(name: str, backend: str) -> str | None:
     if no := getattr(kernel_module(name, backend), "INTERPRETABLE", None):
         return f"runs on CUDA tensors only: {no}"
     variables = getattr(sys.modules[f"mxspec.{backend}_kernels"], "INTERPRETERS", ())
-    if any(os.environ.get(variable) == "1" for variable in variables):
+    if set(variables) & set(interpreters()):
         return None
     how = f", on a CPU only with {' or '.join(f'{v}=1' for v in variables)} set before it is imported"
     return "runs on CUDA tensors" + (how if variables else "")
@@ -205,9 +205,7 @@ def _unranked(module: ModuleType, device: torch.device) -> str | None:
 
 @functools.cache
 def _ranked(name: str, device: torch.device) -> tuple[tuple[str, Callable[..., str | None] | None], ...]:
-    """The backends that `auto` may take for an op on a device, best first, each with its `supports`."""
-    if device.type != "cuda":
-        return ()
+    """The backends that `auto` may take for an op on a GPU, best first, each with its `supports`."""
     modules = [(b, kernel_module(name, b)) for b in backends() if b != "reference"]
     ranked = [(b, m) for b, m in modules if isinstance(m, ModuleType) and _unranked(m, device) is None]
     ranked.sort(key=lambda found: found[1].RANK[_capability(device)])

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mxspec.formats import E4M3FN, E5M2
+
 _TORCH = {
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
@@ -20,7 +22,7 @@ _TORCH = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
-_FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_FP8_MAX = {fmt.dtype: fmt.max for fmt in (E4M3FN, E5M2)}
 _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 

@@ -92,6 +92,7 @@ def whose_rule(reference: Callable[..., Any], call: Callable[..., Any], case: Ca
             return None
         if got[0] != want[0] or not same_codes(got[1], want[1], elem_dtype):
             leaving.append(name)
+            agreeing = {peer for peer in agreeing if by_peer.get(peer) is not None}  # not run is no evidence here
         agreeing = {peer for peer in agreeing if matches(got, by_peer.get(peer), elem_dtype)}
     if not leaving:
         return None

@@ -27,7 +27,7 @@ def _kernel(body: Callable[..., None], config: helion.Config, index_dtype: torch
 
 
 @functools.cache
-def _chosen(device: torch.device) -> tuple[int, int]:
+def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type != "cpu" else (9, 0)
 
 
@@ -44,5 +44,5 @@ def launch(body: Callable[..., None], configs: Configs, *args: Any) -> None:
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     wide = max(max(extent(t), t.numel()) for t in tensors) >= 2**31
-    config = configs.get(_chosen(tensors[0].device), configs[(9, 0)])
+    config = configs.get(_capability(tensors[0].device), configs[(9, 0)])
     _kernel(body, config, torch.int64 if wide else torch.int32)(*args)

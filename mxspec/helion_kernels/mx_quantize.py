@@ -1,4 +1,7 @@
-"""mx_quantize in Helion: one kernel for both scale layouts, whose programs run over the scale bytes as stored."""
+"""mx_quantize in Helion: the contiguous case in five lines, and a kernel for every other stride and layout.
+
+The programs of both run over the scale bytes as they are stored.
+"""
 
 from __future__ import annotations
 

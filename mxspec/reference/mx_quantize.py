@@ -17,6 +17,7 @@ from mxspec.reference.to_blocked import to_blocked
 from mxspec.spec import Case, given, random_bits, random_normal, spec, these
 
 ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_ELEM_CHOICES = (*ELEM_DTYPES, "e4m3fn", "e5m2")
 SCALE_LAYOUTS = ("plain", "blocked")
 
 
@@ -32,7 +33,7 @@ def check_args(
     _checks.tensor_dtype(op, "x", x, _checks.FLOAT_DTYPES)
     _checks.rank(op, "x", x, (2, 3))
     _checks.choice(op, "axis", axis, (-1, -2))
-    _checks.choice(op, "elem_dtype", elem_dtype, (*ELEM_DTYPES, "e4m3fn", "e5m2"), TypeError)
+    _checks.choice(op, "elem_dtype", elem_dtype, _ELEM_CHOICES, TypeError)
     _checks.choice(op, "scaling", scaling, SCALINGS)
     _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
     _checks.multiple(op, "K" if axis == -1 else "M", x.shape[axis], MX_BLOCK_SIZE)
