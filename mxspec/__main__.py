@@ -6,32 +6,15 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from mxspec import check, dispatch
-
-console = Console()
-
-
-def progress(items: Sequence[Any], title: str, label: Callable[[Any], str]) -> Iterator[Any]:
-    """The items, under a progress bar on a terminal and without one elsewhere."""
-    if not console.is_terminal:
-        yield from items
-        return
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(items))
-        for item in items:
-            bar.update(task, description=escape(label(item)))
-            yield item
-            bar.advance(task)
+from mxspec.console import console, progress
 
 
 def run_list(options: argparse.Namespace) -> int:
@@ -141,8 +124,8 @@ def run_compile(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Time the kernels on a GPU beside a copy and a bare cast of the same bytes."""
-    from mxspec.bench import main
+    """Time the ops beside the machine's own limits and the peers', each first proven right."""
+    from mxspec.bench.cli import main
 
     return main(options.rest)
 

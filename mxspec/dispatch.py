@@ -267,6 +267,7 @@ _SCHEMA_TYPES = {
     "torch.dtype": "ScalarType",
     "torch.dtype | str": "str",
     "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
+    "tuple[Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor)",
 }
 
 

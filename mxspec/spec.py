@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
+from mxspec.shapes import Shapes
+
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -51,7 +53,7 @@ class Spec:
     bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
     peer_rules: str | None
-    bench_cases: Callable[[], Iterable[Case]]
+    bench_cases: Callable[[Shapes], Iterable[Case]]
 
 
 class Reference(Protocol[P, R_co]):
@@ -71,6 +73,11 @@ def bytes_of(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> int:
     return sum(t.numel() * t.element_size() for t in (*args, *outputs) if isinstance(t, Tensor))
 
 
+def per_element(operations: int) -> Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]:
+    """Flops of an op that does `operations` for each element of its first argument; conversions are not counted."""
+    return lambda args, outputs: operations * args[0].numel()
+
+
 def spec(
     *,
     cases: Callable[[], Iterable[Case]],
@@ -79,7 +86,7 @@ def spec(
     bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = bytes_of,
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = lambda args, outputs: 0,
     peer_rules: str | None = None,
-    bench_cases: Callable[[], Iterable[Case]] = tuple,
+    bench_cases: Callable[[Shapes], Iterable[Case]] = lambda shapes: (),
 ) -> Callable[[Callable[P, R]], Reference[P, R]]:
     """Declare an op on its reference function.
 
@@ -90,7 +97,8 @@ def spec(
         min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB;
             `inf`, the default, means equal bytes, with NaN compared as a class.
         bytes_moved, flops: of one call, from its arguments and outputs; for the benchmarks.
-        bench_cases: the calls that are worth timing; they make their tensors on torch's default device.
+        bench_cases: the calls that are worth timing, at those of the shapes that are the op's kind; they make
+            their tensors on torch's default device.
         peer_rules: the section of `vectors/peers.json` that holds peers' results for this op.
     """
 

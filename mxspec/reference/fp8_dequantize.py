@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference.mx_dequantize import OUT_DTYPES
-from mxspec.spec import Case, random_bits, random_normal, spec, these
+from mxspec.spec import Case, Shapes, per_element, random_bits, random_normal, spec, these
 
 
 def check_args(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch.dtype = torch.bfloat16) -> None:
@@ -61,7 +62,21 @@ def cases() -> Iterator[Case]:
         yield Case(name, these(*args), options, raises=error, match=match)
 
 
-@spec(cases=cases, check_args=check_args)
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def operands(M: int, K: int) -> tuple[Tensor, Tensor]:
+        qdata = torch.randint(0, 256, (M, K), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        return qdata, torch.rand(M, K // FP8_BLOCK_SIZE)
+
+    for M, K in shapes.matrices:
+        yield Case(f"{M}x{K}, 1x128", partial(operands, M, K))
+
+
+@spec(
+    cases=cases,
+    check_args=check_args,
+    flops=per_element(1),  # a multiply
+    bench_cases=bench_cases,
+)
 def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Read FP8 codes back: `out = out_dtype(fp32(q * scale))`.
 

@@ -13,7 +13,7 @@ from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._fp8_numerics import SCALE_FORMATS, quantization_scale
 from mxspec.reference._numerics import saturating_cast
-from mxspec.spec import Case, given, random_bits, random_normal, spec, these
+from mxspec.spec import Case, Shapes, given, per_element, random_bits, random_normal, spec, these
 
 
 def check_args(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> None:
@@ -50,7 +50,17 @@ def cases() -> Iterator[Case]:
         yield Case(name, these(w), options, raises=error, match=match)
 
 
-@spec(cases=cases, check_args=check_args)
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    for shape in (*dict.fromkeys((N, K) for _, N, K in shapes.linear), *shapes.experts):
+        yield Case("x".join(map(str, shape)), given(torch.randn, *shape, dtype=torch.bfloat16))
+
+
+@spec(
+    cases=cases,
+    check_args=check_args,
+    flops=per_element(2),  # a maximum and a multiply
+    bench_cases=bench_cases,
+)
 def fp8_quantize_128x128(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> tuple[Tensor, Tensor]:
     """Quantize to e4m3fn with one scale for each 128x128 block.
 

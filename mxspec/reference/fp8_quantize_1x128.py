@@ -12,7 +12,7 @@ from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._fp8_numerics import SCALE_FORMATS, quantization_scale
 from mxspec.reference._numerics import saturating_cast
-from mxspec.spec import Case, given, random_bits, random_normal, spec, these
+from mxspec.spec import Case, Shapes, given, per_element, random_bits, random_normal, spec, these
 
 SCALE_MAJORS = ("k", "mn")
 
@@ -71,7 +71,21 @@ def cases() -> Iterator[Case]:
         yield Case(name, these(x), options, raises=error, match=match)
 
 
-@spec(cases=cases, check_args=check_args)
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    for M, K in shapes.matrices:
+        x = given(torch.randn, M, K, dtype=torch.bfloat16)
+        yield Case(f"{M}x{K}, axis -1, k-major", x)
+        yield Case(f"{M}x{K}, axis -1, mn-major", x, {"scale_major": "mn"})  # what DeepGEMM and cuBLAS want
+        if M % FP8_BLOCK_SIZE == 0:  # not for a few tokens, which only the forward pass has
+            yield Case(f"{M}x{K}, axis -2, mn-major", x, {"axis": -2, "scale_major": "mn"})
+
+
+@spec(
+    cases=cases,
+    check_args=check_args,
+    flops=per_element(2),  # a maximum and a multiply
+    bench_cases=bench_cases,
+)
 def fp8_quantize_1x128(
     x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
 ) -> tuple[Tensor, Tensor]:

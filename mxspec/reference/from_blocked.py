@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference.to_blocked import DTYPES, blocked_bytes
-from mxspec.spec import Case, random_bits, spec, these
+from mxspec.spec import Case, Shapes, random_bits, spec, these
 
 
 def check_args(blocked: Tensor, rows: int, cols: int) -> None:
@@ -39,7 +41,16 @@ def cases() -> Iterator[Case]:
     yield Case("int32", these(torch.zeros(512, dtype=torch.int32), 128, 4), raises=TypeError, match="int32")
 
 
-@spec(cases=cases, check_args=check_args)
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def tiles(R: int, C: int) -> tuple[Tensor, int, int]:
+        return torch.randint(0, 256, (blocked_bytes(R, C),), dtype=torch.uint8), R, C
+
+    for M, K in shapes.matrices:
+        R, C = M, -(-K // MX_BLOCK_SIZE)  # the scales of a quantized M x K
+        yield Case(f"{R}x{C}", partial(tiles, R, C))
+
+
+@spec(cases=cases, check_args=check_args, bench_cases=bench_cases)
 def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
     """Read scales out of 128x4 tiles back into row-major order.
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
-from mxspec.spec import Case, given, random_bits, spec
+from mxspec.spec import Case, Shapes, given, random_bits, spec
 
 DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 
@@ -25,9 +26,11 @@ def check_args(scale: Tensor) -> None:
 
 
 def cases() -> Iterator[Case]:
-    for R, C in [(128, 4), (1, 1), (127, 3), (129, 5), (32, 4), (33, 9), (256, 12), (300, 70), (1, 257), (1025, 1)]:
+    ragged = [(128, 4), (1, 1), (127, 3), (129, 5), (32, 4), (33, 9), (256, 12), (300, 70), (1, 257), (1025, 1)]
+    for R, C in [*ragged, (130, 64), (257, 208)]:  # the last two have rows of whole 16-byte words
         yield Case(f"{R}x{C}", given(random_bits, R, C, dtype=torch.uint8))
     yield Case("3-D 3x130x6", given(random_bits, 3, 130, 6, dtype=torch.uint8))
+    yield Case("3-D 2x130x80", given(random_bits, 2, 130, 80, dtype=torch.uint8))
     yield Case("3-D 1x128x4", given(random_bits, 1, 128, 4, dtype=torch.uint8))
     yield Case("3-D e8m0fnu", given(random_bits, 3, 130, 6, dtype=torch.float8_e8m0fnu))
     yield Case("e8m0fnu", given(random_bits, 130, 6, dtype=torch.float8_e8m0fnu))
@@ -42,7 +45,13 @@ def cases() -> Iterator[Case]:
     yield Case("int32", given(torch.zeros, 128, 4, dtype=torch.int32), raises=TypeError, match="int32")
 
 
-@spec(cases=cases, check_args=check_args)
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    for *E, R, K in (*shapes.matrices, *shapes.experts):
+        shape = (*E, R, -(-K // MX_BLOCK_SIZE))  # the scales of a quantized R x K
+        yield Case("x".join(map(str, shape)), given(torch.randint, 0, 256, shape, dtype=torch.uint8))
+
+
+@spec(cases=cases, check_args=check_args, bench_cases=bench_cases)
 def to_blocked(scale: Tensor) -> Tensor:
     """Rearrange scales from row-major into 128x4 tiles.
 

@@ -1,0 +1,236 @@
+"""`python -m mxspec bench`: time the ops beside the machine's own limits and the peers', each first proven right.
+
+On a GPU every launch has first written all of a poisoned output with the reference's bytes; what is wrong is not timed,
+and makes the exit code 1. Without a GPU the references are timed, which says nothing about any kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import time
+import warnings
+from collections.abc import Iterable
+from functools import reduce
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import mxspec
+from mxspec import dispatch
+from mxspec.bench import model, moe, tables
+from mxspec.bench.measure import load_peers, machine, measure, name_of, overhead_us, versions_of
+from mxspec.bench.record import Race, Run, Step, read
+from mxspec.console import console, notices, progress
+from mxspec.shapes import KINDS, SETS, Shapes
+from mxspec.spec import Case, Reference
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m mxspec bench", description=__doc__)
+    p.add_argument("--op", help="this op alone")
+    p.add_argument("--backend", choices=dispatch.backends(), help="this backend alone; default: every kernel")
+    kinds = "; ".join(f"{kind}: [[{sizes}], ...]" for kind, sizes in KINDS.items())
+    p.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="SET",
+        help=f"{', '.join(SETS)} or a JSON file, an object with some of {kinds}; default: {', '.join(SETS)}",
+    )
+    p.add_argument("--peers", action="store_true", help="race other libraries too, where they are importable")
+    what = p.add_mutually_exclusive_group()
+    what.add_argument("--moe", action="store_true", help="the kernels of a grouped linear of an MoE layer, one by one")
+    what.add_argument("--model", action="store_true", help="what to expect on each GPU, from its data sheet")
+    what.add_argument("--complete", action="store_true", help="everything: all shapes, peers, host time, MoE")
+    what.add_argument("--from", dest="stored", type=Path, metavar="FILE", help="show a run that --json stored")
+    p.add_argument("--json", type=Path, metavar="FILE", help="store the run in this file")
+    p.add_argument("--markdown", action="store_true", help="print Markdown")
+    p.add_argument("--plot", type=Path, metavar="DIR", help="draw PNG pictures into this folder")
+    return p
+
+
+# Options that say nothing where another one decides what happens.
+_EXCLUDED = {
+    "moe": ("op", "backend", "peers"),
+    "model": ("backend", "peers", "json", "plot"),
+    "complete": ("op", "backend", "shapes", "peers"),
+    "stored": ("op", "backend", "shapes", "peers", "json"),
+}
+
+
+def main(argv: list[str]) -> int:
+    p = parser()
+    options = p.parse_args(argv)
+    for chosen, others in _EXCLUDED.items():
+        for other in others:
+            if getattr(options, chosen) and getattr(options, other):
+                p.error(f"--{'from' if chosen == 'stored' else chosen} and --{other} exclude each other")
+    if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
+        raise ValueError(f"bench: --json {options.json}: needs a file name in a folder that exists")
+    draw = _plots(options.plot) if options.plot else None
+    if options.model:
+        return show_model(options)
+    run = read(options.stored) if options.stored else run_all(options)
+    if options.json:
+        run.write(options.json)
+    if options.markdown:
+        print(tables.markdown(run))
+    else:
+        tables.show(run, console)
+    for path in draw.draw(run, options.plot) if draw else ():
+        notices.print(f"drawn: {path}", highlight=False, soft_wrap=True)
+    for what in run.wrong:
+        notices.print(f"WRONG, not timed: {what}", markup=False, highlight=False, soft_wrap=True)
+    if not (run.races or run.moe):
+        notices.print("nothing was timed")
+        return 1
+    return 1 if run.wrong else 0
+
+
+def _plots(folder: Path) -> ModuleType:
+    """The module that draws, once it is known that it can."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"bench: --plot {folder}: needs a folder, and that is a file")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        from mxspec.bench import plots
+    except (ImportError, OSError) as error:
+        raise ValueError(f"bench: --plot {folder}: {error}") from error
+    return plots
+
+
+def shapes_of(names: list[str] | None, default: Iterable[str]) -> Shapes:
+    """The union of named sets and files."""
+    named = names or default
+    return reduce(Shapes.__or__, (SETS[name] if name in SETS else Shapes.read(Path(name)) for name in named))
+
+
+def show_model(options: argparse.Namespace) -> int:
+    if options.op not in (None, *dispatch.ops()):
+        raise ValueError(f"bench: unknown op {options.op!r}; needs one of {', '.join(dispatch.ops())}")
+    shapes = shapes_of(options.shapes, ("torchao",))
+    layers = () if options.op else (shapes.grouped if options.shapes else moe.LAYERS)
+    for sheet in tables.model_sheets(shapes, [options.op] if options.op else dispatch.ops(), layers):
+        if options.markdown:
+            print(sheet.markdown())
+        else:
+            tables.print_sheet(sheet, console)
+    return 0
+
+
+def asked(options: argparse.Namespace) -> list[str]:
+    """The options that decide what is timed, as they are typed."""
+    words = [f"--{name} {value}" for name in ("op", "backend") if (value := getattr(options, name))]
+    words += [f"--shapes {' '.join(options.shapes)}"] if options.shapes else []
+    return words + [f"--{name}" for name in ("peers", "moe", "complete") if getattr(options, name)]
+
+
+def run_all(options: argparse.Namespace) -> Run:
+    """Time what the options ask for."""
+    began = time.perf_counter()
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    for option in ("moe", "peers", "complete"):
+        if getattr(options, option) and not gpu:
+            raise ValueError(f"bench: --{option} needs a GPU, and there is none here")
+    if not gpu and options.backend not in (None, "reference"):
+        raise ValueError(f"bench: {options.backend} needs a GPU; on a CPU only the references are timed")
+    shapes = shapes_of(options.shapes, SETS if gpu else ("small",))
+    peers = load_peers() if options.peers or options.complete else None
+    work, not_timed = ([], {}) if options.moe else cases_of(options, shapes, gpu, peers)
+    layers = (shapes.grouped if options.shapes else moe.LAYERS) if options.moe or options.complete else ()
+
+    rates = machine(device)
+    races: list[Race] = []
+    for reference, case, names in progress(work, "bench", lambda item: f"{item[0].__name__}: {item[1].name}"):
+        try:
+            races.append(measure(reference, case, names, device, peers))
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:  # no room for the tensors themselves
+            not_timed[f"{reference.__name__}, {case.name}"] = str(error).partition("\n")[0]
+        if gpu:
+            torch.cuda.empty_cache()
+    steps: list[Step] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `auto` says that it has no kernel for a step; the table says so too
+        for layer in progress(layers, "MoE", moe.label):
+            steps += moe.measure_layer(layer, device)
+    return Run(
+        device=name_of(device),
+        date=time.strftime("%Y-%m-%d"),
+        command=" ".join(["python -m mxspec bench", *asked(options)]),
+        versions=versions(gpu),
+        peers=versions_of(peers) if peers else {},
+        machine=rates,
+        races=tuple(races),
+        not_timed=not_timed,
+        overhead_us=overheads_of(options) if gpu and not (options.shapes or options.moe) else {},
+        moe=tuple(steps),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def versions(gpu: bool) -> dict[str, str]:
+    """What was run: mxspec and the commit of its checkout, the frameworks, the driver."""
+    found = {"mxspec": mxspec.__version__}
+    if commit := _said_by("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"):
+        found["mxspec"] += f" ({commit})"
+    for name in ("torch", "triton", "helion"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if gpu and (driver := _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")):
+        found["driver"] = driver.splitlines()[0]
+    return found
+
+
+def _said_by(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def cases_of(
+    options: argparse.Namespace, shapes: Shapes, gpu: bool, peers: ModuleType | None
+) -> tuple[list[tuple[Reference[..., Any], Case, list[str]]], dict[str, str]]:
+    """Every case of every op that was asked for, with the backends to time; and what is left out, with the reason."""
+    references = {op: dispatch.reference(op) for op in dispatch.ops()}
+    references |= {r.__name__: r for r in peers.REFERENCES} if peers else {}
+    if options.op not in (None, *references):
+        raise ValueError(f"bench: unknown op {options.op!r}; needs one of {', '.join(references)}")
+    work: list[tuple[Reference[..., Any], Case, list[str]]] = []
+    not_timed: dict[str, str] = {}
+    for name, reference in references.items():
+        if options.op not in (None, name):
+            continue
+        known = [b for b in dispatch.backends() if b != "reference" and dispatch.has_kernel(name, b)]
+        names = [options.backend] if options.backend else known if gpu else ["reference"]
+        cases = list(reference.spec.bench_cases(shapes))
+        if not cases:
+            not_timed[name] = "none of these shapes is of its kind"
+        elif not names and not (peers and peers.ADAPTERS.get(name)):
+            not_timed[name] = "no kernel yet"
+            continue
+        for case in cases:
+            try:
+                model.cost(reference, case)
+            except (ValueError, RuntimeError, OverflowError) as error:
+                not_timed[f"{name}, {case.name}"] = str(error).partition("\n")[0]
+            else:
+                work.append((reference, case, names))
+    return work, not_timed
+
+
+def overheads_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Host time of a call of each op that has kernels, on a case so small that the device is never waited for."""
+    found = {}
+    for op in [options.op] if options.op else dispatch.ops():
+        for name in [options.backend] if options.backend else dispatch.backends():
+            if name != "reference" and op in dispatch.ops() and dispatch.has_kernel(op, name):
+                small = next(case for case in dispatch.reference(op).spec.cases() if not case.flags)
+                found[f"{op}, {name}"] = overhead_us(op, small, name)
+    return found

@@ -1,0 +1,42 @@
+"""What to expect of a call before it is measured: from the GPU's data sheet and the op's `@spec` alone.
+
+`us = KERNEL_US + max(bytes / memory, flops / matmul)`, each rate the data sheet's times the share of it that an H200
+reaches (`devices.py`). There it is within 15% where memory decides and more than 100 MB move, and for large matmuls;
+below that a launch's own time decides, which it does not know. On an H100 and a B200 nobody has compared it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mxspec import devices
+from mxspec.devices import Device
+from mxspec.spec import Case, Reference, outputs_of
+
+
+class Cost(NamedTuple):
+    """What a call costs: its bytes, its flops, and whether its operands are FP8."""
+
+    bytes_moved: int
+    flops: int
+    fp8: bool
+
+
+def cost(reference: Reference[..., object], case: Case) -> Cost:
+    """The cost of a call; nothing is allocated or run. Raises what the op raises for what its contract refuses."""
+    with FakeTensorMode():
+        args = case.args()
+        outputs = outputs_of(reference(*args, **case.kwargs))
+        spec = reference.spec
+        return Cost(spec.bytes_moved(args, outputs), spec.flops(args, outputs), args[0].element_size() == 1)
+
+
+def expected_us(device: Device, cost: Cost) -> float:
+    """How long a kernel of these bytes and flops should take, in microseconds."""
+    share = devices.FP8_SHARE if cost.fp8 else devices.BF16_SHARE
+    peak_tflops = device.fp8_tflops if cost.fp8 else device.bf16_tflops
+    memory_us = cost.bytes_moved / (devices.MEMORY_SHARE * device.memory_gbps * 1e3)
+    matmul_us = cost.flops / (share * peak_tflops * 1e6)
+    return devices.KERNEL_US + max(memory_us, matmul_us)

@@ -1,0 +1,155 @@
+"""A run as pictures: the roofline, bandwidth against size, and matmuls beside each other. The tables are their text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only, with or without a display
+
+from matplotlib import pyplot as plt
+
+from mxspec import devices
+from mxspec.bench.record import Entry, Race, Run
+
+# Okabe and Ito's colours, which most colour-blind readers can tell apart: one for each backend and each library.
+_COLOURS = {
+    "triton": "#0072B2",
+    "helion": "#E69F00",
+    "reference": "#000000",
+    "torchao": "#D55E00",
+    "cuBLAS": "#009E73",
+    "DeepGEMM": "#CC79A7",
+    "FBGEMM": "#56B4E9",
+    "TransformerEngine": "#F0E442",
+    "copy": "#999999",
+    "bare": "#444444",
+}
+
+
+BASELINES = ("copy", "bare cast")
+
+
+def _colour(name: str) -> str:
+    return _COLOURS.get(name.split()[0], "#888888")
+
+
+def _variant(name: str, names: list[str]) -> int:
+    """Which of a library's several labels this is."""
+    return [n for n in names if n.split()[0] == name.split()[0]].index(name)
+
+
+def figures(run: Run) -> dict[str, Any]:
+    """Every picture that the run has figures for, by name."""
+    drawn = {"bandwidth": _bandwidth(run), "roofline": _roofline(run), "matmul": _matmul(run)}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def draw(run: Run, folder: Path) -> list[Path]:
+    """Write the pictures into a folder; gives the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in figures(run).items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=110, bbox_inches="tight", metadata={"Software": None})
+        plt.close(figure)
+    return paths
+
+
+def _titled(axes: Any, title: str, run: Run) -> None:
+    axes.set_title(f"{title}\n{run.device}, {run.date}", fontsize=10, loc="left")
+    axes.grid(True, which="both", alpha=0.25, linewidth=0.5)
+
+
+def _entries(run: Run) -> Iterator[tuple[Race, Entry]]:
+    for race in run.races:
+        for e in race.entries:
+            if e.kind != "baseline":
+                yield race, e
+
+
+def _roofline(run: Run) -> Any:
+    """Every contender at its flops for a byte, under what the memory and the matrix units allow."""
+    points = [(e.flops / e.bytes_moved, e.tflops, e.name) for _, e in _entries(run) if e.flops]
+    if not points:
+        return None
+    figure, axes = plt.subplots(figsize=(8, 5))
+    low, high = min(x for x, *_ in points) / 3, max(x for x, *_ in points) * 3
+    peaks = devices.named(run.device)
+    roofs = []
+    if peaks:
+        roofs += [("data sheet: memory, FP8", peaks.memory_gbps, peaks.fp8_tflops, "-")]
+        roofs += [("data sheet: bf16", peaks.memory_gbps, peaks.bf16_tflops, ":")]
+    if {"copy_gbps", "bf16_tflops"} <= run.machine.keys():
+        roofs += [("this run: copy, bf16 matmul", run.machine["copy_gbps"], run.machine["bf16_tflops"], "--")]
+    for label, gbps, tflops, style in roofs:
+        ridge = tflops / gbps * 1e3
+        corners = sorted({low, min(max(ridge, low), high), high})
+        heights = [min(x * gbps / 1e3, tflops) for x in corners]
+        axes.plot(corners, heights, style, color="#444444", linewidth=1, label=f"{label}, {tflops:.0f} TFLOP/s")
+    for library in dict.fromkeys(name.split()[0] for *_, name in points):
+        own = [(x, y) for x, y, n in points if n.split()[0] == library]
+        axes.plot(*zip(*own, strict=True), "o", color=_colour(library), label=library, markersize=4, alpha=0.7)
+    axes.set(xscale="log", yscale="log", xlabel="flops for a byte moved", ylabel="TFLOP/s")
+    axes.legend(fontsize=7, loc="lower right")
+    _titled(axes, "Roofline: every case that counts flops", run)
+    return figure
+
+
+def _bandwidth(run: Run) -> Any:
+    """Rate against size, a panel for each op and option."""
+    panels: dict[str, list[Race]] = {}
+    for race in run.races:
+        if race.entries and not race.is_matmul(run.device):
+            options = race.case.partition(", ")[2]
+            panels.setdefault(f"{race.op}, {options}".removesuffix(", "), []).append(race)
+    panels = {title: races for title, races in panels.items() if len(races) > 2}
+    if not panels:
+        return None
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False, sharey=True)
+    peaks = devices.named(run.device)
+    for axes, (title, races) in zip(grid.flat, panels.items(), strict=False):
+        names = list(dict.fromkeys(e.name for race in races for e in race.entries))
+        for name in names:
+            found = sorted((e.bytes_moved / 1e6, e.gbps) for race in races for e in race.entries if e.name == name)
+            style = {"linestyle": "--"} if name in BASELINES else {"marker": "os^v"[_variant(name, names) % 4]}
+            axes.plot(*zip(*found, strict=True), color=_colour(name), label=name, markersize=3, linewidth=1, **style)
+        if peaks:
+            axes.axhline(peaks.memory_gbps, color="black", linewidth=0.8)
+        axes.set(xscale="log", xlabel="MB moved", ylim=(0, None))
+        axes.legend(fontsize=7)
+        _titled(axes, title, run)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("GB/s")
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+def _matmul(run: Run) -> Any:
+    """Matmuls side by side, a group of bars for each shape."""
+    races = [race for race in run.races if race.entries and race.is_matmul(run.device)]
+    if not races:
+        return None
+    names = list(dict.fromkeys(e.name for race in races for e in race.entries if e.kind != "baseline"))
+    figure, axes = plt.subplots(figsize=(max(6, 1.6 * len(races) + 2), 4))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        at = [(j, e.tflops) for j, race in enumerate(races) if (e := race.entry(name))]
+        axes.bar([j + (i - (len(names) - 1) / 2) * width for j, _ in at], [y for _, y in at], width, label=name,
+                 color=_colour(name), hatch=("", "//", "..")[_variant(name, names) % 3])  # fmt: skip
+    if peaks := devices.named(run.device):
+        for label, tflops in (("bf16", peaks.bf16_tflops), ("FP8", peaks.fp8_tflops)):
+            axes.axhline(tflops, color="black", linewidth=0.8)
+            axes.annotate(f"data sheet, {label}", (-0.6, tflops), fontsize=7, ha="left", va="bottom")
+    axes.set_xticks(range(len(races)), [f"{race.op}\n{race.case}" for race in races], fontsize=7)
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(fontsize=8, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+    _titled(axes, "Matmuls: M x N x K", run)
+    return figure

@@ -1,0 +1,264 @@
+"""How a call is timed, and how it is proven first.
+
+On a GPU, calls are captured into a CUDA graph over as many input sets as fill four times the L2, so that a replay times
+the kernels and neither the launches nor the cache. That same graph must first have written every byte of outputs full
+of 0xFF, and again of 0x5A, and after it was timed once more: a launch that skips part of its work looks fast.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec import check
+from mxspec.bench import model
+from mxspec.spec import Case, Reference, bytes_of, outputs_of
+
+ROUNDS = 7  # interleaved, so that a drift of the clocks meets every contender
+MAX_SETS = 32  # of inputs; a call that moves less than 1/32 of four times the L2 finds its inputs there, as in decoding
+
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long the contenders warm the card up together, and how long a round of one of them takes."""
+
+    warm_up_s: float
+    round_us: float
+    call_round_us: float  # of plain calls
+
+
+# An H200 reads 11% slow for the first 30 ms after a pause.
+MEMORY = Pace(0.1, 6_000, 4_000)
+# Matmuls take it to its power limit: within 100 ms from 800 to 690 bf16 TFLOP/s, and then it steps between two clocks
+# every few tens of milliseconds. Rounds of 20 ms spread by 10%, means of 200 ms by 2 to 5%.
+MATMUL = Pace(1.5, 200_000, 50_000)
+
+
+class Contender:
+    """A call over sets of inputs, ready to be timed; on a GPU as a CUDA graph.
+
+    Attributes:
+        outputs: of every call that a replay makes.
+        rounds: mean us of a call in each round; their median is `us`.
+        call_rounds: us of a plain call, launches and allocations included, for each round.
+    """
+
+    def __init__(self, name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]):
+        self.name, self.call, self.inputs = name, call, inputs
+        self.rounds: list[float] = []
+        self.call_rounds: list[float] = []
+        for args in inputs[:2]:
+            outputs_of(call(*args))  # compile, and fill every cache, before the capture
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if not inputs[0][0].is_cuda:
+            self.calls = len(inputs)
+            self.outputs = [outputs_of(call(*args)) for args in inputs]
+            return
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        # Small calls are repeated, so that what a replay itself takes does not show.
+        self.calls = len(inputs) * max(1, 32 // len(inputs) if inputs[0][0].numel() < 2**26 else 1)
+        with torch.cuda.graph(self.graph):
+            self.outputs = [outputs_of(call(*inputs[i % len(inputs)])) for i in range(self.calls)]
+
+    def replay(self) -> None:
+        """All calls once, into the same outputs."""
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.outputs = [outputs_of(self.call(*args)) for args in self.inputs]
+
+    def mean_us(self, run: Callable[[], Any], times: int) -> float:
+        """Microseconds of one of `times` runs, one directly after the other."""
+        if self.graph is None:
+            start = time.perf_counter()
+            for _ in range(times):
+                run()
+            return (time.perf_counter() - start) / times * 1e6
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(times):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / times * 1e3
+
+    def set_replays(self, pace: Pace) -> None:
+        """As many replays a round as the pace says, by the faster of two."""
+        once = min(self.mean_us(self.replay, 1) for _ in range(2))
+        self.replays = max(3 if self.graph else 1, round(pace.round_us / once))
+
+    def round(self) -> float:
+        return self.mean_us(self.replay, self.replays) / self.calls
+
+    def call_round(self, pace: Pace) -> float:
+        """Plain calls, one after the other without a wait, as a program makes them: the slower of host and device."""
+
+        def calls() -> None:
+            for args in self.inputs:
+                self.call(*args)
+
+        loops = max(1, round(pace.call_round_us / max(self.us, 30) / len(self.inputs)))  # a call takes the host 30 us
+        return self.mean_us(calls, loops) / len(self.inputs)
+
+    @property
+    def us(self) -> float:
+        return statistics.median(self.rounds)
+
+    @property
+    def call_us(self) -> float:
+        return statistics.median(self.call_rounds)
+
+    @property
+    def spread(self) -> float:
+        """(max - min) / median over the rounds."""
+        return (max(self.rounds) - min(self.rounds)) / self.us
+
+    def prove(self, expected: Sequence[Outputs] | None, min_sqnr_db: float = math.inf) -> str | None:
+        """What keeps this from being timed, or None.
+
+        `expected` holds the outputs for every set of inputs, computed beforehand. Without it, as for a peer whose rule
+        may be another, two poisons must leave the same bytes.
+        """
+        if problem := self._shared_memory():
+            return problem
+        before = [[t.clone() for t in args if isinstance(t, Tensor)] for args in self.inputs]
+        written = []
+        for poison in (0xFF, 0x5A):
+            self._replay_over(poison)
+            if expected is None:
+                written.append([_bytes(out.clone()) for outs in self.outputs for out in outs])
+            elif problem := self._difference(expected, min_sqnr_db):
+                return problem
+        if expected is None:
+            left = sum(int((a != b).sum()) for a, b in zip(*written, strict=True))
+            if left:
+                return f"{left} bytes of its outputs depend on what was there before"
+        else:
+            with check.poisoned(0x5A):
+                plain = outputs_of(self.call(*self.inputs[0]))
+            if problem := check.difference(plain, expected[0], min_sqnr_db):
+                return f"called plainly: {problem}"
+        for args, kept in zip(self.inputs, before, strict=True):
+            for now, then in zip((t for t in args if isinstance(t, Tensor)), kept, strict=True):
+                if not _bytes(now).equal(_bytes(then)):
+                    return "it changes its inputs"
+        return None
+
+    def prove_again(self, expected: Sequence[Outputs], min_sqnr_db: float = math.inf) -> str | None:
+        """The same of the launches that were timed, afterwards."""
+        self._replay_over(0x5A)
+        return self._difference(expected, min_sqnr_db)
+
+    def _replay_over(self, poison: int) -> None:
+        if self.graph is None:
+            with check.poisoned(poison):
+                self.replay()
+            return
+        for outputs in self.outputs:
+            for out in outputs:
+                check.fill_bytes(out, poison)
+        self.replay()
+
+    def _difference(self, expected: Sequence[Outputs], min_sqnr_db: float) -> str | None:
+        for i, outputs in enumerate(self.outputs):
+            if problem := check.difference(outputs, expected[i % len(self.inputs)], min_sqnr_db):
+                return problem
+        return None
+
+    def _shared_memory(self) -> str | None:
+        """Outputs that lie in an input, or where another call's do: poison would then prove nothing."""
+        taken = {t.untyped_storage().data_ptr() for args in self.inputs for t in args if isinstance(t, Tensor)}
+        for outputs in self.outputs:
+            own = {t.untyped_storage().data_ptr() for t in outputs if t.numel()}
+            if own & taken:
+                return "its outputs share memory with its inputs or with those of another call"
+            taken |= own
+        return None
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.reshape(-1).view(torch.uint8)
+
+
+def race(contenders: Sequence[Contender], pace: Pace | None = None) -> None:
+    """Time all contenders in turn, round after round."""
+    pace = pace or MEMORY
+    for c in contenders:
+        c.set_replays(pace)
+    warm = time.perf_counter() + (pace.warm_up_s if contenders[0].graph else 0)
+    while time.perf_counter() < warm:
+        for c in contenders:
+            c.round()
+    for _ in range(ROUNDS):
+        for c in contenders:
+            c.rounds.append(c.round())
+    for c in contenders:
+        c.call_round(pace)
+    for _ in range(ROUNDS):
+        for c in contenders:
+            c.call_rounds.append(c.call_round(pace))
+
+
+def input_sets(reference: Reference[..., Any], case: Case, device: torch.device) -> list[tuple[Any, ...]]:
+    """As many sets of arguments as move four times what the L2 holds, at most MAX_SETS; on a CPU, one."""
+
+    def on_device(seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)
+        with device:  # a case for the benchmarks makes its tensors on the default device
+            return case.args()
+
+    if device.type == "cpu":
+        return [on_device(0)]
+    moved = model.cost(reference, case).bytes_moved
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return [on_device(seed) for seed in range(max(1, min(MAX_SETS, -(-4 * l2_bytes // max(1, moved)))))]
+
+
+# --- what the machine itself can do -----------------------------------------------------------------------------
+
+
+def copy(x: Tensor) -> Tensor:
+    """Copy a tensor into a new one."""
+    if not x.is_cuda:
+        return torch.empty_like(x).copy_(x)
+    from mxspec.triton_kernels import _limits
+
+    return _limits.copy(x)
+
+
+def bare_cast(x: Tensor) -> Tensor:
+    """Cast a tensor to float8_e4m3fn, with no scale: the ceiling of a quantizer."""
+    if not x.is_cuda:
+        return x.to(torch.float8_e4m3fn)
+    from mxspec.triton_kernels import _limits
+
+    return _limits.bare_cast(x)
+
+
+def baselines(inputs: Sequence[tuple[Any, ...]]) -> list[Contender]:
+    """A copy of the largest tensor of every set, and its bare cast if it is there to be cast; both proven."""
+    xs = [(max((a for a in args if isinstance(a, Tensor)), key=lambda t: t.nbytes),) for args in inputs]
+    found = [Contender("copy", copy, xs)]
+    proofs = [found[0].prove(xs)]
+    if xs[0][0].dtype == torch.bfloat16:
+        found.insert(0, Contender("bare cast", bare_cast, xs))
+        proofs.append(found[0].prove([(x.to(torch.float8_e4m3fn),) for (x,) in xs]))
+    for problem in filter(None, proofs):
+        raise AssertionError(f"the yardstick is wrong: {problem}")
+    return found
+
+
+def bytes_of_call(contender: Contender) -> int:
+    """What one call of a baseline reads and writes."""
+    return bytes_of(contender.inputs[0], contender.outputs[0])

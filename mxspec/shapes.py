@@ -1,0 +1,85 @@
+"""The shapes that are worth timing, by kind of op; an op's `bench_cases` takes those kinds that it knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes by kind: tokens M, features N and K, experts E, token groups G."""
+
+    matrices: tuple[tuple[int, int], ...] = ()  # (M, K): activations to quantize
+    experts: tuple[tuple[int, int, int], ...] = ()  # (E, N, K): weights to quantize, one matrix an expert
+    padding: tuple[tuple[int, int, int], ...] = ()  # (M, K, G): token groups to pad; no op here does that yet
+    linear: tuple[tuple[int, int, int], ...] = ()  # (M, N, K): `(M, K) @ (N, K)^T`
+    grouped: tuple[tuple[int, int, int, int], ...] = ()  # (M, N, K, E): tokens of E experts by their weights
+
+    def __or__(self, other: Shapes) -> Shapes:
+        """The shapes of both, each once."""
+        kinds = [f.name for f in fields(self)]
+        return Shapes(*(tuple(dict.fromkeys(getattr(self, k) + getattr(other, k))) for k in kinds))
+
+    @classmethod
+    def read(cls, path: Path) -> Shapes:
+        """Shapes from a JSON file: an object with some of the kinds above, each a list of lists of sizes."""
+        try:
+            given = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ValueError(f"shapes: {path} is neither a file nor one of the sets {', '.join(SETS)}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"shapes: {path}: {error}") from error
+        sizes = {kind: len(names.split()) for kind, names in KINDS.items()}
+        if not isinstance(given, dict) or not any(given.values()) or given.keys() - sizes:
+            found = sorted(given) if isinstance(given, dict) else type(given).__name__
+            raise ValueError(f"shapes: {path} holds {found}; needs an object with shapes of some of {', '.join(sizes)}")
+        for kind, shapes in given.items():
+            if not (isinstance(shapes, list) and all(_is_shape(shape, sizes[kind]) for shape in shapes)):
+                raise ValueError(
+                    f"shapes: {path}: {kind} = {shapes}; needs a list of [{KINDS[kind]}], integers from 1 to 2^40"
+                )
+        return cls(**{kind: tuple(map(tuple, shapes)) for kind, shapes in given.items()})
+
+
+KINDS = {"matrices": "M K", "experts": "E N K", "padding": "M K G", "linear": "M N K", "grouped": "M N K E"}
+
+
+def _is_shape(shape: object, sizes: int) -> bool:
+    return isinstance(shape, list) and len(shape) == sizes and all(type(n) is int and 0 < n < 2**40 for n in shape)
+
+
+# What torchao times, so that figures can be laid beside its pull requests'. In its benchmarks/prototype/moe_training:
+_TORCHAO = Shapes(
+    # mxfp8/bench_cutedsl_quantize_2d_1x32.py; and one matrix past 2^31 bytes
+    matrices=(*product((8192, 32768, 131072), (2048, 7168)), (32768, 32768)),
+    # mxfp8/bench_quantize_3d.py
+    experts=tuple((E, N, K) for E, (N, K) in product((1, 8, 32), ((8192, 5120), (7168, 2048)))),
+    # mxfp8/bench_pad_token_groups.py
+    padding=tuple(product((16384,), (1536, 2048, 5120, 7168), (1, 4, 8, 16))),
+    # ../blockwise_fp8_training/bench_1x128_128x128_gemms.py and bench_linear_roofline.py; ../../float8/utils.py, pow2
+    linear=(
+        (16640, 5120, 8192),
+        (16640, 8192, 5120),
+        (4096, 18432, 7168),
+        (4096, 7168, 18432),
+        (4096, 4096, 4096),
+        (8192, 8192, 8192),
+    ),
+    # benchmark_scaled_grouped_mm_dq.py: Llama 4 and DeepSeek-V3, what is left of the experts on one GPU
+    grouped=(
+        *((M, 8192, 5120, E) for M, E in product((32768, 128000), (1, 2))),
+        *((M, 2048, 7168, E) for M, E in product((32768, 128000), (4, 8))),
+    ),
+)
+# Where a launch and not the memory decides: decoding, one prompt, sizes that are ragged against every tile.
+_SMALL = Shapes(
+    matrices=(*product((1, 16, 128), (7168,)), (4096, 2048), (384, 1408), (1152, 3456)),
+    experts=((5, 160, 1408), (8, 1408, 2048)),
+    padding=((1024, 2048, 8), (128, 7168, 64)),
+    linear=((1, 8192, 8192), (16, 8192, 8192), (128, 8192, 8192), (1024, 4096, 7168)),
+    grouped=((512, 2048, 7168, 8), (4096, 2048, 7168, 8)),
+)
+SETS = {"torchao": _TORCHAO, "small": _SMALL}

@@ -1,0 +1,76 @@
+"""The shape sets: what an op is timed at."""
+
+import json
+
+import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mxspec import dispatch
+from mxspec.shapes import SETS, Shapes
+from mxspec.spec import outputs_of
+
+
+def test_a_union_holds_each_shape_once_in_order():
+    a = Shapes(matrices=((1, 32), (2, 32)))
+    b = Shapes(matrices=((2, 32), (3, 32)), padding=((16, 32, 2),))
+    assert a | b == Shapes(matrices=((1, 32), (2, 32), (3, 32)), padding=((16, 32, 2),))
+
+
+def test_a_file_gives_its_kinds(tmp_path):
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps({"matrices": [[8192, 2048]], "grouped": [[512, 2048, 7168, 8]]}))
+    assert Shapes.read(path) == Shapes(matrices=((8192, 2048),), grouped=((512, 2048, 7168, 8),))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "holds list; needs an object with shapes of some of matrices, experts, padding, linear, grouped"),
+        ("{}", "holds []; needs"),
+        ('{"matrices": []}', "holds ['matrices']; needs"),
+        ("[" * 100_000, "recursion"),
+        ('{"matrices": [[1000000000000000000000, 32]]}', "integers from 1 to 2^40"),
+        ('{"matrix": [[1, 2]]}', "holds ['matrix']; needs"),
+        ('{"matrices": [[1, 2, 3]]}', "matrices = [[1, 2, 3]]; needs a list of [M K], integers from 1 to 2^40"),
+        ('{"matrices": [1]}', "matrices = [1]; needs"),
+        ('{"linear": [[1, 0, 3]]}', "linear = [[1, 0, 3]]; needs a list of [M N K]"),
+        ('{"linear": [[1, true, 3]]}', "needs a list of [M N K]"),
+        ('{"linear": [[1, 2.0, 3]]}', "needs a list of [M N K]"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, words):
+    path = tmp_path / "shapes.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="shapes: ") as error:
+        Shapes.read(path)
+    assert words in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_torchaos_quantizer_shapes_are_those_of_its_benchmark():
+    """benchmarks/prototype/moe_training/mxfp8/bench_cutedsl_quantize_2d_1x32.py, and 32768 x 32768."""
+    assert SETS["torchao"].matrices == (
+        (8192, 2048),
+        (8192, 7168),
+        (32768, 2048),
+        (32768, 7168),
+        (131072, 2048),
+        (131072, 7168),
+        (32768, 32768),
+    )
+
+
+@pytest.mark.parametrize("shapes", SETS)
+@pytest.mark.parametrize("op", dispatch.ops())
+def test_every_op_is_timed_on_calls_that_its_contract_allows(op, shapes):
+    reference = dispatch.reference(op)
+    cases = list(reference.spec.bench_cases(SETS[shapes]))
+    assert cases
+    assert len({case.name for case in cases}) == len(cases)
+    with FakeTensorMode():
+        for case in cases:
+            args = case.args()
+            outputs = outputs_of(reference(*args, **case.kwargs))  # it checks its arguments
+            assert reference.spec.bytes_moved(args, outputs) > 0
+            assert reference.spec.flops(args, outputs) >= 0
