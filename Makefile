@@ -41,7 +41,7 @@ pytest: $(READY)
 # The kernels on the CPU: Helion as eager torch, then Triton, and the Triton that Helion generates, tile by tile.
 interpreted: $(READY)
 	HELION_INTERPRET=1 $(PYTEST) tests/test_conformance.py
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_int64.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_int64.py tests/test_limits.py
 
 notebooks-test: $(READY)
 	$(PYTHON) -c "import matplotlib.pyplot"  # builds its font cache, and says so, before a cell's output is compared
@@ -60,8 +60,9 @@ lab: $(READY)
 	$(PIP) jupyterlab
 	$(PYTHON) -m jupyterlab notebooks
 
+# make bench ARGS="--complete --json new.json"
 bench: $(READY)
-	$(PYTHON) -m mxspec bench $(if $(JSON),--json $(JSON))
+	$(PYTHON) -m mxspec bench $(ARGS)
 
 clean:
 	rm -rf .venv demo-output

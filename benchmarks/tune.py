@@ -12,11 +12,12 @@ from itertools import product
 
 import torch
 
+import mxspec
 from mxspec import dispatch
-from mxspec.bench import Contender, baselines, input_sets, race
+from mxspec.bench.timing import Contender, baselines, bytes_of_call, input_sets, race
 from mxspec.helion_kernels import mx_quantize as helion_mx_quantize
 from mxspec.helion_kernels._launch import config
-from mxspec.spec import Case, given
+from mxspec.spec import Case, given, outputs_of
 from mxspec.triton_kernels import mx_quantize as triton_mx_quantize
 
 BLOCKS_AND_WARPS = [(32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8), (512, 16)]
@@ -39,20 +40,25 @@ def main(shapes: list[str]) -> None:
     for shape, layout in product(shapes or ["4096x2048", "32768x7168", "131072x7168"], ("flat", "blocked")):
         M, K = map(int, shape.split("x"))
         kwargs = {"scale_layout": "plain" if layout == "flat" else layout}
-        inputs = input_sets(reference, Case(shape, given(torch.randn, M, K, dtype=torch.bfloat16), kwargs))
-        cast, copy = baselines(inputs)
-        contenders = [cast, copy]
+        case = Case(shape, given(torch.randn, M, K, dtype=torch.bfloat16), kwargs)
+        inputs = input_sets(reference, case, torch.device("cuda"))
+        expected = [outputs_of(reference(*args, **kwargs)) for args in inputs]
+        contenders = baselines(inputs)
+        cast = contenders[0]
         for (backend, configure), (blocks, warps) in product(BACKENDS.items(), BLOCKS_AND_WARPS):
             configure(layout, blocks, warps)
-            call = partial(dispatch.kernel_module("mx_quantize", backend).mx_quantize, **kwargs)
+            call = partial(mxspec.mx_quantize, backend=backend, **kwargs)
             contender = Contender(f"{backend}, {blocks} blocks, {warps} warps", call, inputs)
-            contender.prove(inputs, partial(reference, **kwargs), reference.spec)
+            if problem := contender.prove(expected):
+                raise AssertionError(f"{contender.name}: {problem}")
             contenders.append(contender)
         race(contenders)
         print(f"\n{shape}, {layout}: us, GB/s, of the bare cast")
-        for c in sorted(contenders, key=lambda c: -c.gbps):
-            print(f"  {c.name:<32}{c.us:9.2f}{c.gbps:8.0f}{c.gbps / cast.gbps:8.3f}", flush=True)
-        del contenders, inputs, cast, copy
+        found = sorted(((bytes_of_call(c) / c.us / 1e3, c.us, c.name) for c in contenders), reverse=True)
+        cast_gbps = bytes_of_call(cast) / cast.us / 1e3
+        for gbps, us, name in found:
+            print(f"  {name:<32}{us:9.2f}{gbps:8.0f}{gbps / cast_gbps:8.3f}", flush=True)
+        del contenders, contender, inputs, cast
         torch.cuda.empty_cache()
 
 

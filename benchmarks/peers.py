@@ -1,0 +1,517 @@
+"""Other libraries' kernels behind mxspec's contracts, for `python -m mxspec bench --peers`.
+
+An adapter has its op's signature and gives the op's outputs, as views of what the library wrote and without a kernel
+of its own. What a library wants laid out in another way beforehand is done by the adapter's `prepare`, which is not
+timed. Nothing here is imported by mxspec; each adapter imports its library when it is called.
+
+Read with torch 2.11 and CUDA 13 on an H200: `pip install --no-deps torchao==0.18.0 sgl-deep-gemm==0.1.2
+apache-tvm-ffi==0.1.9 fbgemm-gpu-genai==1.6.0`. The adapters of TransformerEngine, and what needs Blackwell, follow the
+libraries' sources and were not run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
+from mxspec.reference import _checks
+from mxspec.reference.fp8_dequantize import fp8_dequantize
+from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
+from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
+from mxspec.spec import Case, Reference, random_normal, spec, these
+
+ADAPTERS: dict[str, dict[str, Callable[..., Any]]] = {}  # op -> label, which begins with the library's name -> adapter
+
+
+class Unsupported(Exception):
+    """The library does not do this call, on this GPU or at all; the message is the reason."""
+
+
+def adapter(op: str, label: str, prepare: Callable[..., tuple[Any, ...]] | None = None) -> Callable[..., Any]:
+    """Register an adapter; `prepare` takes the op's arguments and gives those that the adapter is called with."""
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if prepare:
+            fn.prepare = prepare  # type: ignore[attr-defined]
+        ADAPTERS.setdefault(op, {})[label] = fn
+        return fn
+
+    return register
+
+
+def need(condition: bool, what: str) -> None:
+    if not condition:
+        raise Unsupported(what)
+
+
+@functools.cache
+def major(device: torch.device) -> int:
+    """The GPU's generation: 9 for Hopper, 10 for Blackwell; 0 for what is no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+# --- the libraries ----------------------------------------------------------------------------------------------
+
+
+def _version(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        raise
+    except Exception as error:  # a missing .so, or no CUDA toolkit: each library has its own way to say so
+        raise ImportError(f"{module} is installed and does not load: {type(error).__name__}: {error}") from error
+    return str(importlib.import_module(module.partition(".")[0]).__version__)
+
+
+def _cublas() -> str:
+    if torch.version.cuda is None:
+        raise ImportError(f"torch {torch.__version__} is built without CUDA")
+    try:
+        return importlib.metadata.version("nvidia-cublas")
+    except importlib.metadata.PackageNotFoundError:
+        return f"CUDA {torch.version.cuda}'s"
+
+
+LIBRARIES: dict[str, Callable[[], str]] = {
+    "torchao": functools.partial(_version, "torchao"),
+    "cuBLAS": _cublas,
+    "DeepGEMM": functools.partial(_version, "deep_gemm"),
+    "FBGEMM": functools.partial(_version, "fbgemm_gpu"),
+    "TransformerEngine": functools.partial(_version, "transformer_engine.pytorch"),
+}
+
+
+# --- what keeps compiling and tuning within a minute ------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(fn: Callable[..., Any], *key: Any) -> Callable[..., Any]:
+    """torch.compile for one call: anew for each shape and option, since a size left open makes slower code.
+
+    On an H200 blocked scales of 8192 x 2048 take 28.3 us with the rows left open and 20.6 us without. What was compiled
+    before is dropped, or every call would walk through the guards of all shapes.
+    """
+    torch._dynamo.reset()
+    return torch.compile(fn, dynamic=False, fullgraph=True)
+
+
+def _large(x: Tensor) -> Tensor:
+    """A matrix of all of x's rows. A compilation takes more than a second, so small calls are left out."""
+    need(x.is_contiguous(), "takes row-major inputs only")
+    need(x.numel() >= 2**22, "compiled for each shape, so here from 2^22 elements on")
+    return x.view(-1, x.shape[-1])
+
+
+_TUNED: set[Any] = set()
+
+
+def _tuned(kernel: Any, call: Callable[[], Any]) -> Any:
+    """Call an autotuned Triton kernel.
+
+    torchao's kernels race up to 45 configurations anew for every K. Here the first tuning is the library's own, its
+    configurations compiled in threads beforehand; later ones race the best four of it.
+    """
+    if kernel in _TUNED:
+        return call()
+    _compile_in_threads(kernel, call)
+    result = call()
+    timings: dict[Any, list[float]] = getattr(kernel, "configs_timings", {})
+    kernel.configs = sorted(timings, key=timings.__getitem__)[:4] or kernel.configs
+    _TUNED.add(kernel)
+    return result
+
+
+def _compile_in_threads(kernel: Any, call: Callable[[], Any]) -> None:
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:
+        return  # tuning then compiles them one after the other
+    kernel.run = lambda *args, warmup, **kwargs: kernel.warmup(*args, **kwargs)
+    try:
+        with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
+            call()
+    finally:
+        del kernel.run  # the class's method again
+
+
+# --- MX ---------------------------------------------------------------------------------------------------------
+
+
+@adapter("mx_quantize", "torchao compiled")
+def _(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+    blocked = scale_layout == "blocked"
+    need(scaling != "even", "to_mx does not compile with EVEN")
+    need(x.dtype != torch.float16, "to_mx takes bfloat16 and float32 only")
+    need(axis == -1 or x.ndim == 2, "to_mx has blocks along the last dimension only; transposed here for 2-D")
+    need(x.ndim == 2 or not blocked or x.shape[-2] % 128 == 0, "tiles the scales of all experts as one matrix")
+    options = element(elem_dtype).dtype, ScaleCalculationMode(scaling), blocked
+    qdata, scale = _compiled(_to_mx, x.shape, axis, *options)(_large(x), axis, *options)
+    scale = scale.view(*x.shape[:-2], *((-1,) if blocked else (-1, scale.shape[-1])))
+    return qdata.view(x.shape) if axis == -1 else qdata, scale
+
+
+def _to_mx(x: Tensor, axis: int, elem_dtype: torch.dtype, mode: Any, blocked: bool) -> tuple[Tensor, Tensor]:
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    if axis == -2:  # as torchao's benchmarks/mx_formats/cast_bench.py does for "dim1"
+        x = x.t().contiguous()
+    scale, qdata = to_mx(x, elem_dtype, MX_BLOCK_SIZE, mode, is_swizzled_scales=blocked)
+    return qdata.t() if axis == -2 else qdata, scale
+
+
+@adapter("mx_quantize", "torchao Triton")
+def _(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    from torchao.prototype.mx_formats import kernels
+
+    need(major(x.device) >= 10, "torchao defines its MX Triton kernels from compute capability 10.0 on")
+    need(x.dtype == torch.bfloat16 and x.is_contiguous(), "takes row-major bfloat16 only")
+    need(element(elem_dtype).dtype == torch.float8_e4m3fn, "writes e4m3fn only")
+    need(scaling in ("floor", "rceil"), "has floor and rceil only")
+    need(scale_layout == "plain", "writes plain scales only")
+    if axis == -1:
+        return kernels.triton_to_mxfp8_dim0(x, MX_BLOCK_SIZE, scaling)
+    need(x.ndim == 2 and x.shape[0] % 128 == 0 == x.shape[1] % 128, "takes 2-D multiples of 128 only along axis -2")
+    return kernels.triton_to_mxfp8_dim1(x, MX_BLOCK_SIZE, scaling)
+
+
+@adapter("mx_quantize", "TransformerEngine")
+def _(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+
+    need(major(x.device) >= 10, "its MXFP8 needs compute capability 10.0")
+    need((axis, scaling, scale_layout) == (-1, "rceil", "plain"), "fits axis -1, rceil, plain scales only")
+    need(element(elem_dtype).dtype == torch.float8_e4m3fn and x.ndim == 2, "fits 2-D and e4m3fn only")
+    need(x.shape[0] % 128 == 0 == x.shape[1] % 128, "pads its plain scales to 128 x 4")
+    out = MXFP8Quantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=False)(x)
+    return out._rowwise_data.view(torch.float8_e4m3fn), out._rowwise_scale_inv.view(torch.float8_e8m0fnu)
+
+
+@adapter("mx_dequantize", "torchao compiled")
+def _(
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> Tensor:
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype
+
+    need((axis, scale_layout) == (-1, "plain"), "to_dtype gives row-major outputs for axis -1 and plain scales only")
+    call = _compiled(to_dtype, qdata.shape, qdata.dtype, out_dtype)
+    out = call(_large(qdata), scale.view(-1, scale.shape[-1]), qdata.dtype, MX_BLOCK_SIZE, out_dtype)
+    return out.view(qdata.shape)
+
+
+@adapter("mx_dequantize", "torchao Triton")
+def _(
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> Tensor:
+    from torchao.prototype.mx_formats import kernels
+
+    need((axis, scale_layout) == (-1, "plain"), "takes axis -1 and plain scales only")
+    need(qdata.dtype == torch.float8_e4m3fn and qdata.ndim == 2, "takes 2-D e4m3fn only")
+    need(qdata.is_contiguous() and scale.is_contiguous(), "takes row-major inputs only")
+    call = functools.partial(kernels.triton_mxfp8_dequant_dim0, qdata, scale.view(torch.uint8), out_dtype)
+    return _tuned(kernels._dequant_mxfp8_kernel, call)
+
+
+@adapter("to_blocked", "torchao compiled")
+def _(scale: Tensor) -> Tensor:
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    need(scale.ndim == 2 or scale.shape[1] % 128 == 0, "tiles the scales of all experts as one matrix")
+    blocked = _compiled(to_blocked, scale.shape)(_large(scale.view(torch.uint8))).view(scale.dtype)
+    return blocked if scale.ndim == 2 else blocked.view(scale.shape[0], -1)
+
+
+@adapter("to_blocked", "torchao Triton")
+def _(scale: Tensor) -> Tensor:
+    from torchao.prototype.moe_training.kernels.mxfp8.quant import triton_mx_block_rearrange_per_group_3d
+    from torchao.prototype.mx_formats.kernels import triton_mx_block_rearrange
+
+    if scale.ndim == 2:
+        return triton_mx_block_rearrange(scale).view(-1)
+    return triton_mx_block_rearrange_per_group_3d(scale).view(scale.shape[0], -1)
+
+
+# --- FP8 in blocks of 128 ---------------------------------------------------------------------------------------
+
+
+def _torchao_1x128(kernel: str, x: Tensor, scale_format: str, scale_major: str, eps: float) -> tuple[Tensor, Tensor]:
+    from torchao.prototype.blockwise_fp8_training import kernels
+
+    need(scale_major == "mn", "writes MN-major scales only")
+    need((scale_format, eps) == ("fp32", 1e-12), "has fp32 scales and eps 1e-12 only")
+    need(x.is_contiguous() and x.shape[-1] % FP8_BLOCK_SIZE == 0, "takes row-major inputs, K a multiple of 128")
+    return _tuned(getattr(kernels, f"{kernel}_kernel"), functools.partial(getattr(kernels, kernel), x))
+
+
+@adapter("fp8_quantize_1x128", "torchao lhs")
+def _(
+    x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
+) -> tuple[Tensor, Tensor]:
+    need(axis == -1, "quantizes along axis -1")
+    return _torchao_1x128("triton_fp8_blockwise_act_quant_lhs", x, scale_format, scale_major, eps)
+
+
+@adapter("fp8_quantize_1x128", "torchao rhs")
+def _(
+    x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
+) -> tuple[Tensor, Tensor]:
+    need(axis == -2, "quantizes along axis -2")
+    qdata, scale = _torchao_1x128("triton_fp8_blockwise_act_quant_rhs", x, scale_format, scale_major, eps)
+    return qdata, scale.t()
+
+
+@adapter("fp8_quantize_1x128", "torchao transposed lhs")
+def _(
+    x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
+) -> tuple[Tensor, Tensor]:
+    need(axis == -2, "quantizes along axis -2")
+    qdata, scale = _torchao_1x128("triton_fp8_blockwise_act_quant_transposed_lhs", x, scale_format, scale_major, eps)
+    return qdata.t(), scale
+
+
+@adapter("fp8_quantize_1x128", "FBGEMM")
+def _(
+    x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
+) -> tuple[Tensor, Tensor]:
+    from fbgemm_gpu.experimental.gemm.triton_gemm.fp8_gemm import quantize_fp8_group
+
+    need(axis == -1, "quantizes along axis -1")
+    need((scale_format, eps) == ("fp32", 1e-12), "has fp32 scales and eps 1e-12 only")
+    need(x.is_contiguous(), "takes row-major inputs only")
+    qdata, scale = quantize_fp8_group(x, group_size=FP8_BLOCK_SIZE, k_major=scale_major == "k")
+    return qdata, scale if scale_major == "k" else scale.t()
+
+
+@adapter("fp8_quantize_1x128", "TransformerEngine")
+def _(
+    x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
+) -> tuple[Tensor, Tensor]:
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    need((axis, scale_major) == (-1, "mn"), "gives 1x128 blocks along axis -1 with MN-major scales")
+    need(x.shape[0] % 4 == 0, "pads its MN-major scales to 4 rows")
+    quantizer = Float8BlockQuantizer(
+        tex.DType.kFloat8E4M3,
+        rowwise=True,
+        columnwise=False,
+        amax_epsilon=eps,
+        force_pow_2_scales=scale_format == "pow2",
+        block_scaling_dim=1,
+    )
+    out = quantizer(x)
+    return out._rowwise_data.view(torch.float8_e4m3fn), out._rowwise_scale_inv.t()
+
+
+@adapter("fp8_quantize_128x128", "torchao")
+def _(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> tuple[Tensor, Tensor]:
+    from torchao.prototype.blockwise_fp8_training import kernels
+
+    need((scale_format, eps) == ("fp32", 1e-12), "has fp32 scales and eps 1e-12 only")
+    need(w.is_contiguous() and w.shape[-2] % FP8_BLOCK_SIZE == 0, "takes row-major inputs, N a multiple of 128")
+    # The transpose of its column-major output for the transpose is the row-major one that the contract states.
+    call = functools.partial(kernels.triton_fp8_blockwise_weight_quant_transposed_rhs, w.view(-1, w.shape[-1]))
+    qdata, scale = _tuned(kernels.triton_fp8_blockwise_weight_quant_transposed_rhs_kernel, call)
+    return qdata.t().view(w.shape), scale.t().view(*w.shape[:-2], -1, scale.shape[0])
+
+
+@adapter("fp8_quantize_128x128", "FBGEMM")
+def _(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> tuple[Tensor, Tensor]:
+    from fbgemm_gpu.experimental.gemm.triton_gemm.fp8_gemm import quantize_fp8_block
+
+    need((scale_format, eps) == ("fp32", 1e-12), "has fp32 scales and eps 1e-12 only")
+    need(w.is_contiguous(), "takes row-major inputs only")
+    need(w.ndim == 2 or w.shape[-2] % FP8_BLOCK_SIZE == 0, "has blocks that span two experts")
+    qdata, scale = quantize_fp8_block(w, FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
+    return qdata, scale.view(*w.shape[:-2], -1, scale.shape[-1])
+
+
+# --- fp8_gemm, which mxspec does not have yet -------------------------------------------------------------------
+
+
+def _check_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    op = "fp8_gemm"
+    operands = ("a", a), ("a_scale", a_scale), ("b", b), ("b_scale", b_scale)
+    for (name, tensor), dtype in zip(operands, 2 * (torch.float8_e4m3fn, torch.float32), strict=True):
+        _checks.tensor_dtype(op, name, tensor, (dtype,))
+        _checks.rank(op, name, tensor, (2,))
+        _checks.same_device(op, ("a", a), (name, tensor))
+    (M, K), N = a.shape, b.shape[0]
+    _checks.multiple(op, "K", K, FP8_BLOCK_SIZE)
+    _checks.shape(op, "b", b, (N, K), f"for a {(M, K)}")
+    _checks.shape(op, "a_scale", a_scale, (M, K // FP8_BLOCK_SIZE), f"for a {(M, K)}")
+    _checks.shape(op, "b_scale", b_scale, (-(-N // FP8_BLOCK_SIZE), K // FP8_BLOCK_SIZE), f"for b {(N, K)}")
+
+
+def _gemm_args(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *fp8_quantize_1x128(x), *fp8_quantize_128x128(w)
+
+
+def _gemm_cases() -> Iterator[Case]:
+    def args(M: int, N: int, K: int) -> tuple[Tensor, ...]:
+        return _gemm_args(random_normal(M, K), random_normal(N, K, seed=1))
+
+    for M, N, K in [(64, 128, 128), (77, 200, 384), (256, 256, 512)]:
+        yield Case(f"{M}x{N}x{K}", functools.partial(args, M, N, K))
+    a, a_scale, b, b_scale = _gemm_args(torch.ones(4, 256), torch.ones(128, 256))
+    yield Case("a scale of 0", these(a, 0 * a_scale, b, b_scale), flags={"edge"})
+    yield Case("no rows", these(a[:0], a_scale[:0], b, b_scale), flags={"edge"})
+    yield Case("another K", these(a, a_scale, b[:, :128], b_scale), raises=ValueError, match=r"needs \(128, 256\)")
+    yield Case("bf16 operand", these(a.bfloat16(), a_scale, b, b_scale), raises=TypeError, match="bfloat16")
+
+
+def _gemm_bench_cases(shapes: Any) -> Iterator[Case]:
+    def args(M: int, N: int, K: int) -> tuple[Tensor, ...]:
+        return _gemm_args(torch.randn(M, K, dtype=torch.bfloat16), torch.randn(N, K, dtype=torch.bfloat16))
+
+    for M, N, K in shapes.linear:
+        yield Case(f"{M}x{N}x{K}", functools.partial(args, M, N, K))
+
+
+# Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so DeepGEMM and cuBLAS move it to fp32 every 128
+# of K: emulated, that is 78 dB, and 62 dB once it has changed the rounding of some outputs to bfloat16. Operands that
+# are themselves rounded to bfloat16 give 50 dB, one of 4096 scales wrong by a factor of two 36 dB.
+@spec(
+    cases=_gemm_cases,
+    check_args=_check_gemm,
+    min_sqnr_db=55.0,
+    flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[0] * args[0].shape[1],
+    bench_cases=_gemm_bench_cases,
+)
+def fp8_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """Multiply FP8 activations by an FP8 weight: `out = bf16(sum_k (a * a_scale)[m, k] * (b * b_scale)[n, k])`.
+
+    Args:
+        a: `(M, K)` float8_e4m3fn, K a multiple of 128.
+        a_scale: `(M, K/128)` float32, 1x128 blocks.
+        b: `(N, K)` float8_e4m3fn.
+        b_scale: `(ceil(N/128), K/128)` float32, 128x128 blocks.
+
+    Returns:
+        `(M, N)` bfloat16, contiguous: products and sums in fp64, rounded once, so that it depends on no order of sums.
+
+    Source: DeepSeek-V3 technical report, section 3.3.2.
+    """
+    _check_gemm(a, a_scale, b, b_scale)
+    N = b.shape[0]
+    x = a.double() * a_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 1)  # (M, K)
+    rows = b_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 0)[:N]
+    w = b.double() * rows.repeat_interleave(FP8_BLOCK_SIZE, 1)  # (N, K)
+    return (x @ w.t()).to(torch.bfloat16)
+
+
+REFERENCES: tuple[Reference[..., Any], ...] = (fp8_gemm,)
+
+
+def _mn_major(scale: Tensor, multiple: int = 1) -> Tensor:
+    """The same scales with strides `(1, rows)`, rows rounded up to a multiple."""
+    rows, cols = scale.shape
+    padded = -(-rows // multiple) * multiple
+    return torch.empty_strided((rows, cols), (1, padded), dtype=scale.dtype, device=scale.device).copy_(scale)
+
+
+def _in_bf16(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+    return fp8_dequantize(a, a_scale), a_scale, fp8_dequantize(b, b_scale), b_scale
+
+
+@adapter("fp8_gemm", "cuBLAS bf16", prepare=_in_bf16)  # what FP8 has to beat; it differs, at 50 dB
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    return torch.mm(a, b.t())
+
+
+def _cublas_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+    # cuBLAS reads a column of 128x128 scales in whole steps of 16 bytes: K-blocks padded to four
+    padded = torch.nn.functional.pad(b_scale, (0, -b_scale.shape[1] % 4))
+    return a, _mn_major(a_scale), b, padded
+
+
+@adapter("fp8_gemm", "cuBLAS fp8", prepare=_cublas_scales)
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    need(major(a.device) == 9, "has scales of 1x128 by 128x128 on Hopper only")
+    recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    try:
+        return scaled_mm(a, b.t(), a_scale, recipes[0], b_scale.t(), recipes[1], output_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        need("CUBLAS_STATUS_NOT_SUPPORTED" not in str(error), f"has no kernel for M = {a.shape[0]}")
+        raise
+
+
+def _deep_gemm_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+    return a, _mn_major(a_scale, multiple=4), b, b_scale.contiguous()  # TMA: rows of 16 bytes
+
+
+@adapter("fp8_gemm", "DeepGEMM", prepare=_deep_gemm_scales)
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    import deep_gemm
+
+    need(hasattr(deep_gemm, "fp8_gemm_nt"), "has no fp8_gemm_nt in this build")
+    need(major(a.device) == 9, "rounds fp32 scales to powers of two except on Hopper")
+    out = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+    deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out)
+    return out
+
+
+@adapter("fp8_gemm", "torchao", prepare=_deep_gemm_scales)
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    from torchao.prototype.blockwise_fp8_training import kernels
+
+    need(a.shape[0] % 256 == 0 == b.shape[0] % 256, "reads scales past the end unless M and N are multiples of 256")
+    operands = a, b.t(), a_scale, b_scale.t()
+    call = functools.partial(kernels.triton_fp8_gemm_1x128_128x128, *operands, out_dtype=torch.bfloat16)
+    return _tuned(kernels.triton_fp8_gemm_1x128_128x128_kernel, call)
+
+
+def _fbgemm_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+    return a, a_scale.t().contiguous(), b, b_scale.t().contiguous()  # (K/128, M), (K/128, N/128)
+
+
+@adapter("fp8_gemm", "FBGEMM", prepare=_fbgemm_scales)
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    import fbgemm_gpu.experimental.gen_ai  # noqa: F401  # it defines the operators
+
+    need(hasattr(torch.ops.fbgemm, "f8f8bf16_groupwise"), "has no f8f8bf16_groupwise in this build")
+    need(b.shape[0] % FP8_BLOCK_SIZE == 0, "takes N in multiples of 128")
+    return torch.ops.fbgemm.f8f8bf16_groupwise(a, b, a_scale, b_scale)

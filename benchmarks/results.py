@@ -1,0 +1,181 @@
+"""The stored results: publish a run as the page that the README links to, and hold a new run against it.
+
+python -m mxspec bench --complete --json new.json      # on the GPU
+python benchmarks/results.py compare new.json          # what fell since the stored run?
+python benchmarks/results.py publish new.json          # its page, pictures and the README's table
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mxspec.bench import plots, tables
+from mxspec.bench.record import Race, Run, read
+from mxspec.console import console
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+FALL = 0.05  # a ratio that falls by more than this is flagged; a ratio's own spread is under 0.01 at large sizes
+
+COMPLETE = "python -m mxspec bench --complete"
+_BEGIN, _END = "<!-- written by benchmarks/results.py publish -->", "<!-- end -->"
+
+
+def name_of(run: Run) -> str:
+    """What the files of a run are called: `h200-2026-11-21`."""
+    return f"{'-'.join(run.device.removeprefix('NVIDIA ').lower().split())}-{run.date}"
+
+
+def stored(device: str | None = None) -> Path:
+    """The newest stored run, of this device if one is named."""
+    runs = [(read(path), path) for path in RESULTS.glob("*.json")]
+    dated = [(run.date, path) for run, path in runs if device in (None, run.device)]
+    if not dated:
+        raise ValueError(f"results: no stored run of {device or 'any device'} in {RESULTS}")
+    return max(dated)[1]
+
+
+# --- publish ----------------------------------------------------------------------------------------------------
+
+
+README_ROWS = {
+    "along rows, plain scales": ("mx_quantize", "{}, rceil, plain"),
+    "along rows, blocked": ("mx_quantize", "{}, rceil, blocked"),
+    "along rows, floor": ("mx_quantize", "{}, floor, plain"),
+    "along columns, plain scales": ("mx_quantize", "{}, rceil, plain, axis -2"),
+    "along columns, blocked": ("mx_quantize", "{}, rceil, blocked, axis -2"),
+    "both in one read, blocked": ("mx_quantize_rowcol", "{}, rceil, blocked"),
+}
+
+
+def readme_table(run: Run) -> str:
+    """The README's table: our kernels beside the machine's limits and the peers, at one large size."""
+    races = {(race.op, race.case): race for race in run.races}
+    chosen = {row: races[op, case.format("32768x7168")] for row, (op, case) in README_ROWS.items()}
+    columns = {"Triton": "triton", "Helion": "helion", "bare cast": "bare cast", "copy": "copy"}
+    columns |= {e.name: e.name for race in chosen.values() for e in race.entries if e.kind == "peer"}
+    lines = [f"| 32768 x 7168 bfloat16 to MXFP8 | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    lines += [f"| {row} | {' | '.join(_cells(race, columns))} |" for row, race in chosen.items()]
+    host = run.overhead_us["mx_quantize, triton"]
+    caption = f"""\
+GB/s of bytes read and written on one {run.device}; in brackets the share of a bare bfloat16 -> e4m3 cast, which writes
+no scales. `{run.command}`, {run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md). A call
+of 64 x 128 takes that host {host["the op, auto"]:.0f} us, {host["bare launch"]:.0f} of them the bare Triton launch."""
+    return "\n".join([*lines, "", caption])
+
+
+def _cells(race: Race, columns: dict[str, str]) -> Iterator[str]:
+    for name in columns.values():
+        e = race.entry(name)
+        ratio = e and race.ratio(e, "bare cast")
+        shown = "" if e is None else f"{e.gbps:.0f}"
+        yield f"{shown} ({ratio:.2f})" if e and ratio and e.kind != "baseline" else shown
+
+
+def page(run: Run) -> str:
+    """The results page in Markdown."""
+    pictures = [f"![{name}]({name_of(run)}/{name}.png)\n" for name in plots.figures(run)]
+    head = f"""# {run.device}, {run.date}
+
+Written by `python benchmarks/results.py publish` from [{name_of(run)}.json]({name_of(run)}.json).
+
+us: a CUDA graph's replay, so the kernels without their launches; buffers rotate over four times the L2, or 32 sets of
+them. Plain call: as a program makes it, launches and allocations included, and a peer's adapter, some 5 us. Bytes:
+inputs and outputs, each once. Every timed launch, the copy's and the cast's too, first wrote all of a poisoned output,
+ours with the reference's bytes; of a peer the last column says whether its bytes are the reference's, or by how much
+they differ. Contenders are timed in turn, seven rounds each, once they have warmed the card up together; us is the
+median of the rounds, spread their (max - min) / median. Matmuls run at the card's power limit, so compare them inside
+one table only. Of torchao's autotuned Triton kernels each chooses, after its first shape, among the four
+configurations that were best there.
+"""
+    return "\n".join([head, tables.markdown(run), *pictures])
+
+
+def in_readme(run: Run, text: str) -> str:
+    """The README with this run's table in its place."""
+    found = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
+    if len(found.findall(text)) != 1:
+        raise ValueError(f"results: the README needs one place between {_BEGIN!r} and {_END!r}")
+    return found.sub(lambda _: f"{_BEGIN}\n{readme_table(run)}\n{_END}", text)
+
+
+def publish(path: Path) -> None:
+    """Write a run's files and the README's table."""
+    run = read(path)
+    if run.command != COMPLETE:
+        raise ValueError(f"results: {path} is of `{run.command}`; only one of `{COMPLETE}` is published")
+    if run.wrong:
+        raise ValueError(f"results: {path} found something wrong, so it is not published: {'; '.join(run.wrong)}")
+    try:  # everything is rendered before anything is written
+        readme, text = in_readme(run, README.read_text()), page(run)
+    except KeyError as error:
+        raise ValueError(f"results: {path} has no figure for {error}") from error
+    plots.draw(run, RESULTS / name_of(run))
+    run.write(RESULTS / f"{name_of(run)}.json")
+    (RESULTS / f"{name_of(run)}.md").write_text(text)
+    README.write_text(readme)
+    console.print(f"published: benchmarks/results/{name_of(run)}.md, .json and pictures; the README's table")
+
+
+# --- compare ----------------------------------------------------------------------------------------------------
+
+
+def falls(new: Run, old: Run) -> Iterator[str]:
+    """Every ratio of ours to a limit or a peer that fell by more than FALL, or that is gone."""
+    now = {(race.op, race.case): race for race in new.races}
+    for race in old.races:
+        other = now.get((race.op, race.case))
+        for e in (e for e in race.entries if e.kind == "backend"):
+            what = f"{race.op}, {race.case}, {e.name}"
+            mine = other.entry(e.name) if other else None
+            if other is None or mine is None:
+                yield f"{what}: no figure any more"
+                continue
+            for beside in (b.name for b in race.entries if b.kind != "backend"):
+                before, after = race.ratio(e, beside), other.ratio(mine, beside)
+                if after is None:
+                    yield f"{what}: no {beside} beside it any more"
+                elif before and after < (1 - FALL) * before:
+                    yield f"{what}: {before:.3f} -> {after:.3f} of {beside}"
+
+
+def compare(new: Path, old: Path | None) -> int:
+    """Print what fell or is gone; 1 if anything did."""
+    run = read(new)
+    path = old or stored(run.device)
+    before = read(path)
+    if run.device != before.device:
+        raise ValueError(f"results: {new} is of {run.device} and {path} of {before.device}; needs one device")
+    found = [*run.wrong, *falls(run, before)]
+    for line in found:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    beside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    console.print(f"{len(found)} figures wrong, gone or fallen by more than {FALL:.0%} since {beside}", highlight=False)
+    return 1 if found else 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("publish", help=publish.__doc__).add_argument("run", type=Path)
+    sub = commands.add_parser("compare", help=compare.__doc__)
+    sub.add_argument("run", type=Path)
+    sub.add_argument("old", type=Path, nargs="?", help="default: the newest stored run of the same device")
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "compare":
+            return compare(options.run, options.old)
+        publish(options.run)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
