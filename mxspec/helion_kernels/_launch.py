@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import helion
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 Configs = Mapping[tuple[int, int], helion.Config]
 
 
@@ -21,6 +22,12 @@ def config(block_sizes: list[int], num_warps: int, **options: Any) -> helion.Con
 
 
 @functools.cache
+def on_grid(dims: int, num_warps: int, pid_type: str = "flat") -> helion.Config:
+    """The same for an `hl.grid` of so many dimensions, which has no block sizes."""
+    return helion.Config(block_sizes=[], num_warps=num_warps, loop_orders=[list(range(dims))[::-1]], pid_type=pid_type)
+
+
+@functools.cache
 def _kernel(body: Callable[..., None], config: helion.Config, index_dtype: torch.dtype) -> Any:
     # Dynamic shapes: one compilation serves every size. A config that is given is never tuned.
     return helion.kernel(body, config=config, static_shapes=False, index_dtype=index_dtype)
@@ -29,6 +36,11 @@ def _kernel(body: Callable[..., None], config: helion.Config, index_dtype: torch
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type != "cpu" else (9, 0)
+
+
+def for_device(table: Mapping[tuple[int, int], T], device: torch.device) -> T:
+    """What a table by compute capability holds for a device; for one that it does not know, Hopper's."""
+    return table.get(_capability(device), table[(9, 0)])
 
 
 def extent(t: Tensor) -> int:
@@ -44,5 +56,4 @@ def launch(body: Callable[..., None], configs: Configs, *args: Any) -> None:
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     wide = max(max(extent(t), t.numel()) for t in tensors) >= 2**31
-    config = configs.get(_capability(tensors[0].device), configs[(9, 0)])
-    _kernel(body, config, torch.int64 if wide else torch.int32)(*args)
+    _kernel(body, for_device(configs, tensors[0].device), torch.int64 if wide else torch.int32)(*args)

@@ -16,16 +16,23 @@ from mxspec.formats import ElementFormat
 _CLAMP = os.environ.get("HELION_INTERPRET") == "1"
 
 
-def block_amax(x: Tensor) -> Tensor:
-    """The fp32 bits of the largest |x| along the last dimension; Inf and then NaN count as larger than every number.
+def magnitude_bits(x: Tensor) -> Tensor:
+    """The bits of x without the sign, in x's own width.
 
-    The maximum is over the bits without the sign, in x's own width: as integers they have the order of the values,
-    and an integer maximum cannot drop a NaN.
+    As integers they have the order of the magnitudes, Inf and then NaN largest, and an integer maximum cannot drop a
+    NaN.
     """
-    if x.dtype == torch.float32:
-        return (x.view(torch.int32) & 0x7FFFFFFF).amax(-1)
-    bits = (x.view(torch.int16) & 0x7FFF).amax(-1)
-    return bits.view(x.dtype).to(torch.float32).view(torch.int32)
+    return x.view(torch.int32) & 0x7FFFFFFF if x.dtype == torch.float32 else x.view(torch.int16) & 0x7FFF
+
+
+def fp32_bits(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """The fp32 bits, as int32, of magnitudes that are given by their bits in `dtype`."""
+    return magnitude if dtype == torch.float32 else magnitude.view(dtype).to(torch.float32).view(torch.int32)
+
+
+def block_amax(x: Tensor) -> Tensor:
+    """The fp32 bits of the largest |x| along the last dimension."""
+    return fp32_bits(magnitude_bits(x).amax(-1), x.dtype)
 
 
 def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
@@ -52,6 +59,16 @@ def reciprocal_scale(byte: Tensor) -> Tensor:
     Byte 254, whose reciprocal is subnormal, does not occur: an fp32 exponent field less emax is at most 253.
     """
     return torch.where(byte == 255, 0x7FC00000, (254 - byte) << 23).view(torch.float32)
+
+
+def scale_value(byte: Tensor) -> Tensor:
+    """`2^(byte - 127)` as fp32, from uint8; byte 255 gives NaN.
+
+    The byte is the exponent field. Both ends need the mantissa's top bit as well: 0x00400000 is 2^-127, a subnormal,
+    and 0x7FC00000 is NaN.
+    """
+    bits = byte.to(torch.int32) << 23
+    return torch.where((byte == 0) | (byte == 255), bits | 0x400000, bits).view(torch.float32)
 
 
 def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:

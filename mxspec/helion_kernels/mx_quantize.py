@@ -1,11 +1,9 @@
 """mx_quantize in Helion: the contiguous case in five lines, and a kernel for every other stride and layout.
 
-The programs of both run over the scale bytes as they are stored.
+The programs of both run over the scale bytes as they are stored. Blocks along the columns are those of `_mx_tile`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import helion.language as hl
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from mxspec.formats import MX_BLOCK_SIZE, element
 from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels._launch import config, extent, launch
+from mxspec.helion_kernels._mx_tile import mx_tile
 from mxspec.helion_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
 
 RANK = {(9, 0): 2, (10, 0): 2}  # as fast as Triton's on an H200, but its way to a launch takes 37 us longer
@@ -29,10 +28,6 @@ CONFIGS = {
     "tall": {(9, 0): _TALL, (10, 0): _TALL},  # blocked, more than 65535 row tiles or experts
 }
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
-
-
-def supports(x: Tensor, *, axis: int = -1, **_: Any) -> str | None:
-    return None if axis == -1 else "has only axis -1"
 
 
 def _quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
@@ -80,6 +75,13 @@ def mx_quantize(
     scaling: str = "rceil",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
+    if axis == -2:
+        # The blocks along the columns of an x whose transpose is contiguous are those along the rows of that.
+        if x.stride(-1) == 1 and not x.mT.is_contiguous():
+            qdata, scale = mx_tile(x, element(elem_dtype), scaling, scale_layout)
+        else:
+            qdata, scale = mx_quantize(x.mT, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
+        return qdata.mT, scale
     *lead, R, K = x.shape
     C = K // MX_BLOCK_SIZE
     row_tiles, col_tiles = blocked_shape(R, C)

@@ -14,10 +14,10 @@ from mxspec.reference import _checks
 from mxspec.reference._mx_cases import edge_blocks, every_exponent
 from mxspec.reference._numerics import SCALINGS, reciprocal_scale, saturating_cast, shared_exponent
 from mxspec.reference.to_blocked import to_blocked
-from mxspec.spec import Case, given, random_bits, random_normal, spec, these
+from mxspec.spec import Case, Shapes, given, per_element, random_bits, random_normal, spec, these
 
 ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_ELEM_CHOICES = (*ELEM_DTYPES, "e4m3fn", "e5m2")
+ELEM_CHOICES = (*ELEM_DTYPES, "e4m3fn", "e5m2")
 SCALE_LAYOUTS = ("plain", "blocked")
 
 
@@ -33,7 +33,7 @@ def check_args(
     _checks.tensor_dtype(op, "x", x, _checks.FLOAT_DTYPES)
     _checks.rank(op, "x", x, (2, 3))
     _checks.choice(op, "axis", axis, (-1, -2))
-    _checks.choice(op, "elem_dtype", elem_dtype, _ELEM_CHOICES, TypeError)
+    _checks.choice(op, "elem_dtype", elem_dtype, ELEM_CHOICES, TypeError)
     _checks.choice(op, "scaling", scaling, SCALINGS)
     _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
     _checks.multiple(op, "K" if axis == -1 else "M", x.shape[axis], MX_BLOCK_SIZE)
@@ -53,6 +53,14 @@ def cases() -> Iterator[Case]:
             yield Case(name, given(edge_blocks), {"scaling": scaling, **fmt}, flags={"edge"})
             name = f"every exponent, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
             yield Case(name, given(every_exponent), {"scaling": scaling, **fmt}, flags={"edge"})
+    for scaling, dtype in zip(SCALINGS, (bf16, fp16, fp32, bf16), strict=True):
+        kw = {"axis": -2, "scaling": scaling}
+        name = f"random bit patterns, {str(dtype)[6:]}, {scaling}, axis -2"
+        yield Case(name, given(random_bits, 288, 160, dtype=dtype), kw)
+        yield Case(f"edge blocks, {scaling}, axis -2", lambda: (edge_blocks().mT.contiguous(),), kw, flags={"edge"})
+        yield Case(
+            f"every exponent, {scaling}, axis -2", lambda: (every_exponent().mT.contiguous(),), kw, flags={"edge"}
+        )
     rng = Random(2129)  # with this seed every value of an option meets every value of every other
     for axis, layout, shape in 2 * list(product((-1, -2), SCALE_LAYOUTS, [(96, 160), (2, 160, 64)])):
         dtype, scaling, elem = rng.choice(_checks.FLOAT_DTYPES), rng.choice(SCALINGS), rng.choice(("e4m3fn", "e5m2"))
@@ -75,9 +83,19 @@ def cases() -> Iterator[Case]:
     yield Case("no rows", given(torch.zeros, 0, 64), flags={"edge"})
     yield Case("no columns", given(torch.zeros, 4, 0), blocked, flags={"edge"})
     yield Case("no experts", given(torch.zeros, 0, 4, 64), blocked, flags={"edge"})
-    large = these(random_normal(1, 2048).expand(2**20 + 1, 2048))
+    for layout in SCALE_LAYOUTS:
+        kw = {"axis": -2, "scale_layout": layout}
+        yield Case(f"ragged against every tile, axis -2, {layout}", given(random_normal, 3, 544, 336), kw)
+        yield Case(f"odd K, axis -2, {layout}", given(random_normal, 64, 333), kw, flags={"edge"})
+        for axis in (-1, -2):
+            kw = {"axis": axis, "scale_layout": layout}
+            yield Case(f"every second row, axis {axis}, {layout}", lambda: (random_normal(192, 64)[::2],), kw)
+            yield Case(f"every second column, axis {axis}, {layout}", lambda: (random_normal(96, 320)[:, ::2],), kw)
+    large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
     yield Case("2^31 elements and more", large, flags={"large"})
     yield Case("2^31 elements and more, blocked", large, blocked, flags={"large"})
+    yield Case("2^31 elements and more, axis -2", large, {"axis": -2}, flags={"large"})
+    yield Case("2^31 elements and more, axis -2, blocked", large, {"axis": -2, **blocked}, flags={"large"})
 
     def refused(name, x, error, match, **kwargs):
         return Case(name, these(x), kwargs, raises=error, match=match)
@@ -99,15 +117,26 @@ def cases() -> Iterator[Case]:
     yield refused("e2m1 elements", x, TypeError, "e2m1", elem_dtype="e2m1")
 
 
-def bench_cases() -> Iterator[Case]:
-    for M, K in [(4096, 2048), (32768, 7168), (131072, 7168)]:
-        for scaling in ("rceil", "floor"):
-            for layout in SCALE_LAYOUTS:
-                kwargs = {"scaling": scaling, "scale_layout": layout}
-                yield Case(f"{M}x{K}, {scaling}, {layout}", given(torch.randn, M, K, dtype=torch.bfloat16), kwargs)
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    for shape in (*shapes.matrices, *shapes.experts):
+        x, name = given(torch.randn, *shape, dtype=torch.bfloat16), "x".join(map(str, shape))
+        for layout in SCALE_LAYOUTS if len(shape) == 2 else ("blocked",):
+            yield Case(f"{name}, rceil, {layout}", x, {"scale_layout": layout})
+            if shape[-2] % MX_BLOCK_SIZE == 0:  # not for a few tokens, which only the forward pass has
+                yield Case(f"{name}, rceil, {layout}, axis -2", x, {"scale_layout": layout, "axis": -2})
+        if len(shape) == 2 and shape[0] * shape[1] >= 2**26:  # where a rule's arithmetic could show at all
+            yield Case(f"{name}, floor, plain", x, {"scaling": "floor"})
+            if shape[-2] % MX_BLOCK_SIZE == 0:
+                yield Case(f"{name}, floor, plain, axis -2", x, {"scaling": "floor", "axis": -2})
 
 
-@spec(cases=cases, check_args=check_args, peer_rules="mx", bench_cases=bench_cases)
+@spec(
+    cases=cases,
+    check_args=check_args,
+    flops=per_element(2),  # a maximum and a multiply
+    peer_rules="mx",
+    bench_cases=bench_cases,
+)
 def mx_quantize(
     x: Tensor,
     *,

@@ -9,17 +9,31 @@ import triton.language as tl
 
 
 @triton.jit
-def block_amax(x):
-    """The fp32 bits of the largest |x| along axis 1; Inf and then NaN count as larger than every number.
+def magnitude_bits(x):
+    """The bits of x without the sign, in x's own width.
 
-    The maximum is over the bits without the sign, in x's own width: as integers they have the order of the values,
-    and an integer maximum cannot drop a NaN, as `max.f32` does.
+    As integers they have the order of the magnitudes, Inf and then NaN largest, and an integer maximum cannot drop a
+    NaN, as `max.f32` does.
     """
     if x.dtype == tl.float32:
-        return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:  # not after a return: Triton compiles what follows a static `if` that returns
-        bits = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1)
-        return bits.to(tl.int16).to(x.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
+
+
+@triton.jit
+def fp32_bits(magnitude, DTYPE: tl.constexpr):
+    """The fp32 bits, as int32, of magnitudes that are given by their bits in DTYPE."""
+    if tl.float32 == DTYPE:
+        return magnitude
+    else:
+        return magnitude.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def block_amax(x):
+    """The fp32 bits of the largest |x| along axis 1."""
+    return fp32_bits(tl.max(magnitude_bits(x), axis=1), x.dtype)
 
 
 @triton.jit
@@ -49,6 +63,17 @@ def reciprocal_scale(byte):
     Byte 254, whose reciprocal is subnormal, does not occur: an fp32 exponent field less emax is at most 253.
     """
     return tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_value(byte):
+    """2^(byte - 127) as fp32, from int32; byte 255 gives NaN.
+
+    The byte is the exponent field. Both ends need the mantissa's top bit as well: 0x00400000 is 2^-127, a subnormal,
+    and 0x7FC00000 is NaN.
+    """
+    mantissa = tl.where((byte == 0) | (byte == 255), 0x400000, 0)
+    return (byte << 23 | mantissa).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -7,7 +7,6 @@ block of zeros, which is 0.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import element
+from mxspec.triton_kernels import _mx_tile
 from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
+from mxspec.triton_kernels._launch import for_device
 from mxspec.triton_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
 
 # The same rate as Helion's within 1% on an H200 (README), with 26 us of host time a call where Helion's takes 63.
@@ -34,15 +35,11 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[4
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
-@functools.cache
-def _configs(device: torch.device) -> dict[str, dict[str, int]]:
-    capability = torch.cuda.get_device_capability(device) if device.type != "cpu" else (9, 0)
-    return CONFIGS.get(capability, _HOPPER)
-
-
 def supports(x: Tensor, *, axis: int = -1, **_: Any) -> str | None:
-    if axis != -1:
-        return "has only axis -1"
+    if axis == -2:
+        if not _is_transposed(x):
+            return _mx_tile.supports(x)
+        x = x.mT
     if x.numel() > 2**35:
         return f"counts blocks in 32 bits, so x may have up to 2^35 elements; it has {x.numel()}"
     if x.shape[-1] >= 2**29:
@@ -50,6 +47,11 @@ def supports(x: Tensor, *, axis: int = -1, **_: Any) -> str | None:
     if x.ndim == 3 and x.shape[0] > 65535:
         return f"has a grid of up to 65535 experts; x has {x.shape[0]}"
     return None
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Whether consecutive elements are those of a column: blocks along it are then blocks of the transpose's rows."""
+    return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
 @triton.jit
@@ -113,6 +115,12 @@ def mx_quantize(
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
     fmt = element(elem_dtype)
+    if axis == -2:
+        if _is_transposed(x):
+            qdata, scale = mx_quantize(x.mT, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
+        else:
+            qdata, scale = _mx_tile.mx_tile(x, fmt, scaling, scale_layout)
+        return qdata.mT, scale
     *lead, R, K = x.shape
     C, E = K // 32, lead[0] if lead else 1
     qdata = torch.empty_like(x, dtype=fmt.dtype, memory_format=torch.contiguous_format)
@@ -124,7 +132,7 @@ def mx_quantize(
     else:
         layout = "flat" if x.is_contiguous() else "strided"
         scale = x.new_empty((*lead, R, C), dtype=torch.uint8)
-    config = _configs(x.device)[layout]
+    config = for_device(CONFIGS, x.device)[layout]
     blocks = config["BLOCKS"]
     if layout == "flat":
         R, even = E * R, R * E * C % blocks == 0

@@ -1,0 +1,21 @@
+"""What a launch needs to know of its device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type != "cpu" else (9, 0)
+
+
+def for_device(configs: Mapping[tuple[int, int], T], device: torch.device) -> T:
+    """The configurations for a device's compute capability; Hopper's where it has none, and under the interpreter."""
+    return configs.get(_capability(device), configs[9, 0])
