@@ -12,6 +12,7 @@ from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import mx_dequantize
 from mxspec.reference.mx_quantize import mx_quantize
+from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
 from mxspec.reference.to_blocked import to_blocked
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "from_blocked",
     "mx_dequantize",
     "mx_quantize",
+    "mx_quantize_rowcol",
     "to_blocked",
     "use_backend",
 ]

@@ -1,0 +1,28 @@
+"""mx_quantize_rowcol in Helion: the tiles of `_mx_tile`, each read once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import element
+from mxspec.helion_kernels._mx_tile import mx_tile
+
+RANK = {(9, 0): 2, (10, 0): 2}  # H200: 0.93 to 0.97 of Triton's rate
+# 8-byte loads where tiles reach past x.
+PTX = (r"ld\.global\.v[24]\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+
+
+def mx_quantize_rowcol(
+    x: Tensor,
+    *,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fmt = element(elem_dtype)
+    if x.stride(-1) != 1 and x.stride(-2) == 1:  # x is the transpose of such a tensor: so are its results
+        q_col, s_col, q_row, s_row = mx_tile(x.mT, fmt, scaling, scale_layout, with_rows=True)
+    else:
+        q_row, s_row, q_col, s_col = mx_tile(x, fmt, scaling, scale_layout, with_rows=True)
+    return q_row, s_row, q_col.mT, s_col

@@ -1,0 +1,31 @@
+"""mx_quantize_rowcol in Triton: the tiles of `_mx_tile`, each read once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import element
+from mxspec.triton_kernels import _mx_tile
+
+RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+
+
+def supports(x: Tensor, **_: Any) -> str | None:
+    return _mx_tile.supports(x)
+
+
+def mx_quantize_rowcol(
+    x: Tensor,
+    *,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    turned = x.stride(-1) != 1 and x.stride(-2) == 1  # rows are what lies in columns: so are the results' two halves
+    tiles = _mx_tile.mx_tile(x.mT if turned else x, element(elem_dtype), scaling, scale_layout, with_rows=True)
+    q_row, s_row, q_col, s_col = (*tiles[2:], *tiles[:2]) if turned else tiles
+    return q_row, s_row, q_col.mT, s_col
