@@ -14,7 +14,7 @@ from mxspec.reference import _checks
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_quantize import ELEM_DTYPES, SCALE_LAYOUTS
 from mxspec.reference.to_blocked import blocked_bytes
-from mxspec.spec import Case, random_bits, random_normal, spec, these
+from mxspec.spec import Case, Shapes, per_element, random_bits, random_normal, spec, these
 
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -47,11 +47,18 @@ def _scale_shape(qdata: Tensor, axis: int) -> tuple[int, ...]:
 
 
 def cases() -> Iterator[Case]:
+    e5m2, e8m0fnu = torch.float8_e5m2, torch.float8_e8m0fnu
+
     def operands(shape, axis, layout, dtype=torch.float8_e4m3fn):
-        qdata = random_bits(*shape, dtype=dtype)
+        """Codes and scales as `mx_quantize` lays them out."""
+        *lead, M, K = shape
+        qdata = random_bits(*shape, dtype=dtype) if axis == -1 else random_bits(*lead, K, M, dtype=dtype).mT
         *lead, R, C = _scale_shape(qdata, axis)
         scale_shape = (*lead, R, C) if layout == "plain" else (*lead, blocked_bytes(R, C))
-        return qdata, random_bits(*scale_shape, dtype=torch.float8_e8m0fnu, seed=1)
+        return qdata, random_bits(*scale_shape, dtype=e8m0fnu, seed=1)
+
+    def every_other(t):  # no stride is 1
+        return t.view(torch.uint8).repeat_interleave(2, -1)[..., ::2].view(t.dtype)
 
     for axis in (-1, -2):
         for layout in SCALE_LAYOUTS:
@@ -61,20 +68,43 @@ def cases() -> Iterator[Case]:
                     kwargs = {"axis": axis, "scale_layout": layout, "out_dtype": out_dtype}
                     yield Case(name, partial(operands, shape, axis, layout), kwargs)
     numbers = random_normal(64, 64, dtype=torch.float8_e4m3fn)
-    scale = torch.arange(100, 228).to(torch.uint8).view(torch.float8_e8m0fnu).reshape(64, 2)
+    scale = torch.arange(100, 228).to(torch.uint8).view(e8m0fnu).reshape(64, 2)
     yield Case("neither NaN nor Inf", these(numbers, scale))
-    e5m2 = torch.float8_e5m2
     for axis in (-1, -2):
         for layout in SCALE_LAYOUTS:
             for out_dtype in OUT_DTYPES:
                 kwargs = {"axis": axis, "scale_layout": layout, "out_dtype": out_dtype}
                 name = f"e5m2, axis {axis}, {layout}, {str(out_dtype)[6:]}"
                 yield Case(name, partial(operands, (2, 64, 96), axis, layout, e5m2), kwargs)
-    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(8, 32)
-    for byte, name in ((0, "2^-127"), (1, "2^-126"), (254, "2^127: 448 * 2^127 overflows to Inf"), (255, "NaN")):
-        scale = torch.full((8, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-        yield Case(f"scale {name}", these(codes, scale), {"out_dtype": torch.float32}, flags={"edge"})
+            kwargs, end = {"axis": axis, "scale_layout": layout}, f", axis {axis}, {layout}"
+            one, ragged, empty = ((1, 32), (301, 416), (4, 0)) if axis == -1 else ((32, 1), (416, 301), (0, 4))
+            q, s = operands((96, 160), axis, layout)
+            turned = q.contiguous() if axis == -2 else q.mT.contiguous().mT
+            yield Case(f"one block{end}", partial(operands, one, axis, layout), kwargs, flags={"edge"})
+            yield Case(f"ragged{end}", partial(operands, ragged, axis, layout), kwargs)
+            yield Case(f"every other element{end}", these(every_other(q), every_other(s)), kwargs)
+            yield Case(f"one expert three times{end}", these(q.expand(3, -1, -1), s.expand(3, *s.shape)), kwargs)
+            yield Case(f"codes along the other axis{end}", these(turned, s), kwargs, flags={"edge"})
+            yield Case(f"empty{end}", partial(operands, empty, axis, layout), kwargs, flags={"edge"})
+    for dtype in ELEM_DTYPES:
+        for out_dtype in OUT_DTYPES:  # subnormals, overflow to Inf, NaN
+            codes = torch.arange(256).to(torch.uint8).view(dtype).reshape(8, 1, 32).expand(8, 256, 32).flatten(1)
+            scale = torch.arange(256).to(torch.uint8).view(e8m0fnu).expand(8, 256).contiguous()
+            name = f"every {str(dtype)[13:]} code under every scale, {str(out_dtype)[6:]}"
+            yield Case(name, these(codes, scale), {"out_dtype": out_dtype}, flags={"edge"})
     yield Case("no rows", partial(operands, (0, 64), -1, "plain"), flags={"edge"})
+    blocked = {"scale_layout": "blocked"}
+    yield Case("no experts", partial(operands, (0, 4, 64), -1, "blocked"), blocked, flags={"edge"})
+    q, s = operands((1, 544), -1, "plain")
+    codes, scale = q.expand(2**22 + 1, -1), s.expand(2**22 + 1, -1)
+    yield Case("2^31 elements and more", these(codes, scale), flags={"large"})
+    yield Case("2^31 elements and more, axis -2", these(codes.mT, scale), {"axis": -2}, flags={"large"})
+
+    def row_tiles():  # all alike
+        qdata, tile = operands((128, 512), -1, "blocked")
+        return qdata[:1].expand(2**22 + 1, -1), tile.view(torch.uint8).repeat(2**15 + 1).view(e8m0fnu)
+
+    yield Case("2^31 elements and more, blocked", row_tiles, blocked, flags={"large"})
 
     ok = operands((64, 64), -1, "plain")
     q, s = ok
@@ -91,7 +121,22 @@ def cases() -> Iterator[Case]:
         yield Case(name, these(*args), options, raises=error, match=match)
 
 
-@spec(cases=cases, check_args=check_args)
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def operands(M: int, K: int) -> tuple[Tensor, Tensor]:
+        qdata = torch.randint(0, 256, (M, K), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        scale = torch.randint(0, 256, (M, K // MX_BLOCK_SIZE), dtype=torch.uint8)
+        return qdata, scale.view(torch.float8_e8m0fnu)
+
+    for M, K in shapes.matrices:
+        yield Case(f"{M}x{K}, plain", partial(operands, M, K))
+
+
+@spec(
+    cases=cases,
+    check_args=check_args,
+    flops=per_element(1),  # a multiply
+    bench_cases=bench_cases,
+)
 def mx_dequantize(
     qdata: Tensor,
     scale: Tensor,

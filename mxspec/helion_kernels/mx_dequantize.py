@@ -1,0 +1,113 @@
+"""mx_dequantize in Helion: all contiguous, any stride and layout along axis -1, and the transposition of axis -2."""
+
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
+from mxspec.helion_kernels._launch import config, extent, launch
+from mxspec.helion_kernels._numerics import scale_value
+
+RANK = {(9, 0): 2, (10, 0): 2}  # H200: 0.97 of a copy's rate at large sizes, Triton 0.98
+# Block sizes are of the scales, but for `turned`. Only these were measured; Blackwell: compiled, not run.
+_FLAT, _STRIDED = config([64], 4), config([1, 1, 64], 4)
+# A grid of three dimensions saves the divisions that undo a flat one, but holds at most 65535 in two of them.
+_BLOCKED, _TALL = config([1, 1, 256], 8, pid_type="xyz"), config([1, 1, 256], 8)
+_TURNED = config([1, 64, 4], 8)
+CONFIGS = {
+    "flat": {(9, 0): _FLAT, (10, 0): _FLAT},  # codes and plain scales contiguous
+    "strided": {(9, 0): _STRIDED, (10, 0): _STRIDED},  # block sizes along (E, R, C)
+    "blocked": {(9, 0): _BLOCKED, (10, 0): _BLOCKED},  # along (E, row tiles, bytes of a row of tiles)
+    "tall": {(9, 0): _TALL, (10, 0): _TALL},  # blocked, more than 65535 row tiles or experts
+    "turned": {(9, 0): _TURNED, (10, 0): _TURNED},  # axis -2: along (E, rows, blocks) of the transpose
+}
+# A multiplication without .ftz, which would lose the subnormals.
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e[45]m[32]x2", r"mul\.(rn\.)?f32")
+
+
+def _flat(qdata: Tensor, scale: Tensor, out: Tensor) -> None:
+    for blocks in hl.tile(scale.size(0)):
+        value = qdata[blocks, :].to(torch.float32) * scale_value(scale[blocks]).unsqueeze(-1)
+        out[blocks, :] = value.to(out.dtype)
+
+
+def _row_and_block(row: Tensor, byte: Tensor, blocked: bool) -> tuple[Tensor, Tensor]:
+    return blocked_to_row_col(row, byte) if blocked else (row, byte)
+
+
+def _strided(
+    qdata: Tensor, stride_e: int, stride_r: int, stride_c: int, stride_k: int, R: int, C: int,
+    scale: Tensor, out: Tensor, blocked: hl.constexpr,
+) -> None:  # fmt: skip
+    # The loop runs over the scale bytes. qdata and out are flat: ref mode masks an access by one index tensor only, and
+    # Helion drops the index and the mask along a dimension of size 1.
+    for e, row, byte in hl.tile(scale.shape):
+        matrix = e.index[:, None, None, None]
+        r, c = _row_and_block(row.index[None, :, None, None], byte.index[None, None, :, None], blocked)
+        k = hl.arange(32)[None, None, None, :]
+        source = matrix * stride_e + r * stride_r + c * stride_c + k * stride_k
+        valid = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(source.size())
+        q = hl.load(qdata, [source], extra_mask=valid)
+        value = q.to(torch.float32) * scale_value(scale[e, row, byte]).unsqueeze(-1)
+        hl.store(out, [((matrix * R + r) * C + c) * 32 + k], value.to(out.dtype), extra_mask=valid)
+
+
+def _turned(
+    qdata: Tensor, stride_e: int, stride_r: int, stride_k: int, R: int, C: int, E: int,
+    scale: Tensor, scale_stride_e: int, scale_stride_r: int, scale_stride_c: int, col_tiles: int,
+    out: Tensor, blocked: hl.constexpr,
+) -> None:  # fmt: skip
+    # Rows and blocks are those of the transpose. Helion masks each access by the tiles that its index came from.
+    for e, row, block in hl.tile([E, R, C]):
+        matrix, r, c = e.index[:, None, None, None], row.index[None, :, None, None], block.index[None, None, :, None]
+        k = c * 32 + hl.arange(32)[None, None, None, :]
+        q = hl.load(qdata, [matrix * stride_e + r * stride_r + k * stride_k])
+        if blocked:
+            byte = (r >> 7) * 512 * col_tiles + (c >> 2) * 512 + (r & 31) * 16 + ((r >> 5) & 3) * 4 + (c & 3)
+            place = matrix * scale_stride_e + byte * scale_stride_c
+        else:
+            place = matrix * scale_stride_e + r * scale_stride_r + c * scale_stride_c
+        value = (q.to(torch.float32) * scale_value(hl.load(scale, [place]))).to(out.dtype)
+        target = (matrix * C * 32 + k) * R + r
+        hl.store(out, [target.permute(0, 2, 3, 1)], value.permute(0, 2, 3, 1))
+
+
+def mx_dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> Tensor:
+    out = torch.empty(qdata.shape, dtype=out_dtype, device=qdata.device)
+    if not out.numel():
+        return out
+    blocked = scale_layout == "blocked"
+    q, bytes_ = qdata if axis == -1 else qdata.mT, scale.view(torch.uint8)
+    *lead, R, K = q.shape
+    C = K // MX_BLOCK_SIZE
+    E, stride_e, scale_stride_e = (lead[0], q.stride(0), scale.stride(0)) if lead else (1, 0, 0)
+    stride_r, stride_k = q.stride()[-2:]
+    row_tiles, col_tiles = blocked_shape(R, C)
+    flat = q.as_strided((extent(q),), (1,))
+    if axis == -2:
+        scales = bytes_.as_strided((extent(scale),), (1,))
+        scale_strides = scale_stride_e, 0 if blocked else scale.stride(-2), scale.stride(-1)
+        codes = (flat, stride_e, stride_r, stride_k, R, C, E)
+        launch(_turned, CONFIGS["turned"], *codes, scales, *scale_strides, col_tiles, out.view(-1), blocked)
+    elif not blocked and E * R * C > 1 and q.is_contiguous() and scale.is_contiguous():
+        # along a dimension of 1 Helion masks nothing
+        blocks = (-1, MX_BLOCK_SIZE)
+        launch(_flat, CONFIGS["flat"], q.view(blocks), bytes_.view(-1), out.view(blocks))
+    else:
+        shape = (E, row_tiles, 512 * col_tiles) if blocked else (E, R, C)
+        inner = (512 * col_tiles * scale.stride(-1), scale.stride(-1)) if blocked else scale.stride()[-2:]
+        scales = bytes_.as_strided(shape, (scale_stride_e, *inner))
+        layout = "strided" if not blocked else "blocked" if max(E, row_tiles) < 65536 else "tall"
+        strides = (stride_e, stride_r, MX_BLOCK_SIZE * stride_k, stride_k)
+        launch(_strided, CONFIGS[layout], flat, *strides, R, C, scales, out.view(-1), blocked)
+    return out

@@ -1,0 +1,196 @@
+"""mx_dequantize in Triton: a kernel for codes that are read in the output's order, and one that turns them.
+
+Along axis -1, a program owns a run of scale bytes in the order in which they lie in memory, as in mx_quantize. Along
+axis -2, codes and scales are those of the transpose, and the output is not: a program turns a tile of values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
+from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._numerics import scale_value
+
+RANK = {(9, 0): 1, (10, 0): 1}  # H200: 0.98 of a copy's rate; Blackwell: compiled, not run
+# BLOCKS scale bytes, so 32 * BLOCKS codes, a program; for `turned`, ROWS rows of the transpose by BLOCKS of their
+# blocks. Only these were measured. With fewer scale bytes than threads Triton lets each thread load its own, which the
+# L1 serves; with more it exchanges them through shared memory.
+_HOPPER = {
+    "flat": {"BLOCKS": 64, "num_warps": 4},
+    "strided": {"BLOCKS": 64, "num_warps": 4},
+    "blocked": {"BLOCKS": 64, "num_warps": 4},
+    "turned": {"ROWS": 128, "BLOCKS": 4, "num_warps": 8},
+    "turned_fp32": {"ROWS": 64, "BLOCKS": 4, "num_warps": 8},  # 128 rows spill
+}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
+# A multiplication without .ftz, which would lose the subnormals. e5m2 and e4m3fn go by way of fp16, which holds both.
+PTX = (
+    r"ld\.global\.(v[24]\.)?b32",
+    r"st\.global\.v4\.b32",
+    r"cvt\.rn\.f16x2\.e[45]m[32]x2",
+    r"mul\.(rn\.)?f32",
+)
+
+
+def supports(qdata: Tensor, scale: Tensor, *, axis: int = -1, **_: Any) -> str | None:
+    if qdata.numel() > 2**35:
+        return f"counts blocks in 32 bits, so qdata may have up to 2^35 elements; it has {qdata.numel()}"
+    if qdata.shape[axis] >= 2**29:
+        name = "K" if axis == -1 else "M"
+        return f"counts the bytes of a row of tiles in 32 bits, so {name} may be up to 2^29; it is {qdata.shape[axis]}"
+    if qdata.ndim == 3 and qdata.shape[0] > 65535:
+        return f"has a grid of up to 65535 experts; qdata has {qdata.shape[0]}"
+    return None
+
+
+@triton.jit
+def _mx_dequantize(
+    qdata, scale, out,
+    R, C, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c, row_groups,
+    LAYOUT: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+):  # fmt: skip
+    # A thread reads as many codes at once as make 16 bytes of output. Left to itself, Triton takes 16 codes and then
+    # exchanges them through shared memory, since it stores 16 bytes a thread.
+    at_once: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    i = tl.arange(0, BLOCKS)
+    j = tl.max_contiguous(tl.arange(0, 32), at_once)
+    # The pointers are moved to where the program starts; from there on most offsets fit in 32 bits.
+    if LAYOUT == "flat":  # all is contiguous: byte n scales the 32 codes at 32 * n, and no division is needed
+        start = tl.program_id(0).to(tl.int64) * BLOCKS
+        in_matrix = (start + i < R * C) | EVEN
+        q_offset = i[:, None] * 32 + j[None, :]
+        out_offset = q_offset
+        scale_offset = i
+        qdata += start * 32
+        out += start * 32
+        scale += start
+    elif LAYOUT == "strided":
+        e = tl.program_id(2).to(tl.int64)
+        n = tl.program_id(0) * BLOCKS + i
+        in_matrix = n < R * C
+        row, c = (n // C).to(tl.int64), n % C
+        k = c[:, None] * 32 + j[None, :]
+        q_offset = row[:, None] * stride_r + k.to(tl.int64) * stride_k
+        out_offset = n.to(tl.int64)[:, None] * 32 + j[None, :]
+        scale_offset = row * scale_stride_r + c.to(tl.int64) * scale_stride_c
+        qdata += e * stride_e
+        out += e * R * C * 32
+        scale += e * scale_stride_e
+    else:
+        parts: tl.constexpr = 512 // BLOCKS  # programs a tile
+        e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1, and folds away, below 2^22 rows
+        row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
+        row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
+        c = tl.program_id(0) // parts * 4 + col
+        in_matrix = (row_tile * 128 + row < R) & (c < C)
+        k = c[:, None] * 32 + j[None, :]
+        q_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
+        out_offset = row.to(tl.int64)[:, None] * (C * 32) + k
+        scale_offset = i.to(tl.int64) * scale_stride_c
+        qdata += e * stride_e + row_tile * 128 * stride_r
+        out += (e * R + row_tile * 128) * C * 32
+        scale += e * scale_stride_e
+        scale += (row_tile * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS) * scale_stride_c
+
+    q = tl.load(qdata + q_offset, mask=in_matrix[:, None])
+    byte = tl.load(scale + scale_offset, mask=in_matrix).to(tl.int32)
+    value = q.to(tl.float32) * scale_value(byte)[:, None]
+    tl.store(out + out_offset, value.to(out.dtype.element_ty), mask=in_matrix[:, None])
+
+
+@triton.jit
+def _values(codes, scale, in_rows, in_cols, in_blocks):
+    """The values of blocks, fp32, from pointers to codes `(rows, 32 * blocks)` and to scales `(rows, blocks)`."""
+    value = scale_value(tl.load(scale, mask=in_rows[:, None] & in_blocks[None, :]).to(tl.int32))
+    value = tl.broadcast_to(value[:, :, None], (scale.shape[0], scale.shape[1], 32)).reshape(codes.shape)
+    return tl.load(codes, mask=in_rows[:, None] & in_cols[None, :]).to(tl.float32) * value
+
+
+@triton.jit
+def _mx_dequantize_turned(
+    qdata, scale, out,
+    R, C, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c, row_programs, col_programs,
+    BLOCKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    # Rows and blocks are those of the transpose. Programs run along its rows first, then down, then to the next
+    # expert: neighbours share sectors of plain scales.
+    first_c = tl.program_id(0) % col_programs * BLOCKS
+    first_r = tl.program_id(0) // col_programs % row_programs * ROWS
+    e = (tl.program_id(0) // col_programs // row_programs).to(tl.int64)
+    r, c, k = tl.arange(0, ROWS // 4) * 4, tl.arange(0, BLOCKS), tl.arange(0, BLOCKS * 32)
+    qdata += e * stride_e + first_r.to(tl.int64) * stride_r + first_c.to(tl.int64) * 32 * stride_k
+    codes = qdata + (r.to(tl.int64)[:, None] * stride_r + k.to(tl.int64)[None, :] * stride_k)
+    scale += e * scale_stride_e
+    if BLOCKED:  # a program's rows are in one row of tiles, and its blocks begin with a tile
+        scale += ((first_r // 128).to(tl.int64) * tl.cdiv(C, 4) + first_c // 4) * 512 * scale_stride_c
+        row = first_r % 128 + r
+        byte = (row % 32 * 16 + row // 32 * 4)[:, None] + (c // 4 * 512 + c % 4)[None, :]
+        scales = scale + byte.to(tl.int64) * scale_stride_c
+        scale_step = tl.cast(scale_stride_c, tl.int64) * 16
+    else:
+        scale += first_r.to(tl.int64) * scale_stride_r + first_c.to(tl.int64) * scale_stride_c
+        scales = scale + (r.to(tl.int64)[:, None] * scale_stride_r + c.to(tl.int64)[None, :] * scale_stride_c)
+        scale_step = tl.cast(scale_stride_r, tl.int64)
+    # A thread reads its codes from four neighbouring rows and lays them side by side in its registers: the exchange
+    # through shared memory, which the transposition is, then moves 8 or 16 bytes at a time and not single values.
+    step = tl.cast(stride_r, tl.int64)
+    rows, in_cols, in_blocks = R - first_r, first_c * 32 + k < C * 32, first_c + c < C
+    x0 = _values(codes, scales, r < rows, in_cols, in_blocks)
+    x1 = _values(codes + step, scales + scale_step, r + 1 < rows, in_cols, in_blocks)
+    x2 = _values(codes + 2 * step, scales + 2 * scale_step, r + 2 < rows, in_cols, in_blocks)
+    x3 = _values(codes + 3 * step, scales + 3 * scale_step, r + 3 < rows, in_cols, in_blocks)
+    x = tl.join(tl.join(x0, x2), tl.join(x1, x3)).to(out.dtype.element_ty)  # (r // 4, k, r % 4 // 2, r % 2)
+    x = x.permute(1, 0, 2, 3).reshape(BLOCKS * 32, ROWS)
+    n = tl.arange(0, ROWS)
+    out += (e * C * 32 + first_c.to(tl.int64) * 32) * R + first_r
+    tl.store(out + (k.to(tl.int64)[:, None] * R + n[None, :]), x, mask=in_cols[:, None] & (n < rows)[None, :])
+
+
+def mx_dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> Tensor:
+    out = torch.empty_like(qdata, dtype=out_dtype, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    blocked = scale_layout == "blocked"
+    q = qdata if axis == -1 else qdata.mT
+    *lead, R, K = q.shape
+    C, E = K // MX_BLOCK_SIZE, lead[0] if lead else 1
+    stride_e, scale_stride_e = (q.stride(0), scale.stride(0)) if lead else (0, 0)
+    scale_stride_r = 0 if blocked else scale.stride(-2)
+    strides = (stride_e, *q.stride()[-2:], scale_stride_e, scale_stride_r, scale.stride(-1))
+    args = q, scale.view(torch.uint8), out
+    if axis == -2:
+        config = for_device(CONFIGS, q.device)["turned" if out_dtype == torch.bfloat16 else "turned_fp32"]
+        row_programs, col_programs = triton.cdiv(R, config["ROWS"]), triton.cdiv(C, config["BLOCKS"])
+        grid = (row_programs * col_programs * E, 1, 1)
+        _mx_dequantize_turned[grid](*args, R, C, *strides, row_programs, col_programs, blocked, **config)
+        return out
+    contiguous = q.is_contiguous() and scale.is_contiguous()
+    layout = "blocked" if blocked else "flat" if contiguous else "strided"
+    config = for_device(CONFIGS, q.device)[layout]
+    blocks, row_groups, even = config["BLOCKS"], 1, False
+    if layout == "flat":
+        R, even = E * R, E * R * C % blocks == 0
+        grid = (-(-R * C // blocks), 1, 1)
+    elif layout == "strided":
+        grid = (-(-R * C // blocks), 1, E)
+    else:
+        row_tiles, col_tiles = blocked_shape(R, C)
+        row_groups = -(-row_tiles // _ROW_TILES)
+        grid = (col_tiles * 512 // blocks, min(row_tiles, _ROW_TILES), E * row_groups)
+    _mx_dequantize[grid](*args, R, C, *strides, row_groups, layout, even, ROW_TILES=_ROW_TILES, **config)
+    return out
