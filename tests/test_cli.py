@@ -75,9 +75,9 @@ def test_check_says_what_is_wrong_with_its_arguments():
 def test_check_interprets_a_strangers_kernel_rightly(tmp_path):
     """The package's own Triton kernel, copied as a stranger would have it."""
     (tmp_path / "mine").mkdir()
-    for name in ("mx_quantize", "_numerics", "_blocked"):
-        source = (HERE.parent / "mxspec" / "triton_kernels" / f"{name}.py").read_text()
-        (tmp_path / "mine" / f"{name}.py").write_text(source.replace("mxspec.triton_kernels.", "mine."))
+    kernels = HERE.parent / "mxspec" / "triton_kernels"
+    for file in (kernels / "mx_quantize.py", *kernels.glob("_[!_]*.py")):  # the kernel, and whatever helpers there are
+        (tmp_path / "mine" / file.name).write_text(file.read_text().replace("mxspec.triton_kernels.", "mine."))
     arguments = ("mine.mx_quantize:mx_quantize", "--op", "mx_quantize", "--case")
     run = mxspec("check", *arguments, "edge blocks, floor, e4m3fn", cwd=tmp_path, TRITON_INTERPRET="1")
     assert run.returncode == 0, run.stdout
@@ -90,11 +90,33 @@ def test_explain():
     assert "TRITON_INTERPRET=1" in run.stdout
 
 
-def test_bench_says_that_a_cpu_is_no_place_for_it():
+def test_bench_on_a_cpu_times_the_references_and_says_so(tmp_path):
+    (tmp_path / "shapes.json").write_text('{"matrices": [[64, 128]]}')
     if not torch.cuda.is_available():
-        run = mxspec("bench")
-        assert run.returncode == 1
-        assert "there is no GPU here" in run.stdout
+        run = mxspec("bench", "--shapes", "shapes.json", "--json", "run.json", "--plot", "pictures", cwd=tmp_path)
+        assert run.returncode == 0, run.stderr
+        assert "these are the references on a CPU, and say nothing about any kernel" in run.stdout
+        assert {race["op"] for race in json.loads((tmp_path / "run.json").read_text())["races"]} >= {"mx_quantize"}
+        shown = mxspec("bench", "--from", "run.json", "--markdown", cwd=tmp_path).stdout
+        assert "| 64x128, rceil, plain | reference |" in shown
+
+
+def test_bench_says_what_it_cannot_do():
+    for arguments, words in [
+        (("--shapes", "torchoa"), "mxspec: shapes: torchoa is neither a file nor one of the sets torchao, small"),
+        (("--from", "missing.json"), "mxspec: bench: missing.json is not a stored run: "),
+    ]:
+        run = mxspec("bench", *arguments)
+        assert (run.returncode, run.stderr[: len(words)]) == (2, words)
+        assert "Traceback" not in run.stderr
+    assert "not allowed with argument" in mxspec("bench", "--moe", "--model").stderr
+
+
+def test_bench_models_every_gpu_without_one():
+    shown = mxspec("bench", "--model", "--op", "mx_quantize", "--markdown").stdout
+    assert "| case | MB | H100 | H200 | B200 |" in shown
+    assert "| 131072x7168, rceil, plain | 2847.9 | 936.2 | 654.0 | 393.2 |" in shown
+    assert "MoE" not in shown  # one op was asked for
 
 
 def test_demo_quantizes_a_file_and_reads_it_back(tmp_path):
