@@ -1,8 +1,8 @@
 """Corrections to Triton's CPU interpreter, for every kernel that runs in it: TRITON_INTERPRET=1.
 
 Its float conversion (triton 3.6 to 3.9) loses the carry of a rounding (fp32 31.4 becomes the e4m3 16), breaks ties away
-from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts are right. And it calls a reduction's own
-combine function, which Helion always has, once an element, which takes minutes for a tile of a few thousand.
+from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts are right. And it calls the own combine
+function of a reduction or a scan, which Helion's always have, once an element: minutes for a few thousand.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def install() -> None:
     interpreter.corrected_by_mxspec = True
     triton_convert_float = interpreter._convert_float
     triton_generic_reduce = interpreter.ReduceOps.generic_reduce
+    triton_generic_scan = interpreter.ScanOps.generic_scan
 
     def convert_float(values: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
         from_dtype, to_dtype = _TORCH.get(str(source)), _TORCH.get(str(target))
@@ -60,5 +61,18 @@ def install() -> None:
         out = total.handle.data
         return [self.to_tensor(np.expand_dims(out, self.axis) if self.keep_dims else out, dtype)]
 
+    def generic_scan(self: Any, input: tuple[Any, ...]) -> Any:
+        """Combine all elements at once with those 1, 2, 4, ... before them, which such a function allows."""
+        if len(input) != 1:
+            return triton_generic_scan(self, input)
+        values, dtype = np.moveaxis(input[0].handle.data, self.axis, -1), input[0].dtype
+        lane, step = np.arange(values.shape[-1]), 1
+        while step < len(lane):
+            before = self.to_tensor(np.roll(values, step, -1), dtype)
+            combined = self.combine_fn.fn(before, self.to_tensor(values, dtype)).handle.data
+            values, step = np.where(lane < step, values, combined), 2 * step
+        return [self.to_tensor(np.moveaxis(values, -1, self.axis), dtype)]
+
     interpreter._convert_float = convert_float
     interpreter.ReduceOps.generic_reduce = generic_reduce
+    interpreter.ScanOps.generic_scan = generic_scan
