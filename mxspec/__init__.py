@@ -12,8 +12,14 @@ from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import mx_dequantize
 from mxspec.reference.mx_quantize import mx_quantize
+from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
+from mxspec.reference.pad_token_groups import pad_token_groups
+from mxspec.reference.place_token_groups import place_token_groups
 from mxspec.reference.to_blocked import to_blocked
+from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
+from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
+from mxspec.reference.unpad_token_groups import unpad_token_groups
 
 __version__ = "0.1.0"
 
@@ -29,7 +35,13 @@ __all__ = [
     "from_blocked",
     "mx_dequantize",
     "mx_quantize",
+    "mx_quantize_groups",
     "mx_quantize_rowcol",
+    "pad_token_groups",
+    "place_token_groups",
     "to_blocked",
+    "to_blocked_k_groups",
+    "to_blocked_m_groups",
+    "unpad_token_groups",
     "use_backend",
 ]

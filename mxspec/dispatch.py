@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import ELEMENTS
-from mxspec.spec import P, R, Reference
+from mxspec.spec import P, R, Reference, outputs_of
 
 __all__ = ["Explanation", "backends", "current_backend", "explain", "op", "ops", "use_backend"]
 
@@ -267,6 +267,7 @@ _SCHEMA_TYPES = {
     "torch.dtype": "ScalarType",
     "torch.dtype | str": "str",
     "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
+    "tuple[Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor)",
 }
 
@@ -312,7 +313,7 @@ def _is_plain_eager(values: Iterable[Any]) -> bool:
 def op(fn: Reference[P, R]) -> Reference[P, R]:
     """The public op of a reference function: the same call, behind the switch, with `backend=` added."""
     name = fn.__name__
-    signature = inspect.signature(fn)
+    signature, gradient = inspect.signature(fn), fn.spec.gradient
     by_text = tuple(p.name for p in signature.parameters.values() if p.annotation == "torch.dtype | str")
 
     def with_dtypes(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -328,16 +329,30 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
         return fn(*args, **with_dtypes(kwargs))
 
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(
-            f"{name} has no gradient; call it inside an autograd.Function that defines one, or on a detached tensor"
-        )
+        if gradient is None:
+            raise RuntimeError(
+                f"{name} has no gradient; call it inside an autograd.Function that defines one, or on a detached tensor"
+            )
+        tensors = iter(ctx.saved_tensors)
+        saved = tuple(next(tensors) if value is None else value for value in ctx.sizes)
+        return gradient.backward(saved, gradients, ctx.backend)
+
+    def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: Any) -> None:
+        if gradient is None:
+            return
+        saved = gradient.save(inputs, outputs_of(output))
+        ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
+        ctx.sizes = [None if isinstance(value, Tensor) else value for value in saved]
+        # Backward runs on a thread that sees no with-block. While a graph is traced, the choice is left to its runs.
+        traced = torch._C._len_torch_dispatch_stack() > 0
+        ctx.backend = keyword_only_inputs["backend"] or ("" if traced else current_backend())
 
     # Kernels are written for the strides that the caller's tensor has; without the tag inductor may change them.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
     _LIBRARY.define(_schema(name, signature), tags=tags)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mxspec::{name}", fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"mxspec::{name}", backward, lib=_LIBRARY)
+    torch.library.register_autograd(f"mxspec::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
     operator = getattr(torch.ops.mxspec, name).default
 
     @functools.wraps(fn)

@@ -14,7 +14,7 @@ class Shapes:
 
     matrices: tuple[tuple[int, int], ...] = ()  # (M, K): activations to quantize
     experts: tuple[tuple[int, int, int], ...] = ()  # (E, N, K): weights to quantize, one matrix an expert
-    padding: tuple[tuple[int, int, int], ...] = ()  # (M, K, G): token groups to pad; no op here does that yet
+    padding: tuple[tuple[int, int, int], ...] = ()  # (M, K, G): token groups to pad
     linear: tuple[tuple[int, int, int], ...] = ()  # (M, N, K): `(M, K) @ (N, K)^T`
     grouped: tuple[tuple[int, int, int, int], ...] = ()  # (M, N, K, E): tokens of E experts by their weights
 

@@ -44,6 +44,20 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """How gradients flow through an op.
+
+    `save(args, outputs)` gives what the backward needs, tensors or numbers, and `backward(saved, gradients, backend)`
+    gives a gradient, or None, for each argument, from one, or None, for each output. It calls ops as
+    `torch.ops.mxspec.<op>(..., backend=backend)`: the backend that ran forward, which a backward, on a thread of its
+    own, could not know.
+    """
+
+    save: Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
+    backward: Callable[[tuple[Any, ...], tuple[Tensor | None, ...], str], tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True)
 class Spec:
     """The promises of one op, read off its `@spec`."""
 
@@ -54,6 +68,7 @@ class Spec:
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
     peer_rules: str | None
     bench_cases: Callable[[Shapes], Iterable[Case]]
+    gradient: Gradient | None
 
 
 class Reference(Protocol[P, R_co]):
@@ -87,6 +102,7 @@ def spec(
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = lambda args, outputs: 0,
     peer_rules: str | None = None,
     bench_cases: Callable[[Shapes], Iterable[Case]] = lambda shapes: (),
+    gradient: Gradient | None = None,
 ) -> Callable[[Callable[P, R]], Reference[P, R]]:
     """Declare an op on its reference function.
 
@@ -100,11 +116,12 @@ def spec(
         bench_cases: the calls that are worth timing, at those of the shapes that are the op's kind; they make
             their tensors on torch's default device.
         peer_rules: the section of `vectors/peers.json` that holds peers' results for this op.
+        gradient: how gradients flow; without it, asking for one raises.
     """
 
     def declare(fn: Callable[P, R]) -> Reference[P, R]:
         check_args.__qualname__ = fn.__name__  # it is the first to meet a misspelt argument, and names the op then
-        declared = Spec(cases, check_args, min_sqnr_db, bytes_moved, flops, peer_rules, bench_cases)
+        declared = Spec(cases, check_args, min_sqnr_db, bytes_moved, flops, peer_rules, bench_cases, gradient)
         fn.spec = declared  # type: ignore[attr-defined]
         return fn  # type: ignore[return-value]  # now it has the attribute that the protocol asks for
 

@@ -63,3 +63,45 @@ def eps(op: str, value: float) -> None:
         raise TypeError(f"{op}: eps = {value!r}; needs a number")
     if not 1e-35 <= value <= 1e35:
         raise ValueError(f"{op}: eps = {value}; needs 1e-35 to 1e35, for 448 / eps and eps / 448 to be normal in fp32")
+
+
+def offsets(op: str, name: str, tensor: Tensor, beside: tuple[str, Tensor]) -> None:
+    """A tensor of one int32 a token group, on the device of what is grouped."""
+    tensor_dtype(op, name, tensor, (torch.int32,))
+    rank(op, name, tensor, (1,))
+    same_device(op, beside, (name, tensor))
+
+
+def offs_in_order(op: str, offs: Tensor, name: str, size: int) -> None:
+    """What `check_offs=True` asks for: waits for the device to read the values. Of a fake tensor there are none."""
+    if type(offs) is not Tensor or offs.is_meta:
+        return
+    before = 0
+    for g, end in enumerate(offs.tolist()):
+        if end < before:
+            raise ValueError(f"{op}: offs[{g}] = {end} after {before}; needs ends that never decrease, from 0 on")
+        before = end
+    if before > size:
+        raise ValueError(f"{op}: offs[-1] = {before} is past {name} = {size}")
+
+
+def fits_int32(op: str, name: str, value: int) -> None:
+    if value >= 2**31:
+        raise ValueError(f"{op}: {name} = {value}; needs fewer than 2^31, since start and end are int32")
+
+
+def token_rows(op: str, name: str, tensor: Tensor) -> None:
+    """A matrix whose rows are moved as bytes."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; needs a tensor")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{op}: {name} has layout {tensor.layout}; needs a dense, strided tensor")
+    if tensor.dtype.itemsize not in (1, 2, 4) or tensor.is_complex() or tensor.is_quantized:
+        raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs real numbers of 1, 2 or 4 bytes")
+    rank(op, name, tensor, (2,))
+
+
+def positive(op: str, name: str, value: int) -> None:
+    size(op, name, value)
+    if value < 1:
+        raise ValueError(f"{op}: {name} = {value}; needs at least 1")

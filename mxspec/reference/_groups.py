@@ -1,0 +1,42 @@
+"""Token groups: where each begins and ends, and which row of the tokens comes to which row of the padded ones.
+
+A group's tokens are the rows `offs[g-1] .. offs[g]`; padded, they begin at row `start[g]`. Everything is computed from
+these on the device, with no value read on the host. The group of a row is found by counting.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def padded_rows(M: int, G: int, alignment: int) -> int:
+    """The rows that hold M tokens of G groups, however they are distributed: known without asking the device."""
+    return round_up(M + G * alignment, alignment)
+
+
+def bounds(offs: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
+    """`start` and `end` of each group when every group is padded to a multiple of `alignment`; int32."""
+    tokens = offs - first_tokens(offs)[:-1]
+    padded = (tokens + (alignment - 1)) // alignment * alignment
+    end = padded.cumsum(0, dtype=torch.int32)
+    return end - padded, end
+
+
+def first_tokens(offs: Tensor) -> Tensor:
+    """The first token of each group, and after the last group the first that belongs to none; G + 1 long."""
+    return torch.cat([offs.new_zeros(1), offs])
+
+
+def take_rows(x: Tensor, source: Tensor) -> Tensor:
+    """Row `source[i]` of x as row i; zeros where x has no such row."""
+    rows, K = x.shape
+    bits = x.contiguous().view(INT_OF_BYTES[x.element_size()])
+    source = torch.where((source >= 0) & (source < rows), source, rows)
+    return torch.cat([bits, bits.new_zeros(1, K)])[source].view(x.dtype)

@@ -1,0 +1,125 @@
+"""to_blocked_k_groups: scales of token groups in 128x4 tiles, each group by itself; groups along the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.reference import _checks
+from mxspec.reference._groups import first_tokens, padded_rows
+from mxspec.reference._groups_cases import far_apart, grouped, offs_of, random_offs
+from mxspec.reference.pad_token_groups import pad_token_groups
+from mxspec.reference.to_blocked import DTYPES, to_blocked
+from mxspec.spec import Case, Shapes, random_bits, spec, these
+
+
+def check_args(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> None:
+    op = "to_blocked_k_groups"
+    _checks.tensor_dtype(op, "scale", scale, DTYPES)
+    _checks.rank(op, "scale", scale, (2,))
+    _checks.offsets(op, "offs", offs, ("scale", scale))
+    columns = padded_rows(scale.shape[1], offs.shape[0], 4)
+    _checks.fits_int32(op, f"the padded columns of {offs.shape[0]} groups", columns)
+    if check_offs:
+        _checks.offs_in_order(op, offs, "C", scale.shape[1])
+
+
+def cases() -> Iterator[Case]:
+    def args(R, sizes, C, dtype=torch.uint8):
+        return random_bits(R, C, dtype=dtype), offs_of(sizes)
+
+    for name, sizes, C, _, flags in grouped():
+        yield Case(name, partial(args, 40, sizes, C), flags=flags)
+    for R in (1, 128, 130, 300):
+        yield Case(f"R = {R}", partial(args, R, [7, 0, 70, 3], 83))
+    yield Case("e8m0fnu", partial(args, 130, [4, 9], 13, torch.float8_e8m0fnu))
+    scale, offs = args(130, [5, 0, 12], 20)
+    yield Case("no rows", these(scale[:0], offs), flags={"edge"})
+    yield Case("transposed input", lambda: (random_bits(20, 130, dtype=torch.uint8).mT, offs))
+    far = lambda: (far_apart(140, 8, torch.float16).view(torch.uint8), offs_of([9, 6]))  # noqa: E731
+    yield Case("rows far apart", far, flags={"edge"})
+    yield Case("checked", these(scale, offs), {"check_offs": True})
+    large = random_bits(1, 64, dtype=torch.uint8).expand(2**25 + 256, 64)
+    yield Case("2^31 bytes and more", these(large, offs_of([64])), flags={"large"})
+
+    def refused(name, error, match, scale=scale, offs=offs, **kwargs):
+        return Case(name, these(scale, offs), kwargs, raises=error, match=match)
+
+    yield refused("int32 scale", TypeError, "scale has dtype torch.int32", scale.int())
+    yield refused("3-D", ValueError, "2-D", scale[None])
+    yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
+    yield refused("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D", offs=offs[None])
+    yield refused("offs elsewhere", ValueError, "one device", offs=offs.to("meta"))
+    yield refused("offs past C", ValueError, "offs[-1] = 37 is past C = 20", offs=offs + 20, check_offs=True)
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def args(R: int, C: int, G: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 256, (R, C), dtype=torch.uint8), random_offs(C, G)
+
+    for M, K, G in shapes.padding:
+        if G >= 8:
+            R, C = K, M // MX_BLOCK_SIZE  # the scales of `(M, K)` tokens along the tokens
+            yield Case(f"{R}x{C}, G {G}", partial(args, R, C, G))
+
+
+@spec(cases=cases, check_args=check_args, bench_cases=bench_cases)
+def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
+    """Rearrange the scales of each group of columns into 128x4 tiles of its own: the weight gradient's operands.
+
+    Group g has the columns `offs[g-1] .. offs[g]`, `c` of them. Its bytes are `to_blocked` of the group alone,
+    `Rp * 4*ceil(c/4)` of them with `Rp = 128*ceil(R/128)`, and lie together: they begin at byte `start[g] * Rp` of the
+    result, `start[g]` being the sum of `4*ceil(c/4)` over the groups before. The result's own rows and columns only
+    say how many bytes there are.
+
+    Args:
+        scale: `(R, C)`; float8_e8m0fnu or uint8; any strides.
+        offs: `(G,)` int32 on scale's device, the exclusive end of each group, in columns of scale: tokens / 32. Never
+            decreasing, the last at most C; columns from there on are dropped.
+        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
+            nothing waits; an offs out of order gives bytes that mean nothing, and no access outside scale and the
+            result.
+
+    Returns:
+        `(blocked, start)`. blocked: `(Rp, C + 4*G)`, contiguous, of scale's dtype: enough for any sizes of the groups.
+        Bytes that belong to no scale are 0. start: `(G + 1,)` int64, in columns, the last what all groups take.
+
+    Special values: bytes are moved, never read as numbers; an empty group takes no bytes.
+
+    Raises:
+        TypeError: the dtype of scale or offs.
+        ValueError: a rank, a device, 2^31 padded columns or more; with check_offs, offs.
+
+    Example:
+        >>> scale = torch.tensor([[1, 2, 3]], dtype=torch.uint8)
+        >>> blocked, start = to_blocked_k_groups(scale, torch.tensor([1, 3], dtype=torch.int32))
+        >>> blocked.shape, start.tolist()
+        (torch.Size([128, 11]), [0, 4, 8])
+        >>> blocked.flatten()[:3].tolist(), blocked.flatten()[512:515].tolist()
+        ([1, 0, 0], [2, 3, 0])
+
+    Source: PyTorch, `torch.nn.functional.scaled_grouped_mm` with 2-D operands; torchao,
+        `mx_block_rearrange_2d_K_groups`.
+    """
+    check_args(scale, offs, check_offs=check_offs)
+    (R, C), G = scale.shape, offs.shape[0]
+    padded, _, end = pad_token_groups(scale.mT, offs, 4)  # (columns, R)
+    row_tiles, col_tiles = -(-R // 128), padded.shape[0] // 4
+    tiles = to_blocked(padded.mT).view(torch.uint8).view(row_tiles, col_tiles, 512)
+
+    # A group's tiles are consecutive, and of those tile t of row r is the (r * width + t - first)-th.
+    t = torch.arange(col_tiles, device=scale.device)
+    g = torch.searchsorted(end, 4 * t, right=True)  # what lies past the last group is one group more
+    first = first_tokens(end)[g] // 4
+    last = torch.cat([end, end.new_full((1,), 4 * col_tiles)])[g] // 4
+    r = torch.arange(row_tiles, device=scale.device)[:, None]
+    place = first * row_tiles + r * (last - first) + t - first  # (row_tiles, col_tiles), a permutation
+    place = place.clamp(0, max(0, row_tiles * col_tiles - 1))  # where offs is out of order, it is none
+    blocked = torch.zeros_like(tiles).view(-1, 512)
+    blocked[place.flatten()] = tiles.view(-1, 512)
+    size = 128 * row_tiles, C + 4 * G
+    return blocked.flatten()[: size[0] * size[1]].view(size).view(scale.dtype), first_tokens(end).to(torch.int64)

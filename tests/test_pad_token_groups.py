@@ -1,0 +1,214 @@
+"""pad_token_groups, place_token_groups, unpad_token_groups: rows by hand, peers' rows, gradients, no wait."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mxspec
+from mxspec import check
+from mxspec.spec import random_normal
+
+VECTORS = np.load(Path(__file__).parent / "vectors" / "groups.npz")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rows(*values, dtype=torch.int16):
+    return torch.tensor(values, dtype=dtype)[:, None]
+
+
+# tokens, offs, alignment -> padded, start, end
+GOLDENS = [
+    ([1, 2, 3], [2, 3], 2, [1, 2, 3, 0, 0, 0, 0, 0], [0, 2], [2, 4]),
+    ([1, 2, 3], [0, 3, 3], 4, [1, 2, 3, *[0] * 13], [0, 0, 4], [0, 4, 4]),
+    ([1, 2, 9, 9], [1, 2], 3, [1, 0, 0, 2, *[0] * 8], [0, 3], [3, 6]),  # 9: past the last group
+    ([1, 2], [1, 2], 1, [1, 2, 0, 0], [0, 1], [1, 2]),
+    ([], [0], 8, [0] * 8, [0], [0]),
+    ([7], [], 8, [0] * 8, [], []),
+]
+
+
+@pytest.mark.parametrize(("tokens", "offs", "alignment", "padded", "start", "end"), GOLDENS)
+def test_golden(tokens, offs, alignment, padded, start, end):
+    got = mxspec.pad_token_groups(rows(*tokens), i32(*offs), alignment, backend="reference")
+    assert [t.flatten().tolist() for t in got] == [padded, start, end]
+    assert [t.dtype for t in got] == [torch.int16, torch.int32, torch.int32]
+
+
+@pytest.mark.parametrize("case", ["P0", "P1", "P2"])
+def test_vectors_of_torchao_main(case):
+    x, offs, alignment, *expected = (
+        torch.from_numpy(VECTORS[f"{case}.{part}"]) for part in ("in", "offs", "align", "out", "start", "end")
+    )
+    got = mxspec.pad_token_groups(x, offs, int(alignment), backend="reference")
+    assert all(g.equal(e) for g, e in zip(got, expected, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=12),
+    rest=st.integers(0, 9),
+    alignment=st.integers(1, 48),
+    K=st.integers(1, 5),
+)
+def test_unpad_inverts_pad(sizes, rest, alignment, K):
+    """Against a loop over the groups, which is what a person would write."""
+    offs, M = i32(*sizes).cumsum(0, dtype=torch.int32), sum(sizes) + rest
+    x = torch.arange(1, M * K + 1, dtype=torch.int32).reshape(M, K)
+    padded, start, end = mxspec.pad_token_groups(x, offs, alignment)
+    assert padded.shape[0] == -(-(M + len(sizes) * alignment) // alignment) * alignment
+    expected, place = torch.zeros_like(padded), 0
+    for g, size in enumerate(sizes):
+        assert start[g] == place
+        expected[place : place + size] = x[int(offs[g]) - size : int(offs[g])]
+        place += -(-size // alignment) * alignment
+        assert end[g] == place
+    assert padded.equal(expected)
+    back = mxspec.unpad_token_groups(padded, offs, start, M)
+    assert back[: sum(sizes)].equal(x[: sum(sizes)])
+    assert not back[sum(sizes) :].any()
+    assert mxspec.place_token_groups(x, offs, start, padded.shape[0]).equal(padded)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_pad_is_unpad(compiled):
+    torch._dynamo.reset()
+    x, offs = torch.randn(9, 4, requires_grad=True), i32(3, 3, 7)
+    pad = mxspec.pad_token_groups
+    padded, start, _ = (torch.compile(pad, backend="aot_eager", fullgraph=True) if compiled else pad)(x, offs, 4)
+    weight = torch.arange(1, padded.numel() + 1, dtype=torch.float32).reshape(padded.shape)
+    (padded * weight).sum().backward()
+    assert x.grad[:3].equal(weight[:3])
+    assert x.grad[3:7].equal(weight[4:8])
+    assert not x.grad[7:].any()  # dropped rows
+    assert not start.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Input #")  # that it is not double
+def test_gradients_agree_with_finite_differences():
+    """In fp32, where sums of a few numbers are exact enough; the ops are linear."""
+    offs = i32(2, 2, 5)
+    x = torch.randn(6, 3, requires_grad=True)
+    padded, start, _ = mxspec.pad_token_groups(x, offs, 2)
+    for fn, arg in [
+        (lambda t: mxspec.pad_token_groups(t, offs, 2)[0], x),
+        (lambda t: mxspec.unpad_token_groups(t, offs, start, 6), padded.detach().requires_grad_()),
+        (lambda t: mxspec.place_token_groups(t, offs, start, 13), x),
+    ]:
+        torch.autograd.gradcheck(fn, (arg,), eps=1.0, atol=1e-5, rtol=1e-5, nondet_tol=0.0)
+        torch.autograd.gradgradcheck(fn, (arg,), eps=1.0, atol=1e-5, rtol=1e-5)
+
+
+def test_backward_runs_on_the_backend_of_forward(monkeypatch):
+    ran = []
+    run = mxspec.dispatch._run
+
+    def spy(fn, args, kwargs, backend):
+        ran.append((fn.__name__, backend or mxspec.current_backend()))
+        return run(fn, args, kwargs, backend)
+
+    monkeypatch.setattr(mxspec.dispatch, "_run", spy)
+    x = torch.randn(4, 2, requires_grad=True)
+    with mxspec.use_backend("reference"):
+        padded, start, _ = mxspec.pad_token_groups(x, i32(1, 4), 2)
+        y = mxspec.unpad_token_groups(padded, i32(1, 4), start, 4)
+    y.sum().backward()
+    names = ["pad_token_groups", "unpad_token_groups", "place_token_groups", "unpad_token_groups"]
+    assert ran == [(name, "reference") for name in names]
+
+
+def test_what_check_offs_costs_is_asked_for():
+    """An offs out of order is not looked at, and does no harm."""
+    x = random_normal(20, 4)
+    for offs in (i32(30, 10, 99), i32(-5, 3, 2), i32(2**31 - 1, 0, 20)):
+        padded, start, _ = mxspec.pad_token_groups(x, offs, 8)
+        mxspec.unpad_token_groups(padded, offs, start, 20)
+        mxspec.place_token_groups(x, offs, start, 50)
+        with pytest.raises(ValueError, match=r"pad_token_groups: offs\["):
+            mxspec.pad_token_groups(x, offs, 8, check_offs=True)
+
+
+OUT_OF_ORDER = [(5, 3, 9), (30, 10, 99), (-5, 3, 2), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1), (0, 400, 380)]
+
+
+@pytest.mark.parametrize("ends", OUT_OF_ORDER, ids=str)
+@pytest.mark.parametrize("backend", mxspec.dispatch.backends())
+def test_offs_out_of_order_do_no_harm(backend, ends, monkeypatch):
+    """Outputs lie between bytes that must not change; values that no access may pick up would be NaN."""
+    device, margin, buffers = check.default_device(), 1 << 16, []
+    new_empty = torch.Tensor.new_empty
+
+    def guarded(like, *size, dtype=None, **kwargs):
+        out = new_empty(like, *size, dtype=dtype, **kwargs)
+        if type(out) is not torch.Tensor:  # one that Helion traces with, without bytes
+            return out
+        buffers.append(torch.full((out.nbytes + 2 * margin,), 0x5A, dtype=torch.uint8, device=out.device))
+        return buffers[-1][margin : margin + out.nbytes].view(out.dtype).view(out.shape)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded)
+    x = torch.full((300, 160), torch.nan, dtype=torch.bfloat16, device=device)
+    x[140:160] = 1
+    x, offs = x[140:160], i32(*ends).to(device)
+    scale = x.view(torch.uint8)
+    calls = [
+        ("pad_token_groups", (x, offs, 8)),
+        ("place_token_groups", (x, offs, offs.flip(0), 50)),
+        ("unpad_token_groups", (x, offs, offs.flip(0), 30)),
+        ("to_blocked_m_groups", (scale, offs)),
+        ("to_blocked_k_groups", (scale, offs)),
+        ("to_blocked_k_groups", (scale.mT, offs)),
+        ("mx_quantize_groups", (x, offs)),
+    ]
+    runs = [(name, args, {}) for name, args in calls]
+    runs += [("mx_quantize_groups", (x, offs), {"axis": -2, "scale_layout": layout}) for layout in ("plain", "blocked")]
+    for name, args, kwargs in runs:
+        if reason := mxspec.dispatch.refusal(name, backend, args, kwargs):
+            pytest.skip(reason)
+        outputs = getattr(mxspec, name)(*args, backend=backend, **kwargs)
+        first = outputs[0] if isinstance(outputs, tuple) else outputs
+        assert not (first.is_floating_point() and first.float().isnan().any()), name
+    assert all((b[:margin] == 0x5A).all() and (b[-margin:] == 0x5A).all() for b in buffers)
+
+
+@gpu
+def test_nothing_waits_for_the_device():
+    x, offs = random_normal(600, 64).cuda(), i32(100, 100, 590).cuda()
+    for backend in ("reference", "triton", "helion"):
+        calls = [
+            lambda b=backend: mxspec.pad_token_groups(x, offs, 32, backend=b),
+            lambda b=backend: mxspec.unpad_token_groups(x, offs, offs - offs[:1], 500, backend=b),
+            lambda b=backend: mxspec.place_token_groups(x, offs, offs - offs[:1], 700, backend=b),
+            lambda b=backend: mxspec.to_blocked_m_groups(x.view(torch.uint8), offs, backend=b),
+            lambda b=backend: mxspec.to_blocked_k_groups(x.view(torch.uint8).mT, offs, backend=b),
+            lambda b=backend: mxspec.mx_quantize_groups(x, offs, backend=b),
+            lambda b=backend: mxspec.mx_quantize_groups(x, offs, axis=-2, backend=b),
+        ]
+        for call in calls:
+            call()  # compiled here, which may wait
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                call()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["triton", "helion"])
+def test_a_graph_follows_offsets_that_change(backend):
+    x, offs = random_normal(600, 64).cuda(), i32(100, 100, 590).cuda()
+    mxspec.pad_token_groups(x, offs, 32, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = mxspec.pad_token_groups(x, offs, 32, backend=backend)
+    for ends in ((100, 100, 590), (0, 1, 600), (5, 5, 5)):
+        offs.copy_(i32(*ends))
+        graph.replay()
+        expected = mxspec.pad_token_groups(x.cpu(), i32(*ends), 32)
+        assert all(g.cpu().equal(e) for g, e in zip(got, expected, strict=True))

@@ -1,0 +1,24 @@
+"""Goldens for place_token_groups, by hand; what it shares with its inverse is in test_pad_token_groups.py."""
+
+import pytest
+import torch
+
+import mxspec
+
+# tokens, offs, start, num_rows -> placed
+GOLDENS = [
+    ([1, 2, 3], [2, 3], [0, 3], 5, [1, 2, 0, 3, 0]),
+    ([1, 2, 3], [2, 3], [1, 4], 4, [0, 1, 2, 0]),  # no room for the second group
+    ([1, 2, 3], [2, 2, 3], [0, 2, 2], 4, [1, 2, 3, 0]),  # an empty group begins where the next does
+    ([1, 2, 9], [2], [0], 3, [1, 2, 0]),  # 9 belongs to no group
+    ([5], [], [], 2, [0, 0]),
+]
+
+
+@pytest.mark.parametrize(("tokens", "offs", "start", "num_rows", "placed"), GOLDENS)
+def test_golden(tokens, offs, start, num_rows, placed):
+    offs, start = (torch.tensor(t, dtype=torch.int32) for t in (offs, start))
+    tokens = torch.tensor(tokens, dtype=torch.float32)[:, None]
+    got = mxspec.place_token_groups(tokens, offs, start, num_rows, backend="reference")
+    assert got.shape == (num_rows, 1)
+    assert got.flatten().tolist() == placed
