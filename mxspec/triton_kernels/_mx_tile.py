@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mxspec.formats import ElementFormat
 from mxspec.triton_kernels._blocked import blocked_shape
+from mxspec.triton_kernels._groups import chunk, group_of, grouped_tile
 from mxspec.triton_kernels._launch import for_device
 from mxspec.triton_kernels._numerics import (
     fp32_bits,
@@ -51,24 +52,34 @@ def supports(x: Tensor) -> str | None:
 
 
 @triton.jit
-def _load2(x, stride, mask):
-    return tl.join(tl.load(x, mask=mask, other=0), tl.load(x + stride, mask=mask, other=0))
+def _load1(x, mask, left, ROW: tl.constexpr):
+    if left is None:
+        return tl.load(x, mask=mask, other=0)
+    else:  # of the rows from each pointer on only so many are there
+        return tl.load(x, mask=mask & (left > ROW)[:, None], other=0)
 
 
 @triton.jit
-def _load4(x, stride, mask):
-    return tl.join(_load2(x, 2 * stride, mask), _load2(x + stride, 2 * stride, mask))
+def _load2(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+    return tl.join(_load1(x, mask, left, ROW), _load1(x + stride, mask, left, ROW + STEP))
 
 
 @triton.jit
-def _load8(x, stride, mask):
-    return tl.join(_load4(x, 2 * stride, mask), _load4(x + stride, 2 * stride, mask))
+def _load4(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+    even = _load2(x, 2 * stride, mask, left, ROW, 2 * STEP)
+    return tl.join(even, _load2(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP))
 
 
 @triton.jit
-def _load16(x, stride, mask):
+def _load8(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+    even = _load4(x, 2 * stride, mask, left, ROW, 2 * STEP)
+    return tl.join(even, _load4(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP))
+
+
+@triton.jit
+def _load16(x, stride, mask, left):
     """The 16 rows from each pointer on, `(GROUPS, COLS, 2, 2, 2, 2)`, in the registers of the thread of the pointer."""
-    return tl.join(_load8(x, 2 * stride, mask), _load8(x + stride, 2 * stride, mask))
+    return tl.join(_load8(x, 2 * stride, mask, left, 0, 2), _load8(x + stride, 2 * stride, mask, left, 1, 2))
 
 
 @triton.jit
@@ -116,12 +127,14 @@ def _quantize16(values, q, stride, mask, MAX: tl.constexpr, EMAX: tl.constexpr, 
 
 @triton.jit
 def _mx_tile(
-    x, q_col, s_col, q_row, s_row,
-    M, K, stride_e, stride_m, stride_k,
+    x, q_col, s_col, q_row, s_row, start, end, offs,
+    M, K, stride_e, stride_m, stride_k, tokens, G, stride_offs,
     MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, SCALING: tl.constexpr,
     BLOCKED: tl.constexpr, WITH_ROWS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     RUN: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr,
+    ALIGN: tl.constexpr = 0, CHUNK: tl.constexpr = 0,
 ):  # fmt: skip
+    # With `offs`, M counts the padded rows of token groups and `tokens` those of x.
     ROWS: tl.constexpr = RUN * GROUPS
     BLOCKS: tl.constexpr = ROWS // 32
     # Along the rows first: neighbouring programs then write neighbouring bytes of the columns' results.
@@ -130,9 +143,17 @@ def _mx_tile(
     if WIDE:  # the products with strides pass 2^31
         g, b, m = g.to(tl.int64), b.to(tl.int64), m.to(tl.int64)
     inside = ((m0 + g < M)[:, None] & (k0 + b < K)[None, :]) | EVEN  # M is a multiple of 32
-    x += e * stride_e + m0.to(tl.int64) * stride_m + k0.to(tl.int64) * stride_k
-    x_rows = x + g[:, None] * stride_m + (b * stride_k)[None, :]
-    rows = _load16(x_rows, stride_m, inside) if RUN == 16 else _load8(x_rows, stride_m, inside)
+    x += e * stride_e + k0.to(tl.int64) * stride_k
+    if offs is None:
+        x_rows, left = x + m0.to(tl.int64) * stride_m + g[:, None] * stride_m + (b * stride_k)[None, :], None
+    else:  # groups are padded to multiples of 128, so that 128 rows are in one
+        unit = m0 + tl.arange(0, ROWS // 128) * 128
+        writes = tl.program_id(0) + tl.program_id(1) == 0
+        token0, stop, begin, until = group_of(unit, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
+        token = (token0 + unit - begin)[:, None] + (tl.arange(0, 128 // RUN) * RUN)[None, :]
+        left = tl.where(token >= 0, tl.minimum(stop, tokens)[:, None] - token, 0).reshape(GROUPS)
+        x_rows = x + (token.reshape(GROUPS).to(tl.int64) * stride_m)[:, None] + (b * stride_k)[None, :]
+    rows = _load16(x_rows, stride_m, inside, left) if RUN == 16 else _load8(x_rows, stride_m, inside, left, 0, 1)
     if WITH_ROWS:  # after all loads: a load does not pass a store that may change what it reads
         q_rows = q_row + (e * M + m0) * K + k0 + g[:, None] * K + b[None, :]
         if RUN == 16:
@@ -156,8 +177,15 @@ def _mx_tile(
     ):  # COLS is 128, the rows of one tile: (c // 4, c % 4, b // 32, b % 32) -> (c // 4, b % 32, b // 32, c % 4)
         tiles = byte.to(tl.uint8).reshape(BLOCKS // 4, 4, 4, 32).permute(0, 3, 2, 1).reshape(BLOCKS * 128)
         place, col_tiles = tl.arange(0, BLOCKS * 128), tl.cdiv(C, 4)
-        start = ((e * tl.cdiv(K, 128) + tl.program_id(1)) * col_tiles + m0 // 128) * 512
-        tl.store(s_col + start + place, tiles, mask=(m0 // 128 + place // 512 < col_tiles) | EVEN)
+        if offs is None:
+            s_col += ((e * tl.cdiv(K, 128) + tl.program_id(1)) * col_tiles + m0 // 128) * 512
+            tl.store(s_col + place, tiles, mask=(m0 // 128 + place // 512 < col_tiles) | EVEN)
+        else:
+            n, there = grouped_tile(
+                unit // 128, tl.program_id(1), begin // 128, until // 128, tl.cdiv(K, 128), col_tiles + G
+            )
+            s_cols = s_col + (n * 512)[:, None] + tl.arange(0, 512)[None, :]
+            tl.store(s_cols, tiles.reshape(BLOCKS // 4, 512), mask=there[:, None])
     else:
         owned = ((k0 + b < K)[:, None] & (m0 // 32 + c < C)[None, :]) | EVEN
         place = (e * K + k0) * C + m0 // 32 + (b[:, None] * C + c[None, :])
@@ -169,8 +197,8 @@ def _mx_tile(
         if BLOCKED:  # row RUN * g + i is (r // 128, r % 128 // 32, r % 32) -> (r // 128, r % 32, r % 128 // 32, c)
             tiles = byte.permute(0, 2, 1).reshape(ROWS // 128, 4, 32, 4).permute(0, 2, 1, 3).reshape(ROWS // 128, 512)
             row_tile = (m0 // 128 + tl.arange(0, ROWS // 128))[:, None]
-            start = ((e * tl.cdiv(M, 128) + row_tile) * tl.cdiv(C, 4) + tl.program_id(1)) * 512
-            tl.store(s_row + start + tl.arange(0, 512)[None, :], tiles, mask=(row_tile < tl.cdiv(M, 128)) | EVEN)
+            tile = ((e * tl.cdiv(M, 128) + row_tile) * tl.cdiv(C, 4) + tl.program_id(1)) * 512
+            tl.store(s_row + tile + tl.arange(0, 512)[None, :], tiles, mask=(row_tile < tl.cdiv(M, 128)) | EVEN)
         else:
             owned = ((m0 + m < M)[:, None] & (k0 // 32 + c < C)[None, :]) | EVEN
             place = (e * M + m0) * C + k0 // 32 + (m[:, None] * C + c[None, :])
@@ -198,8 +226,26 @@ def mx_tile(
     if x.numel():
         grid = (-(-M // rows), -(-K // cols), E)
         _mx_tile[grid](
-            x, q_col, s_col, q_row, s_row, M, K, x.stride(0) if lead else 0, *x.stride()[-2:],
+            x, q_col, s_col, q_row, s_row, None, None, None,
+            M, K, x.stride(0) if lead else 0, *x.stride()[-2:], M, 0, 0,
             fmt.max, fmt.emax, fmt.mantissa_bits, scaling, blocked, with_rows, even, wide, **chosen,
         )  # fmt: skip
     columns = q_col, s_col.view(torch.float8_e8m0fnu)
     return (q_row, s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
+
+
+def launch_groups(
+    x: Tensor, q_col: Tensor, s_col: Tensor, start: Tensor, end: Tensor, offs: Tensor, pad_to: int, scaled_rows: int,
+    numerics: tuple[float, int, int, str, bool],
+) -> None:  # fmt: skip
+    """The columns of token groups, padded; `scaled_rows`, all that have scales, may be more than q_col has."""
+    (tokens, K), R = x.shape, q_col.shape[1]
+    chosen = config(x, with_rows=False)
+    rows, cols = chosen["RUN"] * chosen["GROUPS"], chosen["COLS"]
+    wide = max(rows * max(x.stride(0), K), cols * max(x.stride(1), R)) >= 2**31
+    if scaled_rows:
+        grid = (-(-scaled_rows // rows), max(1, -(-K // cols)), 1)  # one if only start and end are written
+        _mx_tile[grid](
+            x, q_col, s_col, q_col, s_col, start, end, offs, R, K, 0, *x.stride(), tokens, offs.shape[0],
+            offs.stride(0), *numerics, False, False, wide, **chosen, ALIGN=pad_to, CHUNK=chunk(offs.shape[0]),
+        )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Token groups padded, placed and unpadded by one kernel, which asks of each row of the output where it comes from."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.triton_kernels._groups import chunk, group_of
+from mxspec.triton_kernels._launch import for_device
+
+# A program moves ROWS rows, of which each thread has several 16-byte loads under way, by up to BYTES bytes of each.
+# Not yet run on a GPU.
+_HOPPER = {"ROWS": 8, "BYTES": 2048, "num_warps": 4}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@triton.jit
+def _last_at_or_before(row, ends, stride, G, CHUNK: tl.constexpr):
+    """How many of the ends, or beginnings, are at or before each row (N,)."""
+    count = row * 0
+    for i in range(0, G, CHUNK):
+        g = i + tl.arange(0, CHUNK)
+        end = tl.load(ends + g * stride, mask=g < G, other=2147483647)
+        count += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
+    return count
+
+
+@triton.jit
+def _move_rows(
+    x, out, start, end, offs,
+    rows_in, rows_out, K, G, stride_m, stride_k, stride_offs, stride_start, col_programs,
+    HOW: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row0 = tl.program_id(0) // col_programs * ROWS
+    k = tl.program_id(0) % col_programs * COLS + tl.arange(0, COLS)
+    row = row0 + tl.arange(0, ROWS)
+    # The row of x for each row of the output: none at or past `limit`.
+    if HOW == "pad":  # ROWS divides the alignment, so that all of them are in one group
+        first, limit, begin, _ = group_of(
+            row0 + tl.arange(0, 1), offs, stride_offs, G, start, end, tl.program_id(0) == 0, ALIGN, CHUNK
+        )
+        source = first + row - begin
+    elif HOW == "place":
+        g = _last_at_or_before(row, start, stride_start, G, CHUNK) - 1
+        first = tl.load(offs + (g - 1) * stride_offs, mask=g > 0, other=0)
+        limit = tl.load(offs + g * stride_offs, mask=g >= 0, other=0)
+        source = first + row - tl.load(start + g * stride_start, mask=g >= 0, other=0)
+    else:
+        g = _last_at_or_before(row, offs, stride_offs, G, CHUNK)
+        first = tl.load(offs + (g - 1) * stride_offs, mask=g > 0, other=0)
+        source = tl.load(start + g * stride_start, mask=g < G, other=0) + row - first
+        limit = tl.where(g < G, rows_in, 0)
+    there = (source >= 0) & (source < tl.minimum(limit, rows_in))  # also where offs or start are out of order
+    values = tl.load(
+        x + (source.to(tl.int64) * stride_m)[:, None] + (k.to(tl.int64) * stride_k)[None, :],
+        mask=there[:, None] & (k < K)[None, :], other=0,
+    )  # fmt: skip
+    place = (row.to(tl.int64) * K)[:, None] + k[None, :]
+    tl.store(out + place, values, mask=(row < rows_out)[:, None] & (k < K)[None, :])
+
+
+def supports(x: Tensor, rows_out: int) -> str | None:
+    chosen = for_device(CONFIGS, x.device)
+    programs = rows_out * -(-x.shape[1] * x.element_size() // chosen["BYTES"])
+    return None if programs < 2**31 else f"has a grid of up to 2^31 programs; this call would take {programs}"
+
+
+def move_rows(
+    how: str, x: Tensor, offs: Tensor, start: Tensor, end: Tensor, rows_out: int, alignment: int = 1
+) -> Tensor:
+    """Rows of x where `how` says: `pad`, which writes `start` and `end`, or `place` or `unpad`, which read `start`."""
+    rows_in, K = x.shape
+    out = x.new_empty((rows_out, K))
+    chosen = for_device(CONFIGS, x.device)
+    cols = min(triton.next_power_of_2(max(1, K)), chosen["BYTES"] // x.element_size())
+    rows = math.gcd(chosen["ROWS"], alignment) if how == "pad" else chosen["ROWS"]
+    col_programs = max(1, -(-K // cols))  # one where there are no columns: start and end are still written
+    if rows_out and (K or how == "pad"):
+        bits = _INT_OF_BYTES[x.element_size()]
+        _move_rows[(-(-rows_out // rows) * col_programs,)](
+            x.view(bits), out.view(bits), start, end, offs, rows_in, rows_out, K, offs.shape[0],
+            *x.stride(), offs.stride(0), start.stride(0), col_programs,
+            how, alignment, chunk(offs.shape[0]), rows, cols, num_warps=chosen["num_warps"],
+        )  # fmt: skip
+    return out

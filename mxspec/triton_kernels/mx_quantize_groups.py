@@ -1,0 +1,102 @@
+"""mx_quantize_groups in Triton: the kernels of mx_quantize, reading each row where its group says.
+
+Along axis -1 a program owns a run of the bytes of a tile of scales, as in mx_quantize's blocked layout, also where the
+scales are plain. Along axis -2 it owns a tile of `_mx_tile`. Pad rows are read as zeros, so that their codes and scale
+bytes come out as the contract says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import element
+from mxspec.triton_kernels import _mx_tile
+from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
+from mxspec.triton_kernels._groups import chunk, group_of
+from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
+
+# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
+# Scale bytes a program, those of mx_quantize for blocked scales; not yet run on a GPU.
+_HOPPER = {"BLOCKS": 64, "num_warps": 4}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+
+
+def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None:
+    if axis == -2:
+        return _mx_tile.supports(x)
+    if x.shape[1] > 65535 * 128:
+        return f"has a grid of up to 65535 tiles along K, which may be up to {65535 * 128}; it is {x.shape[1]}"
+    return None
+
+
+@triton.jit
+def _mx_quantize_groups(
+    x, qdata, scale, start, end, offs,
+    tokens, R, C, stride_m, stride_k, G, stride_offs,
+    MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, SCALING: tl.constexpr,
+    BLOCKED: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = 512 // BLOCKS  # programs a tile
+    row_tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    row0, writes = row_tile * 128 + tl.arange(0, 1), tl.program_id(0) + tl.program_id(1) == 0
+    # The 128 rows of a tile are in one group.
+    token0, stop, begin, _ = group_of(row0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
+    byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
+    row, col = row_col_in_tile(byte_in_tile)
+    row += row_tile * 128
+    token, c = token0 + row - begin, tl.program_id(1) * 4 + col
+    there = (token >= 0) & (token < tl.minimum(stop, tokens)) & (c < C)
+    k = c[:, None] * 32 + tl.arange(0, 32)[None, :]
+    source = (token.to(tl.int64) * stride_m)[:, None] + k.to(tl.int64) * stride_k
+    values = tl.load(x + source, mask=there[:, None], other=0)
+    byte = shared_exponent(block_amax(values), MAX, EMAX, MANTISSA, SCALING)
+    q = saturating_cast(values.to(tl.float32) * reciprocal_scale(byte)[:, None], qdata.dtype.element_ty)
+    owned = (row < R) & (c < C)
+    tl.store(qdata + (row.to(tl.int64) * (C * 32))[:, None] + k, q, mask=owned[:, None])
+    if BLOCKED:  # G rows of tiles more than there are codes
+        tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + tl.program_id(1)) * 512
+        tl.store(tile + byte_in_tile, byte.to(tl.uint8), mask=c - col < C)
+    else:
+        tl.store(scale + row.to(tl.int64) * C + c, byte.to(tl.uint8), mask=owned)
+
+
+def mx_quantize_groups(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    axis: int = -1,
+    pad_to: int = 128,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (M, K), G, fmt, blocked = x.shape, offs.shape[0], element(elem_dtype), scale_layout == "blocked"
+    R = -(-(M + G * pad_to) // pad_to) * pad_to
+    rows = R + 128 * G if blocked else R  # that have scales
+    start, end = (offs.new_empty(G) for _ in range(2))
+    numerics = fmt.max, fmt.emax, fmt.mantissa_bits, scaling, blocked
+    col_tiles = blocked_shape(0, -(-K // 32))[1]
+    if axis == -2:
+        qdata = x.new_empty((K, R), dtype=fmt.dtype)
+        shape = (128 * -(-K // 128), rows // 32) if blocked else (K, R // 32)
+        scale = x.new_empty(shape, dtype=torch.uint8)
+        _mx_tile.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, numerics)
+        return qdata.mT, scale.view(torch.float8_e8m0fnu), start, end
+    qdata = x.new_empty((R, K), dtype=fmt.dtype)
+    scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
+    config = for_device(CONFIGS, x.device)
+    if rows:
+        grid = (rows // 128 * (512 // config["BLOCKS"]), max(1, col_tiles))  # one if only start and end are written
+        _mx_quantize_groups[grid](
+            x, qdata, scale, start, end, offs, M, R, K // 32, *x.stride(), G, offs.stride(0),
+            *numerics, pad_to, chunk(G), **config,
+        )  # fmt: skip
+    return qdata, scale.view(torch.float8_e8m0fnu), start, end

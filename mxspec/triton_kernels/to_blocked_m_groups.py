@@ -1,0 +1,53 @@
+"""to_blocked_m_groups in Triton: `to_blocked`, each row of tiles in the group that it belongs to."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.triton_kernels._blocked import blocked_shape
+from mxspec.triton_kernels._groups import chunk, group_of
+
+# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
+# Tiles a program, as in to_blocked: 16 read 64 bytes of a row, which 16-byte loads need to start at a multiple of 16.
+CONFIGS = {"aligned": {"TILES": 16, "num_warps": 8}, "odd": {"TILES": 4, "num_warps": 2}}
+PTX = (r"st\.global\.v4\.b32",)
+
+
+@triton.jit
+def _to_blocked_m_groups(
+    scale, out, start, offs,
+    M, C, G, stride_r, stride_c, stride_offs, col_tiles, programs,
+    CHUNK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) % programs * TILES
+    row_tile = tl.program_id(0) // programs
+    # Groups begin at multiples of 128: a row of tiles is in one.
+    row0, writes = row_tile * 128 + tl.arange(0, 1), tl.program_id(0) == 0
+    token0, stop, begin, _ = group_of(row0, offs, stride_offs, G, None, start, writes, 128, CHUNK)
+    r = token0 + row_tile * 128 + tl.arange(0, 128) - begin
+    c = first * 4 + tl.arange(0, 4 * TILES)
+    there = (r >= 0) & (r < tl.minimum(stop, M))
+    source = scale + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
+    values = tl.load(source, mask=there[:, None] & (c < C)[None, :], other=0)
+    # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
+    values = values.reshape(4, 32, TILES, 4).permute(2, 1, 0, 3).reshape(512 * TILES)
+    byte = tl.arange(0, 512 * TILES)
+    tiles = out + (row_tile.to(tl.int64) * col_tiles + first) * 512
+    tl.store(tiles + byte, values, mask=(first + byte // 512 < col_tiles) & (row_tile * 128 < M + 128 * G))
+
+
+def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
+    (M, C), G = scale.shape, offs.shape[0]
+    row_tiles, col_tiles = blocked_shape(M + 128 * G, C)
+    out = scale.new_empty((128 * row_tiles, 4 * col_tiles))  # whole tiles are written, of which a part may be returned
+    start = offs.new_empty(G + 1, dtype=torch.int64)
+    config = CONFIGS["aligned" if C % 16 == 0 else "odd"]
+    programs = max(1, triton.cdiv(col_tiles, config["TILES"]))  # for each row of tiles; one if only start is written
+    _to_blocked_m_groups[(programs * max(1, row_tiles),)](
+        scale.view(torch.uint8), out.view(torch.uint8), start, offs, M, C, G, *scale.stride(),
+        offs.stride(0), col_tiles, programs, chunk(G), **config,
+    )  # fmt: skip
+    return out[: M + 128 * G], start
