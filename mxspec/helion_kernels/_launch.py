@@ -48,6 +48,14 @@ def extent(t: Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
+def flat(t: Tensor) -> Tensor:
+    """The elements of storage between the first and the last of t, in one dimension, for a kernel that takes strides.
+
+    For an empty tensor, one element that no mask lets through: ref mode clamps an index before it masks.
+    """
+    return t.as_strided((extent(t),), (1,)) if t.numel() else t.new_empty(1)
+
+
 def launch(body: Callable[..., None], configs: Configs, *args: Any) -> None:
     """Run `body(*args)` with the configuration for the device.
 

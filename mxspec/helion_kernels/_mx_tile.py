@@ -49,19 +49,26 @@ _HOPPER = {
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 
 
-def _load_run(x: Tensor, m: Tensor, stride: int, k: Tensor, mask: Tensor | None, run: int, step: int = 1) -> Tensor:
-    """The rows m, m + step, ..., `run` of them, along new last dimensions of 2: the highest bit of a number first."""
+def load_run(
+    x: Tensor, m: Tensor, stride: int, k: Tensor, mask: Tensor | None, run: int, step: int = 1,
+    left: Tensor | None = None, i: int = 0,
+) -> Tensor:  # fmt: skip
+    """The rows m, m + step, ..., `run` of them, along new last dimensions of 2: the highest bit of a number first.
+
+    With a mask and `left`, of the rows from each first one on only so many are there; m is i after it.
+    """
     if run == 1:
-        return hl.load(x, [m * stride + k], extra_mask=mask)
-    evens = _load_run(x, m, stride, k, mask, run // 2, 2 * step)
-    return hl.join(evens, _load_run(x, m + step, stride, k, mask, run // 2, 2 * step))
+        there = mask if mask is None or left is None else mask & (left > i)
+        return hl.load(x, [m * stride + k], extra_mask=there)
+    evens = load_run(x, m, stride, k, mask, run // 2, 2 * step, left, i)
+    return hl.join(evens, load_run(x, m + step, stride, k, mask, run // 2, 2 * step, left, i + step))
 
 
-def _columns(
-    values: Tensor, largest: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int,
-    C: int, scaling: str, blocked: bool, even: bool,
-) -> None:  # fmt: skip
-    """32x1: `largest` is by block and column."""
+def column_codes(
+    values: Tensor, largest: Tensor, qdata: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int, scaling: str,
+    even: bool,
+) -> Tensor:  # fmt: skip
+    """32x1: store the codes; the scale bytes. `largest` is by block and column, as they are."""
     (groups, cols, run), fmt = values.shape, element(qdata.dtype)
     rows, blocks = groups * run, groups * run // 32
     byte = shared_exponent(fp32_bits(largest, values.dtype), fmt, scaling)
@@ -69,14 +76,23 @@ def _columns(
     codes = saturating_cast(values.to(torch.float32) * factor, fmt).permute(1, 0, 2).reshape(cols, rows)
     m, k = (m_tile * rows + hl.arange(rows)).unsqueeze(0), (k_tile * cols + hl.arange(cols)).unsqueeze(1)
     hl.store(qdata, [(e * K + k) * M + m], codes, extra_mask=None if even else (k < K) & (m < M))
-    byte = byte.to(torch.uint8)
+    return byte.to(torch.uint8)
+
+
+def _columns(
+    values: Tensor, largest: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int,
+    C: int, scaling: str, blocked: bool, even: bool,
+) -> None:  # fmt: skip
+    groups, cols, run = values.shape
+    blocks = groups * run // 32
+    byte = column_codes(values, largest, qdata, e, m_tile, k_tile, M, K, scaling, even)
     if blocked:  # cols is 128. (c // 4, c % 4, k // 32, k % 32) -> (c // 4, k % 32, k // 32, c % 4)
         byte = byte.reshape(blocks // 4, 4, 4, 32).permute(0, 3, 2, 1).reshape(blocks * 128)
         place, row_tiles, col_tiles = m_tile * (blocks * 128) + hl.arange(blocks * 128), (K + 127) // 128, (C + 3) // 4
         owned = None if even else place < col_tiles * 512
         hl.store(scale, [(e * row_tiles + k_tile) * col_tiles * 512 + place], byte, extra_mask=owned)
     else:
-        c = (m_tile * blocks + hl.arange(blocks)).unsqueeze(0)
+        c, k = (m_tile * blocks + hl.arange(blocks)).unsqueeze(0), (k_tile * cols + hl.arange(cols)).unsqueeze(1)
         hl.store(scale, [(e * K + k) * C + c], byte.permute(1, 0), extra_mask=None if even else (k < K) & (c < C))
 
 
@@ -118,7 +134,7 @@ def _mx_tile(
         m = (m_tile * rows + hl.arange(groups) * run).unsqueeze(1)
         k = (k_tile * cols + hl.arange(cols)).unsqueeze(0)
         inside = None if even else (m < M) & (k < K)  # M is a multiple of 32
-        values = _load_run(x, m, stride_m, e * stride_e + k * stride_k, inside, run).reshape(groups, cols, run)
+        values = load_run(x, m, stride_m, e * stride_e + k * stride_k, inside, run).reshape(groups, cols, run)
         magnitudes = magnitude_bits(values)
         col_largest = magnitudes.amax(-1).reshape(rows // 32, 32 // run, cols).amax(1)
         if with_rows:  # after both maxima, so that the magnitudes no longer take registers

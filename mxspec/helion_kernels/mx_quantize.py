@@ -30,7 +30,7 @@ CONFIGS = {
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 
-def _quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
+def quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
     """Codes and scale bytes of a tile whose last dimension is a block."""
     fmt = element(elem_dtype)
     byte = shared_exponent(block_amax(values), fmt, scaling)
@@ -44,7 +44,7 @@ def _row_and_block(row: Tensor, byte: Tensor, blocked: bool) -> tuple[Tensor, Te
 
 def _flat(x: Tensor, qdata: Tensor, scale: Tensor, scaling: hl.constexpr) -> None:
     for blocks in hl.tile(scale.size(0)):
-        codes, byte = _quantize_tile(x[blocks, :], qdata.dtype, scaling)
+        codes, byte = quantize_tile(x[blocks, :], qdata.dtype, scaling)
         qdata[blocks, :] = codes
         scale[blocks] = byte
 
@@ -62,7 +62,7 @@ def _strided(
         k = hl.arange(32)[None, None, None, :]
         source = matrix * stride_e + r * stride_r + c * stride_c + k * stride_k
         valid = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(source.size())
-        codes, scale_byte = _quantize_tile(hl.load(x, [source], extra_mask=valid), qdata.dtype, scaling)
+        codes, scale_byte = quantize_tile(hl.load(x, [source], extra_mask=valid), qdata.dtype, scaling)
         hl.store(qdata, [((matrix * R + r) * C + c) * 32 + k], codes, extra_mask=valid)
         scale[e, row, byte] = scale_byte
 

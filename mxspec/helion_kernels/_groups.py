@@ -1,0 +1,60 @@
+"""Token groups in Helion: which group a row belongs to, found by every program for itself from `offs`.
+
+No launch comes before, and nothing is read on the host. A program reads all ends, a chunk at a time, which the L2
+holds, sums up the padded sizes and picks the group by comparison: a few hundred cycles, which other programs hide.
+The loop over the chunks stands in each kernel, since Helion traces a function that a kernel calls: a loop in there
+would be unrolled, for one number of groups. What such a loop carries are tensors, not tuples of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import helion
+import helion.language as hl
+import torch
+from torch import Tensor
+
+# Ref mode scans an element at a time, each in Python.
+_REF = os.environ.get("HELION_INTERPRET") == "1"
+
+
+def chunk(groups: int) -> int:
+    """How many ends a program reads at a time."""
+    return min(256, helion.next_power_of_2(max(1, groups)))
+
+
+def padded_ends(
+    offs: Tensor, stride: int, G: int, before: Tensor, i: int, alignment: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of a chunk of the groups, from i on: their numbers, first tokens and ends, and their first and last rows, padded.
+
+    And the last of those, at which the next chunk begins.
+    """
+    lane = hl.arange(chunk)
+    g = i + lane
+    first = hl.load(offs, [(g - 1) * stride], extra_mask=(g > 0) & (g < G))
+    stop = hl.load(offs, [g * stride], extra_mask=g < G)
+    # No `//`, which costs a branch on the sign: sizes are not negative.
+    padded = torch.div(stop - first + (alignment - 1), alignment, rounding_mode="trunc") * alignment
+    rows = torch.where(g < G, padded, 0)
+    end = before + (rows.cumsum(0, dtype=torch.int32) if _REF else hl.cumsum(rows, 0))
+    last = torch.where(lane == chunk - 1, end, 0).sum(0, dtype=torch.int32)
+    return g, first, stop, end - rows, end, last
+
+
+def chosen(mine: Tensor, values: Tensor) -> Tensor:
+    """For each row of `mine` (N, groups), the value of the group that it marks; 0 where it marks none."""
+    return torch.where(mine, values.unsqueeze(0), 0).sum(1, dtype=torch.int32)
+
+
+def holds(start: Tensor, end: Tensor, row: Tensor) -> Tensor:
+    """Whether each row (N,) is one of a group's, (N, groups): at most one, since empty groups hold none."""
+    return (start.unsqueeze(0) <= row.unsqueeze(1)) & (row.unsqueeze(1) < end.unsqueeze(0))
+
+
+def at_or_before(ends: Tensor, stride: int, G: int, i: int, chunk: int, row: Tensor) -> Tensor:
+    """Of the ends, or beginnings, from i on, a chunk of them, how many are at or before each row (N,)."""
+    g = i + hl.arange(chunk)
+    end = hl.load(ends, [g * stride], extra_mask=g < G).unsqueeze(0)
+    return ((end <= row.unsqueeze(1)) & (g < G).unsqueeze(0)).sum(1, dtype=torch.int32)

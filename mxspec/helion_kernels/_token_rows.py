@@ -1,0 +1,103 @@
+"""Rows moved by group: padded, placed and unpadded by one kernel, which asks of each row of the output where it lies.
+
+The loop is an `hl.grid`, so that a program has its rows whole: ref mode then runs them one by one and tests the masks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import helion
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from mxspec.helion_kernels._groups import at_or_before, chosen, chunk, holds, padded_ends
+from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
+
+
+class Part(NamedTuple):
+    rows: int  # a program
+    bytes: int  # of each row, at most
+    num_warps: int
+
+
+# Each thread has several 16-byte loads under way. Not yet run on a GPU.
+_HOPPER = Part(8, 2048, 4)
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _move_rows(
+    x: Tensor, stride_m: int, stride_k: int, rows_in: int, out: Tensor, rows_out: int, K: int, col_programs: int,
+    offs: Tensor, stride_offs: int, G: int, start: Tensor, stride_start: int, end: Tensor,
+    how: hl.constexpr, alignment: hl.constexpr, even: hl.constexpr,
+    chunk: hl.constexpr, rows: hl.constexpr, cols: hl.constexpr,
+) -> None:  # fmt: skip
+    for row_program, col_program in hl.grid([(rows_out + rows - 1) // rows, col_programs]):
+        k = (col_program * cols + hl.arange(cols)).unsqueeze(0)
+        row = row_program * rows + hl.arange(rows)
+        # The row of x for each row of the output, and whether the group has it.
+        if how == "pad":  # rows divides the alignment, so that all of them are in one group
+            row0 = row_program * rows + hl.arange(1)
+            first, stop, begin = row0 * 0, row0 * 0, row0 * 0
+            before = hl.zeros([], dtype=torch.int32)
+            for i in range(0, G, chunk):
+                g, token0, ends, begins, until, before = padded_ends(offs, stride_offs, G, before, i, alignment, chunk)
+                mine = holds(begins, until, row0)
+                first = first + chosen(mine, token0)
+                stop = stop + chosen(mine, ends)
+                begin = begin + chosen(mine, begins)
+                if row_program + col_program == 0:
+                    hl.store(start, [g], begins, extra_mask=g < G)
+                    hl.store(end, [g], until, extra_mask=g < G)
+            source = first + row - begin
+            there = source < stop
+        else:
+            count = row * 0
+            for i in range(0, G, chunk):
+                count = count + at_or_before(
+                    start if how == "place" else offs, stride_start if how == "place" else stride_offs, G, i, chunk, row
+                )
+            if how == "place":
+                group = count - 1
+                token = hl.load(offs, [(group - 1) * stride_offs], extra_mask=group > 0)
+                limit = hl.load(offs, [group * stride_offs], extra_mask=group >= 0)
+                source = token + row - hl.load(start, [group * stride_start], extra_mask=group >= 0)
+                there = source < limit
+            else:
+                token = hl.load(offs, [(count - 1) * stride_offs], extra_mask=count > 0)
+                source = hl.load(start, [count * stride_start], extra_mask=count < G) + row - token
+                there = count < G
+        there = there & (source >= 0) & (source < rows_in)  # also where offs or start are out of order
+        values = hl.load(x, [source.unsqueeze(1) * stride_m + k * stride_k], extra_mask=there.unsqueeze(1) & (k < K))
+        owned = None if even else (row < rows_out).unsqueeze(1) & (k < K)
+        hl.store(out, [row.unsqueeze(1) * K + k], values, extra_mask=owned)
+
+
+def supports(x: Tensor, rows_out: int) -> str | None:
+    chosen = for_device(CONFIGS, x.device)
+    programs = rows_out * -(-x.shape[1] * x.element_size() // chosen.bytes)
+    return None if programs < 2**31 else f"has a grid of up to 2^31 programs; this call would take {programs}"
+
+
+def move_rows(
+    how: str, x: Tensor, offs: Tensor, start: Tensor, end: Tensor, rows_out: int, alignment: int = 1
+) -> Tensor:
+    """Rows of x where `how` says: `pad`, which writes `start` and `end`, or `place` or `unpad`, which read `start`."""
+    rows_in, K = x.shape
+    out = x.new_empty((rows_out, K))
+    most, width, num_warps = for_device(CONFIGS, x.device)
+    cols = min(helion.next_power_of_2(max(1, K)), width // x.element_size())
+    rows = math.gcd(most, alignment) if how == "pad" else most
+    col_programs = max(1, -(-K // cols))  # one where there are no columns: start and end are still written
+    if rows_out and (K or how == "pad"):
+        bits, G = _INT_OF_BYTES[x.element_size()], offs.shape[0]
+        launch(
+            _move_rows, {(9, 0): on_grid(2, num_warps)}, flat(x.view(bits)), *x.stride(), rows_in,
+            flat(out.view(bits)), rows_out, K, col_programs, flat(offs), offs.stride(0), G,
+            flat(start), start.stride(0), flat(end), how, alignment, rows_out % rows == 0 and K % cols == 0,
+            chunk(G), rows, cols,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,18 @@
+"""place_token_groups in Helion: `_token_rows`, the group of a row found among the starts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.helion_kernels import _token_rows
+
+# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32")
+
+
+def supports(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, **_: bool) -> str | None:
+    return _token_rows.supports(x, num_rows)
+
+
+def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *, check_offs: bool = False) -> Tensor:
+    return _token_rows.move_rows("place", x, offs, start, start, num_rows)

@@ -1,0 +1,64 @@
+"""to_blocked_m_groups in Helion: `to_blocked`, each row of tiles in the group that it belongs to."""
+
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from mxspec.helion_kernels._blocked import blocked_shape
+from mxspec.helion_kernels._groups import chosen, chunk, holds, padded_ends
+from mxspec.helion_kernels._launch import flat, launch, on_grid
+
+# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
+# Tiles a program and warps, as in to_blocked: 16 read 64 bytes of a row, which 16-byte loads need to start at a
+# multiple of 16.
+CONFIGS = {"aligned": (16, 8), "odd": (4, 2)}
+PTX = (r"st\.global\.v4\.b32",)
+
+
+def _to_blocked_m_groups(
+    scale: Tensor, stride_r: int, stride_c: int, M: int, C: int, out: Tensor, row_tiles: int, col_tiles: int,
+    offs: Tensor, stride_offs: int, G: int, start: Tensor, row_programs: int, col_programs: int,
+    chunk: hl.constexpr, tiles: hl.constexpr,
+) -> None:  # fmt: skip
+    for row_tile, program in hl.grid([row_programs, col_programs]):
+        if row_tile + program == 0:
+            hl.store(start, [0], 0)
+        # Groups begin at multiples of 128: a row of tiles is in one.
+        row0 = row_tile * 128 + hl.arange(1)
+        token0, stop, begin = row0 * 0, row0 * 0, row0 * 0
+        before = hl.zeros([], dtype=torch.int32)
+        for i in range(0, G, chunk):
+            g, firsts, ends, begins, until, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
+            mine = holds(begins, until, row0)
+            token0 = token0 + chosen(mine, firsts)
+            stop = stop + chosen(mine, ends)
+            begin = begin + chosen(mine, begins)
+            if row_tile + program == 0:
+                hl.store(start, [g + 1], until.to(torch.int64), extra_mask=g < G)
+        r = (token0 + row_tile * 128 + hl.arange(128) - begin).unsqueeze(1)
+        c = (program * (4 * tiles) + hl.arange(4 * tiles)).unsqueeze(0)
+        there = (r >= 0) & (r < stop.unsqueeze(1)) & (r < M)
+        values = hl.load(scale, [r * stride_r + c * stride_c], extra_mask=there & (c < C))
+        # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
+        values = values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(512 * tiles)
+        byte = program * (512 * tiles) + hl.arange(512 * tiles)
+        owned = (byte < col_tiles * 512) & (row_tile < row_tiles)
+        hl.store(out, [(row_tile + hl.arange(1)) * col_tiles * 512 + byte], values, extra_mask=owned)
+
+
+def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
+    (M, C), G = scale.shape, offs.shape[0]
+    row_tiles, col_tiles = blocked_shape(M + 128 * G, C)
+    out = scale.new_empty((128 * row_tiles, 4 * col_tiles))  # whole tiles are written, of which a part may be returned
+    start = offs.new_empty(G + 1, dtype=torch.int64)
+    tiles, num_warps = CONFIGS["aligned" if C % 16 == 0 else "odd"]
+    # At least one program, which writes start.
+    row_programs, col_programs = max(1, row_tiles), max(1, -(-col_tiles // tiles))
+    launch(
+        _to_blocked_m_groups, {(9, 0): on_grid(2, num_warps)}, flat(scale.view(torch.uint8)), *scale.stride(), M, C,
+        flat(out.view(torch.uint8)), row_tiles, col_tiles, flat(offs), offs.stride(0), G, start,
+        row_programs, col_programs, chunk(G), tiles,
+    )  # fmt: skip
+    return out[: M + 128 * G], start
