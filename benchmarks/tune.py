@@ -1,66 +1,151 @@
-"""Try configurations of the mx_quantize kernels, each first proven right: `python benchmarks/tune.py [MxK ...]`.
+"""Try configurations of a kernel, each first proven right: `python benchmarks/tune.py OP [MxK | MxKxG ...]`.
 
-The winners are written into the kernels' CONFIGS by hand, with the run that chose them in the commit.
+The winners are written into the kernels' CONFIGS by hand, with the run that chose them in the commit. Beside them stand
+a copy, a bare cast and, for token groups, the op without its padding: what the fused kernel may cost over it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
 import mxspec
 from mxspec import dispatch
 from mxspec.bench.timing import Contender, baselines, bytes_of_call, input_sets, race
+from mxspec.check import default_device
+from mxspec.helion_kernels import _token_rows as helion_token_rows
 from mxspec.helion_kernels import mx_quantize as helion_mx_quantize
+from mxspec.helion_kernels import to_blocked_k_groups as helion_k_groups
 from mxspec.helion_kernels._launch import config
-from mxspec.spec import Case, given, outputs_of
+from mxspec.shapes import Shapes
+from mxspec.spec import Case, outputs_of
+from mxspec.triton_kernels import _mx_tile, _token_rows, mx_quantize_groups, to_blocked_k_groups
 from mxspec.triton_kernels import mx_quantize as triton_mx_quantize
 
+GPU = (9, 0)
+Choice = tuple[str, str, Callable[[], None]]  # backend, what is tried, how it is set
 BLOCKS_AND_WARPS = [(32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8), (512, 16)]
+QUANTIZER_SHAPES = ["4096x2048", "32768x7168", "131072x7168"]
+GROUP_SHAPES = [f"{size}x{G}" for size in ("16384x2048", "16384x7168", "131072x7168") for G in (1, 8, 64, 256)]
 
 
-def set_triton(layout: str, blocks: int, warps: int) -> None:
-    triton_mx_quantize.CONFIGS[9, 0][layout] = {"BLOCKS": blocks, "num_warps": warps}
+def _set(table: dict[Any, Any], key: Any, value: Any) -> Callable[[], None]:
+    return lambda: table.__setitem__(key, value)
 
 
-def set_helion(layout: str, blocks: int, warps: int) -> None:
-    chosen = config([blocks], warps) if layout == "flat" else config([1, 1, blocks], warps, pid_type="xyz")
-    helion_mx_quantize.CONFIGS[layout][9, 0] = chosen
+def quantizer(layout: str) -> Iterator[Choice]:
+    for blocks, warps in BLOCKS_AND_WARPS:
+        what = f"{blocks} blocks, {warps} warps"
+        triton = {"BLOCKS": blocks, "num_warps": warps}
+        helion = config([blocks], warps) if layout == "flat" else config([1, 1, blocks], warps, pid_type="xyz")
+        yield "triton", what, _set(triton_mx_quantize.CONFIGS[GPU], layout, triton)
+        yield "helion", what, _set(helion_mx_quantize.CONFIGS[layout], GPU, helion)
 
 
-BACKENDS: dict[str, Callable[[str, int, int], None]] = {"triton": set_triton, "helion": set_helion}
+def token_rows() -> Iterator[Choice]:
+    for rows, width, warps in product((2, 4, 8, 16), (2048, 4096), (4, 8)):
+        what = f"{rows} rows, {width} bytes, {warps} warps"
+        yield "triton", what, _set(_token_rows.CONFIGS, GPU, {"ROWS": rows, "BYTES": width, "num_warps": warps})
+        yield "helion", what, _set(helion_token_rows.CONFIGS, GPU, helion_token_rows.Part(rows, width, warps))
 
 
-def main(shapes: list[str]) -> None:
-    reference = dispatch.reference("mx_quantize")
-    for shape, layout in product(shapes or ["4096x2048", "32768x7168", "131072x7168"], ("flat", "blocked")):
-        M, K = map(int, shape.split("x"))
-        kwargs = {"scale_layout": "plain" if layout == "flat" else layout}
-        case = Case(shape, given(torch.randn, M, K, dtype=torch.bfloat16), kwargs)
-        inputs = input_sets(reference, case, torch.device("cuda"))
-        expected = [outputs_of(reference(*args, **kwargs)) for args in inputs]
-        contenders = baselines(inputs)
-        cast = contenders[0]
-        for (backend, configure), (blocks, warps) in product(BACKENDS.items(), BLOCKS_AND_WARPS):
-            configure(layout, blocks, warps)
-            call = partial(mxspec.mx_quantize, backend=backend, **kwargs)
-            contender = Contender(f"{backend}, {blocks} blocks, {warps} warps", call, inputs)
-            if problem := contender.prove(expected):
-                raise AssertionError(f"{contender.name}: {problem}")
-            contenders.append(contender)
-        race(contenders)
-        print(f"\n{shape}, {layout}: us, GB/s, of the bare cast")
-        found = sorted(((bytes_of_call(c) / c.us / 1e3, c.us, c.name) for c in contenders), reverse=True)
-        cast_gbps = bytes_of_call(cast) / cast.us / 1e3
-        for gbps, us, name in found:
-            print(f"  {name:<32}{us:9.2f}{gbps:8.0f}{gbps / cast_gbps:8.3f}", flush=True)
-        del contenders, contender, inputs, cast
-        torch.cuda.empty_cache()
+def k_groups() -> Iterator[Choice]:
+    for tiles, warps in product((2, 4, 8, 16), (4, 8)):
+        what = f"{tiles} tiles, {warps} warps"
+        yield "triton", what, _set(to_blocked_k_groups.CONFIGS, GPU, {"TILES": tiles, "num_warps": warps})
+        yield "helion", what, _set(helion_k_groups.CONFIGS, GPU, helion_k_groups.Tiles(tiles, warps))
+
+
+def quantize_rows() -> Iterator[Choice]:
+    for blocks, warps in BLOCKS_AND_WARPS:
+        chosen = {"BLOCKS": blocks, "num_warps": warps}
+        yield "triton", f"{blocks} blocks, {warps} warps", _set(mx_quantize_groups.CONFIGS, GPU, chosen)
+
+
+def quantize_columns() -> Iterator[Choice]:
+    for groups, warps in [(8, 2), (8, 4), (8, 8), (16, 4), (16, 8)]:
+        tile = {"RUN": 16, "GROUPS": groups, "COLS": 128, "num_warps": warps}
+        table = {**_mx_tile.CONFIGS[GPU], "col, small": tile, "col, large": tile}
+        yield "triton", f"{16 * groups} x 128, {warps} warps", _set(_mx_tile.CONFIGS, GPU, table)
+
+
+# op -> the shapes that are tried unless others are named, and pairs of options of a call and what may be configured
+SPACES: dict[str, tuple[list[str], list[tuple[dict[str, Any], Callable[[], Iterator[Choice]]]]]] = {
+    "mx_quantize": (
+        QUANTIZER_SHAPES,
+        [
+            ({"scale_layout": "plain"}, partial(quantizer, "flat")),
+            ({"scale_layout": "blocked"}, partial(quantizer, "blocked")),
+        ],
+    ),
+    "pad_token_groups": (GROUP_SHAPES, [({}, token_rows)]),
+    "unpad_token_groups": (GROUP_SHAPES, [({}, token_rows)]),
+    "place_token_groups": (GROUP_SHAPES, [({}, token_rows)]),
+    "to_blocked_k_groups": (GROUP_SHAPES, [({}, k_groups)]),
+    "mx_quantize_groups": (
+        ["8192x2048", "32768x2048", "32768x7168", "131072x7168"],
+        [({"axis": -1}, quantize_rows), ({"axis": -2}, quantize_columns)],
+    ),
+}
+
+
+def case_of(op: str, shape: str, options: dict[str, Any]) -> Case:
+    """The op's own case for the benchmarks at a shape, with these options."""
+    sizes = tuple(map(int, shape.split("x")))
+    shapes = Shapes(**{"matrices" if len(sizes) == 2 else "padding": (sizes,)})  # type: ignore[arg-type]
+    for case in dispatch.reference(op).spec.bench_cases(shapes):
+        if options.items() <= case.kwargs.items() or not case.kwargs:
+            return Case(f"{case.name} {options}" if options else case.name, case.args, {**case.kwargs, **options})
+    raise ValueError(f"tune: {op} is not timed at {shape}")
+
+
+def beside(op: str, inputs: list[Any], kwargs: dict[str, Any]) -> list[Contender]:
+    """What a fused op is held against: `mx_quantize` on tokens that are padded already."""
+    if op != "mx_quantize_groups":
+        return []
+    padded = [mxspec.pad_token_groups(x, offs, 128, backend="reference")[:1] for x, offs in inputs]
+    options = {"axis": -1, "scaling": "rceil", "scale_layout": "blocked", **kwargs}
+    return [Contender("mx_quantize, padded before", partial(mxspec.mx_quantize, **options), padded)]
+
+
+def tune(op: str, case: Case, choices: Iterator[Choice], device: torch.device) -> None:
+    """Race all choices of one case and print them, the fastest first."""
+    reference = dispatch.reference(op)
+    inputs = input_sets(reference, case, device)
+    expected = [outputs_of(reference(*args, **case.kwargs)) for args in inputs]
+    contenders = [*baselines(inputs), *beside(op, inputs, dict(case.kwargs))]
+    kernels = set()
+    for backend, what, configure in choices:
+        configure()
+        call = partial(dispatch.public(op), backend=backend, **case.kwargs)
+        contender = Contender(f"{backend}, {what}", call, inputs)
+        if problem := contender.prove(expected):
+            raise AssertionError(f"{contender.name}: {problem}")
+        contenders.append(contender)
+        kernels.add(contender)
+    race(contenders)
+    moved = reference.spec.bytes_moved(inputs[0], expected[0])
+    gbps = {c: (moved if c in kernels else bytes_of_call(c)) / c.us / 1e3 for c in contenders}
+    yardstick = contenders[0]
+    print(f"\n{op}, {case.name}: us, GB/s, of the {yardstick.name}")
+    for c in sorted(contenders, key=lambda c: c.us):
+        print(f"  {c.name:<40}{c.us:9.2f}{gbps[c]:8.0f}{gbps[c] / gbps[yardstick]:8.3f}", flush=True)
+
+
+def main(op: str, shapes: list[str]) -> None:
+    defaults, spaces = SPACES[op]
+    for shape, (options, choices) in product(shapes or defaults, spaces):
+        tune(op, case_of(op, shape, options), choices(), default_device())
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == [] or sys.argv[1] not in SPACES:
+        sys.exit(f"tune: needs an op, one of {', '.join(SPACES)}")
+    main(sys.argv[1], sys.argv[2:])
