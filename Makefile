@@ -11,8 +11,10 @@ else
   READY := $(VENV)/ready
 endif
 PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
-PYTEST = $(PYTHON) -m pytest -q
-NBVAL = $(PYTEST) -o addopts= --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
+# As many processes as there are cores. Notebooks have one, or their cells would scatter over kernels.
+WORKERS ?= auto
+PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS)
+NBVAL = $(PYTHON) -m pytest -q -o addopts= --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
 # An older triton, for kernels to be compiled under it too: a folder put first on PYTHONPATH, no second torch.
 OLD_TRITON := 3.6.0
 export MXSPEC_OLD_TRITON = $(if $(VENV),$(VENV)/triton-$(OLD_TRITON))
@@ -41,7 +43,7 @@ pytest: $(READY)
 # The kernels on the CPU: Helion as eager torch, then Triton, and the Triton that Helion generates, tile by tile.
 interpreted: $(READY)
 	HELION_INTERPRET=1 $(PYTEST) tests/test_conformance.py
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_int64.py tests/test_limits.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_int64.py tests/test_limits.py tests/test_pad_token_groups.py
 
 notebooks-test: $(READY)
 	$(PYTHON) -c "import matplotlib.pyplot"  # builds its font cache, and says so, before a cell's output is compared

@@ -79,8 +79,8 @@ def test_importing_mxspec_imports_no_framework():
     assert not {"triton", "helion", "rich", "safetensors", "matplotlib"} & {name.split(".")[0] for name in new}
 
 
-def test_import_time_beyond_torch_is_under_100_ms():
-    code = "import time, torch; start = time.perf_counter(); import mxspec; print((time.perf_counter() - start) * 1e3)"
+def test_import_beyond_torch_takes_under_100_ms_of_cpu_time():  # the wall clock also sees the other tests
+    code = "import time, torch; start = time.process_time(); import mxspec; print((time.process_time() - start) * 1e3)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     assert min(float(run.stdout) for run in runs) < 100
 
