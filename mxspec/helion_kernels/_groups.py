@@ -58,3 +58,17 @@ def at_or_before(ends: Tensor, stride: int, G: int, i: int, chunk: int, row: Ten
     g = i + hl.arange(chunk)
     end = hl.load(ends, [g * stride], extra_mask=g < G).unsqueeze(0)
     return ((end <= row.unsqueeze(1)) & (g < G).unsqueeze(0)).sum(1, dtype=torch.int32)
+
+
+def grouped_tile(
+    tile: Tensor, row_tile: int, begin: Tensor, end: Tensor, row_tiles: int, col_tiles: int
+) -> tuple[Tensor, Tensor]:
+    """Where a tile of K-groups' scales lies among all, and whether it is one: a group's are together, row by row.
+
+    `tile` is its column among `col_tiles` padded ones, of which its group has `begin .. end`; an end of 0 is that of
+    what lies past the last group, which counts as one group more. Where offs is out of order the place may be none.
+    """
+    width = torch.where(end > 0, end, col_tiles) - begin
+    place = begin * row_tiles + width * row_tile + tile - begin
+    there = (tile < col_tiles) & (row_tile < row_tiles)
+    return place, there & (place >= 0) & (place < row_tiles * col_tiles)

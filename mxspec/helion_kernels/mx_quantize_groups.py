@@ -18,12 +18,11 @@ from torch import Tensor
 
 from mxspec.formats import element
 from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
-from mxspec.helion_kernels._groups import chosen, chunk, holds, padded_ends
+from mxspec.helion_kernels._groups import chosen, chunk, grouped_tile, holds, padded_ends
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels._mx_tile import TILES, column_codes, load_run
 from mxspec.helion_kernels._numerics import magnitude_bits
 from mxspec.helion_kernels.mx_quantize import quantize_tile
-from mxspec.helion_kernels.to_blocked_k_groups import grouped_tile
 
 
 class Part(NamedTuple):
@@ -109,9 +108,7 @@ def _columns(
         byte = column_codes(values, largest, qdata, 0, m_tile, k_tile, R, K, scaling, False)
         if blocked:  # cols is 128. (c // 4, c % 4, k // 32, k % 32) -> (c // 4, k % 32, k // 32, c % 4)
             tiles = byte.reshape(units, 4, 4, 32).permute(0, 3, 2, 1).reshape(units, 512)
-            place = grouped_tile(tile, k_tile, begin >> 5, last >> 5, row_tiles, col_tiles)
-            # An offs out of order may tell a tile to go outside.
-            owned = (tile < col_tiles) & (k_tile < row_tiles) & (place >= 0) & (place < row_tiles * col_tiles)
+            place, owned = grouped_tile(tile, k_tile, begin >> 7, last >> 7, row_tiles, col_tiles)
             to = place.unsqueeze(1) * 512 + hl.arange(512).unsqueeze(0)
             hl.store(scale, [to], tiles, extra_mask=owned.unsqueeze(1).expand(units, 512))
         else:

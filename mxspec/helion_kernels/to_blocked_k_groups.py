@@ -12,7 +12,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._groups import chosen, chunk, holds, padded_ends
+from mxspec.helion_kernels._groups import chosen, chunk, grouped_tile, holds, padded_ends
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 
 
@@ -25,13 +25,6 @@ class Tiles(NamedTuple):
 _HOPPER = Tiles(8, 8)  # not yet run on a GPU
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"st\.global\.v4\.b32",)
-
-
-def grouped_tile(tile: Tensor, row_tile: int, begin: Tensor, end: Tensor, row_tiles: int, col_tiles: int) -> Tensor:
-    """Where the tile of a padded column of tiles lies, among all: a group's are together, row of tiles by row."""
-    first = begin >> 2
-    last = torch.where(end > 0, end >> 2, col_tiles)  # what lies past the last group is one group more
-    return first * row_tiles + (last - first) * row_tile + tile - first
 
 
 def _to_blocked_k_groups(
@@ -61,9 +54,7 @@ def _to_blocked_k_groups(
         values = hl.load(scale, [r * stride_r + c.unsqueeze(0) * stride_c], extra_mask=(r < R) & there)
         # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
         values = values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(tiles, 512)
-        place = grouped_tile(tile, row_tile, begin, end, row_tiles, col_tiles)
-        # An offs out of order may tell a tile to go outside.
-        owned = (tile < col_tiles) & (row_tile < row_tiles) & (place >= 0) & (place < row_tiles * col_tiles)
+        place, owned = grouped_tile(tile, row_tile, begin >> 2, end >> 2, row_tiles, col_tiles)
         byte = hl.arange(512).unsqueeze(0)
         hl.store(out, [place.unsqueeze(1) * 512 + byte], values, extra_mask=owned.unsqueeze(1).expand(tiles, 512))
 
