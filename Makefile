@@ -11,9 +11,9 @@ else
   READY := $(VENV)/ready
 endif
 PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
-# As many processes as there are cores. Notebooks have one, or their cells would scatter over kernels.
+# As many processes as there are cores; the slow tests lie together, and are shared out. Notebooks have one, or their cells would scatter over kernels.
 WORKERS ?= auto
-PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS)
+PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 NBVAL = $(PYTHON) -m pytest -q -o addopts= --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
 # An older triton, for kernels to be compiled under it too: a folder put first on PYTHONPATH, no second torch.
 OLD_TRITON := 3.6.0
