@@ -11,7 +11,8 @@ else
   READY := $(VENV)/ready
 endif
 PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
-# As many processes as there are cores; the slow tests lie together, and are shared out. Notebooks have one, or their cells would scatter over kernels.
+# As many processes as there are cores; the slow tests lie together, and are shared out. Notebooks have one process, or
+# their cells would scatter over kernels.
 WORKERS ?= auto
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 NBVAL = $(PYTHON) -m pytest -q -o addopts= --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
