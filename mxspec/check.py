@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mxspec import dispatch, interpreter, peers
+from mxspec.formats import INT_OF_BYTES
 from mxspec.spec import Case, outputs_of
 
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
@@ -254,11 +255,8 @@ def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], min_sqnr_db: 
     return None
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
-    bits = _BITS[expected.element_size()]
+    bits = INT_OF_BYTES[expected.element_size()]
     wrong = got.view(bits) != expected.view(bits)
     if wrong.any() and expected.is_floating_point():
         wrong &= ~(got.float().isnan() & expected.float().isnan())

@@ -17,6 +17,9 @@ __all__ = ["E2M1", "E2M3", "E3M2", "E4M3FN", "E5M2", "E8M0FNU", "ELEMENTS", "Ele
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
 FP8_BLOCK_SIZE = 128  # DeepSeek-V3 technical report, section 3.3.2: 1x128 activations, 128x128 weights
 
+# The integers that bytes are moved and compared as, by their width.
+INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True)
 class ElementFormat:

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
+from mxspec.formats import INT_OF_BYTES
 from mxspec.shapes import Shapes
 
 P = ParamSpec("P")
@@ -143,15 +144,12 @@ def outputs_of(result: Any) -> tuple[Tensor, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-_BITS = {1: (torch.uint8, 8), 2: (torch.int16, 16), 4: (torch.int32, 32)}
-
-
 def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Every bit pattern equally likely: all exponents, subnormals, both zeros, Inf and NaN."""
-    store, bits = _BITS[torch.empty((), dtype=dtype).element_size()]
+    store = INT_OF_BYTES[dtype.itemsize]
+    bits = torch.iinfo(store)
     generator = torch.Generator().manual_seed(seed)
-    low, high = (0, 1 << bits) if bits == 8 else (-(1 << (bits - 1)), 1 << (bits - 1))
-    return torch.randint(low, high, shape, generator=generator, dtype=torch.int64).to(store).view(dtype)
+    return torch.randint(bits.min, bits.max + 1, shape, generator=generator, dtype=torch.int64).to(store).view(dtype)
 
 
 def random_normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

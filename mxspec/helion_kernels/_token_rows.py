@@ -13,6 +13,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
+from mxspec.formats import INT_OF_BYTES
 from mxspec.helion_kernels._groups import at_or_before, chosen, chunk, holds, padded_ends
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 
@@ -26,7 +27,6 @@ class Part(NamedTuple):
 # Each thread has several 16-byte loads under way. Not yet run on a GPU.
 _HOPPER = Part(8, 2048, 4)
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-_INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _move_rows(
@@ -93,7 +93,7 @@ def move_rows(
     rows = math.gcd(most, alignment) if how == "pad" else most
     col_programs = max(1, -(-K // cols))  # one where there are no columns: start and end are still written
     if rows_out and (K or how == "pad"):
-        bits, G = _INT_OF_BYTES[x.element_size()], offs.shape[0]
+        bits, G = INT_OF_BYTES[x.element_size()], offs.shape[0]
         launch(
             _move_rows, {(9, 0): on_grid(2, num_warps)}, flat(x.view(bits)), *x.stride(), rows_in,
             flat(out.view(bits)), rows_out, K, col_programs, flat(offs), offs.stride(0), G,

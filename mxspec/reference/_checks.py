@@ -11,11 +11,15 @@ from torch import Tensor
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def tensor_dtype(op: str, name: str, tensor: Tensor, allowed: Collection[torch.dtype]) -> None:
+def dense(op: str, name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; needs a tensor")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {tensor.layout}; needs a dense, strided tensor")
+
+
+def tensor_dtype(op: str, name: str, tensor: Tensor, allowed: Collection[torch.dtype]) -> None:
+    dense(op, name, tensor)
     if tensor.dtype not in allowed:
         raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs {' or '.join(map(str, allowed))}")
 
@@ -92,10 +96,7 @@ def fits_int32(op: str, name: str, value: int) -> None:
 
 def token_rows(op: str, name: str, tensor: Tensor) -> None:
     """A matrix whose rows are moved as bytes."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; needs a tensor")
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"{op}: {name} has layout {tensor.layout}; needs a dense, strided tensor")
+    dense(op, name, tensor)
     if tensor.dtype.itemsize not in (1, 2, 4) or tensor.is_complex() or tensor.is_quantized:
         raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs real numbers of 1, 2 or 4 bytes")
     rank(op, name, tensor, (2,))

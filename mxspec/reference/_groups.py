@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+from mxspec.formats import INT_OF_BYTES
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -77,11 +77,12 @@ def cases() -> Iterator[Case]:
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def args(M: int, K: int, G: int, alignment: int) -> tuple[Tensor, Tensor, int]:
+        return torch.randn(M, K, dtype=torch.bfloat16), random_offs(M, G), alignment
+
     for M, K, G in shapes.padding:
         for alignment in (32, 128) if G == 8 else (32,):
-            x = partial(torch.randn, M, K, dtype=torch.bfloat16)
-            args = lambda x=x, M=M, G=G, alignment=alignment: (x(), random_offs(M, G), alignment)  # noqa: E731
-            yield Case(f"{M}x{K}, G {G}, {alignment}", args)
+            yield Case(f"{M}x{K}, G {G}, {alignment}", partial(args, M, K, G, alignment))
 
 
 def _backward(saved: tuple[Any, ...], gradients: tuple[Tensor | None, ...], backend: str) -> tuple[Tensor | None, ...]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxspec.formats import INT_OF_BYTES
 from mxspec.triton_kernels._groups import chunk, group_of
 from mxspec.triton_kernels._launch import for_device
 
@@ -16,7 +16,6 @@ from mxspec.triton_kernels._launch import for_device
 # Not yet run on a GPU.
 _HOPPER = {"ROWS": 8, "BYTES": 2048, "num_warps": 4}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-_INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def move_rows(
     rows = math.gcd(chosen["ROWS"], alignment) if how == "pad" else chosen["ROWS"]
     col_programs = max(1, -(-K // cols))  # one where there are no columns: start and end are still written
     if rows_out and (K or how == "pad"):
-        bits = _INT_OF_BYTES[x.element_size()]
+        bits = INT_OF_BYTES[x.element_size()]
         _move_rows[(-(-rows_out // rows) * col_programs,)](
             x.view(bits), out.view(bits), start, end, offs, rows_in, rows_out, K, offs.shape[0],
             *x.stride(), offs.stride(0), start.stride(0), col_programs,
