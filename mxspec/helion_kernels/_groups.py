@@ -19,6 +19,11 @@ from torch import Tensor
 _REF = os.environ.get("HELION_INTERPRET") == "1"
 
 
+def padded_rows(M: int, G: int, alignment: int) -> int:
+    """The rows that hold M tokens of G groups, however they are distributed."""
+    return -(-(M + G * alignment) // alignment) * alignment
+
+
 def chunk(groups: int) -> int:
     """How many ends a program reads at a time."""
     return min(256, helion.next_power_of_2(max(1, groups)))
@@ -35,9 +40,8 @@ def padded_ends(
     g = i + lane
     first = hl.load(offs, [(g - 1) * stride], extra_mask=(g > 0) & (g < G))
     stop = hl.load(offs, [g * stride], extra_mask=g < G)
-    # No `//`, which costs a branch on the sign: sizes are not negative.
-    padded = torch.div(stop - first + (alignment - 1), alignment, rounding_mode="trunc") * alignment
-    rows = torch.where(g < G, padded, 0)
+    # 0 past the last group, where both are. No `//`, which costs a branch on the sign: sizes are not negative.
+    rows = torch.div(stop - first + (alignment - 1), alignment, rounding_mode="trunc") * alignment
     end = before + (rows.cumsum(0, dtype=torch.int32) if _REF else hl.cumsum(rows, 0))
     last = torch.where(lane == chunk - 1, end, 0).sum(0, dtype=torch.int32)
     return g, first, stop, end - rows, end, last

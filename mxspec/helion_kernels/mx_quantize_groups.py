@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
-from mxspec.helion_kernels._groups import chosen, chunk, grouped_tile, holds, padded_ends
+from mxspec.helion_kernels._blocked import blocked_to_row_col
+from mxspec.helion_kernels._groups import chosen, chunk, grouped_tile, holds, padded_ends, padded_rows
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels._mx_tile import TILES, column_codes, load_run
 from mxspec.helion_kernels._numerics import magnitude_bits
@@ -128,10 +128,10 @@ def mx_quantize_groups(
     check_offs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (M, K), G, fmt, blocked = x.shape, offs.shape[0], element(elem_dtype), scale_layout == "blocked"
-    R = -(-(M + G * pad_to) // pad_to) * pad_to
+    R = padded_rows(M, G, pad_to)
     rows = R + 128 * G if blocked else R  # that have scales
     start, end = (offs.new_empty(G) for _ in range(2))
-    col_tiles = blocked_shape(0, -(-K // 32))[1]
+    col_tiles = -(-K // 128)
     if axis == -2:
         codes = x.new_empty((K, R), dtype=fmt.dtype)
         shape = (128 * -(-K // 128), rows // 32) if blocked else (K, R // 32)

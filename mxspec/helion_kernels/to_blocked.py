@@ -11,7 +11,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._blocked import blocked_shape
+from mxspec.helion_kernels._blocked import blocked_shape, turned
 from mxspec.helion_kernels._launch import extent, for_device, launch, on_grid
 
 
@@ -37,8 +37,7 @@ def _to_blocked(
         r = (row_tile * 128 + hl.arange(128))[:, None]
         c = (program * (4 * tiles) + hl.arange(4 * tiles))[None, :]
         values = hl.load(scale, [e * stride_e + r * stride_r + c * stride_c], extra_mask=(r < R) & (c < C))
-        # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
-        values = values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(512 * tiles)
+        values = turned(values, tiles).reshape(512 * tiles)
         byte = program * (512 * tiles) + hl.arange(512 * tiles)
         hl.store(out, [e * ((R + 127) // 128) + row_tile, byte], values, extra_mask=byte < col_tiles * 512)
 

@@ -12,6 +12,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
+from mxspec.helion_kernels._blocked import turned
 from mxspec.helion_kernels._groups import chosen, chunk, grouped_tile, holds, padded_ends
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 
@@ -52,8 +53,7 @@ def _to_blocked_k_groups(
         c = (column0 + tile * 4 - begin).unsqueeze(1) + hl.arange(4).unsqueeze(0)  # (tiles, 4)
         there = ((c >= 0) & (c < stop.unsqueeze(1)) & (c < C)).unsqueeze(0)
         values = hl.load(scale, [r * stride_r + c.unsqueeze(0) * stride_c], extra_mask=(r < R) & there)
-        # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
-        values = values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(tiles, 512)
+        values = turned(values, tiles)
         place, owned = grouped_tile(tile, row_tile, begin >> 2, end >> 2, row_tiles, col_tiles)
         byte = hl.arange(512).unsqueeze(0)
         hl.store(out, [place.unsqueeze(1) * 512 + byte], values, extra_mask=owned.unsqueeze(1).expand(tiles, 512))

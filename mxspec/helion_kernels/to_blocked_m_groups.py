@@ -6,14 +6,12 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._blocked import blocked_shape
+from mxspec.helion_kernels._blocked import blocked_shape, turned
 from mxspec.helion_kernels._groups import chosen, chunk, holds, padded_ends
-from mxspec.helion_kernels._launch import flat, launch, on_grid
+from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
+from mxspec.helion_kernels.to_blocked import CONFIGS
 
 # No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
-# Tiles a program and warps, as in to_blocked: 16 read 64 bytes of a row, which 16-byte loads need to start at a
-# multiple of 16.
-CONFIGS = {"aligned": (16, 8), "odd": (4, 2)}
 PTX = (r"st\.global\.v4\.b32",)
 
 
@@ -41,8 +39,7 @@ def _to_blocked_m_groups(
         c = (program * (4 * tiles) + hl.arange(4 * tiles)).unsqueeze(0)
         there = (r >= 0) & (r < stop.unsqueeze(1)) & (r < M)
         values = hl.load(scale, [r * stride_r + c * stride_c], extra_mask=there & (c < C))
-        # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
-        values = values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(512 * tiles)
+        values = turned(values, tiles).reshape(512 * tiles)
         byte = program * (512 * tiles) + hl.arange(512 * tiles)
         owned = (byte < col_tiles * 512) & (row_tile < row_tiles)
         hl.store(out, [(row_tile + hl.arange(1)) * col_tiles * 512 + byte], values, extra_mask=owned)
@@ -53,7 +50,7 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     row_tiles, col_tiles = blocked_shape(M + 128 * G, C)
     out = scale.new_empty((128 * row_tiles, 4 * col_tiles))  # whole tiles are written, of which a part may be returned
     start = offs.new_empty(G + 1, dtype=torch.int64)
-    tiles, num_warps = CONFIGS["aligned" if C % 16 == 0 else "odd"]
+    tiles, num_warps = for_device(CONFIGS, scale.device)["aligned" if C % 16 == 0 else "odd"]
     # At least one program, which writes start.
     row_programs, col_programs = max(1, row_tiles), max(1, -(-col_tiles // tiles))
     launch(

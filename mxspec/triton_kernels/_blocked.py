@@ -10,6 +10,13 @@ def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
 
 
 @triton.jit
+def turned(values, TILES: tl.constexpr):
+    """128 rows of the scales of TILES neighbouring tiles as the bytes of those tiles, `(TILES, 512)`."""
+    # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
+    return values.reshape(4, 32, TILES, 4).permute(2, 1, 0, 3).reshape(TILES, 512)
+
+
+@triton.jit
 def row_col_in_tile(byte):
     """The row and column of the scale at a byte of a tile: the inverse of `r % 32 * 16 + r // 32 * 4 + c`."""
     row = byte % 16 // 4 * 32 + byte // 16

@@ -10,6 +10,11 @@ import triton
 import triton.language as tl
 
 
+def padded_rows(M: int, G: int, alignment: int) -> int:
+    """The rows that hold M tokens of G groups, however they are distributed."""
+    return -(-(M + G * alignment) // alignment) * alignment
+
+
 def chunk(groups: int) -> int:
     """How many ends a program reads at a time."""
     return min(256, triton.next_power_of_2(max(1, groups)))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mxspec.formats import element
 from mxspec.triton_kernels import _mx_tile
-from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
-from mxspec.triton_kernels._groups import chunk, group_of
+from mxspec.triton_kernels._blocked import row_col_in_tile
+from mxspec.triton_kernels._groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels._launch import for_device
 from mxspec.triton_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
 
@@ -79,11 +79,11 @@ def mx_quantize_groups(
     check_offs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (M, K), G, fmt, blocked = x.shape, offs.shape[0], element(elem_dtype), scale_layout == "blocked"
-    R = -(-(M + G * pad_to) // pad_to) * pad_to
+    R = padded_rows(M, G, pad_to)
     rows = R + 128 * G if blocked else R  # that have scales
     start, end = (offs.new_empty(G) for _ in range(2))
     numerics = fmt.max, fmt.emax, fmt.mantissa_bits, scaling, blocked
-    col_tiles = blocked_shape(0, -(-K // 32))[1]
+    col_tiles = -(-K // 128)
     if axis == -2:
         qdata = x.new_empty((K, R), dtype=fmt.dtype)
         shape = (128 * -(-K // 128), rows // 32) if blocked else (K, R // 32)

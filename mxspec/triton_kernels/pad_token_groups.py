@@ -5,22 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from mxspec.triton_kernels import _token_rows
+from mxspec.triton_kernels._groups import padded_rows
 
 # No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32")
 
 
-def _padded_rows(x: Tensor, offs: Tensor, alignment: int) -> int:
-    return -(-(x.shape[0] + offs.shape[0] * alignment) // alignment) * alignment
-
-
 def supports(x: Tensor, offs: Tensor, alignment: int, **_: bool) -> str | None:
-    return _token_rows.supports(x, _padded_rows(x, offs, alignment))
+    return _token_rows.supports(x, padded_rows(x.shape[0], offs.shape[0], alignment))
 
 
 def pad_token_groups(
     x: Tensor, offs: Tensor, alignment: int, *, check_offs: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     start, end = (offs.new_empty(offs.shape) for _ in range(2))
-    padded = _token_rows.move_rows("pad", x, offs, start, end, _padded_rows(x, offs, alignment), alignment)
+    rows = padded_rows(x.shape[0], offs.shape[0], alignment)
+    padded = _token_rows.move_rows("pad", x, offs, start, end, rows, alignment)
     return padded, start, end

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels._blocked import blocked_shape
+from mxspec.triton_kernels._blocked import blocked_shape, turned
 
 RANK = {(9, 0): 1, (10, 0): 1}
 # Tiles a program, from what the rows allow: 16 read 64 bytes of a row, which 16-byte loads need to start at a multiple
@@ -26,8 +26,7 @@ def _to_blocked(scale, out, R, C, stride_e, stride_r, stride_c, row_tiles, col_t
     r, c = row_tile * 128 + tl.arange(0, 128), first * 4 + tl.arange(0, 4 * TILES)
     source = scale + e * stride_e + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
     values = tl.load(source, mask=(r < R)[:, None] & (c < C)[None, :], other=0)
-    # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
-    values = values.reshape(4, 32, TILES, 4).permute(2, 1, 0, 3).reshape(512 * TILES)
+    values = turned(values, TILES).reshape(512 * TILES)
     byte = tl.arange(0, 512 * TILES)
     tiles = out + ((e * row_tiles + row_tile) * col_tiles + first) * 512
     tl.store(tiles + byte, values, mask=first + byte // 512 < col_tiles)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxspec.triton_kernels._blocked import turned
 from mxspec.triton_kernels._groups import chunk, group_of, grouped_tile
 from mxspec.triton_kernels._launch import for_device
 
@@ -35,8 +36,7 @@ def _to_blocked_k_groups(
     there = (c >= 0) & (c < tl.minimum(stop, C)[:, None])
     source = scale + (r.to(tl.int64) * stride_r)[:, None, None] + (c.to(tl.int64) * stride_c)[None, :, :]
     values = tl.load(source, mask=(r < R)[:, None, None] & there[None, :, :], other=0)
-    # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
-    values = values.reshape(4, 32, TILES, 4).permute(2, 1, 0, 3).reshape(TILES, 512)
+    values = turned(values, TILES)
     place, there = grouped_tile(tile, row_tile, begin // 4, end // 4, row_tiles, col_tiles)
     tl.store(out + (place * 512)[:, None] + tl.arange(0, 512)[None, :], values, mask=there[:, None])
 

@@ -7,12 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels._blocked import blocked_shape
+from mxspec.triton_kernels._blocked import blocked_shape, turned
 from mxspec.triton_kernels._groups import chunk, group_of
+from mxspec.triton_kernels.to_blocked import CONFIGS
 
 # No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
-# Tiles a program, as in to_blocked: 16 read 64 bytes of a row, which 16-byte loads need to start at a multiple of 16.
-CONFIGS = {"aligned": {"TILES": 16, "num_warps": 8}, "odd": {"TILES": 4, "num_warps": 2}}
 PTX = (r"st\.global\.v4\.b32",)
 
 
@@ -32,8 +31,7 @@ def _to_blocked_m_groups(
     there = (r >= 0) & (r < tl.minimum(stop, M))
     source = scale + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
     values = tl.load(source, mask=there[:, None] & (c < C)[None, :], other=0)
-    # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
-    values = values.reshape(4, 32, TILES, 4).permute(2, 1, 0, 3).reshape(512 * TILES)
+    values = turned(values, TILES).reshape(512 * TILES)
     byte = tl.arange(0, 512 * TILES)
     tiles = out + (row_tile.to(tl.int64) * col_tiles + first) * 512
     tl.store(tiles + byte, values, mask=(first + byte // 512 < col_tiles) & (row_tile * 128 < M + 128 * G))
