@@ -12,7 +12,19 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["E2M1", "E2M3", "E3M2", "E4M3FN", "E5M2", "E8M0FNU", "ELEMENTS", "ElementFormat", "ScaleFormat", "element"]
+__all__ = [
+    "E2M1",
+    "E2M3",
+    "E3M2",
+    "E4M3FN",
+    "E5M2",
+    "E8M0FNU",
+    "ELEMENTS",
+    "ElementFormat",
+    "ScaleFormat",
+    "element",
+    "exponent_rule",
+]
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
 FP8_BLOCK_SIZE = 128  # DeepSeek-V3 technical report, section 3.3.2: 1x128 activations, 128x128 weights
@@ -114,3 +126,20 @@ def element(elem_dtype: torch.dtype | str) -> ElementFormat:
         known = ", ".join([*map(str, _BY_DTYPE), *(repr(f.name) for f in ELEMENTS.values())])
         raise TypeError(f"elem_dtype {elem_dtype!r} is no element format; known: {known}")
     return found
+
+
+def exponent_rule(fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> tuple[int, int, int]:
+    """A scaling rule as integer arithmetic on the fp32 bits of amax: what to subtract, to add and to take for 0.
+
+    The E8M0 byte is the exponent field of `bits + added` less `emax`, at least 0: what the addition carries into the
+    exponent is rounded up. rceil is amax / max rounded up, and that quotient passes a power of two where the mantissa
+    of amax passes the mantissa of max. One quotient alone is first rounded to a power of two itself, from just above
+    2^-127 down to it; the byte of its amax, which only fp32 can hold, is 0.
+
+    Returns:
+        `(emax, added, exception)`; exception is -1 where there is none.
+    """
+    max_mantissa = int((fmt.max / 2.0**fmt.emax - 1) * 2**23)
+    added = {"floor": 0, "even": 1 << (22 - fmt.mantissa_bits), "ceil": 0x7FFFFF, "rceil": 0x7FFFFF - max_mantissa}
+    exception = (fmt.emax << 23) + max_mantissa + 1 if scaling == "rceil" and dtype == torch.float32 else -1
+    return fmt.emax, added[scaling], exception

@@ -176,7 +176,7 @@ def _exact_rceil(amax_bits: torch.Tensor, fmt: formats.ElementFormat) -> torch.T
 
 @pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2], ids=lambda fmt: fmt.name)
 def test_rceil_at_every_mantissa(fmt):
-    """All 2^23 mantissas at one exponent in float64, and multiplication by fp32(1 / max) in place of the division."""
+    """All 2^23 mantissas at one exponent in float64."""
     amax = torch.arange(0x43800000, 0x44000000, dtype=torch.int32)
     got = _numerics.shared_exponent(amax.view(torch.float32), fmt, "rceil").int()
     expected = _exact_rceil(amax, fmt)
@@ -184,16 +184,25 @@ def test_rceil_at_every_mantissa(fmt):
     # fp32 division rounds a ratio within half an ulp of a power of two onto it: the contract is about that quotient
     on_power = torch.frexp(fp32).mantissa == 0.5
     assert torch.equal(got[~on_power], expected[~on_power].int())
-    product = (amax.view(torch.float32) * torch.tensor(1.0 / fmt.max, dtype=torch.float32)).view(torch.int32)
-    assert torch.equal(got, (product >> 23) + ((product & 0x7FFFFF) != 0))
+    emax, added, _ = formats.exponent_rule(fmt, "rceil", torch.float32)
+    assert torch.equal(got, ((amax + added) >> 23) - emax)
 
 
-def test_multiplying_and_dividing_agree_down_to_subnormals():
-    for fmt in (formats.E4M3FN, formats.E5M2):
-        for top in range(0, 0x0F80, 8):  # every exponent field up to 2^-97, a stride of mantissas
-            amax = torch.arange(top << 16, (top + 8) << 16, 257, dtype=torch.int32).view(torch.float32)
-            product = amax * torch.tensor(1.0 / fmt.max)
-            bits = product.view(torch.int32)
-            field, mantissa = bits >> 23, bits & 0x7FFFFF
-            byte = field + torch.where(field == 0, mantissa > 0x400000, mantissa != 0)
-            assert torch.equal(byte.to(torch.uint8), _numerics.shared_exponent(amax, fmt, "rceil"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scaling", _numerics.SCALINGS)
+@pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2], ids=lambda fmt: fmt.name)
+def test_a_rule_in_integers_is_the_reference(fmt, scaling, dtype):
+    """Every magnitude of 16 bits; of fp32, under every exponent, the mantissas beside those that a rule looks at."""
+    if dtype == torch.float32:
+        near = [m + d for m in (0, 0x600000, 0x780000, 0x700000, 0x800000) for d in range(-40, 40)]
+        mantissas = torch.tensor(sorted({m for m in near if 0 <= m <= 0x7FFFFF}), dtype=torch.int32)
+        bits = ((torch.arange(256, dtype=torch.int32) << 23)[:, None] | mantissas).flatten()
+    else:
+        magnitudes = torch.arange(2**15, dtype=torch.int16).view(dtype)
+        bits = magnitudes.float().view(torch.int32)
+    emax, added, exception = formats.exponent_rule(fmt, scaling, dtype)
+    byte = (((bits.long() + added) >> 23) - emax).clamp(min=0)
+    byte = torch.where(bits == exception, 0, byte).where(bits < 0x7F800000, 255).to(torch.uint8)
+    expected = _numerics.shared_exponent(bits.view(torch.float32), fmt, scaling)
+    assert torch.equal(byte, expected)
+    assert exception == -1 or exception in bits, "the one exception is looked at"

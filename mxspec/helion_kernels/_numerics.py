@@ -10,46 +10,34 @@ import os
 import torch
 from torch import Tensor
 
-from mxspec.formats import ElementFormat
+from mxspec.formats import ElementFormat, exponent_rule
 
 # Ref mode stands in for the hardware's saturating conversion with torch's cast, which gives Inf in e5m2.
 _CLAMP = os.environ.get("HELION_INTERPRET") == "1"
 
 
+def widened(x: Tensor) -> Tensor:
+    """x as fp32, exactly. A bf16 is the upper half of one: a shift, where a conversion is two instructions."""
+    if x.dtype != torch.bfloat16:
+        return x.to(torch.float32)
+    return (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+
+
 def magnitude_bits(x: Tensor) -> Tensor:
-    """The bits of x without the sign, in x's own width.
+    """The bits of |x|, fp32.
 
     As integers they have the order of the magnitudes, Inf and then NaN largest, and an integer maximum cannot drop a
     NaN.
     """
-    return x.view(torch.int32) & 0x7FFFFFFF if x.dtype == torch.float32 else x.view(torch.int16) & 0x7FFF
+    return x.view(torch.int32) & 0x7FFFFFFF
 
 
-def fp32_bits(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """The fp32 bits, as int32, of magnitudes that are given by their bits in `dtype`."""
-    return magnitude if dtype == torch.float32 else magnitude.view(dtype).to(torch.float32).view(torch.int32)
-
-
-def block_amax(x: Tensor) -> Tensor:
-    """The fp32 bits of the largest |x| along the last dimension."""
-    return fp32_bits(magnitude_bits(x).amax(-1), x.dtype)
-
-
-def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
-    """The E8M0 byte, as int32, of a block whose largest magnitude has these fp32 bits; 255 for Inf and NaN."""
-    if scaling == "rceil":
-        # Helion multiplies by fp32(1 / max): rounded up, the same power of two as the quotient for every fp32.
-        bits = (amax_bits.view(torch.float32) / fmt.max).view(torch.int32)
-        field, mantissa = bits >> 23, bits & 0x7FFFFF
-        byte = field + torch.where(field == 0, mantissa > 0x400000, mantissa != 0).to(torch.int32)
-    else:
-        bits = amax_bits
-        if scaling == "even":
-            bits = bits + (1 << (22 - fmt.mantissa_bits))
-        byte = (bits >> 23) - fmt.emax
-        if scaling == "ceil":
-            byte = byte + ((bits & 0x7FFFFF) != 0).to(torch.int32)
-        byte = byte.clamp(min=0)
+def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> Tensor:
+    """The E8M0 byte, as int32, of a block of dtype whose largest magnitude has these fp32 bits; 255 for Inf and NaN."""
+    emax, added, exception = exponent_rule(fmt, scaling, dtype)
+    byte = (((amax_bits + added) >> 23) - emax).clamp(min=0)
+    if exception >= 0:
+        byte = torch.where(amax_bits == exception, 0, byte)
     return torch.where(amax_bits < 0x7F800000, byte, 255)
 
 

@@ -13,7 +13,7 @@ from mxspec.formats import MX_BLOCK_SIZE, element
 from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels._launch import config, extent, launch
 from mxspec.helion_kernels._mx_tile import mx_tile
-from mxspec.helion_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
+from mxspec.helion_kernels._numerics import magnitude_bits, reciprocal_scale, saturating_cast, shared_exponent, widened
 
 RANK = {(9, 0): 2, (10, 0): 2}  # as fast as Triton's on an H200, but its way to a launch takes 37 us longer
 # Block sizes are of the scales. benchmarks/tune.py on an H200, as fractions of a bare cast's rate: flat 0.983 at
@@ -32,9 +32,9 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[4
 
 def quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
     """Codes and scale bytes of a tile whose last dimension is a block."""
-    fmt = element(elem_dtype)
-    byte = shared_exponent(block_amax(values), fmt, scaling)
-    codes = saturating_cast(values.to(torch.float32) * reciprocal_scale(byte).unsqueeze(-1), fmt)
+    fmt, wide = element(elem_dtype), widened(values)
+    byte = shared_exponent(magnitude_bits(wide).amax(-1), fmt, scaling, values.dtype)
+    codes = saturating_cast(wide * reciprocal_scale(byte).unsqueeze(-1), fmt)
     return codes, byte.to(torch.uint8)
 
 

@@ -1,7 +1,7 @@
 """The arithmetic of an MX block in Triton: shared exponent, reciprocal scale, saturating cast.
 
-Lay it next to `reference/_numerics.py`: the same functions on the same bits. A kernel passes a format as two
-constants, `max` and `emax`, and for `even` its mantissa width.
+Lay it next to `reference/_numerics.py`: the same functions on the same bits. A kernel passes a format and a rule as the
+three constants of `formats.exponent_rule`.
 """
 
 import triton
@@ -9,50 +9,30 @@ import triton.language as tl
 
 
 @triton.jit
+def widened(x):
+    """x as fp32, exactly. A bf16 is the upper half of one: a shift, where a conversion is two instructions."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:  # not after a return: Triton compiles what follows a static `if` that returns
+        return x.to(tl.float32)
+
+
+@triton.jit
 def magnitude_bits(x):
-    """The bits of x without the sign, in x's own width.
+    """The bits of |x|, fp32.
 
     As integers they have the order of the magnitudes, Inf and then NaN largest, and an integer maximum cannot drop a
     NaN, as `max.f32` does.
     """
-    if x.dtype == tl.float32:
-        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:  # not after a return: Triton compiles what follows a static `if` that returns
-        return x.to(tl.int16, bitcast=True) & 0x7FFF
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def fp32_bits(magnitude, DTYPE: tl.constexpr):
-    """The fp32 bits, as int32, of magnitudes that are given by their bits in DTYPE."""
-    if tl.float32 == DTYPE:
-        return magnitude
-    else:
-        return magnitude.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def block_amax(x):
-    """The fp32 bits of the largest |x| along axis 1."""
-    return fp32_bits(tl.max(magnitude_bits(x), axis=1), x.dtype)
-
-
-@triton.jit
-def shared_exponent(amax_bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, SCALING: tl.constexpr):
+def shared_exponent(amax_bits, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr):
     """The E8M0 byte, as int32, of a block whose largest magnitude has these fp32 bits; 255 for Inf and NaN."""
-    if SCALING == "rceil":
-        # Times fp32(1 / max) and divided by max round up to the same power of two for every fp32.
-        bits = (amax_bits.to(tl.float32, bitcast=True) * (1.0 / MAX)).to(tl.int32, bitcast=True)
-        field = bits >> 23
-        mantissa = bits & 0x7FFFFF
-        byte = field + tl.where(field == 0, mantissa > 0x400000, mantissa != 0).to(tl.int32)
-    else:
-        bits = amax_bits
-        if SCALING == "even":
-            bits = amax_bits + (1 << (22 - MANTISSA))
-        byte = (bits >> 23) - EMAX
-        if SCALING == "ceil":
-            byte += (bits & 0x7FFFFF != 0).to(tl.int32)
-        byte = tl.maximum(byte, 0)
+    byte = tl.maximum(((amax_bits + ROUND) >> 23) - EMAX, 0)
+    if EXCEPT >= 0:
+        byte = tl.where(amax_bits == EXCEPT, 0, byte)
     return tl.where(amax_bits < 0x7F800000, byte, 255)
 
 
