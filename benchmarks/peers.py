@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
 from mxspec.reference import _checks
 from mxspec.reference.fp8_dequantize import fp8_dequantize
@@ -81,6 +82,8 @@ def _cublas() -> str:
 
 
 LIBRARIES: dict[str, Callable[[], str]] = {
+    "torch": lambda: torch.__version__,
+    "mxspec": lambda: mxspec.__version__,
     "torchao": functools.partial(_version, "torchao"),
     "cuBLAS": _cublas,
     "DeepGEMM": functools.partial(_version, "deep_gemm"),
@@ -515,3 +518,42 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     need(hasattr(torch.ops.fbgemm, "f8f8bf16_groupwise"), "has no f8f8bf16_groupwise in this build")
     need(b.shape[0] % FP8_BLOCK_SIZE == 0, "takes N in multiples of 128")
     return torch.ops.fbgemm.f8f8bf16_groupwise(a, b, a_scale, b_scale)
+
+
+# --- token groups -----------------------------------------------------------------------------------------------
+
+
+@adapter("pad_token_groups", "torch index_copy_")
+def _torch_pad(x: Tensor, offs: Tensor, alignment: int, *, check_offs: bool = False) -> Any:
+    """What one writes first: the sizes read on the host."""
+    ends = offs.tolist()
+    sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    padded = [-(-n // alignment) * alignment for n in sizes]
+    start = [sum(padded[:g]) for g in range(len(padded))]
+    rows = -(-(x.shape[0] + len(ends) * alignment) // alignment) * alignment
+    index = torch.cat([torch.arange(s, s + n, device=x.device) for s, n in zip(start, sizes, strict=True)])
+    out = x.new_zeros(rows, x.shape[1]).index_copy_(0, index, x[: len(index)])
+    return out, offs.new_tensor(start), offs.new_tensor([s + n for s, n in zip(start, padded, strict=True)])
+
+
+_torch_pad.waits = True
+
+
+@adapter("mx_quantize_groups", "mxspec in three ops")
+def _three_ops(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    axis: int = -1,
+    pad_to: int = 128,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Any:
+    need(scale_layout == "blocked", "three ops are timed with blocked scales")
+    padded, start, end = mxspec.pad_token_groups(x, offs, pad_to)
+    qdata, scale = mxspec.mx_quantize(padded, axis=axis, elem_dtype=elem_dtype, scaling=scaling)
+    if axis == -1:
+        return qdata, mxspec.to_blocked_m_groups(scale, end)[0], start, end
+    return qdata, mxspec.to_blocked_k_groups(scale, end // MX_BLOCK_SIZE)[0], start, end

@@ -7,7 +7,7 @@ a copy, a bare cast and, for token groups, the op without its padding: what the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,8 +18,10 @@ import mxspec
 from mxspec import dispatch
 from mxspec.bench.timing import Contender, baselines, bytes_of_call, input_sets, race
 from mxspec.check import default_device
+from mxspec.helion_kernels import _mx_tile as helion_mx_tile
 from mxspec.helion_kernels import _token_rows as helion_token_rows
 from mxspec.helion_kernels import mx_quantize as helion_mx_quantize
+from mxspec.helion_kernels import mx_quantize_groups as helion_quantize_groups
 from mxspec.helion_kernels import to_blocked_k_groups as helion_k_groups
 from mxspec.helion_kernels._launch import config
 from mxspec.shapes import Shapes
@@ -55,23 +57,30 @@ def token_rows() -> Iterator[Choice]:
 
 
 def k_groups() -> Iterator[Choice]:
-    for tiles, warps in product((2, 4, 8, 16), (4, 8)):
-        what = f"{tiles} tiles, {warps} warps"
-        yield "triton", what, _set(to_blocked_k_groups.CONFIGS, GPU, {"TILES": tiles, "num_warps": warps})
-        yield "helion", what, _set(helion_k_groups.CONFIGS, GPU, helion_k_groups.Tiles(tiles, warps))
+    for tiles, depth, warps in [(8, 2, 4), (16, 1, 4), (16, 2, 4), (16, 2, 8), (16, 4, 8)]:
+        what = f"{tiles} x {depth} tiles, {warps} warps"
+        chosen = {"TILES": tiles, "DEPTH": depth, "num_warps": warps}
+        yield "triton", what, _set(to_blocked_k_groups.CONFIGS, GPU, chosen)
+        yield "helion", what, _set(helion_k_groups.CONFIGS, GPU, helion_k_groups.Tiles(tiles, depth, warps))
 
 
 def quantize_rows() -> Iterator[Choice]:
     for blocks, warps in BLOCKS_AND_WARPS:
         chosen = {"BLOCKS": blocks, "num_warps": warps}
-        yield "triton", f"{blocks} blocks, {warps} warps", _set(mx_quantize_groups.CONFIGS, GPU, chosen)
+        what = f"{blocks} blocks, {warps} warps"
+        yield "triton", what, _set(mx_quantize_groups.CONFIGS, GPU, chosen)
+        yield "helion", what, _set(helion_quantize_groups.CONFIGS, GPU, helion_quantize_groups.Part(blocks, warps))
 
 
-def quantize_columns() -> Iterator[Choice]:
-    for groups, warps in [(8, 2), (8, 4), (8, 8), (16, 4), (16, 8)]:
-        tile = {"RUN": 16, "GROUPS": groups, "COLS": 128, "num_warps": warps}
+def quantize_columns(rows: Collection[int] = (128, 256)) -> Iterator[Choice]:
+    for groups, warps in [(n // 16, warps) for n in rows for warps in (2, 4, 8)]:
+        tile = {"RUN": 16, "GROUPS": groups, "COLS": 128, "PART": 128, "num_warps": warps}
         table = {**_mx_tile.CONFIGS[GPU], "col, small": tile, "col, large": tile}
-        yield "triton", f"{16 * groups} x 128, {warps} warps", _set(_mx_tile.CONFIGS, GPU, table)
+        what = f"{16 * groups} x 128, {warps} warps"
+        yield "triton", what, _set(_mx_tile.CONFIGS, GPU, table)
+        shape = helion_mx_tile.Tile(16 * groups, 128, 128, 16, warps)
+        tiles = {**helion_mx_tile.TILES[GPU], "col, small": shape, "col, large": shape}
+        yield "helion", what, _set(helion_mx_tile.TILES, GPU, tiles)
 
 
 # op -> the shapes that are tried unless others are named, and pairs of options of a call and what may be configured
@@ -81,6 +90,8 @@ SPACES: dict[str, tuple[list[str], list[tuple[dict[str, Any], Callable[[], Itera
         [
             ({"scale_layout": "plain"}, partial(quantizer, "flat")),
             ({"scale_layout": "blocked"}, partial(quantizer, "blocked")),
+            ({"axis": -2, "scale_layout": "plain"}, quantize_columns),
+            ({"axis": -2, "scale_layout": "blocked"}, quantize_columns),
         ],
     ),
     "pad_token_groups": (GROUP_SHAPES, [({}, token_rows)]),
@@ -89,7 +100,7 @@ SPACES: dict[str, tuple[list[str], list[tuple[dict[str, Any], Callable[[], Itera
     "to_blocked_k_groups": (GROUP_SHAPES, [({}, k_groups)]),
     "mx_quantize_groups": (
         ["8192x2048", "32768x2048", "32768x7168", "131072x7168"],
-        [({"axis": -1}, quantize_rows), ({"axis": -2}, quantize_columns)],
+        [({"axis": -1}, quantize_rows), ({"axis": -2}, partial(quantize_columns, (128,)))],
     ),
 }
 

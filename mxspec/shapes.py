@@ -82,4 +82,8 @@ _SMALL = Shapes(
     linear=((1, 8192, 8192), (16, 8192, 8192), (128, 8192, 8192), (1024, 4096, 7168)),
     grouped=((512, 2048, 7168, 8), (4096, 2048, 7168, 8)),
 )
-SETS = {"torchao": _TORCHAO, "small": _SMALL}
+# As many experts as are routed to today.
+_GROUPS = Shapes(
+    padding=(*product((16384,), (2048, 5120, 7168), (64, 256)), *((131072, 7168, G) for G in (1, 8, 64, 256)))
+)
+SETS = {"torchao": _TORCHAO, "small": _SMALL, "groups": _GROUPS}

@@ -121,7 +121,7 @@ def _peer(
     """A peer's contender, and how its outputs differ from the reference's; its rule may be another than ours."""
     prepare = getattr(adapter, "prepare", None)
     prepared = [prepare(*args, **case.kwargs) for args in inputs] if prepare else inputs
-    contender = Contender(label, partial(adapter, **case.kwargs), prepared)
+    contender = Contender(label, partial(adapter, **case.kwargs), prepared, waits=getattr(adapter, "waits", False))
     problem = contender.prove(None) or check.form_difference(contender.outputs[0], expected[0])
     if problem:
         raise RuntimeError(f"not timed: {problem}")

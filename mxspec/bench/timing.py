@@ -45,7 +45,7 @@ MATMUL = Pace(1.5, 200_000, 50_000)
 
 
 class Contender:
-    """A call over sets of inputs, ready to be timed; on a GPU as a CUDA graph.
+    """A call over sets of inputs, ready to be timed; on a GPU as a CUDA graph, unless it `waits` for the device.
 
     Attributes:
         outputs: of every call that a replay makes.
@@ -53,14 +53,15 @@ class Contender:
         call_rounds: us of a plain call, launches and allocations included, for each round.
     """
 
-    def __init__(self, name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]]):
+    def __init__(self, name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], waits: bool = False):
         self.name, self.call, self.inputs = name, call, inputs
+        self.on_gpu = inputs[0][0].is_cuda
         self.rounds: list[float] = []
         self.call_rounds: list[float] = []
         for args in inputs[:2]:
             outputs_of(call(*args))  # compile, and fill every cache, before the capture
         self.graph: torch.cuda.CUDAGraph | None = None
-        if not inputs[0][0].is_cuda:
+        if waits or not self.on_gpu:
             self.calls = len(inputs)
             self.outputs = [outputs_of(call(*args)) for args in inputs]
             return
@@ -80,7 +81,7 @@ class Contender:
 
     def mean_us(self, run: Callable[[], Any], times: int) -> float:
         """Microseconds of one of `times` runs, one directly after the other."""
-        if self.graph is None:
+        if not self.on_gpu:
             start = time.perf_counter()
             for _ in range(times):
                 run()
@@ -96,7 +97,7 @@ class Contender:
     def set_replays(self, pace: Pace) -> None:
         """As many replays a round as the pace says, by the faster of two."""
         once = min(self.mean_us(self.replay, 1) for _ in range(2))
-        self.replays = max(3 if self.graph else 1, round(pace.round_us / once))
+        self.replays = max(3 if self.on_gpu else 1, round(pace.round_us / once))
 
     def round(self) -> float:
         return self.mean_us(self.replay, self.replays) / self.calls
@@ -196,7 +197,7 @@ def race(contenders: Sequence[Contender], pace: Pace | None = None) -> None:
     pace = pace or MEMORY
     for c in contenders:
         c.set_replays(pace)
-    warm = time.perf_counter() + (pace.warm_up_s if contenders[0].graph else 0)
+    warm = time.perf_counter() + (pace.warm_up_s if contenders[0].on_gpu else 0)
     while time.perf_counter() < warm:
         for c in contenders:
             c.round()

@@ -74,7 +74,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         return torch.randn(padded_rows(M, G, alignment), K, dtype=torch.bfloat16), offs, start, M
 
     for M, K, G in shapes.padding:
-        if G >= 8:
+        if G in (8, 256):
             yield Case(f"{M}x{K}, G {G}, 32", partial(args, M, K, G, 32))
 
 
