@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 
-import helion
 import helion.language as hl
 import torch
 from torch import Tensor
@@ -25,14 +24,14 @@ def padded_rows(M: int, G: int, alignment: int) -> int:
 
 
 def chunk(groups: int) -> int:
-    """How many ends a program reads at a time."""
-    return min(256, helion.next_power_of_2(max(1, groups)))
+    """How many ends a program reads at a time: one of two sizes, or each number of groups would be another kernel."""
+    return 32 if groups <= 32 else 256
 
 
 def padded_ends(
     offs: Tensor, stride: int, G: int, before: Tensor, i: int, alignment: int, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of a chunk of the groups, from i on: their numbers, first tokens and ends, and their first and last rows, padded.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a chunk of the groups, from i on: their numbers, and their first and last rows, padded.
 
     And the last of those, at which the next chunk begins.
     """
@@ -44,17 +43,23 @@ def padded_ends(
     rows = torch.div(stop - first + (alignment - 1), alignment, rounding_mode="trunc") * alignment
     end = before + (rows.cumsum(0, dtype=torch.int32) if _REF else hl.cumsum(rows, 0))
     last = torch.where(lane == chunk - 1, end, 0).sum(0, dtype=torch.int32)
-    return g, first, stop, end - rows, end, last
+    return g, end - rows, end, last
 
 
-def chosen(mine: Tensor, values: Tensor) -> Tensor:
-    """For each row of `mine` (N, groups), the value of the group that it marks; 0 where it marks none."""
-    return torch.where(mine, values.unsqueeze(0), 0).sum(1, dtype=torch.int32)
+def passed(group: Tensor, begin: Tensor, row: Tensor, g: Tensor, end: Tensor, G: int) -> tuple[Tensor, Tensor]:
+    """The groups that hold padded rows (N,), and the first padded row of each, once a chunk of the groups is counted.
+
+    After the last chunk, G past the last group, which ends there.
+    """
+    ended = (end.unsqueeze(0) <= row.unsqueeze(1)) & (g < G).unsqueeze(0)
+    last = torch.where(ended, end.unsqueeze(0), 0).amax(1)
+    return group + ended.sum(1, dtype=torch.int32), torch.where(last > begin, last, begin)
 
 
-def holds(start: Tensor, end: Tensor, row: Tensor) -> Tensor:
-    """Whether each row (N,) is one of a group's, (N, groups): at most one, since empty groups hold none."""
-    return (start.unsqueeze(0) <= row.unsqueeze(1)) & (row.unsqueeze(1) < end.unsqueeze(0))
+def tokens_of(group: Tensor, offs: Tensor, stride: int, G: int) -> tuple[Tensor, Tensor]:
+    """The first token of a group and the one after its last; none past the last group."""
+    first = hl.load(offs, [(group - 1) * stride], extra_mask=(group > 0) & (group < G))
+    return first, hl.load(offs, [group * stride], extra_mask=group < G)
 
 
 def at_or_before(ends: Tensor, stride: int, G: int, i: int, chunk: int, row: Tensor) -> Tensor:
@@ -65,14 +70,15 @@ def at_or_before(ends: Tensor, stride: int, G: int, i: int, chunk: int, row: Ten
 
 
 def grouped_tile(
-    tile: Tensor, row_tile: int, begin: Tensor, end: Tensor, row_tiles: int, col_tiles: int
-) -> tuple[Tensor, Tensor]:
+    tile: Tensor, row_tile: Tensor | int, group: Tensor, begin: Tensor, size: Tensor, G: int, row_tiles: int,
+    col_tiles: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Where a tile of K-groups' scales lies among all, and whether it is one: a group's are together, row by row.
 
-    `tile` is its column among `col_tiles` padded ones, of which its group has `begin .. end`; an end of 0 is that of
-    what lies past the last group, which counts as one group more. Where offs is out of order the place may be none.
+    `tile` is its column among `col_tiles` padded ones, of which its group has `size`, from `begin` on; what lies past
+    the last group counts as one group more. Where offs is out of order the place may be none.
     """
-    width = torch.where(end > 0, end, col_tiles) - begin
+    width = torch.where(group < G, size, col_tiles - begin)
     place = begin * row_tiles + width * row_tile + tile - begin
     there = (tile < col_tiles) & (row_tile < row_tiles)
     return place, there & (place >= 0) & (place < row_tiles * col_tiles)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from mxspec.formats import element
 from mxspec.helion_kernels._blocked import blocked_to_row_col
-from mxspec.helion_kernels._groups import chosen, chunk, grouped_tile, holds, padded_ends, padded_rows
+from mxspec.helion_kernels._groups import chunk, grouped_tile, padded_ends, padded_rows, passed, tokens_of
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
-from mxspec.helion_kernels._mx_tile import TILES, column_codes, load_run
-from mxspec.helion_kernels._numerics import magnitude_bits
+from mxspec.helion_kernels._mx_tile import TILES, column_codes, column_scale, load_run, tile_index
+from mxspec.helion_kernels._numerics import widened
 from mxspec.helion_kernels.mx_quantize import quantize_tile
 
 
@@ -30,36 +30,37 @@ class Part(NamedTuple):
     num_warps: int
 
 
-# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
-# Those of mx_quantize for blocked scales; not yet run on a GPU.
-_HOPPER = Part(256, 8)
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
+# benchmarks/tune.py on an H200, beside mx_quantize of tokens that are padded already: 1.02 of its time at 8192 x 2048,
+# 1.00 at 32768 x 7168 (256 blocks, 8 warps 1.05, 1.02).
+_HOPPER = Part(64, 2)
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 
+# A kernel is told the tokens as 2 more than there are, `tokens_2`. Of a 1 Triton would make a constant, with which
+# ptxas 12.8 knows all codes but one row's to be zeros, packs one zero for all and leaves half of the word as it was.
 def _rows(
-    x: Tensor, stride_m: int, stride_k: int, tokens: int, C: int, qdata: Tensor, R: int, scale: Tensor, col_tiles: int,
-    offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, row_tiles: int, programs: int,
+    x: Tensor, stride_m: int, stride_k: int, tokens_2: int, C: int, qdata: Tensor, R: int, scale: Tensor,
+    col_tiles: int, offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, row_tiles: int, programs: int,
     scaling: hl.constexpr, blocked: hl.constexpr, alignment: hl.constexpr, chunk: hl.constexpr, blocks: hl.constexpr,
 ) -> None:  # fmt: skip
     for row_tile, program in hl.grid([row_tiles, programs]):
         # The 128 rows of a tile are in one group.
         row0 = row_tile * 128 + hl.arange(1)
-        token0, stop, begin = row0 * 0, row0 * 0, row0 * 0
+        group, begin = row0 * 0, row0 * 0
         before = hl.zeros([], dtype=torch.int32)
         for i in range(0, G, chunk):
-            g, firsts, ends, begins, until, before = padded_ends(offs, stride_offs, G, before, i, alignment, chunk)
-            mine = holds(begins, until, row0)
-            token0 = token0 + chosen(mine, firsts)
-            stop = stop + chosen(mine, ends)
-            begin = begin + chosen(mine, begins)
+            g, begins, ends, before = padded_ends(offs, stride_offs, G, before, i, alignment, chunk)
+            group, begin = passed(group, begin, row0, g, ends, G)
             if row_tile + program == 0:
                 hl.store(start, [g], begins, extra_mask=g < G)
-                hl.store(end, [g], until, extra_mask=g < G)
+                hl.store(end, [g], ends, extra_mask=g < G)
+        first, stop = tokens_of(group, offs, stride_offs, G)
         byte_in_row = program * blocks + hl.arange(blocks)
         row, c = blocked_to_row_col(row_tile, byte_in_row)
-        token = token0 + row - begin
-        there = (token >= 0) & (token < stop) & (token < tokens) & (c < C)
+        token = first + row - begin
+        there = (token >= 0) & (token < stop) & (token < tokens_2 - 2) & (c < C)
         k = c.unsqueeze(1) * 32 + hl.arange(32).unsqueeze(0)
         source = token.unsqueeze(1) * stride_m + k * stride_k
         values = hl.load(x, [source], extra_mask=there.unsqueeze(1).expand(blocks, 32))
@@ -74,45 +75,41 @@ def _rows(
 
 
 def _columns(
-    x: Tensor, stride_m: int, stride_k: int, tokens: int, K: int, qdata: Tensor, R: int, scale: Tensor,
-    offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, row_programs: int, col_programs: int,
+    x: Tensor, stride_m: int, stride_k: int, tokens_2: int, K: int, qdata: Tensor, R: int, scale: Tensor,
+    offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, row_tiles: int, col_programs: int,
     scaling: hl.constexpr, blocked: hl.constexpr, alignment: hl.constexpr, chunk: hl.constexpr,
-    rows: hl.constexpr, cols: hl.constexpr, run: hl.constexpr,
+    cols: hl.constexpr, run: hl.constexpr,
 ) -> None:  # fmt: skip
     C = R // 32  # on the host, so that Triton knows of a multiple of 16 that it is one
-    col_tiles, row_tiles = R // 128 + G, (K + 127) // 128  # of scales, which lie transposed
-    groups, units, blocks = rows // run, rows // 128, rows // 32
-    for k_tile, m_tile in hl.grid([col_programs, row_programs]):
-        # Groups are padded to multiples of 128, so that 128 rows are in one.
-        tile = m_tile * units + hl.arange(units)
-        token0, stop, begin, last = tile * 0, tile * 0, tile * 0, tile * 0
+    k_tiles = (K + 127) // 128
+    groups = 128 // run
+    for k_tile, m_tile in hl.grid([col_programs, row_tiles]):
+        # Groups are padded to multiples of 128, so that the rows are in one.
+        tile = m_tile + hl.arange(1)
+        group, begin = tile * 0, tile * 0
         before = hl.zeros([], dtype=torch.int32)
         for i in range(0, G, chunk):
-            g, firsts, ends, begins, until, before = padded_ends(offs, stride_offs, G, before, i, alignment, chunk)
-            mine = holds(begins, until, tile * 128)
-            token0 = token0 + chosen(mine, firsts)
-            stop = stop + chosen(mine, ends)
-            begin = begin + chosen(mine, begins)
-            last = last + chosen(mine, until)
+            g, begins, ends, before = padded_ends(offs, stride_offs, G, before, i, alignment, chunk)
+            group, begin = passed(group, begin, tile * 128, g, ends, G)
             if k_tile + m_tile == 0:
                 hl.store(start, [g], begins, extra_mask=g < G)
-                hl.store(end, [g], until, extra_mask=g < G)
-        begin = torch.where(last > 0, begin, before)
-        token = (token0 + tile * 128 - begin).unsqueeze(1) + (hl.arange(128 // run) * run).unsqueeze(0)
-        limit = torch.where(stop < tokens, stop, tokens).unsqueeze(1)
-        left = torch.where((token >= 0) & (token < limit), limit - token, 0).reshape(groups).unsqueeze(1)
-        token = token.reshape(groups).unsqueeze(1)
-        k = (k_tile * cols + hl.arange(cols)).unsqueeze(0)
-        values = load_run(x, token, stride_m, k * stride_k, k < K, run, left=left).reshape(groups, cols, run)
-        largest = magnitude_bits(values).amax(-1).reshape(blocks, 32 // run, cols).amax(1)
-        byte = column_codes(values, largest, qdata, 0, m_tile, k_tile, R, K, scaling, False)
-        if blocked:  # cols is 128. (c // 4, c % 4, k // 32, k % 32) -> (c // 4, k % 32, k // 32, c % 4)
-            tiles = byte.reshape(units, 4, 4, 32).permute(0, 3, 2, 1).reshape(units, 512)
-            place, owned = grouped_tile(tile, k_tile, begin >> 7, last >> 7, row_tiles, col_tiles)
-            to = place.unsqueeze(1) * 512 + hl.arange(512).unsqueeze(0)
-            hl.store(scale, [to], tiles, extra_mask=owned.unsqueeze(1).expand(units, 512))
+                hl.store(end, [g], ends, extra_mask=g < G)
+        first, stop = tokens_of(group, offs, stride_offs, G)
+        # As numbers, which a mask in any layout takes without a turn through shared memory.
+        token0, limit = (first + tile * 128 - begin).sum(0), torch.where(stop < tokens_2 - 2, stop, tokens_2 - 2).sum(0)
+        token = (token0 + hl.arange(groups) * run).unsqueeze(1).unsqueeze(2)
+        left = torch.where(token >= 0, limit - token, 0)
+        _, k = tile_index(m_tile, k_tile, groups, 1, cols, run)
+        wide = widened(load_run(x, token, stride_m, k * stride_k, k < K, run, left=left)).reshape(groups, 1, cols, run)
+        byte = column_scale(wide, qdata.dtype, scaling, x.dtype)
+        byte = column_codes(wide, byte, qdata, 0, m_tile, k_tile, R, K, False)
+        if blocked:  # cols is 128. (c, k // 32, k % 32) -> (k % 32, k // 32, c)
+            size = torch.div(stop - first + (alignment - 1), alignment, rounding_mode="trunc") * (alignment // 128)
+            place, owned = grouped_tile(tile, k_tile, group, begin >> 7, size, G, k_tiles, row_tiles)
+            tiles = byte.reshape(4, 4, 32).permute(2, 1, 0).reshape(512)
+            hl.store(scale, [place * 512 + hl.arange(512)], tiles, extra_mask=owned.expand(512))
         else:
-            row, c = k.permute(1, 0), (m_tile * blocks + hl.arange(blocks)).unsqueeze(0)
+            row, c = k.reshape(cols, 1), (m_tile * 4 + hl.arange(4)).unsqueeze(0)
             hl.store(scale, [row * C + c], byte.permute(1, 0), extra_mask=(row < K) & (c < C))
 
 
@@ -139,17 +136,17 @@ def mx_quantize_groups(
         codes = x.new_empty((R, K), dtype=fmt.dtype)
         shape = (rows, 4 * col_tiles) if blocked else (R, K // 32)
     scale = x.new_empty(shape, dtype=torch.uint8)
-    source, groups = (flat(x), *x.stride(), M), (flat(offs), offs.stride(0), G, flat(start), flat(end))
+    source, groups = (flat(x), *x.stride(), M + 2), (flat(offs), offs.stride(0), G, flat(start), flat(end))
     constants = scaling, blocked, pad_to, chunk(G)
     # A grid of two dimensions saves the division that undoes a flat one, but holds at most 65535 in the second. One
     # program across if only start and end are written.
     if rows and axis == -2:
-        tile = for_device(TILES, x.device)["col"]
-        row_programs, col_programs = -(-rows // tile.rows), max(1, -(-K // tile.cols))
+        tile = for_device(TILES, x.device)["col, small"]
+        col_programs = max(1, -(-K // tile.cols))
         launch(
             _columns, {(9, 0): on_grid(2, tile.num_warps, "xyz" if col_programs < 65536 else "flat")},
-            *source, K, flat(codes), R, flat(scale), *groups, row_programs, col_programs,
-            *constants, tile.rows, tile.cols, tile.run,
+            *source, K, flat(codes), R, flat(scale), *groups, rows // 128, col_programs,
+            *constants, tile.cols, tile.run,
         )  # fmt: skip
     elif rows:
         part = for_device(CONFIGS, x.device)

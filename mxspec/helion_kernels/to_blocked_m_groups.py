@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from mxspec.helion_kernels._blocked import blocked_shape, turned
-from mxspec.helion_kernels._groups import chosen, chunk, holds, padded_ends
+from mxspec.helion_kernels._groups import chunk, padded_ends, passed, tokens_of
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels.to_blocked import CONFIGS
 
-# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 PTX = (r"st\.global\.v4\.b32",)
 
 
@@ -25,17 +25,15 @@ def _to_blocked_m_groups(
             hl.store(start, [0], 0)
         # Groups begin at multiples of 128: a row of tiles is in one.
         row0 = row_tile * 128 + hl.arange(1)
-        token0, stop, begin = row0 * 0, row0 * 0, row0 * 0
+        group, begin = row0 * 0, row0 * 0
         before = hl.zeros([], dtype=torch.int32)
         for i in range(0, G, chunk):
-            g, firsts, ends, begins, until, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
-            mine = holds(begins, until, row0)
-            token0 = token0 + chosen(mine, firsts)
-            stop = stop + chosen(mine, ends)
-            begin = begin + chosen(mine, begins)
+            g, _, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
+            group, begin = passed(group, begin, row0, g, ends, G)
             if row_tile + program == 0:
-                hl.store(start, [g + 1], until.to(torch.int64), extra_mask=g < G)
-        r = (token0 + row_tile * 128 + hl.arange(128) - begin).unsqueeze(1)
+                hl.store(start, [g + 1], ends.to(torch.int64), extra_mask=g < G)
+        first, stop = tokens_of(group, offs, stride_offs, G)
+        r = (first + row_tile * 128 + hl.arange(128) - begin).unsqueeze(1)
         c = (program * (4 * tiles) + hl.arange(4 * tiles)).unsqueeze(0)
         there = (r >= 0) & (r < stop.unsqueeze(1)) & (r < M)
         values = hl.load(scale, [r * stride_r + c * stride_c], extra_mask=there & (c < C))

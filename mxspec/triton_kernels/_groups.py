@@ -16,51 +16,66 @@ def padded_rows(M: int, G: int, alignment: int) -> int:
 
 
 def chunk(groups: int) -> int:
-    """How many ends a program reads at a time."""
-    return min(256, triton.next_power_of_2(max(1, groups)))
+    """How many ends a program reads at a time: one of two sizes, or each number of groups would be another kernel."""
+    return 32 if groups <= 32 else 256
 
 
 @triton.jit
-def group_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
-    """Of the groups that hold each padded row (N,): their first token, end, and first and last rows, padded.
+def groups_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
+    """The groups that hold padded rows (N,), and the first padded row of each; G past the last group, which ends there.
 
-    A row past the last group is in one more, without tokens, which begins where that ends; its end is not known here
-    and comes as 0. The program that `writes` also stores the first and last rows of all groups; with `start` None,
-    `end` has G + 1 places, of which the first holds 0: the starts of all groups and then the end.
+    The program that `writes` also stores the first and last rows of all groups; with `start` None, `end` has G + 1
+    places, of which the first holds 0: the starts of all groups and then the end.
     """
-    token0, stop, begin, until = row * 0, row * 0, row * 0, row * 0
-    before = tl.sum(token0, 0)
+    group, begin = row * 0, row * 0
+    before = tl.sum(group, 0)
     if start is None:
         tl.store(end, before, mask=writes)
     for i in range(0, G, CHUNK):
         g = i + tl.arange(0, CHUNK)
         first = tl.load(offs + (g - 1) * stride, mask=(g > 0) & (g < G), other=0)
-        last = tl.load(offs + g * stride, mask=g < G, other=0)
-        rows = (last - first + (ALIGN - 1)) // ALIGN * ALIGN  # 0 past the last group, where both are
+        stop = tl.load(offs + g * stride, mask=g < G, other=0)
+        rows = (stop - first + (ALIGN - 1)) // ALIGN * ALIGN  # 0 past the last group, where both are
         ends = before + tl.cumsum(rows, 0)
-        begins = ends - rows
         if start is None:
             tl.store(end + 1 + g, ends, mask=(g < G) & writes)
         else:
-            tl.store(start + g, begins, mask=(g < G) & writes)
+            tl.store(start + g, ends - rows, mask=(g < G) & writes)
             tl.store(end + g, ends, mask=(g < G) & writes)
-        mine = (begins[None, :] <= row[:, None]) & (row[:, None] < ends[None, :])  # at most one: empty ones hold none
-        token0 += tl.sum(tl.where(mine, first[None, :], 0), 1)
-        stop += tl.sum(tl.where(mine, last[None, :], 0), 1)
-        begin += tl.sum(tl.where(mine, begins[None, :], 0), 1)
-        until += tl.sum(tl.where(mine, ends[None, :], 0), 1)
+        ended = (ends[None, :] <= row[:, None]) & (g < G)[None, :]
+        group += tl.sum(ended.to(tl.int32), 1)
+        begin = tl.maximum(begin, tl.max(tl.where(ended, ends[None, :], 0), 1))
         before = tl.max(ends, 0)
-    return token0, stop, tl.where(until > 0, begin, before), until
+    return group, begin
 
 
 @triton.jit
-def grouped_tile(tile, row_tile, begin, end, row_tiles, col_tiles):
+def tokens_of(group, offs, stride, G):
+    """The first token of a group and the one after its last; none past the last group."""
+    first = tl.load(offs + (group - 1) * stride, mask=(group > 0) & (group < G), other=0)
+    return first, tl.load(offs + group * stride, mask=group < G, other=0)
+
+
+@triton.jit
+def group_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
+    """The group that holds one padded row, its first token and its end, and its first padded row.
+
+    Numbers, no tensors: a mask in any layout takes them without a turn through shared memory.
+    """
+    groups, begins = groups_of(row + tl.arange(0, 1), offs, stride, G, start, end, writes, ALIGN, CHUNK)
+    group = tl.sum(groups, 0)
+    first, stop = tokens_of(group, offs, stride, G)
+    return group, first, stop, tl.sum(begins, 0)
+
+
+@triton.jit
+def grouped_tile(tile, row_tile, group, begin, size, G, row_tiles, col_tiles):
     """Where a tile of K-groups' scales lies among all, and whether it is one: a group's are together, row by row.
 
-    `tile` is its column among `col_tiles` padded ones, of which its group has `begin .. end`; an end of 0 is that of
-    what lies past the last group, which counts as one group more. Where offs is out of order the place may be none.
+    `tile` is its column among `col_tiles` padded ones, of which its group has `size`, from `begin` on; what lies past
+    the last group counts as one group more. Where offs is out of order the place may be none.
     """
-    width = tl.where(end > 0, end, col_tiles) - begin
+    width = tl.where(group < G, size, col_tiles - begin)
     place = begin.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * width + tile - begin
     there = (tile < col_tiles) & (row_tile < row_tiles)
     return place, there & (place >= 0) & (place < col_tiles.to(tl.int64) * row_tiles)

@@ -14,55 +14,68 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.formats import element
+from mxspec.formats import element, exponent_rule
 from mxspec.triton_kernels import _mx_tile
 from mxspec.triton_kernels._blocked import row_col_in_tile
 from mxspec.triton_kernels._groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels._launch import for_device
-from mxspec.triton_kernels._numerics import block_amax, reciprocal_scale, saturating_cast, shared_exponent
+from mxspec.triton_kernels._numerics import (
+    magnitude_bits,
+    reciprocal_scale,
+    saturating_cast,
+    shared_exponent,
+    widened,
+)
 
-# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
-# Scale bytes a program, those of mx_quantize for blocked scales; not yet run on a GPU.
-_HOPPER = {"BLOCKS": 64, "num_warps": 4}
+RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
+# Scale bytes a program. benchmarks/tune.py on an H200, beside mx_quantize of tokens that are padded already: 0.99 of
+# its time at 8192 x 2048, 1.00 at 32768 x 7168 and 131072 x 7168 (4 warps 1.04, 1.01, 1.00).
+_HOPPER = {"BLOCKS": 64, "num_warps": 2}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 
 def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None:
     if axis == -2:
         return _mx_tile.supports(x)
-    if x.shape[1] > 65535 * 128:
-        return f"has a grid of up to 65535 tiles along K, which may be up to {65535 * 128}; it is {x.shape[1]}"
+    if x.shape[1] >= 2**29:
+        return f"counts the bytes of a row of tiles in 32 bits, so K may be up to 2^29; it is {x.shape[1]}"
     return None
 
 
-@triton.jit
+# A 1 would become a constant of the kernel, with which ptxas 12.8 knows all codes but one row's to be zeros, packs a
+# single zero for all and leaves half of the word as it was.
+@triton.jit(do_not_specialize=["tokens"])
 def _mx_quantize_groups(
     x, qdata, scale, start, end, offs,
-    tokens, R, C, stride_m, stride_k, G, stride_offs,
-    MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, SCALING: tl.constexpr,
+    tokens, R, C, row_tiles, stride_m, stride_k, G, stride_offs,
+    EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr,
     BLOCKED: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = 512 // BLOCKS  # programs a tile
-    row_tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    row0, writes = row_tile * 128 + tl.arange(0, 1), tl.program_id(0) + tl.program_id(1) == 0
+    # Along a row of tiles, then down.
+    col_tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    row_tile = tl.program_id(2) * ROW_TILES + tl.program_id(1)
+    writes = tl.program_id(0) + row_tile == 0
     # The 128 rows of a tile are in one group.
-    token0, stop, begin, _ = group_of(row0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
+    _, token0, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
     byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
     row, col = row_col_in_tile(byte_in_tile)
     row += row_tile * 128
-    token, c = token0 + row - begin, tl.program_id(1) * 4 + col
+    token, c = token0 + row - begin, col_tile * 4 + col
     there = (token >= 0) & (token < tl.minimum(stop, tokens)) & (c < C)
     k = c[:, None] * 32 + tl.arange(0, 32)[None, :]
     source = (token.to(tl.int64) * stride_m)[:, None] + k.to(tl.int64) * stride_k
-    values = tl.load(x + source, mask=there[:, None], other=0)
-    byte = shared_exponent(block_amax(values), MAX, EMAX, MANTISSA, SCALING)
-    q = saturating_cast(values.to(tl.float32) * reciprocal_scale(byte)[:, None], qdata.dtype.element_ty)
+    values = widened(tl.load(x + source, mask=there[:, None], other=0))
+    byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
+    q = saturating_cast(values * reciprocal_scale(byte)[:, None], qdata.dtype.element_ty)
     owned = (row < R) & (c < C)
     tl.store(qdata + (row.to(tl.int64) * (C * 32))[:, None] + k, q, mask=owned[:, None])
     if BLOCKED:  # G rows of tiles more than there are codes
-        tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + tl.program_id(1)) * 512
-        tl.store(tile + byte_in_tile, byte.to(tl.uint8), mask=c - col < C)
+        tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
+        tl.store(tile + byte_in_tile, byte.to(tl.uint8), mask=(c - col < C) & (row_tile < row_tiles))
     else:
         tl.store(scale + row.to(tl.int64) * C + c, byte.to(tl.uint8), mask=owned)
 
@@ -82,21 +95,23 @@ def mx_quantize_groups(
     R = padded_rows(M, G, pad_to)
     rows = R + 128 * G if blocked else R  # that have scales
     start, end = (offs.new_empty(G) for _ in range(2))
-    numerics = fmt.max, fmt.emax, fmt.mantissa_bits, scaling, blocked
+    constants = *exponent_rule(fmt, scaling, x.dtype), blocked
     col_tiles = -(-K // 128)
     if axis == -2:
         qdata = x.new_empty((K, R), dtype=fmt.dtype)
         shape = (128 * -(-K // 128), rows // 32) if blocked else (K, R // 32)
         scale = x.new_empty(shape, dtype=torch.uint8)
-        _mx_tile.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, numerics)
+        _mx_tile.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, constants)
         return qdata.mT, scale.view(torch.float8_e8m0fnu), start, end
     qdata = x.new_empty((R, K), dtype=fmt.dtype)
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
     config = for_device(CONFIGS, x.device)
     if rows:
-        grid = (rows // 128 * (512 // config["BLOCKS"]), max(1, col_tiles))  # one if only start and end are written
+        programs = 512 // config["BLOCKS"] * max(1, col_tiles)  # some across if only start and end are written
+        row_tiles = rows // 128
+        grid = (programs, min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
         _mx_quantize_groups[grid](
-            x, qdata, scale, start, end, offs, M, R, K // 32, *x.stride(), G, offs.stride(0),
-            *numerics, pad_to, chunk(G), **config,
+            x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, *x.stride(), G, offs.stride(0),
+            *constants, pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config,
         )  # fmt: skip
     return qdata, scale.view(torch.float8_e8m0fnu), start, end

@@ -1,7 +1,8 @@
-"""to_blocked_k_groups in Triton: a program turns TILES neighbouring tiles, of one group or of several.
+"""to_blocked_k_groups in Triton: a program turns tiles that are neighbours, of one group or of several.
 
-The columns of a group begin at any byte of a row, so that rows are read a byte a thread, neighbouring threads reading
-neighbouring bytes.
+A tile takes four bytes of each row, which begin anywhere, since a group does. They are read as the one or two aligned
+words that they lie in, shifted together and turned as a word; one by one where the scales are no whole number of
+aligned words.
 """
 
 from __future__ import annotations
@@ -11,34 +12,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels._blocked import turned
-from mxspec.triton_kernels._groups import chunk, group_of, grouped_tile
+from mxspec.triton_kernels._groups import chunk, grouped_tile, groups_of, tokens_of
 from mxspec.triton_kernels._launch import for_device
 
-# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
-_HOPPER = {"TILES": 16, "num_warps": 8}  # not yet run on a GPU
+RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
+# TILES across by DEPTH down.
+_HOPPER = {"TILES": 16, "DEPTH": 1, "num_warps": 4}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"st\.global\.v4\.b32",)
+
+
+@triton.jit
+def _load(x, place, mask):
+    """A matrix, neighbouring threads beside each other in a row; left to itself, Triton 3.6 goes down the columns."""
+    mask = tl.broadcast_to(mask, place.shape).reshape(place.numel)
+    return tl.load(x + place.reshape(place.numel), mask=mask, other=0).reshape(place.shape)
 
 
 @triton.jit
 def _to_blocked_k_groups(
     scale, out, start, offs,
     R, C, G, stride_r, stride_c, stride_offs, row_tiles, col_tiles, programs,
-    CHUNK: tl.constexpr, TILES: tl.constexpr,
+    WORDS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % programs * TILES + tl.arange(0, TILES)
-    row_tile = tl.program_id(0) // programs
     writes = tl.program_id(0) == 0
-    column0, stop, begin, end = group_of(tile * 4, offs, stride_offs, G, None, start, writes, 4, CHUNK)
-    r = row_tile * 128 + tl.arange(0, 128)
-    c = (column0 + tile * 4 - begin)[:, None] + tl.arange(0, 4)[None, :]  # (TILES, 4)
-    there = (c >= 0) & (c < tl.minimum(stop, C)[:, None])
-    source = scale + (r.to(tl.int64) * stride_r)[:, None, None] + (c.to(tl.int64) * stride_c)[None, :, :]
-    values = tl.load(source, mask=(r < R)[:, None, None] & there[None, :, :], other=0)
-    values = turned(values, TILES)
-    place, there = grouped_tile(tile, row_tile, begin // 4, end // 4, row_tiles, col_tiles)
-    tl.store(out + (place * 512)[:, None] + tl.arange(0, 512)[None, :], values, mask=there[:, None])
+    group, begin = groups_of(tile * 4, offs, stride_offs, G, None, start, writes, 4, CHUNK)
+    first, stop = tokens_of(group, offs, stride_offs, G)
+    c = first + tile * 4 - begin
+    left = tl.where(c >= 0, tl.minimum(tl.minimum(stop, C) - c, 4), 0)[None, :]  # of a tile's four columns
+    row_tile = tl.program_id(0) // programs * DEPTH + tl.arange(0, DEPTH)
+    r = tl.program_id(0) // programs * DEPTH * 128 + tl.arange(0, DEPTH * 128)
+    byte = (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
+    there = (r < R)[:, None]
+    if WORDS:
+        skip = (byte % 4).to(tl.int32)
+        word = _load(scale, byte // 4, there & (left > 0)).to(tl.int64) & 0xFFFFFFFF
+        more = _load(scale, byte // 4 + 1, there & (skip + left > 4)).to(tl.int64)
+        word = (more << 32 | word) >> (8 * skip) & ((1 << (8 * left.to(tl.int64))) - 1)
+    else:
+        word = tl.zeros((DEPTH * 128, TILES), tl.int32)
+        for i in tl.static_range(4):
+            value = _load(scale, byte + i * stride_c, there & (left > i))
+            word |= value.to(tl.int32) << (8 * i)
+    # (row tile, r // 32, r % 32, tile) -> (tile, row tile, r % 32, r // 32)
+    words = word.to(tl.int32).reshape(DEPTH, 4, 32, TILES).permute(3, 0, 2, 1).reshape(TILES, DEPTH, 128)
+    place, owned = grouped_tile(
+        tile[:, None], row_tile[None, :], group[:, None], begin[:, None] // 4, (stop - first + 3)[:, None] // 4, G,
+        row_tiles, col_tiles,
+    )  # fmt: skip
+    to = out + (place * 128)[:, :, None] + tl.arange(0, 128)[None, None, :]
+    tl.store(to, words, mask=owned[:, :, None])
 
 
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
@@ -46,10 +70,18 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     row_tiles, col_tiles = -(-R // 128), -(-(C + 4 * G) // 4)
     out = scale.new_empty(512 * row_tiles * col_tiles)  # whole tiles are written, of which a part may be returned
     start = offs.new_empty(G + 1, dtype=torch.int64)
+    bits, extent = scale.view(torch.uint8), 1 + (R - 1) * scale.stride(0) + (C - 1) * scale.stride(1)
+    words = (
+        scale.stride(1) == 1
+        and extent % 4 == 0
+        and (scale.data_ptr() | int(scale.storage_offset())) % 4 == 0
+        and R * C > 0
+    )
     config = for_device(CONFIGS, scale.device)
-    programs = max(1, triton.cdiv(col_tiles, config["TILES"]))  # for each row of tiles; one if only start is written
-    _to_blocked_k_groups[(programs * max(1, row_tiles),)](
-        scale.view(torch.uint8), out.view(torch.uint8), start, offs, R, C, G, *scale.stride(),
-        offs.stride(0), row_tiles, col_tiles, programs, chunk(G), **config,
+    # For each row of tiles; one if only start is written.
+    programs, deep = max(1, triton.cdiv(col_tiles, config["TILES"])), max(1, triton.cdiv(row_tiles, config["DEPTH"]))
+    _to_blocked_k_groups[(programs * deep,)](
+        bits.as_strided((extent,), (1,)).view(torch.int32) if words else bits, out.view(torch.int32), start, offs,
+        R, C, G, *scale.stride(), offs.stride(0), row_tiles, col_tiles, programs, words, chunk(G), **config,
     )  # fmt: skip
     return out[: 128 * row_tiles * (C + 4 * G)].view(128 * row_tiles, C + 4 * G), start

@@ -11,7 +11,7 @@ from mxspec.triton_kernels._blocked import blocked_shape, turned
 from mxspec.triton_kernels._groups import chunk, group_of
 from mxspec.triton_kernels.to_blocked import CONFIGS
 
-# No RANK: compiled and interpreted, not yet run on a GPU, so that it is taken by name only.
+RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 PTX = (r"st\.global\.v4\.b32",)
 
 
@@ -24,9 +24,9 @@ def _to_blocked_m_groups(
     first = tl.program_id(0) % programs * TILES
     row_tile = tl.program_id(0) // programs
     # Groups begin at multiples of 128: a row of tiles is in one.
-    row0, writes = row_tile * 128 + tl.arange(0, 1), tl.program_id(0) == 0
-    token0, stop, begin, _ = group_of(row0, offs, stride_offs, G, None, start, writes, 128, CHUNK)
-    r = token0 + row_tile * 128 + tl.arange(0, 128) - begin
+    writes = tl.program_id(0) == 0
+    _, first_row, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, None, start, writes, 128, CHUNK)
+    r = first_row + row_tile * 128 + tl.arange(0, 128) - begin
     c = first * 4 + tl.arange(0, 4 * TILES)
     there = (r >= 0) & (r < tl.minimum(stop, M))
     source = scale + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
