@@ -50,6 +50,8 @@ README_ROWS = {
     "along columns, plain scales": ("mx_quantize", "{}, rceil, plain, axis -2"),
     "along columns, blocked": ("mx_quantize", "{}, rceil, blocked, axis -2"),
     "both in one read, blocked": ("mx_quantize_rowcol", "{}, rceil, blocked"),
+    "8 token groups, padded, along rows": ("mx_quantize_groups", "{}, G 8, rceil, blocked"),
+    "8 token groups, padded, along the tokens": ("mx_quantize_groups", "{}, G 8, rceil, blocked, axis -2"),
 }
 
 
@@ -93,7 +95,8 @@ median of the rounds, spread their (max - min) / median. Matmuls run at the card
 one table only. Of torchao's autotuned Triton kernels each chooses, after its first shape, among the four
 configurations that were best there.
 """
-    return "\n".join([head, tables.markdown(run), *pictures])
+    note = [f"{run.note}\n"] if run.note else []
+    return "\n".join([head, *note, tables.markdown(run), *pictures])
 
 
 def in_readme(run: Run, text: str) -> str:

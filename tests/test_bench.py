@@ -428,7 +428,7 @@ def test_the_expected_time_is_the_larger_of_two_and_a_start():
 
 
 def test_the_model_covers_every_op_and_the_layers_on_every_gpu():
-    ops, shapes = dispatch.ops(), Shapes(((1024, 256),), padding=((256, 64, 8),), linear=((256, 256, 256),))
+    ops, shapes = dispatch.ops(), Shapes(((1024, 256),), padding=((256, 64, 256),), linear=((256, 256, 256),))
     sheets = list(tables.model_sheets(shapes, ops, moe.LAYERS))
     assert [s.title.split(",")[0] for s in sheets[: len(ops)]] == list(ops)
     assert len(sheets) == len(ops) + len(moe.LAYERS)
@@ -473,7 +473,7 @@ def test_a_results_page_is_written_from_its_json(path):
 
 def test_the_stored_run_is_complete_and_steady(stored):
     assert stored.command == "python -m mxspec bench --complete"
-    assert stored.seconds < 8 * 60
+    assert stored.seconds < 11 * 60
     assert not any(race.wrong for race in stored.races)
     timed = {race.op for race in stored.races if any(e.kind == "backend" for e in race.entries)}
     modules = {op: [dispatch.kernel_module(op, b) for b in dispatch.backends()] for op in dispatch.ops()}

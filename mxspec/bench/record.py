@@ -96,6 +96,7 @@ class Run:
     overhead_us: dict[str, dict[str, float]] = field(default_factory=dict)
     moe: tuple[Step, ...] = ()
     seconds: float = 0.0
+    note: str = ""  # what a reader of a stored run must know besides, such as what of it is from another run
     format: int = FORMAT
 
     @property
