@@ -18,6 +18,7 @@ peers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(peers)
 
 OWN = {reference.__name__: reference for reference in peers.REFERENCES}
+ALWAYS_THERE = {"torch", "mxspec"}
 EACH = [(op, label) for op, adapters in peers.ADAPTERS.items() for label in adapters]
 MODULES = ("torchao", "deep_gemm", "fbgemm_gpu", "transformer_engine", "transformer_engine_torch")
 E4M3FN = torch.float8_e4m3fn
@@ -51,7 +52,7 @@ def test_ops_are_known_and_labels_begin_with_a_library():
     assert {label.split(" ")[0] for _, label in EACH} == set(peers.LIBRARIES)
 
 
-@pytest.mark.parametrize("library", sorted(peers.LIBRARIES.keys() - {"torch", "mxspec"}))
+@pytest.mark.parametrize("library", sorted(peers.LIBRARIES.keys() - ALWAYS_THERE))
 def test_an_absent_library_says_so(library, no_libraries):
     with pytest.raises(ImportError, match=r"\w+ \w+"):
         peers.LIBRARIES[library]()
@@ -64,11 +65,22 @@ def test_a_library_that_does_not_load_is_absent(tmp_path, monkeypatch):
         peers._version("broken_library")
 
 
-@pytest.mark.parametrize(("op", "label"), [each for each in EACH if not each[1].startswith("cuBLAS")])
+@pytest.mark.parametrize(
+    ("op", "label"), [each for each in EACH if each[1].split(" ")[0] not in {"cuBLAS", *ALWAYS_THERE}]
+)
 def test_an_adapter_imports_its_library_when_it_is_called(op, label, no_libraries):
     case = next(c for c in reference(op).spec.cases() if not c.flags)
     with pytest.raises((ImportError, peers.Unsupported)):
         peers.ADAPTERS[op][label](*case.args(), **case.kwargs)
+
+
+def test_groups_padded_in_torch_and_quantized_in_three_ops_are_the_same():
+    x, offs = torch.randn(50, 64), torch.tensor([5, 5, 45], dtype=torch.int32)
+    op, padded = "pad_token_groups", peers.ADAPTERS["pad_token_groups"]["torch index_copy_"](x, offs, 32)
+    assert check.difference(padded, dispatch.reference(op)(x, offs, 32)) is None
+    op, ops = "mx_quantize_groups", peers.ADAPTERS["mx_quantize_groups"]["mxspec in three ops"]
+    for axis in (-1, -2):
+        assert check.difference(ops(x, offs, axis=axis), dispatch.reference(op)(x, offs, axis=axis)) is None
 
 
 def test_what_a_library_does_not_do_has_a_reason(monkeypatch):

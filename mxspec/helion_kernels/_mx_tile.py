@@ -80,7 +80,7 @@ def column_codes(
     wide: Tensor, byte: Tensor, qdata: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int, even: bool
 ) -> Tensor:
     """32x1: store the codes; the scale bytes as uint8, `(blocks, cols)`."""
-    blocks, _, parts, part, _ = by_block(wide).shape
+    blocks, _runs, parts, part, _run = by_block(wide).shape
     rows, cols = blocks * 32, parts * part
     factor = reciprocal_scale(byte).unsqueeze(1).unsqueeze(4)
     codes = saturating_cast(by_block(wide) * factor, element(qdata.dtype)).permute(2, 3, 0, 1, 4).reshape(cols, rows)

@@ -99,7 +99,7 @@ def _columns(
         token0, limit = (first + tile * 128 - begin).sum(0), torch.where(stop < tokens_2 - 2, stop, tokens_2 - 2).sum(0)
         token = (token0 + hl.arange(groups) * run).unsqueeze(1).unsqueeze(2)
         left = torch.where(token >= 0, limit - token, 0)
-        _, k = tile_index(m_tile, k_tile, groups, 1, cols, run)
+        _m, k = tile_index(m_tile, k_tile, groups, 1, cols, run)
         wide = widened(load_run(x, token, stride_m, k * stride_k, k < K, run, left=left)).reshape(groups, 1, cols, run)
         byte = column_scale(wide, qdata.dtype, scaling, x.dtype)
         byte = column_codes(wide, byte, qdata, 0, m_tile, k_tile, R, K, False)

@@ -52,7 +52,7 @@ def _to_blocked_k_groups(
         group, begin = tile * 0, tile * 0
         before = hl.zeros([], dtype=torch.int32)
         for i in range(0, G, chunk):
-            g, _, ends, before = padded_ends(offs, stride_offs, G, before, i, 4, chunk)
+            g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 4, chunk)
             group, begin = passed(group, begin, tile * 4, g, ends, G)
             if row_program + col_program == 0:
                 hl.store(start, [g + 1], ends.to(torch.int64), extra_mask=g < G)

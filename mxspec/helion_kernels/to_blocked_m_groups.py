@@ -28,7 +28,7 @@ def _to_blocked_m_groups(
         group, begin = row0 * 0, row0 * 0
         before = hl.zeros([], dtype=torch.int32)
         for i in range(0, G, chunk):
-            g, _, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
+            g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
             group, begin = passed(group, begin, row0, g, ends, G)
             if row_tile + program == 0:
                 hl.store(start, [g + 1], ends.to(torch.int64), extra_mask=g < G)
