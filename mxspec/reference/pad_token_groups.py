@@ -33,7 +33,7 @@ def cases() -> Iterator[Case]:
         return x, offs_of(sizes), alignment
 
     for name, sizes, M, K, flags in grouped():
-        alignment = 32 if len(sizes) < 300 else 8  # or padding is most of it
+        alignment = 32 if len(sizes) < 300 else 4  # or padding is most of it
         if len(sizes) < 1000:  # which would be minutes interpreted; a test on a GPU has them
             yield Case(f"{name}, {alignment}", partial(args, sizes, M, K, alignment), flags=flags)
         if sum(sizes) and len(sizes) < 300:
