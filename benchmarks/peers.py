@@ -24,6 +24,7 @@ from torch import Tensor
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
 from mxspec.reference import _checks
+from mxspec.reference._groups import padded_rows, round_up
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
@@ -36,12 +37,18 @@ class Unsupported(Exception):
     """The library does not do this call, on this GPU or at all; the message is the reason."""
 
 
-def adapter(op: str, label: str, prepare: Callable[..., tuple[Any, ...]] | None = None) -> Callable[..., Any]:
-    """Register an adapter; `prepare` takes the op's arguments and gives those that the adapter is called with."""
+def adapter(
+    op: str, label: str, prepare: Callable[..., tuple[Any, ...]] | None = None, waits: bool = False
+) -> Callable[..., Any]:
+    """Register an adapter; `prepare` takes the op's arguments and gives those that the adapter is called with.
+
+    One that `waits` reads values on the host, so that it cannot be captured into a CUDA graph.
+    """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         if prepare:
             fn.prepare = prepare  # type: ignore[attr-defined]
+        fn.waits = waits  # type: ignore[attr-defined]
         ADAPTERS.setdefault(op, {})[label] = fn
         return fn
 
@@ -523,20 +530,17 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
 # --- token groups -----------------------------------------------------------------------------------------------
 
 
-@adapter("pad_token_groups", "torch index_copy_")
+@adapter("pad_token_groups", "torch index_copy_", waits=True)
 def _torch_pad(x: Tensor, offs: Tensor, alignment: int, *, check_offs: bool = False) -> Any:
     """What one writes first: the sizes read on the host."""
     ends = offs.tolist()
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    padded = [-(-n // alignment) * alignment for n in sizes]
+    padded = [round_up(n, alignment) for n in sizes]
     start = [sum(padded[:g]) for g in range(len(padded))]
-    rows = -(-(x.shape[0] + len(ends) * alignment) // alignment) * alignment
+    rows = padded_rows(x.shape[0], len(ends), alignment)
     index = torch.cat([torch.arange(s, s + n, device=x.device) for s, n in zip(start, sizes, strict=True)])
     out = x.new_zeros(rows, x.shape[1]).index_copy_(0, index, x[: len(index)])
     return out, offs.new_tensor(start), offs.new_tensor([s + n for s, n in zip(start, padded, strict=True)])
-
-
-_torch_pad.waits = True
 
 
 @adapter("mx_quantize_groups", "mxspec in three ops")

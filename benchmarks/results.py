@@ -68,7 +68,7 @@ def readme_table(run: Run) -> str:
 GB/s of bytes read and written on one {run.device}; in brackets the share of a bare bfloat16 -> e4m3 cast, which writes
 no scales. `{run.command}`, {run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md). A call
 of 64 x 128 takes that host {host["the op, auto"]:.0f} us, {host["bare launch"]:.0f} of them the bare Triton launch."""
-    return "\n".join([*lines, "", caption])
+    return "\n".join([*lines, "", caption, *([run.note] if run.note else [])])
 
 
 def _cells(race: Race, columns: dict[str, str]) -> Iterator[str]:

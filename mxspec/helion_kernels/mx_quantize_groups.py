@@ -131,7 +131,7 @@ def mx_quantize_groups(
     col_tiles = -(-K // 128)
     if axis == -2:
         codes = x.new_empty((K, R), dtype=fmt.dtype)
-        shape = (128 * -(-K // 128), rows // 32) if blocked else (K, R // 32)
+        shape = (128 * col_tiles, rows // 32) if blocked else (K, R // 32)
     else:
         codes = x.new_empty((R, K), dtype=fmt.dtype)
         shape = (rows, 4 * col_tiles) if blocked else (R, K // 32)

@@ -99,7 +99,7 @@ def mx_quantize_groups(
     col_tiles = -(-K // 128)
     if axis == -2:
         qdata = x.new_empty((K, R), dtype=fmt.dtype)
-        shape = (128 * -(-K // 128), rows // 32) if blocked else (K, R // 32)
+        shape = (128 * col_tiles, rows // 32) if blocked else (K, R // 32)
         scale = x.new_empty(shape, dtype=torch.uint8)
         _mx_tile.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, constants)
         return qdata.mT, scale.view(torch.float8_e8m0fnu), start, end
