@@ -11,9 +11,9 @@ def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
 
 
 def turned(values: Tensor, tiles: int) -> Tensor:
-    """128 rows of the scales of neighbouring tiles as the bytes of those tiles, `(tiles, 512)`."""
+    """128 rows of the scales of neighbouring tiles as the bytes of those tiles, one after the other."""
     # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
-    return values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(tiles, 512)
+    return values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(512 * tiles)
 
 
 def blocked_to_row_col(row_tile: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ def _to_blocked(
         r = (row_tile * 128 + hl.arange(128))[:, None]
         c = (program * (4 * tiles) + hl.arange(4 * tiles))[None, :]
         values = hl.load(scale, [e * stride_e + r * stride_r + c * stride_c], extra_mask=(r < R) & (c < C))
-        values = turned(values, tiles).reshape(512 * tiles)
+        values = turned(values, tiles)
         byte = program * (512 * tiles) + hl.arange(512 * tiles)
         hl.store(out, [e * ((R + 127) // 128) + row_tile, byte], values, extra_mask=byte < col_tiles * 512)
 

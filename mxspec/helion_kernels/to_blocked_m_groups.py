@@ -37,7 +37,7 @@ def _to_blocked_m_groups(
         c = (program * (4 * tiles) + hl.arange(4 * tiles)).unsqueeze(0)
         there = (r >= 0) & (r < stop.unsqueeze(1)) & (r < M)
         values = hl.load(scale, [r * stride_r + c * stride_c], extra_mask=there & (c < C))
-        values = turned(values, tiles).reshape(512 * tiles)
+        values = turned(values, tiles)
         byte = program * (512 * tiles) + hl.arange(512 * tiles)
         owned = (byte < col_tiles * 512) & (row_tile < row_tiles)
         hl.store(out, [(row_tile + hl.arange(1)) * col_tiles * 512 + byte], values, extra_mask=owned)

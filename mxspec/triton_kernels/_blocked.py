@@ -11,9 +11,9 @@ def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
 
 @triton.jit
 def turned(values, TILES: tl.constexpr):
-    """128 rows of the scales of TILES neighbouring tiles as the bytes of those tiles, `(TILES, 512)`."""
+    """128 rows of the scales of TILES neighbouring tiles as the bytes of those tiles, one after the other."""
     # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
-    return values.reshape(4, 32, TILES, 4).permute(2, 1, 0, 3).reshape(TILES, 512)
+    return values.reshape(4, 32, TILES, 4).permute(2, 1, 0, 3).reshape(512 * TILES)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ def _to_blocked(scale, out, R, C, stride_e, stride_r, stride_c, row_tiles, col_t
     r, c = row_tile * 128 + tl.arange(0, 128), first * 4 + tl.arange(0, 4 * TILES)
     source = scale + e * stride_e + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
     values = tl.load(source, mask=(r < R)[:, None] & (c < C)[None, :], other=0)
-    values = turned(values, TILES).reshape(512 * TILES)
+    values = turned(values, TILES)
     byte = tl.arange(0, 512 * TILES)
     tiles = out + ((e * row_tiles + row_tile) * col_tiles + first) * 512
     tl.store(tiles + byte, values, mask=first + byte // 512 < col_tiles)

@@ -31,7 +31,7 @@ def _to_blocked_m_groups(
     there = (r >= 0) & (r < tl.minimum(stop, M))
     source = scale + (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
     values = tl.load(source, mask=there[:, None] & (c < C)[None, :], other=0)
-    values = turned(values, TILES).reshape(512 * TILES)
+    values = turned(values, TILES)
     byte = tl.arange(0, 512 * TILES)
     tiles = out + (row_tile.to(tl.int64) * col_tiles + first) * 512
     tl.store(tiles + byte, values, mask=(first + byte // 512 < col_tiles) & (row_tile * 128 < M + 128 * G))
