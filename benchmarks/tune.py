@@ -57,11 +57,11 @@ def token_rows() -> Iterator[Choice]:
 
 
 def k_groups() -> Iterator[Choice]:
-    for tiles, depth, warps in [(8, 2, 4), (16, 1, 4), (16, 2, 4), (16, 2, 8), (16, 4, 8)]:
-        what = f"{tiles} x {depth} tiles, {warps} warps"
-        chosen = {"TILES": tiles, "DEPTH": depth, "num_warps": warps}
-        yield "triton", what, _set(to_blocked_k_groups.CONFIGS, GPU, chosen)
-        yield "helion", what, _set(helion_k_groups.CONFIGS, GPU, helion_k_groups.Tiles(tiles, depth, warps))
+    for tiles, warps in [(8, 2), (16, 4), (32, 4), (32, 8)]:
+        what = f"{tiles} tiles, {warps} warps"
+        chosen = {"TILES": tiles, "num_warps": warps}
+        yield "triton", what, _set(to_blocked_k_groups.CONFIGS, GPU, {32: chosen, 256: chosen})
+        yield "helion", what, _set(helion_k_groups.CONFIGS, GPU, helion_k_groups.Tiles(tiles, warps))
 
 
 def quantize_rows() -> Iterator[Choice]:

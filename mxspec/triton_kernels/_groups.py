@@ -21,32 +21,23 @@ def chunk(groups: int) -> int:
 
 
 @triton.jit
-def groups_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
-    """The groups that hold padded rows (N,), and the first padded row of each; G past the last group, which ends there.
+def _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
+    """Of a chunk of the groups, from i on, which there are, and the last rows of those, padded, counted from `before`.
 
     The program that `writes` also stores the first and last rows of all groups; with `start` None, `end` has G + 1
-    places, of which the first holds 0: the starts of all groups and then the end.
+    places: 0, which a caller stores, is the first start, then the ends follow.
     """
-    group, begin = row * 0, row * 0
-    before = tl.sum(group, 0)
+    g = i + tl.arange(0, CHUNK)
+    first = tl.load(offs + (g - 1) * stride, mask=(g > 0) & (g < G), other=0)
+    stop = tl.load(offs + g * stride, mask=g < G, other=0)
+    rows = (stop - first + (ALIGN - 1)) // ALIGN * ALIGN  # 0 past the last group, where both are
+    ends = before + tl.cumsum(rows, 0)
     if start is None:
-        tl.store(end, before, mask=writes)
-    for i in range(0, G, CHUNK):
-        g = i + tl.arange(0, CHUNK)
-        first = tl.load(offs + (g - 1) * stride, mask=(g > 0) & (g < G), other=0)
-        stop = tl.load(offs + g * stride, mask=g < G, other=0)
-        rows = (stop - first + (ALIGN - 1)) // ALIGN * ALIGN  # 0 past the last group, where both are
-        ends = before + tl.cumsum(rows, 0)
-        if start is None:
-            tl.store(end + 1 + g, ends, mask=(g < G) & writes)
-        else:
-            tl.store(start + g, ends - rows, mask=(g < G) & writes)
-            tl.store(end + g, ends, mask=(g < G) & writes)
-        ended = (ends[None, :] <= row[:, None]) & (g < G)[None, :]
-        group += tl.sum(ended.to(tl.int32), 1)
-        begin = tl.maximum(begin, tl.max(tl.where(ended, ends[None, :], 0), 1))
-        before = tl.max(ends, 0)
-    return group, begin
+        tl.store(end + 1 + g, ends, mask=(g < G) & writes)
+    else:
+        tl.store(start + g, ends - rows, mask=(g < G) & writes)
+        tl.store(end + g, ends, mask=(g < G) & writes)
+    return g < G, ends
 
 
 @triton.jit
@@ -60,12 +51,45 @@ def tokens_of(group, offs, stride, G):
 def group_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
     """The group that holds one padded row, its first token and its end, and its first padded row.
 
-    Numbers, no tensors: a mask in any layout takes them without a turn through shared memory.
+    Past the last group, G, which has no tokens. Numbers, no tensors: a mask in any layout takes them without a turn
+    through shared memory.
     """
-    groups, begins = groups_of(row + tl.arange(0, 1), offs, stride, G, start, end, writes, ALIGN, CHUNK)
-    group = tl.sum(groups, 0)
+    group, begin, before = row * 0, row * 0, row * 0
+    if start is None:
+        tl.store(end, before, mask=writes)
+    for i in range(0, G, CHUNK):
+        there, ends = _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN, CHUNK)
+        ended = there & (ends <= row)
+        group += tl.sum(ended.to(tl.int32), 0)
+        begin = tl.maximum(begin, tl.max(tl.where(ended, ends, 0), 0))
+        before = tl.max(ends, 0)
     first, stop = tokens_of(group, offs, stride, G)
-    return group, first, stop, tl.sum(begins, 0)
+    return group, first, stop, begin
+
+
+@triton.jit
+def _later(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def groups_of(tile, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
+    """The groups that hold TILES tiles of ALIGN padded rows from `tile` on, and the first padded row of each.
+
+    A histogram says at which of the tiles how many groups end, where each tile compared with each end would be 16
+    times the work.
+    """
+    ended, begin, before = tl.zeros((TILES,), tl.int32), tile * 0, tile * 0
+    if start is None:
+        tl.store(end, before, mask=writes)
+    for i in range(0, G, CHUNK):
+        there, ends = _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN, CHUNK)
+        at = ends // ALIGN - tile
+        ended += tl.histogram(tl.maximum(at, 0), TILES, mask=there & (at < TILES))
+        begin = tl.maximum(begin, tl.max(tl.where(there & (at <= 0), ends, 0), 0))
+        before = tl.max(ends, 0)
+    last = tl.associative_scan(tl.where(ended > 0, tl.arange(0, TILES), 0), 0, _later)
+    return tl.cumsum(ended, 0), tl.where(last > 0, (tile + last) * ALIGN, begin)
 
 
 @triton.jit

@@ -150,7 +150,6 @@ def mx_quantize(
     if scale.numel():
         _mx_quantize[grid](
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
-            *exponent_rule(fmt, scaling, x.dtype), layout, even, blocks, _ROW_TILES,
-            num_warps=config["num_warps"],
+            *exponent_rule(fmt, scaling, x.dtype), layout, even, ROW_TILES=_ROW_TILES, **config,
         )  # fmt: skip
     return qdata, scale.view(torch.float8_e8m0fnu)

@@ -16,8 +16,9 @@ from mxspec.triton_kernels._groups import chunk, grouped_tile, groups_of, tokens
 from mxspec.triton_kernels._launch import for_device
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# TILES across by DEPTH down.
-_HOPPER = {"TILES": 16, "DEPTH": 1, "num_warps": 4}
+# By the ends that are read at a time. benchmarks/tune.py on an H200, 7168 x 4096: 8 groups 19.4 us (16 tiles 20.4; the
+# copy 16.0), 256 groups 24.2 us (32 tiles 26.0).
+_HOPPER = {32: {"TILES": 32, "num_warps": 4}, 256: {"TILES": 16, "num_warps": 4}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"st\.global\.v4\.b32",)
 
@@ -33,36 +34,35 @@ def _load(x, place, mask):
 def _to_blocked_k_groups(
     scale, out, start, offs,
     R, C, G, stride_r, stride_c, stride_offs, row_tiles, col_tiles, programs,
-    WORDS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
+    WORDS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0) % programs * TILES + tl.arange(0, TILES)
-    writes = tl.program_id(0) == 0
-    group, begin = groups_of(tile * 4, offs, stride_offs, G, None, start, writes, 4, CHUNK)
+    tile0, writes = tl.program_id(0) % programs * TILES, tl.program_id(0) == 0
+    tile = tile0 + tl.arange(0, TILES)
+    group, begin = groups_of(tile0, offs, stride_offs, G, None, start, writes, 4, CHUNK, TILES)
     first, stop = tokens_of(group, offs, stride_offs, G)
     c = first + tile * 4 - begin
     left = tl.where(c >= 0, tl.minimum(tl.minimum(stop, C) - c, 4), 0)[None, :]  # of a tile's four columns
-    row_tile = tl.program_id(0) // programs * DEPTH + tl.arange(0, DEPTH)
-    r = tl.program_id(0) // programs * DEPTH * 128 + tl.arange(0, DEPTH * 128)
-    byte = (r.to(tl.int64) * stride_r)[:, None] + (c.to(tl.int64) * stride_c)[None, :]
-    there = (r < R)[:, None]
+    row_tile, r = tl.program_id(0) // programs, tl.arange(0, 128)
+    there = (row_tile * 128 + r < R)[:, None]
+    scale += row_tile.to(tl.int64) * stride_r * (32 if WORDS else 128)
+    if WIDE:  # the products with strides pass 2^31
+        r, c = r.to(tl.int64), c.to(tl.int64)
+    byte = (r * stride_r)[:, None] + (c * stride_c)[None, :]
     if WORDS:
-        skip = (byte % 4).to(tl.int32)
-        word = _load(scale, byte // 4, there & (left > 0)).to(tl.int64) & 0xFFFFFFFF
-        more = _load(scale, byte // 4 + 1, there & (skip + left > 4)).to(tl.int64)
+        skip = (byte & 3).to(tl.int32)
+        word = _load(scale, byte >> 2, there & (left > 0)).to(tl.int64) & 0xFFFFFFFF
+        more = _load(scale, (byte >> 2) + 1, there & (skip + left > 4)).to(tl.int64)
         word = (more << 32 | word) >> (8 * skip) & ((1 << (8 * left.to(tl.int64))) - 1)
     else:
-        word = tl.zeros((DEPTH * 128, TILES), tl.int32)
+        word = tl.zeros((128, TILES), tl.int32)
         for i in tl.static_range(4):
             value = _load(scale, byte + i * stride_c, there & (left > i))
             word |= value.to(tl.int32) << (8 * i)
-    # (row tile, r // 32, r % 32, tile) -> (tile, row tile, r % 32, r // 32)
-    words = word.to(tl.int32).reshape(DEPTH, 4, 32, TILES).permute(3, 0, 2, 1).reshape(TILES, DEPTH, 128)
-    place, owned = grouped_tile(
-        tile[:, None], row_tile[None, :], group[:, None], begin[:, None] // 4, (stop - first + 3)[:, None] // 4, G,
-        row_tiles, col_tiles,
-    )  # fmt: skip
-    to = out + (place * 128)[:, :, None] + tl.arange(0, 128)[None, None, :]
-    tl.store(to, words, mask=owned[:, :, None])
+    # (r // 32, r % 32, tile) -> (tile, r % 32, r // 32)
+    words = word.to(tl.int32).reshape(4, 32, TILES).permute(2, 1, 0).reshape(TILES, 128)
+    size = (stop - first + 3) // 4
+    place, owned = grouped_tile(tile, row_tile, group, begin // 4, size, G, row_tiles, col_tiles)
+    tl.store(out + (place * 128)[:, None] + tl.arange(0, 128)[None, :], words, mask=owned[:, None])
 
 
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
@@ -77,11 +77,12 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
         and (scale.data_ptr() | int(scale.storage_offset())) % 4 == 0
         and R * C > 0
     )
-    config = for_device(CONFIGS, scale.device)
+    config = for_device(CONFIGS, scale.device)[chunk(G)]
+    wide = 128 * scale.stride(0) + (C + 4) * scale.stride(1) >= 2**31
     # For each row of tiles; one if only start is written.
-    programs, deep = max(1, triton.cdiv(col_tiles, config["TILES"])), max(1, triton.cdiv(row_tiles, config["DEPTH"]))
-    _to_blocked_k_groups[(programs * deep,)](
+    programs = max(1, triton.cdiv(col_tiles, config["TILES"]))
+    _to_blocked_k_groups[(programs * max(1, row_tiles),)](
         bits.as_strided((extent,), (1,)).view(torch.int32) if words else bits, out.view(torch.int32), start, offs,
-        R, C, G, *scale.stride(), offs.stride(0), row_tiles, col_tiles, programs, words, chunk(G), **config,
+        R, C, G, *scale.stride(), offs.stride(0), row_tiles, col_tiles, programs, words, wide, chunk(G), **config,
     )  # fmt: skip
     return out[: 128 * row_tiles * (C + 4 * G)].view(128 * row_tiles, C + 4 * G), start
