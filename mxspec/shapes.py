@@ -84,6 +84,7 @@ _SMALL = Shapes(
 )
 # As many experts as are routed to today.
 _GROUPS = Shapes(
-    padding=(*product((16384,), (2048, 5120, 7168), (64, 256)), *((131072, 7168, G) for G in (1, 8, 64, 256)))
+    experts=((64, 8192, 5120), (64, 7168, 2048)),
+    padding=(*product((16384,), (2048, 5120, 7168), (64, 256)), *((131072, 7168, G) for G in (1, 8, 64, 256))),
 )
 SETS = {"torchao": _TORCHAO, "small": _SMALL, "groups": _GROUPS}

@@ -127,8 +127,14 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         scale = torch.randint(0, 256, (M, K // MX_BLOCK_SIZE), dtype=torch.uint8)
         return qdata, scale.view(torch.float8_e8m0fnu)
 
+    def of_columns(M: int, K: int) -> tuple[Tensor, Tensor]:
+        qdata, scale = operands(K, M)
+        return qdata.mT, scale
+
     for M, K in shapes.matrices:
         yield Case(f"{M}x{K}, plain", partial(operands, M, K))
+        if M % MX_BLOCK_SIZE == 0 and M * K >= 2**24:  # weight gradients have many tokens
+            yield Case(f"{M}x{K}, plain, axis -2", partial(of_columns, M, K), {"axis": -2})
 
 
 @spec(
