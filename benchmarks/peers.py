@@ -355,10 +355,13 @@ def _(
 
 
 @adapter("fp8_quantize_128x128", "torchao")
-def _(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> tuple[Tensor, Tensor]:
+def _(
+    w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, with_transpose: bool = False
+) -> tuple[Tensor, Tensor]:
     from torchao.prototype.blockwise_fp8_training import kernels
 
     need((scale_format, eps) == ("fp32", 1e-12), "has fp32 scales and eps 1e-12 only")
+    need(not with_transpose, "gives one of a matrix and its transpose")
     need(w.is_contiguous() and w.shape[-2] % FP8_BLOCK_SIZE == 0, "takes row-major inputs, N a multiple of 128")
     # The transpose of its column-major output for the transpose is the row-major one that the contract states.
     call = functools.partial(kernels.triton_fp8_blockwise_weight_quant_transposed_rhs, w.view(-1, w.shape[-1]))
@@ -367,10 +370,13 @@ def _(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> tuple[Ten
 
 
 @adapter("fp8_quantize_128x128", "FBGEMM")
-def _(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12) -> tuple[Tensor, Tensor]:
+def _(
+    w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, with_transpose: bool = False
+) -> tuple[Tensor, Tensor]:
     from fbgemm_gpu.experimental.gemm.triton_gemm.fp8_gemm import quantize_fp8_block
 
     need((scale_format, eps) == ("fp32", 1e-12), "has fp32 scales and eps 1e-12 only")
+    need(not with_transpose, "gives no transpose")
     need(w.is_contiguous(), "takes row-major inputs only")
     need(w.ndim == 2 or w.shape[-2] % FP8_BLOCK_SIZE == 0, "has blocks that span two experts")
     qdata, scale = quantize_fp8_block(w, FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
@@ -394,7 +400,7 @@ def _check_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
     _checks.shape(op, "b_scale", b_scale, (-(-N // FP8_BLOCK_SIZE), K // FP8_BLOCK_SIZE), f"for b {(N, K)}")
 
 
-def _gemm_args(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gemm_args(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return *fp8_quantize_1x128(x), *fp8_quantize_128x128(w)
 
 

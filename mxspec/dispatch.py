@@ -269,6 +269,7 @@ _SCHEMA_TYPES = {
     "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor)",
+    "tuple[Tensor, ...]": "Tensor[]",  # as many as the options ask for
 }
 
 
@@ -315,6 +316,7 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     name = fn.__name__
     signature, gradient = inspect.signature(fn), fn.spec.gradient
     by_text = tuple(p.name for p in signature.parameters.values() if p.annotation == "torch.dtype | str")
+    as_list = _SCHEMA_TYPES[signature.return_annotation] == "Tensor[]"  # what crosses the operator as one
 
     def with_dtypes(kwargs: dict[str, Any]) -> dict[str, Any]:
         for key in by_text:
@@ -323,10 +325,12 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
         return kwargs
 
     def implementation(*args: Any, backend: str = "", **kwargs: Any) -> Any:
-        return _run(fn, args, with_dtypes(kwargs), backend)
+        result = _run(fn, args, with_dtypes(kwargs), backend)
+        return list(result) if as_list else result
 
     def fake(*args: Any, backend: str = "", **kwargs: Any) -> Any:
-        return fn(*args, **with_dtypes(kwargs))
+        result: Any = fn(*args, **with_dtypes(kwargs))
+        return list(result) if as_list else result
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         if gradient is None:
@@ -362,7 +366,8 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
         for key in by_text:
             if key in kwargs:
                 kwargs[key] = str(kwargs[key])
-        return operator(*args, backend=backend or "", **kwargs)
+        result = operator(*args, backend=backend or "", **kwargs)
+        return tuple(result) if as_list else result
 
     own = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
     public.__signature__ = signature.replace(parameters=[*signature.parameters.values(), own])  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from mxspec import fp8_quantize_128x128
@@ -33,6 +34,48 @@ def test_golden_nan_stays_in_its_block():
     qdata, scale = fp8_quantize_128x128(w, backend="reference")
     assert scale.isnan().tolist() == [[False], [True]]
     assert qdata.float().isnan().sum(1).tolist() == [0] * 128 + [128] * 128
+
+
+def test_golden_with_transpose_and_a_partial_block():
+    w = torch.zeros(130, 256)
+    w[0, 1], w[127, 255], w[129, 2], w[128, 128] = 448.0, -896.0, 224.0, 1.75
+    qdata, scale, qdata_t, scale_t = fp8_quantize_128x128(w, with_transpose=True, backend="reference")
+    assert (qdata.shape, qdata_t.shape) == ((130, 256), (256, 130))
+    assert (qdata_t.stride(), scale_t.stride()) == ((130, 1), (2, 1))
+    codes = qdata_t.view(torch.uint8)
+    assert codes[[1, 255, 2, 128], [0, 127, 129, 128]].tolist() == [0x7E, 0xFE, 0x7E, 0x7E]
+    assert int((codes != 0).sum()) == 4
+    assert scale.tolist() == [[1.0, 2.0], [0.5, 1 / 256]]
+    assert scale_t.tolist() == [[1.0, 0.5], [2.0, 1 / 256]]
+
+
+@pytest.mark.parametrize("through", ["switch", "operator", "compiled", "fake"])
+def test_two_outputs_or_four(through):
+    def both(w):
+        return fp8_quantize_128x128(w), fp8_quantize_128x128(w, with_transpose=True)
+
+    w = torch.randn(130, 128)
+    if through == "operator":  # which a gradient asks for
+        w.requires_grad_()
+    if through == "compiled":
+        torch._dynamo.reset()
+        both = torch.compile(both, fullgraph=True, backend="aot_eager")
+    if through == "fake":
+        w = w.to("meta")
+    pair, four = both(w)
+    assert type(pair) is type(four) is tuple
+    assert (len(pair), len(four)) == (2, 4)
+    assert [t.shape for t in four] == [(130, 128), (2, 1), (128, 130), (1, 2)]
+
+
+def test_with_transpose_is_the_op_on_the_transpose():
+    w = torch.randn(2, 256, 384)
+    qdata, scale, qdata_t, scale_t = fp8_quantize_128x128(w, with_transpose=True)
+    for got, expected in zip((qdata, scale), fp8_quantize_128x128(w), strict=True):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    for got, expected in zip((qdata_t, scale_t), fp8_quantize_128x128(w.mT), strict=True):
+        assert got.is_contiguous()
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_vectors_of_torchao_main():

@@ -29,6 +29,11 @@ def choice(op: str, name: str, value: Any, allowed: Collection[Any], error: type
         raise error(f"{op}: {name} = {value!r}; needs one of {', '.join(map(repr, allowed))}")
 
 
+def boolean(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} = {value!r}; needs True or False")
+
+
 def rank(op: str, name: str, tensor: Tensor, allowed: Collection[int]) -> None:
     if tensor.ndim not in allowed:
         needs = " or ".join(f"{n}-D" for n in allowed)

@@ -46,10 +46,34 @@ def cases() -> Iterator[Case]:
         yield Case(f"128x128 experts, {suffix}", these(codes(2, 130, 128), scales(2, 2, 1)), kwargs)
     numbers = random_normal(64, 256, dtype=torch.float8_e4m3fn)
     yield Case("neither NaN nor Inf", these(numbers, scales(64, 2)))
+    for axis in (-1, -2):
+        kw = {"axis": axis}
+
+        def turned(t: Tensor, axis: int = axis) -> Tensor:
+            return t if axis == -1 else t.mT
+
+        yield Case(f"every other element, axis {axis}", these(turned(codes(154, 512)[::2, ::2]), scales(77, 2)), kw)
+        yield Case(f"codes along the other axis, axis {axis}", these(turned(codes(256, 77).mT), scales(77, 2)), kw)
+        yield Case(f"128x128, axis {axis}", these(turned(codes(2, 300, 256)), scales(2, 3, 2)), kw)
+        yield Case(f"ragged against every tile, axis {axis}", these(turned(codes(301, 1408)), scales(301, 11)), kw)
+        large = turned(codes(1, 640).expand(2**22 + 2, -1))
+        yield Case(
+            f"2^31 elements and more, axis {axis}",
+            these(large, scales(1, 5).expand(2**22 + 2, -1)),
+            kw,
+            flags={"large"},
+        )
+    every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128)
+    for out_dtype in OUT_DTYPES:
+        exponents = torch.arange(256, dtype=torch.int32)
+        scale = ((exponents << 23) | 0x2AAAAB).view(torch.float32).unsqueeze(1).expand(-1, 2)
+        name = f"every code under every exponent, {str(out_dtype)[6:]}"
+        yield Case(name, these(every.flatten().expand(256, -1), scale), {"out_dtype": out_dtype}, flags={"edge"})
     yield Case("MN-major scale", these(codes(8, 256), scales(2, 8).mT))
     yield Case("one row: both granularities agree", these(codes(1, 256), scales(1, 2)), flags={"edge"})
     yield Case("NaN and Inf scales", these(codes(2, 128), torch.tensor([[torch.nan], [torch.inf]])), flags={"edge"})
     yield Case("no rows", these(codes(0, 128), scales(0, 1)), flags={"edge"})
+    yield Case("no columns, axis -2", these(codes(128, 0), scales(0, 1)), {"axis": -2}, flags={"edge"})
     q, s = codes(64, 256), scales(64, 2)
     refused: list[tuple[str, tuple[Tensor, Tensor], dict[str, Any], type[Exception], str]] = [
         ("e5m2", (q.view(torch.float8_e5m2), s), {}, TypeError, "e5m2"),

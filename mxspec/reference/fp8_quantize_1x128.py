@@ -47,12 +47,26 @@ def cases() -> Iterator[Case]:
     yield Case("one row", given(random_normal, 1, 128), {"scale_major": "mn"})
     yield Case("ragged rows", given(random_normal, 77, 640))
     yield Case("ragged columns", given(random_normal, 256, 77), {"axis": -2})
+    for axis in (-1, -2):
+        kw: dict[str, Any] = {"axis": axis, "scale_major": "mn"}
+        yield Case(f"ragged against every tile, axis {axis}", given(random_normal, 384, 1408), kw)
+        yield Case(f"transposed input, axis {axis}", lambda: (random_normal(128, 256).mT,), kw)
+        yield Case(f"every second row, axis {axis}", lambda: (random_normal(256, 128)[::2],), {"axis": axis})
+        yield Case(f"every second column, axis {axis}", lambda: (random_normal(128, 512)[:, ::2],), kw)
+        large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
+        for major in SCALE_MAJORS:
+            kw = {"axis": axis, "scale_major": major}
+            yield Case(f"2^31 elements and more, axis {axis}, {major}-major", large, kw, flags={"large"})
+    yield Case("odd K, axis -2", given(random_normal, 128, 333), {"axis": -2}, flags={"edge"})
     yield Case("larger eps", lambda: (random_normal(4, 128) * 2**-30,), {"eps": 1e-4})
     yield Case("zeros, bf16", given(torch.zeros, 2, 128, dtype=torch.bfloat16), flags={"edge"})
     yield Case("zeros, fp32", lambda: (-torch.zeros(2, 128),), {"scale_format": "pow2"}, flags={"edge"})
     yield Case("amax below eps", given(torch.full, (1, 128), 1e-13), flags={"edge"})
     yield Case("fp32 max", given(torch.full, (1, 128), torch.finfo().max), flags={"edge"})
-    yield Case("no rows", given(torch.zeros, 0, 256), flags={"edge"})
+    yield Case("negated view", lambda: (torch.randn(4, 128, dtype=torch.cfloat).conj().imag,), flags={"edge"})
+    for axis in (-1, -2):
+        yield Case(f"no rows, axis {axis}", given(torch.zeros, 0, 256), {"axis": axis}, flags={"edge"})
+        yield Case(f"no columns, axis {axis}", given(torch.zeros, 128, 0), {"axis": axis}, flags={"edge"})
     ok = torch.zeros(128, 128)
     refused: list[tuple[str, Tensor, dict[str, Any], type[Exception], str]] = [
         ("K = 100", torch.zeros(4, 100), {}, ValueError, "K = 100"),
