@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +23,8 @@ from torch import Tensor
 
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
-from mxspec.reference import _checks
 from mxspec.reference._groups import padded_rows, round_up
 from mxspec.reference.fp8_dequantize import fp8_dequantize
-from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
-from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
-from mxspec.spec import Case, Reference, random_normal, spec, these
 
 ADAPTERS: dict[str, dict[str, Callable[..., Any]]] = {}  # op -> label, which begins with the library's name -> adapter
 
@@ -383,81 +379,7 @@ def _(
     return qdata, scale.view(*w.shape[:-2], -1, scale.shape[-1])
 
 
-# --- fp8_gemm, which mxspec does not have yet -------------------------------------------------------------------
-
-
-def _check_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
-    op = "fp8_gemm"
-    operands = ("a", a), ("a_scale", a_scale), ("b", b), ("b_scale", b_scale)
-    for (name, tensor), dtype in zip(operands, 2 * (torch.float8_e4m3fn, torch.float32), strict=True):
-        _checks.tensor_dtype(op, name, tensor, (dtype,))
-        _checks.rank(op, name, tensor, (2,))
-        _checks.same_device(op, ("a", a), (name, tensor))
-    (M, K), N = a.shape, b.shape[0]
-    _checks.multiple(op, "K", K, FP8_BLOCK_SIZE)
-    _checks.shape(op, "b", b, (N, K), f"for a {(M, K)}")
-    _checks.shape(op, "a_scale", a_scale, (M, K // FP8_BLOCK_SIZE), f"for a {(M, K)}")
-    _checks.shape(op, "b_scale", b_scale, (-(-N // FP8_BLOCK_SIZE), K // FP8_BLOCK_SIZE), f"for b {(N, K)}")
-
-
-def _gemm_args(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    return *fp8_quantize_1x128(x), *fp8_quantize_128x128(w)
-
-
-def _gemm_cases() -> Iterator[Case]:
-    def args(M: int, N: int, K: int) -> tuple[Tensor, ...]:
-        return _gemm_args(random_normal(M, K), random_normal(N, K, seed=1))
-
-    for M, N, K in [(64, 128, 128), (77, 200, 384), (256, 256, 512)]:
-        yield Case(f"{M}x{N}x{K}", functools.partial(args, M, N, K))
-    a, a_scale, b, b_scale = _gemm_args(torch.ones(4, 256), torch.ones(128, 256))
-    yield Case("a scale of 0", these(a, 0 * a_scale, b, b_scale), flags={"edge"})
-    yield Case("no rows", these(a[:0], a_scale[:0], b, b_scale), flags={"edge"})
-    yield Case("another K", these(a, a_scale, b[:, :128], b_scale), raises=ValueError, match=r"needs \(128, 256\)")
-    yield Case("bf16 operand", these(a.bfloat16(), a_scale, b, b_scale), raises=TypeError, match="bfloat16")
-
-
-def _gemm_bench_cases(shapes: Any) -> Iterator[Case]:
-    def args(M: int, N: int, K: int) -> tuple[Tensor, ...]:
-        return _gemm_args(torch.randn(M, K, dtype=torch.bfloat16), torch.randn(N, K, dtype=torch.bfloat16))
-
-    for M, N, K in shapes.linear:
-        yield Case(f"{M}x{N}x{K}", functools.partial(args, M, N, K))
-
-
-# Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so DeepGEMM and cuBLAS move it to fp32 every 128
-# of K: emulated, that is 78 dB, and 62 dB once it has changed the rounding of some outputs to bfloat16. Operands that
-# are themselves rounded to bfloat16 give 50 dB, one of 4096 scales wrong by a factor of two 36 dB.
-@spec(
-    cases=_gemm_cases,
-    check_args=_check_gemm,
-    min_sqnr_db=55.0,
-    flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[0] * args[0].shape[1],
-    bench_cases=_gemm_bench_cases,
-)
-def fp8_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """Multiply FP8 activations by an FP8 weight: `out = bf16(sum_k (a * a_scale)[m, k] * (b * b_scale)[n, k])`.
-
-    Args:
-        a: `(M, K)` float8_e4m3fn, K a multiple of 128.
-        a_scale: `(M, K/128)` float32, 1x128 blocks.
-        b: `(N, K)` float8_e4m3fn.
-        b_scale: `(ceil(N/128), K/128)` float32, 128x128 blocks.
-
-    Returns:
-        `(M, N)` bfloat16, contiguous: products and sums in fp64, rounded once, so that it depends on no order of sums.
-
-    Source: DeepSeek-V3 technical report, section 3.3.2.
-    """
-    _check_gemm(a, a_scale, b, b_scale)
-    N = b.shape[0]
-    x = a.double() * a_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 1)  # (M, K)
-    rows = b_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 0)[:N]
-    w = b.double() * rows.repeat_interleave(FP8_BLOCK_SIZE, 1)  # (N, K)
-    return (x @ w.t()).to(torch.bfloat16)
-
-
-REFERENCES: tuple[Reference[..., Any], ...] = (fp8_gemm,)
+# --- FP8 matmuls -----------------------------------------------------------------------------------------------
 
 
 def _mn_major(scale: Tensor, multiple: int = 1) -> Tensor:
@@ -467,68 +389,77 @@ def _mn_major(scale: Tensor, multiple: int = 1) -> Tensor:
     return torch.empty_strided((rows, cols), (1, padded), dtype=scale.dtype, device=scale.device).copy_(scale)
 
 
-def _in_bf16(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+def _is_1x128(b: Tensor, b_scale: Tensor) -> bool:
+    return b_scale.shape[0] == b.shape[0]
+
+
+def _in_bf16(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **options: Any) -> tuple[Tensor, ...]:
     return fp8_dequantize(a, a_scale), a_scale, fp8_dequantize(b, b_scale), b_scale
 
 
 @adapter("fp8_gemm", "cuBLAS bf16", prepare=_in_bf16)  # what FP8 has to beat; it differs, at 50 dB
-def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    need(out_dtype == torch.bfloat16, "gives bfloat16")
     return torch.mm(a, b.t())
 
 
-def _cublas_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+def _cublas_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **options: Any) -> tuple[Tensor, ...]:
     # cuBLAS reads a column of 128x128 scales in whole steps of 16 bytes: K-blocks padded to four
     padded = torch.nn.functional.pad(b_scale, (0, -b_scale.shape[1] % 4))
-    return a, _mn_major(a_scale), b, padded
+    return a, _mn_major(a_scale), b, _mn_major(b_scale) if _is_1x128(b, b_scale) else padded
 
 
 @adapter("fp8_gemm", "cuBLAS fp8", prepare=_cublas_scales)
-def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     from torch.nn.functional import ScalingType, scaled_mm
 
-    need(major(a.device) == 9, "has scales of 1x128 by 128x128 on Hopper only")
-    recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    need(major(a.device) == 9, "has scales in blocks of 128 on Hopper only")
+    of_a, of_b = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     try:
-        return scaled_mm(a, b.t(), a_scale, recipes[0], b_scale.t(), recipes[1], output_dtype=torch.bfloat16)
+        recipe = of_a if _is_1x128(b, b_scale) else of_b
+        return scaled_mm(a, b.t(), a_scale, of_a, b_scale.t(), recipe, output_dtype=out_dtype)
     except RuntimeError as error:
         need("CUBLAS_STATUS_NOT_SUPPORTED" not in str(error), f"has no kernel for M = {a.shape[0]}")
         raise
 
 
-def _deep_gemm_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+def _deep_gemm_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **options: Any) -> tuple[Tensor, ...]:
     return a, _mn_major(a_scale, multiple=4), b, b_scale.contiguous()  # TMA: rows of 16 bytes
 
 
 @adapter("fp8_gemm", "DeepGEMM", prepare=_deep_gemm_scales)
-def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     import deep_gemm
 
     need(hasattr(deep_gemm, "fp8_gemm_nt"), "has no fp8_gemm_nt in this build")
     need(major(a.device) == 9, "rounds fp32 scales to powers of two except on Hopper")
-    out = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+    need(out_dtype == torch.bfloat16 and not _is_1x128(b, b_scale), "does 1x128 by 128x128 to bfloat16 here")
+    out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out)
     return out
 
 
 @adapter("fp8_gemm", "torchao", prepare=_deep_gemm_scales)
-def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     from torchao.prototype.blockwise_fp8_training import kernels
 
+    need(not _is_1x128(b, b_scale), "is adapted for 1x128 by 128x128")
     need(a.shape[0] % 256 == 0 == b.shape[0] % 256, "reads scales past the end unless M and N are multiples of 256")
     operands = a, b.t(), a_scale, b_scale.t()
-    call = functools.partial(kernels.triton_fp8_gemm_1x128_128x128, *operands, out_dtype=torch.bfloat16)
+    call = functools.partial(kernels.triton_fp8_gemm_1x128_128x128, *operands, out_dtype=out_dtype)
     return _tuned(kernels.triton_fp8_gemm_1x128_128x128_kernel, call)
 
 
-def _fbgemm_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, ...]:
+def _fbgemm_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **options: Any) -> tuple[Tensor, ...]:
     return a, a_scale.t().contiguous(), b, b_scale.t().contiguous()  # (K/128, M), (K/128, N/128)
 
 
 @adapter("fp8_gemm", "FBGEMM", prepare=_fbgemm_scales)
-def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     import fbgemm_gpu.experimental.gen_ai  # noqa: F401  # it defines the operators
 
     need(hasattr(torch.ops.fbgemm, "f8f8bf16_groupwise"), "has no f8f8bf16_groupwise in this build")
+    need(out_dtype == torch.bfloat16 and not _is_1x128(b, b_scale), "does 1x128 by 128x128 to bfloat16")
     need(b.shape[0] % FP8_BLOCK_SIZE == 0, "takes N in multiples of 128")
     return torch.ops.fbgemm.f8f8bf16_groupwise(a, b, a_scale, b_scale)
 

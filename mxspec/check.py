@@ -11,7 +11,7 @@ import importlib
 import math
 import shlex
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mxspec import dispatch, interpreter, peers
 from mxspec.formats import INT_OF_BYTES
-from mxspec.spec import Case, outputs_of
+from mxspec.spec import Case, MinSqnr, outputs_of
 
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
 
@@ -244,13 +244,13 @@ def form_difference(got: tuple[Any, ...], expected: tuple[Tensor, ...]) -> str |
     return None
 
 
-def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], min_sqnr_db: float = math.inf) -> str | None:
+def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], min_sqnr_db: MinSqnr = math.inf) -> str | None:
     """What tells the outputs from the reference's, or None: bytes with NaN as a class, or SQNR below a finite bound."""
     if problem := form_difference(got, expected):
         return problem
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        exact = math.isinf(min_sqnr_db)
-        if problem := _byte_problem(i, g, e) if exact else _sqnr_problem(i, g, e, min_sqnr_db):
+        bound = min_sqnr_db[e.dtype] if isinstance(min_sqnr_db, Mapping) else min_sqnr_db
+        if problem := _byte_problem(i, g, e) if math.isinf(bound) else _sqnr_problem(i, g, e, bound):
             return problem
     return None
 
@@ -262,9 +262,7 @@ def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
         wrong &= ~(got.float().isnan() & expected.float().isnan())
     if not wrong.any():
         return None
-    flat = wrong.reshape(-1)
-    first = int(flat.to(torch.uint8).argmax())
-    index = tuple(int(n) for n in torch.unravel_index(torch.tensor(first), wrong.shape))
+    flat, index = wrong.reshape(-1), _first(wrong)
     # The block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
     along = next((d for d, stride in enumerate(expected.stride()) if stride == 1), expected.ndim - 1)
     start = index[along] // 32 * 32
@@ -275,6 +273,12 @@ def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
         f"output {i}: {int(flat.sum())} of {flat.numel()} elements differ, first at {list(index)}: "
         f"got {one[0]}, expected {one[1]}\n  block [{shown}]\n  got      {run[0]}\n  expected {run[1]}"
     )
+
+
+def _first(found: Tensor) -> tuple[int, ...]:
+    """The index of the first element that is true."""
+    first = int(found.reshape(-1).to(torch.uint8).argmax())
+    return tuple(int(n) for n in torch.unravel_index(torch.tensor(first), found.shape))
 
 
 def _hex(bits: Tensor) -> str:
@@ -292,7 +296,15 @@ def sqnr_db(got: Tensor, expected: Tensor) -> float:
 
 
 def _sqnr_problem(i: int, got: Tensor, expected: Tensor, min_sqnr_db: float) -> str | None:
-    measured = sqnr_db(got, expected)
+    """NaN and Inf stand where the reference has them, and all other elements are near enough."""
+    finite = got.isfinite() & expected.isfinite()
+    wrong = ~finite & (got != expected) & ~(got.isnan() & expected.isnan())
+    if wrong.any():
+        index = _first(wrong)
+        values = f"got {float(got[index])}, expected {float(expected[index])}"
+        return f"output {i}: {int(wrong.sum())} of {wrong.numel()} NaN or Inf differ, first at {list(index)}: {values}"
+    zero = torch.zeros((), dtype=got.dtype, device=got.device)
+    measured = sqnr_db(got.where(finite, zero), expected.where(finite, zero))
     return None if measured >= min_sqnr_db else f"output {i}: {measured:.1f} dB; needs {min_sqnr_db} dB"
 
 

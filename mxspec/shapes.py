@@ -17,6 +17,7 @@ class Shapes:
     padding: tuple[tuple[int, int, int], ...] = ()  # (M, K, G): token groups to pad
     linear: tuple[tuple[int, int, int], ...] = ()  # (M, N, K): `(M, K) @ (N, K)^T`
     grouped: tuple[tuple[int, int, int, int], ...] = ()  # (M, N, K, E): tokens of E experts by their weights
+    wgrad: tuple[tuple[int, int, int], ...] = ()  # (M, N, K): the same as linear, K being the tokens
 
     def __or__(self, other: Shapes) -> Shapes:
         """The shapes of both, each once."""
@@ -44,7 +45,14 @@ class Shapes:
         return cls(**{kind: tuple(map(tuple, shapes)) for kind, shapes in given.items()})
 
 
-KINDS = {"matrices": "M K", "experts": "E N K", "padding": "M K G", "linear": "M N K", "grouped": "M N K E"}
+KINDS = {
+    "matrices": "M K",
+    "experts": "E N K",
+    "padding": "M K G",
+    "linear": "M N K",
+    "grouped": "M N K E",
+    "wgrad": "M N K",
+}
 
 
 def _is_shape(shape: object, sizes: int) -> bool:
@@ -60,14 +68,7 @@ _TORCHAO = Shapes(
     # mxfp8/bench_pad_token_groups.py
     padding=tuple(product((16384,), (1536, 2048, 5120, 7168), (1, 4, 8, 16))),
     # ../blockwise_fp8_training/bench_1x128_128x128_gemms.py and bench_linear_roofline.py; ../../float8/utils.py, pow2
-    linear=(
-        (16640, 5120, 8192),
-        (16640, 8192, 5120),
-        (4096, 18432, 7168),
-        (4096, 7168, 18432),
-        (4096, 4096, 4096),
-        (8192, 8192, 8192),
-    ),
+    linear=((16640, 5120, 8192), (4096, 18432, 7168), (8192, 8192, 8192)),
     # benchmark_scaled_grouped_mm_dq.py: Llama 4 and DeepSeek-V3, what is left of the experts on one GPU
     grouped=(
         *((M, 8192, 5120, E) for M, E in product((32768, 128000), (1, 2))),
@@ -79,7 +80,7 @@ _SMALL = Shapes(
     matrices=(*product((1, 16, 128), (7168,)), (4096, 2048), (384, 1408), (1152, 3456)),
     experts=((5, 160, 1408), (8, 1408, 2048)),
     padding=((1024, 2048, 8), (128, 7168, 64)),
-    linear=((1, 8192, 8192), (16, 8192, 8192), (128, 8192, 8192), (1024, 4096, 7168)),
+    linear=tuple(product((16, 64, 128), (7168,), (2048, 7168))),
     grouped=((512, 2048, 7168, 8), (4096, 2048, 7168, 8)),
 )
 # As many experts as are routed to today.
@@ -87,4 +88,9 @@ _GROUPS = Shapes(
     experts=((64, 8192, 5120), (64, 7168, 2048)),
     padding=(*product((16384,), (2048, 5120, 7168), (64, 256)), *((131072, 7168, G) for G in (1, 8, 64, 256))),
 )
-SETS = {"torchao": _TORCHAO, "small": _SMALL, "groups": _GROUPS}
+# The layers of DeepSeek-V3, and the gradient of a weight.
+_DEEPSEEK = Shapes(
+    linear=((4096, 4096, 7168), (4096, 7168, 2048), (32768, 2048, 7168)),
+    wgrad=((7168, 4096, 4096),),
+)
+SETS = {"torchao": _TORCHAO, "small": _SMALL, "groups": _GROUPS, "deepseek": _DEEPSEEK}

@@ -20,6 +20,7 @@ from mxspec.shapes import Shapes
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
+MinSqnr = float | Mapping[torch.dtype, float]  # in dB, for every output or by its dtype
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Spec:
 
     cases: Callable[[], Iterable[Case]]
     check_args: Callable[..., None]
-    min_sqnr_db: float
+    min_sqnr_db: MinSqnr
     bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]
     peer_rules: str | None
@@ -98,7 +99,7 @@ def spec(
     *,
     cases: Callable[[], Iterable[Case]],
     check_args: Callable[..., None],
-    min_sqnr_db: float = math.inf,
+    min_sqnr_db: MinSqnr = math.inf,
     bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = bytes_of,
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = lambda args, outputs: 0,
     peer_rules: str | None = None,
@@ -111,8 +112,8 @@ def spec(
         cases: gives the calls that every backend must answer as the reference does.
         check_args: takes the op's arguments and raises for what the contract refuses; the switch calls
             it before any kernel, so that every backend raises the same error.
-        min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB;
-            `inf`, the default, means equal bytes, with NaN compared as a class.
+        min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB, or one for each
+            dtype of an output; `inf`, the default, means equal bytes, with NaN compared as a class.
         bytes_moved, flops: of one call, from its arguments and outputs; for the benchmarks.
         bench_cases: the calls that are worth timing, at those of the shapes that are the op's kind; they make
             their tensors on torch's default device.

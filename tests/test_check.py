@@ -206,6 +206,17 @@ def test_sqnr():
     assert check.sqnr_db(torch.tensor([torch.nan]), torch.ones(1)) == -float("inf")
 
 
+def test_sqnr_is_judged_by_the_dtype_and_away_from_nan_and_inf():
+    bounds = {torch.float32: 30.0, torch.bfloat16: 10.0}
+    e, g = torch.tensor([3.0, torch.nan, torch.inf, 4.0]), torch.tensor([3.0, torch.nan, torch.inf, 4.5])
+    assert check.difference((g,), (e,), bounds) == "output 0: 20.0 dB; needs 30.0 dB"
+    assert check.difference((g.bfloat16(),), (e.bfloat16(),), bounds) is None
+    g[1] = 0
+    assert check.difference((g,), (e,), bounds) == (
+        "output 0: 1 of 4 NaN or Inf differ, first at [1]: got 0.0, expected nan"
+    )
+
+
 def test_poisoned_memory_is_full_of_the_byte():
     x = torch.ones(2, 2)
     with check.poisoned(0x5A):

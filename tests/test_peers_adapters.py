@@ -1,15 +1,15 @@
-"""benchmarks/peers.py, without any of the libraries: what the bench relies on, and the op that it declares."""
+"""benchmarks/peers.py, without any of the libraries: what the bench relies on."""
 
 import importlib.util
 import inspect
-import math
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
+import mxspec
 from mxspec import check, dispatch
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "peers.py"
@@ -17,15 +17,9 @@ _spec = importlib.util.spec_from_file_location("peers_adapters", FILE)
 peers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(peers)
 
-OWN = {reference.__name__: reference for reference in peers.REFERENCES}
 ALWAYS_THERE = {"torch", "mxspec"}
 EACH = [(op, label) for op, adapters in peers.ADAPTERS.items() for label in adapters]
 MODULES = ("torchao", "deep_gemm", "fbgemm_gpu", "transformer_engine", "transformer_engine_torch")
-E4M3FN = torch.float8_e4m3fn
-
-
-def reference(op):
-    return OWN.get(op) or dispatch.reference(op)
 
 
 @pytest.fixture
@@ -43,12 +37,11 @@ def test_an_adapter_has_the_signature_of_its_op(op, label):
     def parameters(fn):
         return [(p.name, p.kind, p.default) for p in inspect.signature(fn).parameters.values()]
 
-    assert parameters(peers.ADAPTERS[op][label]) == parameters(reference(op))
+    assert parameters(peers.ADAPTERS[op][label]) == parameters(dispatch.reference(op))
 
 
 def test_ops_are_known_and_labels_begin_with_a_library():
-    assert set(peers.ADAPTERS) <= {*dispatch.ops(), *OWN}
-    assert not set(OWN) & set(dispatch.ops()), "mxspec has this op now: drop it from REFERENCES"
+    assert set(peers.ADAPTERS) <= set(dispatch.ops())
     assert {label.split(" ")[0] for _, label in EACH} == set(peers.LIBRARIES)
 
 
@@ -69,7 +62,7 @@ def test_a_library_that_does_not_load_is_absent(tmp_path, monkeypatch):
     ("op", "label"), [each for each in EACH if each[1].split(" ")[0] not in {"cuBLAS", *ALWAYS_THERE}]
 )
 def test_an_adapter_imports_its_library_when_it_is_called(op, label, no_libraries):
-    case = next(c for c in reference(op).spec.cases() if not c.flags)
+    case = next(c for c in dispatch.reference(op).spec.cases() if not c.flags)
     with pytest.raises((ImportError, peers.Unsupported)):
         peers.ADAPTERS[op][label](*case.args(), **case.kwargs)
 
@@ -121,54 +114,8 @@ def test_the_first_tuning_races_every_configuration_and_later_ones_the_best_four
 # --- fp8_gemm ---------------------------------------------------------------------------------------------------
 
 
-def gemm_args(M, N, K):
-    return (
-        torch.zeros(M, K).to(E4M3FN),
-        torch.ones(M, K // 128),
-        torch.zeros(N, K).to(E4M3FN),
-        torch.ones(math.ceil(N / 128), K // 128),
-    )
-
-
-def test_golden_fp8_gemm():
-    a, a_scale, b, b_scale = gemm_args(2, 130, 256)
-    a[0, 0], a[0, 128], a[1, 255] = 1.5, 4.0, -448.0
-    b[0, 0], b[0, 128], b[129, 0], b[129, 255] = -2.0, 8.0, 1.0, 0.5
-    a_scale[0] = torch.tensor([2.0, 0.25])
-    b_scale[:] = torch.tensor([[0.5, 3.0], [10.0, 1.0]])  # rows 0..127 of b, rows 128 and 129
-    out = peers.fp8_gemm(a, a_scale, b, b_scale)
-    assert (out.dtype, out.shape) == (torch.bfloat16, (2, 130))
-    # [0, 0]: 3 * -1 + 1 * 24; [0, 129]: 3 * 10; [1, 129]: -448 * 0.5
-    assert out[:, [0, 129]].tolist() == [[21.0, 30.0], [0.0, -224.0]]
-    assert out[:, 1:129].count_nonzero() == 0
-
-
-def test_golden_fp8_gemm_sums_in_fp32_and_rounds_once_to_even():
-    a, a_scale, b, b_scale = gemm_args(1, 2, 256)
-    a[0, 0] = a[0, 128] = b[0, 0] = b[0, 128] = b[1, 0] = b[1, 128] = 1.0
-    a_scale[0, 1] = 2**-8  # half a unit in the last place of bfloat16 at 1
-    b[1, 1] = a[0, 1] = 2**-6
-    assert peers.fp8_gemm(a, a_scale, b, b_scale).tolist() == [[1.0, 1.0078125]]
-
-
-@pytest.mark.parametrize("case", list(peers.fp8_gemm.spec.cases()), ids=lambda c: c.name)
-def test_cases_of_fp8_gemm(case):
-    if case.raises:
-        with pytest.raises(case.raises, match=case.match):
-            peers.fp8_gemm(*case.args())
-    else:
-        args = case.args()
-        out = peers.fp8_gemm(*args)
-        assert (out.shape, out.is_contiguous()) == ((args[0].shape[0], args[2].shape[0]), True)
-        assert check.difference((out,), (peers.fp8_gemm(*case.args()),), peers.fp8_gemm.spec.min_sqnr_db) is None
-
-
-def test_bench_cases_are_the_linear_shapes():
-    shapes = SimpleNamespace(linear=[(4, 200, 256)])
-    (case,) = peers.fp8_gemm.spec.bench_cases(shapes)
-    args = case.args()
-    assert (case.name, peers.fp8_gemm(*args).shape) == ("4x200x256", (4, 200))
-    assert peers.fp8_gemm.spec.flops(args, ()) == 2 * 4 * 200 * 256
+def gemm_args(x, w):
+    return *mxspec.fp8_quantize_1x128(x, backend="reference"), *mxspec.fp8_quantize_128x128(w, backend="reference")
 
 
 @pytest.mark.parametrize("M", [1, 6, 64])
@@ -177,7 +124,7 @@ def test_bench_cases_are_the_linear_shapes():
     [("cuBLAS fp8", lambda M: M), ("DeepGEMM", lambda M: M + -M % 4), ("torchao", lambda M: M + -M % 4)],
 )
 def test_scales_are_prepared_mn_major(label, rows, M):
-    a, a_scale, b, b_scale = peers._gemm_args(torch.randn(M, 640), torch.randn(200, 640))
+    a, a_scale, b, b_scale = gemm_args(torch.randn(M, 640), torch.randn(200, 640))
     _, prepared, _, prepared_b = peers.ADAPTERS["fp8_gemm"][label].prepare(a, a_scale, b, b_scale)
     assert (prepared.shape, prepared.stride()) == (a_scale.shape, (1, rows(M)))
     assert torch.equal(prepared, a_scale)
@@ -186,6 +133,6 @@ def test_scales_are_prepared_mn_major(label, rows, M):
 
 
 def test_bf16_operands_come_as_near_as_their_rounding_allows():
-    args = peers._gemm_args(torch.randn(256, 512), torch.randn(256, 512))
+    args = gemm_args(torch.randn(256, 512), torch.randn(256, 512))
     bf16 = peers.ADAPTERS["fp8_gemm"]["cuBLAS bf16"]
-    assert 48 < check.sqnr_db(bf16(*bf16.prepare(*args)), peers.fp8_gemm(*args)) < 52
+    assert 48 < check.sqnr_db(bf16(*bf16.prepare(*args)), mxspec.fp8_gemm(*args)) < 52

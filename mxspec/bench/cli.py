@@ -199,7 +199,6 @@ def cases_of(
 ) -> tuple[list[tuple[Reference[..., Any], Case, list[str]]], dict[str, str]]:
     """Every case of every op that was asked for, with the backends to time; and what is left out, with the reason."""
     references = {op: dispatch.reference(op) for op in dispatch.ops()}
-    references |= {r.__name__: r for r in peers.REFERENCES} if peers else {}
     if options.op not in (None, *references):
         raise ValueError(f"bench: unknown op {options.op!r}; needs one of {', '.join(references)}")
     work: list[tuple[Reference[..., Any], Case, list[str]]] = []

@@ -21,7 +21,7 @@ from mxspec import check, devices, dispatch
 from mxspec.bench import model
 from mxspec.bench.record import Entry, Kind, Operands, Race
 from mxspec.bench.timing import MATMUL, MEMORY, Contender, baselines, bytes_of_call, input_sets, race
-from mxspec.spec import Case, Reference, outputs_of
+from mxspec.spec import Case, MinSqnr, Reference, outputs_of
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers.py"  # in a checkout; a wheel leaves it out
 
@@ -116,7 +116,7 @@ def _peer(
     case: Case,
     inputs: list[tuple[Any, ...]],
     expected: list[tuple[Tensor, ...]],
-    min_sqnr_db: float,
+    min_sqnr_db: MinSqnr,
 ) -> tuple[Contender, str]:
     """A peer's contender, and how its outputs differ from the reference's; its rule may be another than ours."""
     prepare = getattr(adapter, "prepare", None)

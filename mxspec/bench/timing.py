@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mxspec import check
 from mxspec.bench import model
-from mxspec.spec import Case, Reference, bytes_of, outputs_of
+from mxspec.spec import Case, MinSqnr, Reference, bytes_of, outputs_of
 
 ROUNDS = 7  # interleaved, so that a drift of the clocks meets every contender
 MAX_SETS = 32  # of inputs; a call that moves less than 1/32 of four times the L2 finds its inputs there, as in decoding
@@ -125,7 +125,7 @@ class Contender:
         """(max - min) / median over the rounds."""
         return (max(self.rounds) - min(self.rounds)) / self.us
 
-    def prove(self, expected: Sequence[Outputs] | None, min_sqnr_db: float = math.inf) -> str | None:
+    def prove(self, expected: Sequence[Outputs] | None, min_sqnr_db: MinSqnr = math.inf) -> str | None:
         """What keeps this from being timed, or None.
 
         `expected` holds the outputs for every set of inputs, computed beforehand. Without it, as for a peer whose rule
@@ -156,7 +156,7 @@ class Contender:
                     return "it changes its inputs"
         return None
 
-    def prove_again(self, expected: Sequence[Outputs], min_sqnr_db: float = math.inf) -> str | None:
+    def prove_again(self, expected: Sequence[Outputs], min_sqnr_db: MinSqnr = math.inf) -> str | None:
         """The same of the launches that were timed, afterwards."""
         self._replay_over(0x5A)
         return self._difference(expected, min_sqnr_db)
@@ -171,7 +171,7 @@ class Contender:
                 check.fill_bytes(out, poison)
         self.replay()
 
-    def _difference(self, expected: Sequence[Outputs], min_sqnr_db: float) -> str | None:
+    def _difference(self, expected: Sequence[Outputs], min_sqnr_db: MinSqnr) -> str | None:
         for i, outputs in enumerate(self.outputs):
             if problem := check.difference(outputs, expected[i % len(self.inputs)], min_sqnr_db):
                 return problem
