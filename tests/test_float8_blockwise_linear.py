@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -249,3 +251,16 @@ def test_what_it_does_not_take():
 def test_on_meta_it_has_shapes():
     module = Float8BlockwiseLinear(K, N, device="meta")
     assert module(torch.zeros(2, 3, K, device="meta")).shape == (2, 3, N)
+
+
+def test_its_benchmark_compares_before_it_times(capsys, monkeypatch):
+    path = Path(__file__).parents[1] / "benchmarks" / "linear.py"
+    spec = importlib.util.spec_from_file_location("linear", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    pace = benchmark.Pace(0, 1, 1)
+    assert benchmark.measure(128, K, N, DEVICE, pace) > 0
+    assert "wgrad" in capsys.readouterr().out
+    monkeypatch.setattr(benchmark, "MIN_SQNR_DB", 60)
+    with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB beside bfloat16's; needs 60"):
+        benchmark.measure(128, K, N, DEVICE, pace)
