@@ -1,0 +1,303 @@
+"""fp8_gemm on Hopper, in Gluon: persistent programs of math warpgroups, a warp that loads and a warp that scales.
+
+A stage of shared memory holds 128 of K: a tile of a, one of b, and their scales. One warp fills the tiles by TMA; one
+reads the scales, whatever their strides, and writes what a row of the tile is to be multiplied by. Each math warpgroup
+multiplies its 64 or 128 rows on the tensor cores, whose sums keep about 14 bits, and adds them, scaled, to fp32
+accumulators. A barrier per stage says that it is full, another that the math warpgroups are done with it.
+
+What a stage is used for is counted by `i`, blocks of K since the program began, over all its tiles: every warp counts
+for itself, stage `i % STAGES`, phase `i // STAGES % 2`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# As it is called since Triton 3.7, and before.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _place(tile, M_tiles, N_tiles, GROUP: gl.constexpr):
+    """Tiles run down GROUP tiles of M, then along N: what runs at a time shares rows of a and of b in the L2."""
+    of_group = GROUP * N_tiles
+    first = tile // of_group * GROUP
+    rows = gl.minimum(M_tiles - first, GROUP)
+    inside = tile % of_group
+    return first + inside % rows, inside // rows
+
+
+@gluon.jit
+def _load(
+    a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    i = 0
+    for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
+        m, n = _place(tile, M_tiles, N_tiles, GROUP)
+        for k in range(K_blocks):
+            stage = i % STAGES
+            mbarrier.wait(empty.index(stage), i // STAGES & 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * 128)
+            tma.async_copy_global_to_shared(a_desc, [m * BLOCK_M, k * 128], bar, a_tiles.index(stage))
+            tma.async_copy_global_to_shared(b_desc, [n * BLOCK_N, k * 128], bar, b_tiles.index(stage))
+            i += 1
+    # The math warpgroups look one block ahead, after the last one too.
+    stage = i % STAGES
+    mbarrier.wait(empty.index(stage), i // STAGES & 1)
+    mbarrier.arrive(full.index(stage), count=1)
+
+
+@gluon.jit
+def _scale(
+    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales, full, empty,
+    M, N, M_tiles, N_tiles, K_blocks,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, VECTOR: gl.constexpr,
+):  # fmt: skip
+    i = 0
+    by_fours: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    rows, columns = gl.arange(0, BLOCK_M, by_fours), gl.arange(0, BLOCK_N, by_fours)
+    for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
+        m, n = _place(tile, M_tiles, N_tiles, GROUP)
+        row = m * BLOCK_M + rows
+        a_at = a_scale + row.to(gl.int64) * a_stride_m
+        if VECTOR:  # a scale for each row of b
+            column = n * BLOCK_N + columns
+            b_at = b_scale + column.to(gl.int64) * b_stride_n
+            of_b = gl.load(b_at, mask=column < N, other=0.0)
+        else:  # one for its 128 rows
+            b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n
+            of_b = gl.load(b_at)
+        of_a = gl.load(a_at, mask=row < M, other=0.0)
+        for k in range(K_blocks):
+            stage = i % STAGES
+            # The next block's are on their way while this one's wait for a stage.
+            more = k + 1 < K_blocks
+            a_at += a_stride_k
+            b_at += b_stride_k
+            next_a = gl.load(a_at, mask=(row < M) & more, other=0.0)
+            if VECTOR:
+                next_b = gl.load(b_at, mask=(column < N) & more, other=0.0)
+                mbarrier.wait(empty.index(stage), i // STAGES & 1)
+                row_scales.index(stage).store(of_a)
+                column_scales.index(stage).store(of_b)
+            else:
+                next_b = gl.load(b_at, mask=more, other=0.0)
+                mbarrier.wait(empty.index(stage), i // STAGES & 1)
+                row_scales.index(stage).store(of_a * of_b)
+            mbarrier.arrive(full.index(stage), count=1)
+            of_a, of_b = next_a, next_b
+            i += 1
+    stage = i % STAGES
+    mbarrier.wait(empty.index(stage), i // STAGES & 1)
+    mbarrier.arrive(full.index(stage), count=1)
+
+
+@gluon.jit
+def _promote(partial, of_row, of_column, acc, VECTOR: gl.constexpr):
+    """acc + partial * scale, by instructions that stay where they stand: LLVM would sink them behind the next wgmma,
+    which needs the registers of the partial sum, and spill."""
+    of_row = gl.expand_dims(of_row, 1).broadcast_to(partial.shape[0], partial.shape[1])
+    if VECTOR:
+        of_column = gl.expand_dims(of_column, 0).broadcast_to(partial.shape[0], partial.shape[1])
+        return gl.inline_asm_elementwise(
+            "{ .reg .f32 s; mul.rn.f32 s, $2, $3; fma.rn.f32 $0, $1, s, $4; }",
+            "=f,f,f,f,f", [partial, of_row, of_column, acc], dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;",
+            "=f,f,f,f", [partial, of_row, acc], dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _my_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    """Wait until the other warpgroup has issued its matmul, so that one adds up while the other's runs."""
+    if TURNS:
+        if WARPGROUP == 0:
+            gl.inline_asm_elementwise(
+                "bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+        else:
+            gl.inline_asm_elementwise(
+                "bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+
+
+@gluon.jit
+def _your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        if WARPGROUP == 0:
+            gl.inline_asm_elementwise(
+                "bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+        else:
+            gl.inline_asm_elementwise(
+                "bar.arrive 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+
+
+@gluon.jit
+def _write(out_desc, out_tiles, row, column, acc, buffer, BUFFERS: gl.constexpr, CHUNKS: gl.constexpr):
+    """64 rows of the output through shared memory, whole or in two halves along N."""
+    if CHUNKS == 1:  # noqa: SIM108
+        parts = (acc,)
+    else:
+        parts = acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, out_desc.block_shape[1], 32]
+    )
+    for c in gl.static_range(CHUNKS):
+        target = out_tiles.index(buffer + c % BUFFERS)
+        tma.store_wait(BUFFERS - 1)  # the store that last read this buffer
+        target.store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
+
+
+@gluon.jit
+def _multiply(
+    out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty, M_tiles, N_tiles, K_blocks,
+    WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, BUFFERS: gl.constexpr, CHUNKS: gl.constexpr,
+):  # fmt: skip
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
+    per_row: gl.constexpr = gl.SliceLayout(1, mma)
+    per_column: gl.constexpr = gl.SliceLayout(0, mma)
+    first: gl.constexpr = WARPGROUP * HALVES * 64
+    own_buffer: gl.constexpr = WARPGROUP * BUFFERS
+    if WARPGROUP == 1:
+        _your_turn(WARPGROUP, TURNS)
+
+    i = 0
+    partial = gl.zeros([64, BLOCK_N], gl.float32, mma)
+    mbarrier.wait(full.index(0), 0)
+    s_upper = row_scales.index(0).slice(first, 64).load(per_row)
+    s_lower = row_scales.index(0).slice(first + (HALVES - 1) * 64, 64).load(per_row)
+    _barrier()
+    for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
+        m, n = _place(tile, M_tiles, N_tiles, GROUP)
+        upper = gl.zeros([64, BLOCK_N], gl.float32, mma)
+        lower = gl.zeros([64, BLOCK_N], gl.float32, mma)
+        for _ in range(K_blocks):
+            stage, before, after = i % STAGES, (i + STAGES - 1) % STAGES, (i + 1) % STAGES
+            a, b = a_tiles.index(stage), b_tiles.index(stage).permute((1, 0))
+
+            # The last partial sum goes in as the accumulator that is not used: fresh zeros would be moves.
+            _my_turn(WARPGROUP, TURNS)
+            running = warpgroup_mma(a.slice(first, 64), b, partial, use_acc=False, is_async=True)
+            _your_turn(WARPGROUP, TURNS)
+            # An arrival is a barrier of the warpgroup before and one after, which here cost nothing: a matmul runs.
+            mbarrier.arrive(empty.index(before), count=1)
+            _barrier()
+            if HALVES == 2:
+                partial = warpgroup_mma_wait(0, deps=[running])
+                s_column = column_scales.index(stage).load(per_column) if VECTOR else 0.0
+                upper = _promote(partial, s_upper, s_column, upper, VECTOR)
+                _my_turn(WARPGROUP, TURNS == 2)
+                running = warpgroup_mma(a.slice(first + 64, 64), b, partial, use_acc=False, is_async=True)
+                _your_turn(WARPGROUP, TURNS == 2)
+            # Nor does a look at the next block.
+            mbarrier.wait(full.index(after), (i + 1) // STAGES & 1)
+            next_upper = row_scales.index(after).slice(first, 64).load(per_row)
+            next_lower = row_scales.index(after).slice(first + (HALVES - 1) * 64, 64).load(per_row)
+            partial = warpgroup_mma_wait(0, deps=[running])
+            s_column = column_scales.index(stage).load(per_column) if VECTOR else 0.0
+            if HALVES == 2:
+                lower = _promote(partial, s_lower, s_column, lower, VECTOR)
+            else:
+                upper = _promote(partial, s_upper, s_column, upper, VECTOR)
+            s_upper, s_lower = next_upper, next_lower
+            i += 1
+        row, column = m * BLOCK_M + first, n * BLOCK_N
+        _write(out_desc, out_tiles, row, column, upper, own_buffer, BUFFERS, CHUNKS)
+        if HALVES == 2:
+            _write(out_desc, out_tiles, row + 64, column, lower, own_buffer + CHUNKS % BUFFERS, BUFFERS, CHUNKS)
+    tma.store_wait(0)
+    if WARPGROUP == 0:
+        _my_turn(WARPGROUP, TURNS)
+
+
+@gluon.jit
+def fp8_gemm_sm90(
+    a_desc, b_desc, out_desc, a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, M, N, K_blocks,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    TURNS: gl.constexpr, VECTOR: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
+    CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[1]
+    a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, 128], a_desc.layout)
+    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, 128], b_desc.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
+    column_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N if VECTOR else 4], flat)
+    out_tiles = gl.allocate_shared_memory(
+        out_desc.dtype, [WARPGROUPS * BUFFERS, 64, out_desc.block_shape[1]], out_desc.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=2)  # the warp that loads and the one that scales
+        mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    for stage in gl.static_range(
+        STAGES - 1
+    ):  # all but the last are free; that one is when block 0 runs, like any other
+        mbarrier.arrive(empty.index(stage), count=WARPGROUPS)
+    fence_async_shared()
+    M_tiles, N_tiles = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    # Each tuple stands where it is passed: one that has a name, or is put together, keeps no constants.
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
+                    M_tiles, N_tiles, K_blocks,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, BUFFERS, CHUNKS,
+                )),
+                (_multiply, (
+                    out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
+                    M_tiles, N_tiles, K_blocks,
+                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, BUFFERS, CHUNKS,
+                )),
+                (_load, (
+                    a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP,
+                )),
+                (_scale, (
+                    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
+                    full, empty, M, N, M_tiles, N_tiles, K_blocks, BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR,
+                )),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
+                    M_tiles, N_tiles, K_blocks,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, BUFFERS, CHUNKS,
+                )),
+                (_load, (
+                    a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP,
+                )),
+                (_scale, (
+                    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
+                    full, empty, M, N, M_tiles, N_tiles, K_blocks, BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR,
+                )),
+            ],
+            [1, 1],
+            [56, 56],
+        )  # fmt: skip

@@ -1,0 +1,146 @@
+"""fp8_gemm in Triton: on Hopper the Gluon kernel of `_fp8_gemm_sm90.py`; plain tiles elsewhere, and where TMA cannot."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mxspec.formats import FP8_BLOCK_SIZE
+from mxspec.triton_kernels._fp8_gemm_sm90 import fp8_gemm_sm90
+from mxspec.triton_kernels._launch import for_device
+
+PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.mma",)}
+# Tiles of the Gluon kernel. The cost is that of an element of the output, the largest tile's being 1: smaller tiles read
+# more for it. Three stages leave room for a large tile's output; many keep enough loads in flight where M is small.
+TILES = (
+    {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 3, "cost": 1.0},
+    {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4, "cost": 1.2},
+    {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "STAGES": 7, "cost": 1.7},
+    {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 11, "cost": 2.0},
+)
+# The kernel of plain tiles, which any strides suit.
+CONFIGS = {
+    (9, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3},
+    (10, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3},
+}
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _tiles(
+    a, a_stride, a_scale, a_scale_stride_m, a_scale_stride_k, b, b_stride, b_scale, b_scale_stride_n, b_scale_stride_k,
+    out, M, N, K_blocks,
+    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    # Programs run down GROUP tiles of M, then along N, so that those which run at a time share rows of a and b.
+    M_tiles, N_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    of_group = GROUP * N_tiles
+    first = tl.program_id(0) // of_group * GROUP
+    tall = tl.minimum(M_tiles - first, GROUP)
+    inside = tl.program_id(0) % of_group
+    row = ((first + inside % tall) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n_tile = inside // tall
+    column = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = tl.arange(0, 128)
+    a_at, b_at = a + row[:, None] * a_stride + k[None, :], b + column[:, None] * b_stride + k[None, :]
+    a_scale_at = a_scale + row * a_scale_stride_m
+    if VECTOR:  # a scale for each row of b
+        b_scale_at = b_scale + column * b_scale_stride_n
+    else:  # one for 128 of them, and so one a tile
+        b_scale_at = b_scale + (n_tile * BLOCK_N // 128).to(tl.int64) * b_scale_stride_n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(K_blocks):
+        x, w = tl.load(a_at, mask=(row < M)[:, None], other=0.0), tl.load(b_at, mask=(column < N)[:, None], other=0.0)
+        partial = tl.dot(x, w.T)  # tensor cores keep about 14 bits of a sum, so it is moved to fp32 every 128 of K
+        of_row = tl.load(a_scale_at, mask=row < M, other=0.0)
+        if VECTOR:
+            of_column = tl.load(b_scale_at, mask=column < N, other=0.0)
+            acc += partial * (of_row[:, None] * of_column[None, :])
+        else:
+            acc += partial * (of_row * tl.load(b_scale_at))[:, None]
+        a_at += 128
+        b_at += 128
+        a_scale_at += a_scale_stride_k
+        b_scale_at += b_scale_stride_k
+    at = out + row[:, None] * N + column[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
+
+
+def _tma_reads(matrix: Tensor) -> bool:
+    """Whether TMA reads a row-major matrix: it starts, and its rows lie, at multiples of 16 bytes."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+
+
+def tile_for(M: int, N: int, processors: int) -> dict[str, Any]:
+    """The tile with which the output takes the least time, in waves of as many tiles as there are processors."""
+
+    def cost(tile: dict[str, Any]) -> float:
+        BLOCK_M, BLOCK_N = tile["BLOCK_M"], tile["BLOCK_N"]
+        waves = triton.cdiv(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N), processors)
+        return waves * BLOCK_M * BLOCK_N * tile["cost"]
+
+    return {key: value for key, value in min(TILES, key=cost).items() if key != "cost"}
+
+
+def launch_sm90(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, tile: dict[str, Any], **options: Any
+) -> Any:
+    """Run the Gluon kernel with a tile of TILES and what `options` change of it; gives what was compiled."""
+    (M, K), N = a.shape, b.shape[0]
+    config = {"GROUP": 8, "TURNS": 2, "REGISTERS": 232, "chunk": tile["BLOCK_N"], **tile, **options}
+    if config["WARPGROUPS"] == 1:
+        config["TURNS"] = 0  # there is no other to wait for
+    vector = b_scale.shape[0] == N
+    if vector:  # the scales of its columns take registers from what the helping warps do not need
+        config["REGISTERS"] = 224
+    halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
+    config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
+    codes, rows = gl.NVMMASharedLayout(128, 8), gl.NVMMASharedLayout(128, 8 * out.element_size())
+    descriptors = (
+        TensorDescriptor.from_tensor(a, [config["BLOCK_M"], FP8_BLOCK_SIZE], codes),
+        TensorDescriptor.from_tensor(b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes),
+        TensorDescriptor.from_tensor(out, [64, config.pop("chunk")], rows),
+    )
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    sizes = M, N, K // FP8_BLOCK_SIZE
+    return fp8_gemm_sm90[(min(tiles, _processors(a.device)),)](
+        *descriptors,
+        a_scale,
+        *a_scale.stride(),
+        b_scale,
+        *b_scale.stride(),
+        *sizes,
+        VECTOR=vector,
+        **config,
+        num_warps=4,
+    )
+
+
+def fp8_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    (M, K), N = a.shape, b.shape[0]
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    if not out.numel():
+        return out
+    hopper = a.device.type != "cpu" and torch.cuda.get_device_capability(a.device) == (9, 0)
+    if hopper and K and _tma_reads(a) and _tma_reads(b) and _tma_reads(out):
+        launch_sm90(a, a_scale, b, b_scale, out, tile_for(M, N, _processors(a.device)))
+        return out
+    config = for_device(CONFIGS, a.device)
+    grid = (triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),)
+    of_a, of_b = (a_scale, *a_scale.stride()), (b_scale, *b_scale.stride())
+    sizes = M, N, K // FP8_BLOCK_SIZE
+    _tiles[grid](a, a.stride(0), *of_a, b, b.stride(0), *of_b, out, *sizes, VECTOR=b_scale.shape[0] == N != 1, **config)
+    return out
