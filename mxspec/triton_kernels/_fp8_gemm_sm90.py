@@ -64,29 +64,27 @@ def _scale(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
     i = 0
-    by_fours: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    rows, columns = gl.arange(0, BLOCK_M, by_fours), gl.arange(0, BLOCK_N, by_fours)
+    rows = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 64], [32], [2], [0]))
+    columns = gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 64], [32], [2], [0]))
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
         m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        row = m * BLOCK_M + rows
-        a_at = a_scale + row.to(gl.int64) * a_stride_m
+        a_there, a_at = rows < M - m * BLOCK_M, a_scale + (m * BLOCK_M + rows).to(gl.int64) * a_stride_m
         if VECTOR:  # a scale for each row of b
-            column = n * BLOCK_N + columns
-            b_at = b_scale + column.to(gl.int64) * b_stride_n
-            of_b = gl.load(b_at, mask=column < N, other=0.0)
+            b_there, b_at = columns < N - n * BLOCK_N, b_scale + (n * BLOCK_N + columns).to(gl.int64) * b_stride_n
+            of_b = gl.load(b_at, mask=b_there, other=0.0)
         else:  # one for its 128 rows
             b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n
             of_b = gl.load(b_at)
-        of_a = gl.load(a_at, mask=row < M, other=0.0)
+        of_a = gl.load(a_at, mask=a_there, other=0.0)
         for k in range(K_blocks):
             stage = i % STAGES
             # The next block's are on their way while this one's wait for a stage.
             more = k + 1 < K_blocks
             a_at += a_stride_k
             b_at += b_stride_k
-            next_a = gl.load(a_at, mask=(row < M) & more, other=0.0)
+            next_a = gl.load(a_at, mask=a_there & more, other=0.0)
             if VECTOR:
-                next_b = gl.load(b_at, mask=(column < N) & more, other=0.0)
+                next_b = gl.load(b_at, mask=b_there & more, other=0.0)
                 mbarrier.wait(empty.index(stage), i // STAGES & 1)
                 row_scales.index(stage).store(of_a)
                 column_scales.index(stage).store(of_b)
@@ -278,7 +276,7 @@ def fp8_gemm_sm90(
                     full, empty, M, N, M_tiles, N_tiles, K_blocks, BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR,
                 )),
             ],
-            [4, 1, 1],
+            [4, 1, 2],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
         )  # fmt: skip
     else:
@@ -298,6 +296,6 @@ def fp8_gemm_sm90(
                     full, empty, M, N, M_tiles, N_tiles, K_blocks, BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR,
                 )),
             ],
-            [1, 1],
+            [1, 2],
             [56, 56],
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""fp8_gemm in Triton: on Hopper the Gluon kernel of `_fp8_gemm_sm90.py`; plain tiles elsewhere, and where TMA cannot."""
+"""fp8_gemm in Triton: Hopper's Gluon kernel, `_fp8_gemm_sm90.py`; where TMA cannot read, and elsewhere, plain tiles."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mxspec.triton_kernels._fp8_gemm_sm90 import fp8_gemm_sm90
 from mxspec.triton_kernels._launch import for_device
 
 PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.mma",)}
-# Tiles of the Gluon kernel. The cost is that of an element of the output, the largest tile's being 1: smaller tiles read
-# more for it. Three stages leave room for a large tile's output; many keep enough loads in flight where M is small.
+# Tiles of the Gluon kernel. The cost is that of an element of the output: smaller tiles read more for it. Three stages
+# leave room for a large tile's output; many keep enough loads in flight where M is small.
 TILES = (
-    {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 3, "cost": 1.0},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4, "cost": 1.2},
-    {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "STAGES": 7, "cost": 1.7},
-    {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 11, "cost": 2.0},
+    (1.0, {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 3}),
+    (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4}),
+    (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "STAGES": 7}),
+    (2.0, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 11}),
 )
 # The kernel of plain tiles, which any strides suit.
 CONFIGS = {
@@ -82,15 +82,16 @@ def _tma_reads(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
-def tile_for(M: int, N: int, processors: int) -> dict[str, Any]:
+def tile_for(M: int, N: int, processors: int) -> dict[str, int]:
     """The tile with which the output takes the least time, in waves of as many tiles as there are processors."""
 
-    def cost(tile: dict[str, Any]) -> float:
+    def cost(choice: tuple[float, dict[str, int]]) -> float:
+        of_element, tile = choice
         BLOCK_M, BLOCK_N = tile["BLOCK_M"], tile["BLOCK_N"]
         waves = triton.cdiv(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N), processors)
-        return waves * BLOCK_M * BLOCK_N * tile["cost"]
+        return waves * BLOCK_M * BLOCK_N * of_element
 
-    return {key: value for key, value in min(TILES, key=cost).items() if key != "cost"}
+    return min(TILES, key=cost)[1]
 
 
 def launch_sm90(
@@ -98,14 +99,14 @@ def launch_sm90(
 ) -> Any:
     """Run the Gluon kernel with a tile of TILES and what `options` change of it; gives what was compiled."""
     (M, K), N = a.shape, b.shape[0]
-    config = {"GROUP": 8, "TURNS": 2, "REGISTERS": 232, "chunk": tile["BLOCK_N"], **tile, **options}
+    config = {"GROUP": 8, "TURNS": 2, "chunk": tile["BLOCK_N"], **tile, **options}
     if config["WARPGROUPS"] == 1:
         config["TURNS"] = 0  # there is no other to wait for
     vector = b_scale.shape[0] == N
-    if vector:  # the scales of its columns take registers from what the helping warps do not need
-        config["REGISTERS"] = 224
     halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
+    # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.
+    config.setdefault("REGISTERS", 160 if halves == 1 else 224)
     codes, rows = gl.NVMMASharedLayout(128, 8), gl.NVMMASharedLayout(128, 8 * out.element_size())
     descriptors = (
         TensorDescriptor.from_tensor(a, [config["BLOCK_M"], FP8_BLOCK_SIZE], codes),

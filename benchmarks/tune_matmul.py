@@ -1,0 +1,198 @@
+"""Race configurations of fp8_gemm's Hopper kernel, DeepGEMM and cuBLAS: `python benchmarks/tune_matmul.py [MxNxK ...]`.
+
+`MxNxK` is 1x128 by 128x128 to bfloat16, `wgrad:MxNxK` 1x128 by 1x128 to fp32. Each configuration is first proven in a
+process of its own, with a time limit, because a kernel whose barriers do not fit together never ends. Those that are
+right are raced in one interleaved loop; the winners are written into the kernel's TILES by hand.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec import check, dispatch
+from mxspec.bench.measure import load_peers
+from mxspec.bench.timing import MATMUL, Contender, input_sets, race
+from mxspec.shapes import Shapes
+from mxspec.spec import Case
+from mxspec.triton_kernels import fp8_gemm as kernel
+
+SHAPES = ["4096x4096x7168", "8192x8192x8192", "4096x7168x2048", "32768x2048x7168", "wgrad:7168x4096x4096"]
+LARGE, SQUARE, FLAT, SMALL = (tile for _, tile in kernel.TILES)
+SILENT_S = 45  # a first compilation takes a few seconds, a proof less than one
+DEVICE = torch.device("cuda")
+REFERENCE = dispatch.reference("fp8_gemm")
+
+Options = dict[str, Any]
+FOUR_STAGES: Options = {"STAGES": 4, "chunk": 64, "BUFFERS": 1}
+
+
+def variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
+    """What is tried: a tile, and what is changed of it."""
+    if wgrad:
+        return {
+            "256x128, turns": (LARGE, {"TURNS": 2}),
+            "256x128": (LARGE, {"TURNS": 0}),
+            "128x128, turns": (SQUARE, {"TURNS": 2}),
+            "128x128": (SQUARE, {"TURNS": 0}),
+        }
+    if M <= 128:
+        return {
+            "64x64, 11 stages": (SMALL, {}),
+            "64x64, 6 stages": (SMALL, {"STAGES": 6}),
+            "64x128, 8 stages": (SMALL, {"BLOCK_N": 128, "STAGES": 8}),
+            "128x64, 7 stages": (FLAT, {"TURNS": 0}),
+            "128x64, 7 stages, turns": (FLAT, {"TURNS": 2}),
+            "128x128, 4 stages": (SQUARE, {"TURNS": 0}),
+        }
+    return {
+        "256x128, turns each half": (LARGE, {"TURNS": 2}),
+        "256x128, turns each block": (LARGE, {"TURNS": 1}),
+        "256x128": (LARGE, {"TURNS": 0}),
+        "256x128, 4 stages, turns each half": (LARGE, {**FOUR_STAGES, "TURNS": 2}),
+        "256x128, 4 stages": (LARGE, {**FOUR_STAGES, "TURNS": 0}),
+        "256x128, turns each half, groups of 16": (LARGE, {"TURNS": 2, "GROUP": 16}),
+        "256x128, turns each half, groups of 4": (LARGE, {"TURNS": 2, "GROUP": 4}),
+        "128x128, turns": (SQUARE, {"TURNS": 2}),
+    }
+
+
+def case_of(shape: str) -> tuple[Case, int, bool]:
+    kind, _, sizes = shape.rpartition(":")
+    M, N, K = map(int, sizes.split("x"))
+    shapes = Shapes(wgrad=((M, N, K),)) if kind else Shapes(linear=((M, N, K),))
+    (case,) = REFERENCE.spec.bench_cases(shapes)
+    return case, M, bool(kind)
+
+
+def run(tile: Options, options: Options, *args: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    a, a_scale, b, b_scale = args
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    kernel.launch_sm90(a, a_scale, b, b_scale, out, tile, **options)
+    return out
+
+
+# --- proofs, in a process of their own ----------------------------------------------------------------------------
+
+
+def prove(shape: str, names: list[str]) -> None:
+    """One line for each configuration: what was compiled, and `right` or what is wrong."""
+    case, M, wgrad = case_of(shape)
+    args = input_sets(REFERENCE, case, DEVICE)[0]
+    expected = REFERENCE(*args, **case.kwargs)
+    for name in names:
+        tile, options = variants(M, wgrad)[name]
+        try:
+            with check.poisoned(0xFF):
+                got = [run(tile, options, *args, **case.kwargs) for _ in range(3)]
+            torch.cuda.synchronize()
+            a, a_scale, b, b_scale = args
+            compiled = kernel.launch_sm90(a, a_scale, b, b_scale, torch.empty_like(expected), tile, **options)
+            used = f"{compiled.n_regs} registers, {compiled.n_spills} spilled, {compiled.metadata.shared} bytes shared"
+            problem = check.difference((got[0],), (expected,), REFERENCE.spec.min_sqnr_db)
+            if not problem and not (torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])):
+                problem = "three calls gave different bits"
+            said = problem or f"right ({check.sqnr_db(got[0], expected):.1f} dB; {used})"
+        except Exception as error:  # whatever a compiler or a launch raises; the others may still be right
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"{name}\t{said}", flush=True)
+
+
+def _lines(stream: Any, into: Queue[str | None]) -> None:
+    for line in stream:
+        into.put(line)
+    into.put(None)
+
+
+def proven(shape: str, names: list[str]) -> Iterator[str]:
+    """The configurations that are right; one that says nothing for too long is killed, and the others go on."""
+    left = list(names)
+    while left:
+        command = [sys.executable, str(Path(__file__)), "--prove", shape, *left]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        lines: Queue[str | None] = Queue()
+        Thread(target=_lines, args=(child.stdout, lines), daemon=True).start()
+        other: list[str] = []
+        while left:
+            try:
+                line = lines.get(timeout=SILENT_S)
+            except Empty:
+                print(f"  {left[0]:<42} never ended: stopped after {SILENT_S} s", flush=True)
+                left.pop(0)
+                break
+            if line is None:  # it died, or is done
+                print(f"  {left[0]:<42} its process ended: {' '.join(other[-3:])[-400:]}", flush=True)
+                left.pop(0)
+                break
+            name, tab, said = line.rstrip("\n").partition("\t")
+            if not tab or name != left[0]:
+                other.append(line.strip())
+                continue
+            print(f"  {name:<42} {said}", flush=True)
+            if said.startswith("right"):
+                yield name
+            elif "CUDA error" in said or "AcceleratorError" in said:  # what runs after it in that process fails too
+                left.pop(0)
+                break
+            left.pop(0)
+        child.kill()
+        child.wait()
+
+
+# --- the race -----------------------------------------------------------------------------------------------------
+
+
+def contenders(case: Case, M: int, wgrad: bool, names: list[str], inputs: list[tuple[Any, ...]]) -> list[Contender]:
+    found = []
+    calls = {name: (partial(run, *variants(M, wgrad)[name], **case.kwargs), inputs) for name in names}
+    for label in ("DeepGEMM", "cuBLAS fp8"):
+        adapter = load_peers().ADAPTERS["fp8_gemm"][label]
+        calls[label] = (partial(adapter, **case.kwargs), [adapter.prepare(*args) for args in inputs])
+    for name, (call, sets) in calls.items():
+        try:
+            found.append(Contender(name, call, sets))
+        except Exception as error:  # a library that is not there, or does not do this call
+            print(f"  {name:<42} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
+    return found
+
+
+def tune(shape: str) -> None:
+    case, M, wgrad = case_of(shape)
+    print(f"\nfp8_gemm, {case.name}", flush=True)
+    names = list(proven(shape, list(variants(M, wgrad))))
+    inputs = input_sets(REFERENCE, case, DEVICE)
+    racing = contenders(case, M, wgrad, names, inputs)
+    race(racing, MATMUL)
+    expected = [(REFERENCE(*args, **case.kwargs),) for args in inputs]
+    flops = REFERENCE.spec.flops(inputs[0], expected[0])
+    yardstick = next((c for c in racing if c.name == "DeepGEMM"), racing[-1])
+    print(f"  us, TFLOP/s, against {yardstick.name}; spread over the rounds; after the race")
+    for c in sorted(racing, key=lambda c: c.us):
+        after = c.prove_again(expected, REFERENCE.spec.min_sqnr_db) or "right"
+        figures = f"{c.us:10.2f}{flops / c.us / 1e6:9.0f}{yardstick.us / c.us:8.3f}{c.spread:8.3f}"
+        print(f"  {c.name:<42}{figures}  {after}", flush=True)
+
+
+def main(shapes: list[str]) -> None:
+    began = time.perf_counter()
+    for shape in shapes or SHAPES:
+        tune(shape)
+        torch.cuda.empty_cache()
+    print(f"\n{torch.cuda.get_device_name()}, {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--prove"]:
+        prove(sys.argv[2], sys.argv[3:])
+    else:
+        main(sys.argv[1:])

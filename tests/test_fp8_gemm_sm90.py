@@ -1,0 +1,70 @@
+"""The Gluon kernel of fp8_gemm with each of its tiles, which the cases of the op are too small to choose."""
+
+import pytest
+import torch
+
+from mxspec import check, dispatch
+from mxspec.compile import compile_call, problems, unavailable
+from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm, operands
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+from mxspec.triton_kernels import fp8_gemm as kernel
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+each_tile = pytest.mark.parametrize(
+    "tile", [tile for _, tile in kernel.TILES], ids=lambda t: "x".join(map(str, t.values()))
+)
+each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
+each_granularity = pytest.mark.parametrize("rows", [128, 1], ids=["1x128 by 128x128", "1x128 by 1x128"])
+
+
+def launch(a, a_scale, b, b_scale, tile, out_dtype):
+    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+    kernel.launch_sm90(a, a_scale, b, b_scale, out, tile)
+    return out
+
+
+@pytest.mark.parametrize("major", ["k", "mn"])
+@each_granularity
+@each_output
+@each_tile
+def test_every_tile_compiles_without_spilling(tile, out_dtype, rows, major):
+    made = operands(300, 264, 256, rows, major=major)
+    code = compile_call(launch, *made, tile=tile, out_dtype=out_dtype, target="sm90")
+    assert not problems(code, (), (), edge=False)
+    for pattern in (*kernel.PTX["sm90"], r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"):
+        assert not problems(code, (pattern,), (), edge=False) or tile["WARPGROUPS"] == 1
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@each_granularity
+@each_output
+@each_tile
+def test_stages_are_handed_round_for_any_number_of_blocks_and_tiles(tile, out_dtype, rows, monkeypatch):
+    """On three processors, so that each has several tiles; with fewer blocks of K than stages, as many, and more."""
+    monkeypatch.setattr(kernel, "_processors", lambda device: 3)
+    for blocks in (1, 2, tile["STAGES"] - 1, tile["STAGES"], tile["STAGES"] + 1, 2 * tile["STAGES"] + 1):
+        made = check.on_device(torch.device("cuda"), operands(700, 520, 128 * blocks, rows, major="mn"))
+        with check.poisoned(0xFF):
+            out = launch(*made, tile, out_dtype)
+        expected = fp8_gemm(*made, out_dtype=out_dtype)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None, f"{blocks} blocks"
+        assert launch(*made, tile, out_dtype).equal(out)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "tile"), [(4096, 4096, (256, 128)), (16, 7168, (64, 64)), (128, 7168, (128, 64)), (300, 264, (64, 64))]
+)
+def test_the_tile_follows_the_shape(M, N, tile):
+    chosen = kernel.tile_for(M, N, 132)
+    assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
+def test_what_tma_does_not_read_takes_plain_tiles():
+    a, a_scale, b, b_scale = operands(64, 128, 256)
+    wide = torch.zeros(64, 257, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, 1:]
+    fn = dispatch.kernel_module("fp8_gemm", "triton").fp8_gemm
+    names = [compile_call(fn, x, a_scale, b, b_scale, target="sm90")[0].kernel for x in (a, wide)]
+    assert names == ["fp8_gemm_sm90", "_tiles"]
