@@ -2,11 +2,13 @@
 
 `MxNxK` is 1x128 by 128x128 to bfloat16, `wgrad:MxNxK` 1x128 by 1x128 to fp32. Each configuration is first proven in a
 process of its own, with a time limit, because a kernel whose barriers do not fit together never ends. Those that are
-right are raced in one interleaved loop; the winners are written into the kernel's TILES by hand.
+right are raced in one interleaved loop; the winners are written into the kernel's TILES by hand. `--only TEXT` tries
+those configurations alone whose names hold the text.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -166,10 +168,10 @@ def contenders(case: Case, M: int, wgrad: bool, names: list[str], inputs: list[t
     return found
 
 
-def tune(shape: str) -> None:
+def tune(shape: str, only: str) -> None:
     case, M, wgrad = case_of(shape)
     print(f"\nfp8_gemm, {case.name}", flush=True)
-    names = list(proven(shape, list(variants(M, wgrad))))
+    names = list(proven(shape, [name for name in variants(M, wgrad) if only in name]))
     inputs = input_sets(REFERENCE, case, DEVICE)
     racing = contenders(case, M, wgrad, names, inputs)
     race(racing, MATMUL)
@@ -183,10 +185,14 @@ def tune(shape: str) -> None:
         print(f"  {c.name:<42}{figures}  {after}", flush=True)
 
 
-def main(shapes: list[str]) -> None:
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
+    parser.add_argument("shapes", nargs="*", default=SHAPES)
+    parser.add_argument("--only", default="", metavar="TEXT")
+    asked = parser.parse_args(argv)
     began = time.perf_counter()
-    for shape in shapes or SHAPES:
-        tune(shape)
+    for shape in asked.shapes:
+        tune(shape, asked.only)
         torch.cuda.empty_cache()
     print(f"\n{torch.cuda.get_device_name()}, {time.perf_counter() - began:.0f} s")
 
