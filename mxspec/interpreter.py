@@ -2,11 +2,13 @@
 
 Its float conversion (triton 3.6 to 3.9) loses the carry of a rounding (fp32 31.4 becomes the e4m3 16), breaks ties away
 from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts are right. And it calls the own combine
-function of a reduction or a scan, which Helion's always have, once an element: minutes for a few thousand.
+function of a reduction or a scan, which Helion's always have, once an element: minutes for a few thousand. And it
+computes whether integers overflow, in order to assert what only its debug mode asserts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -50,16 +52,15 @@ def install() -> None:
         return out.view(_NUMPY[to_dtype.itemsize]).reshape(values.shape)
 
     def generic_reduce(self: Any, input: tuple[Any, ...]) -> Any:
-        """Fold one slice along the axis after the other with the same combine function."""
+        """Combine neighbours along the axis, all pairs at once, until one is left: sizes are powers of two."""
         if self.axis is None or len(input) != 1:
             return triton_generic_reduce(self, input)
-        values, dtype = input[0].handle.data, input[0].dtype
-        slices = [self.to_tensor(values.take(i, self.axis), dtype) for i in range(values.shape[self.axis])]
-        total = slices[0]
-        for part in slices[1:]:
-            total = self.combine_fn.fn(total, part)
-        out = total.handle.data
-        return [self.to_tensor(np.expand_dims(out, self.axis) if self.keep_dims else out, dtype)]
+        values, dtype = np.moveaxis(input[0].handle.data, self.axis, -1), input[0].dtype
+        while values.shape[-1] > 1:
+            pairs = self.to_tensor(values[..., ::2], dtype), self.to_tensor(values[..., 1::2], dtype)
+            values = self.combine_fn.fn(*pairs).handle.data
+        out = np.moveaxis(values, -1, self.axis)
+        return [self.to_tensor(out if self.keep_dims else out.squeeze(self.axis), dtype)]
 
     def generic_scan(self: Any, input: tuple[Any, ...]) -> Any:
         """Combine all elements at once with those 1, 2, 4, ... before them, which such a function allows."""
@@ -73,6 +74,9 @@ def install() -> None:
             values, step = np.where(lane < step, values, combined), 2 * step
         return [self.to_tensor(np.moveaxis(values, -1, self.axis), dtype)]
 
+    options = interpreter.interpreter_builder.options
+    if not options.debug:  # the operands of assertions that nobody hears are half of the interpreter's time
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._convert_float = convert_float
     interpreter.ReduceOps.generic_reduce = generic_reduce
     interpreter.ScanOps.generic_scan = generic_scan
