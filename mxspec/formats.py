@@ -7,6 +7,7 @@ field widths and from what its top codes mean, so those are all that is written 
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,7 @@ __all__ = [
     "ScaleFormat",
     "element",
     "exponent_rule",
+    "fp32_bits",
 ]
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
@@ -143,3 +145,12 @@ def exponent_rule(fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> tuple
     added = {"floor": 0, "even": 1 << (22 - fmt.mantissa_bits), "ceil": 0x7FFFFF, "rceil": 0x7FFFFF - max_mantissa}
     exception = (fmt.emax << 23) + max_mantissa + 1 if scaling == "rceil" and dtype == torch.float32 else -1
     return fmt.emax, added[scaling], exception
+
+
+def fp32_bits(value: float) -> int:
+    """The bits of a positive number rounded to fp32, as kernels compare magnitudes.
+
+    >>> hex(fp32_bits(1.0))
+    '0x3f800000'
+    """
+    return int.from_bytes(struct.pack("<f", value), "little")

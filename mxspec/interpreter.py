@@ -1,9 +1,10 @@
 """Corrections to Triton's CPU interpreter, for every kernel that runs in it: TRITON_INTERPRET=1.
 
 Its float conversion (triton 3.6 to 3.9) loses the carry of a rounding (fp32 31.4 becomes the e4m3 16), breaks ties away
-from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts are right. And it calls the own combine
-function of a reduction or a scan, which Helion's always have, once an element: minutes for a few thousand. And it
-computes whether integers overflow, in order to assert what only its debug mode asserts.
+from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts are right. Its fused multiply-add rounds
+twice. And it calls the own combine function of a reduction or a scan, which Helion's always have, once an element:
+minutes for a few thousand. And it computes whether integers overflow, in order to assert what only its debug mode
+asserts.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ def install() -> None:
         out = x.to(to_dtype).view(torch.uint8).numpy()
         return out.view(_NUMPY[to_dtype.itemsize]).reshape(values.shape)
 
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        values = fused_multiply_add(x.data, y.data, z.data) if x.data.dtype == np.float32 else x.data * y.data + z.data
+        return interpreter.TensorHandle(values, z.dtype.scalar)
+
     def generic_reduce(self: Any, input: tuple[Any, ...]) -> Any:
         """Combine neighbours along the axis, all pairs at once, until one is left: sizes are powers of two."""
         if self.axis is None or len(input) != 1:
@@ -78,5 +83,23 @@ def install() -> None:
     if not options.debug:  # the operands of assertions that nobody hears are half of the interpreter's time
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_fma = create_fma
     interpreter.ReduceOps.generic_reduce = generic_reduce
     interpreter.ScanOps.generic_scan = generic_scan
+
+
+def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """`x * y + z` of fp32, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd there, towards the neighbour whose last bit is set: that
+    bit then stands for all that was lost, and the rounding to fp32 is the only one.
+    """
+    with np.errstate(all="ignore"):
+        product, z = x.astype(np.float64) * y, z.astype(np.float64)
+        total = product + z
+        part = total - product
+        lost = (product - (total - part)) + (z - part)
+        bits = np.ascontiguousarray(total).view(np.int64)
+        even = (lost != 0) & np.isfinite(lost) & (bits & 1 == 0)
+        odd = bits + np.where(even, np.where((lost > 0) == (total > 0), 1, -1), 0)
+        return odd.view(np.float64).astype(np.float32)

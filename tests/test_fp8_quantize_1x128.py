@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mxspec import fp8_quantize_1x128
+from mxspec import check, dispatch, fp8_quantize_1x128
 
 VECTORS = np.load(Path(__file__).parent / "vectors" / "fp8_block.npz")
 
@@ -72,3 +72,41 @@ def test_scale_major_and_axis():
     assert column.stride() == (1, 256)
     assert torch.equal(column.mT.view(torch.uint8), row.view(torch.uint8))
     assert torch.equal(column_scale, row_scale)
+
+
+DEVICE = check.default_device()
+each_backend = pytest.mark.parametrize("backend", ["reference", *(b for b in dispatch.backends() if b != "reference")])
+
+
+def quantize(x, backend, **kwargs):
+    if reason := dispatch.refusal("fp8_quantize_1x128", backend, (x,), kwargs):
+        pytest.skip(reason)
+    return fp8_quantize_1x128(x, backend=backend, **kwargs)
+
+
+@each_backend
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+def test_the_factor_of_every_bfloat16(backend, scale_format):
+    """`fp32(448 / amax)`, then inverted; in float64, whose quotient of two fp32 rounds as the exact one would."""
+    amax = torch.arange(2**15).to(torch.int16).view(torch.bfloat16)
+    if DEVICE.type == "cpu" and backend != "reference":  # under an interpreter, some exponents: eps is in the third
+        amax = amax.view(256, 128)[[0, 1, 87, 88, 126, 127, 128, 254, 255]].flatten()
+    x = torch.zeros(len(amax), 128, dtype=torch.bfloat16)
+    x[:, 5] = -amax
+    _, scale = quantize(x.to(DEVICE), backend, scale_format=scale_format)
+    s = (448 / amax.double().clamp(min=float(np.float32(1e-12)))).float()
+    if scale_format == "pow2":
+        s = torch.frexp(s)[1].sub(1).double().exp2().float()
+    expected = torch.where(amax.isfinite(), (1 / s.double()).float(), torch.nan)
+    assert torch.equal(scale[:, 0].cpu().nan_to_num(-1.0), expected.nan_to_num(-1.0))
+
+
+@each_backend
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_power_of_two_moves_a_pow2_scale_and_no_code(backend, axis):
+    x = torch.randn(128, 128).clamp(min=2**-6)  # amax / 448 and above: no code is subnormal
+    qdata, scale = quantize(x.to(DEVICE), backend, axis=axis, scale_format="pow2")
+    for k in (-30, -1, 1, 30, 100):
+        moved, moved_scale = quantize((x * 2.0**k).to(DEVICE), backend, axis=axis, scale_format="pow2")
+        assert torch.equal(moved.view(torch.uint8), qdata.view(torch.uint8))
+        assert torch.equal(moved_scale, scale * 2.0**k)

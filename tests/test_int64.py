@@ -52,7 +52,7 @@ def test_the_last_programs_write_the_last_rows(op, case):
     for g, e in zip(got, expected, strict=True):
         if e.dtype in (torch.int32, torch.int64):  # offsets: no shorter, and small enough to be compared everywhere
             continue
-        if not e.is_contiguous():  # column-major codes, in the order in which they lie
+        if not g.is_contiguous():  # column-major, in the order in which they lie
             g, e = g.mT, e.mT
         equal = 512 if e.ndim == 1 else e.shape[-1]  # what ends as the large output ends: a tile, or a row
         tail = slice(-min(512, equal), None)

@@ -46,7 +46,7 @@ def cases() -> Iterator[Case]:
             yield Case(name, given(random_normal, 256, 96, dtype=dtype), options)
     yield Case("one row", given(random_normal, 1, 128), {"scale_major": "mn"})
     yield Case("ragged rows", given(random_normal, 77, 640))
-    yield Case("ragged columns", given(random_normal, 256, 77), {"axis": -2})
+    yield Case("ragged columns", given(random_normal, 256, 77), {"axis": -2}, flags={"edge"})
     for axis in (-1, -2):
         kw: dict[str, Any] = {"axis": axis, "scale_major": "mn"}
         yield Case(f"ragged against every tile, axis {axis}", given(random_normal, 384, 1408), kw)
@@ -54,9 +54,8 @@ def cases() -> Iterator[Case]:
         yield Case(f"every second row, axis {axis}", lambda: (random_normal(256, 128)[::2],), {"axis": axis})
         yield Case(f"every second column, axis {axis}", lambda: (random_normal(128, 512)[:, ::2],), kw)
         large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
-        for major in SCALE_MAJORS:
-            kw = {"axis": axis, "scale_major": major}
-            yield Case(f"2^31 elements and more, axis {axis}, {major}-major", large, kw, flags={"large"})
+        yield Case(f"2^31 elements and more, axis {axis}, mn-major", large, kw, flags={"large"})
+    yield Case("2^31 elements and more", large, flags={"large"})
     yield Case("odd K, axis -2", given(random_normal, 128, 333), {"axis": -2}, flags={"edge"})
     yield Case("larger eps", lambda: (random_normal(4, 128) * 2**-30,), {"eps": 1e-4})
     yield Case("zeros, bf16", given(torch.zeros, 2, 128, dtype=torch.bfloat16), flags={"edge"})

@@ -19,3 +19,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def for_device(configs: Mapping[tuple[int, int], T], device: torch.device) -> T:
     """The configurations for a device's compute capability; Hopper's where it has none, and under the interpreter."""
     return configs.get(_capability(device), configs[9, 0])
+
+
+def grid(across: int, down: int) -> tuple[int, int, int]:
+    """Programs that run `across` first and then `down`, which two dimensions share: each holds 65535 at most.
+
+    The place down is `tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)`; a few at the end may be past it.
+    """
+    parts = max(1, -(-down // 65535))
+    return across, -(-down // parts), parts

@@ -28,6 +28,7 @@ from mxspec.triton_kernels._numerics import (
     shared_exponent,
     widened,
 )
+from mxspec.triton_kernels._runs import load8, load16, store8
 
 # H200, plain and blocked scales, as fractions of a bare cast's rate: col, small at 8192 x 2048 0.87, 0.91 (large 0.84,
 # 0.86); of a copy's: rowcol at 8192 x 2048 0.80, 0.89, at 32768 x 7168 0.79, 0.91 (16 warps 0.75, 0.87; 4 warps, which
@@ -52,59 +53,6 @@ def supports(x: Tensor) -> str | None:
     if x.ndim == 3 and x.shape[0] > 65535:
         return f"has a grid of up to 65535 experts; x has {x.shape[0]}"
     return None
-
-
-@triton.jit
-def _load1(x, mask, left, ROW: tl.constexpr):
-    if left is None:
-        return tl.load(x, mask=mask, other=0)
-    else:  # of the rows from each pointer on only so many are there
-        return tl.load(x, mask=mask & (left > ROW), other=0)
-
-
-@triton.jit
-def _load2(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
-    return tl.join(_load1(x, mask, left, ROW), _load1(x + stride, mask, left, ROW + STEP))
-
-
-@triton.jit
-def _load4(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
-    even = _load2(x, 2 * stride, mask, left, ROW, 2 * STEP)
-    return tl.join(even, _load2(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP))
-
-
-@triton.jit
-def _load8(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
-    even = _load4(x, 2 * stride, mask, left, ROW, 2 * STEP)
-    return tl.join(even, _load4(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP))
-
-
-@triton.jit
-def _load16(x, stride, mask, left):
-    """The 16 rows from each pointer on, along four last dimensions of 2, in registers of the thread of the pointer."""
-    return tl.join(_load8(x, 2 * stride, mask, left, 0, 2), _load8(x + stride, 2 * stride, mask, left, 1, 2))
-
-
-@triton.jit
-def _store2(q, stride, values, mask):
-    even, odd = tl.split(values)
-    tl.store(q, saturating_cast(even, q.dtype.element_ty), mask=mask)
-    tl.store(q + stride, saturating_cast(odd, q.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store4(q, stride, values, mask):
-    even, odd = tl.split(values)
-    _store2(q, 2 * stride, even, mask)
-    _store2(q + stride, 2 * stride, odd, mask)
-
-
-@triton.jit
-def _store8(q, stride, values, mask):
-    """Cast and store 8 rows from each pointer on. Cast last, or two rows and not two columns would be cast together."""
-    even, odd = tl.split(values)
-    _store4(q, 2 * stride, even, mask)
-    _store4(q + stride, 2 * stride, odd, mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])  # for what ptxas makes of a 1, see mx_quantize_groups
@@ -142,7 +90,7 @@ def _mx_tile(
         left = tl.where(token >= 0, tl.minimum(stop, tokens) - token, 0)
         x_rows = x + token.to(tl.int64) * stride_m
     x_rows += (b * stride_k)[None, :, :]
-    values = _load16(x_rows, stride_m, inside, left) if RUN == 16 else _load8(x_rows, stride_m, inside, left, 0, 1)
+    values = load16(x_rows, stride_m, inside, left) if RUN == 16 else load8(x_rows, stride_m, inside, left, 0, 1)
     wide = widened(values).reshape(GROUPS, PARTS, PART, RUN)  # RUN rows of a column, in the registers of one thread
 
     # Both maxima before any codes, so that the magnitudes no longer take registers.
@@ -153,7 +101,7 @@ def _mx_tile(
         blocks = wide.reshape(GROUPS, PARTS, PART // 32, 32, RUN)
         row_byte = shared_exponent(tl.max(magnitude_bits(blocks), axis=3), EMAX, ROUND, EXCEPT)
         q = (blocks * reciprocal_scale(row_byte)[:, :, :, None, :]).reshape(GROUPS, PARTS, PART, 2, 2, 2)
-        _store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside)
+        store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside)
 
     q = wide.reshape(BLOCKS, RUNS, PARTS, PART, RUN) * reciprocal_scale(byte)[:, None, :, :, None]
     owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN

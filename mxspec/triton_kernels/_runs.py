@@ -1,0 +1,71 @@
+"""Runs of rows in the registers of one thread: each row is a load, or a store, of its own.
+
+What was loaded stays in the thread that loaded it; as dimensions of one load, Triton would spread the rows over them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxspec.triton_kernels._numerics import saturating_cast
+
+
+@triton.jit
+def load1(x, mask, left, ROW: tl.constexpr):
+    if left is None:
+        return tl.load(x, mask=mask, other=0)
+    else:  # of the rows from each pointer on only so many are there
+        return tl.load(x, mask=mask & (left > ROW), other=0)
+
+
+@triton.jit
+def load2(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+    return tl.join(load1(x, mask, left, ROW), load1(x + stride, mask, left, ROW + STEP))
+
+
+@triton.jit
+def load4(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+    even = load2(x, 2 * stride, mask, left, ROW, 2 * STEP)
+    return tl.join(even, load2(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP))
+
+
+@triton.jit
+def load8(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+    even = load4(x, 2 * stride, mask, left, ROW, 2 * STEP)
+    return tl.join(even, load4(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP))
+
+
+@triton.jit
+def load16(x, stride, mask, left):
+    """The 16 rows from each pointer on, along four last dimensions of 2, in registers of the thread of the pointer."""
+    return tl.join(load8(x, 2 * stride, mask, left, 0, 2), load8(x + stride, 2 * stride, mask, left, 1, 2))
+
+
+@triton.jit
+def store2(q, stride, values, mask):
+    even, odd = tl.split(values)
+    tl.store(q, saturating_cast(even, q.dtype.element_ty), mask=mask)
+    tl.store(q + stride, saturating_cast(odd, q.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store4(q, stride, values, mask):
+    even, odd = tl.split(values)
+    store2(q, 2 * stride, even, mask)
+    store2(q + stride, 2 * stride, odd, mask)
+
+
+@triton.jit
+def store8(q, stride, values, mask):
+    """Cast and store 8 rows from each pointer on. Cast last, or two rows and not two columns would be cast together."""
+    even, odd = tl.split(values)
+    store4(q, 2 * stride, even, mask)
+    store4(q + stride, 2 * stride, odd, mask)
+
+
+@triton.jit
+def store16(q, stride, values, mask):
+    even, odd = tl.split(values)
+    store8(q, 2 * stride, even, mask)
+    store8(q + stride, 2 * stride, odd, mask)

@@ -1,0 +1,109 @@
+"""fp8_quantize_1x128 in Triton: a kernel for blocks that lie along memory, and one for blocks that lie across it.
+
+Which of them runs depends on the strides alone: blocks along the columns of x are blocks along the rows of its
+transpose, and so are both results. In either, a warp has whole blocks, so that amax is taken by shuffles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
+from mxspec.triton_kernels import _launch
+from mxspec.triton_kernels._fp8_numerics import factors
+from mxspec.triton_kernels._numerics import magnitude_bits, saturating_cast, widened
+from mxspec.triton_kernels._runs import load16
+
+# ROWS blocks a program where all is contiguous, ROWS rows of one block elsewhere; BLOCKS by COLS blocks of 128x1.
+_HOPPER = {
+    "flat": {"ROWS": 16, "num_warps": 2},
+    "along": {"ROWS": 32, "num_warps": 4},
+    "across, k": {"BLOCKS": 4, "COLS": 32, "num_warps": 4},
+    "across, mn": {"BLOCKS": 1, "COLS": 128, "num_warps": 4},
+}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+
+
+@triton.jit(do_not_specialize=["eps_bits"])
+def _along(
+    x, qdata, scale,
+    R, K, stride_r, stride_k, scale_stride_r, scale_stride_c, eps_bits,
+    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # ROWS rows by one block, so that column-major scales are stored as a run; programs run along the row first.
+    r0 = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * ROWS
+    c, r, k = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.arange(0, 128)
+    inside = (r0 + r < R) | EVEN
+    if WIDE:  # the products with strides pass 2^31
+        r, k = r.to(tl.int64), k.to(tl.int64)
+    x += r0 * stride_r + c * 128 * stride_k
+    values = widened(tl.load(x + (r[:, None] * stride_r + k[None, :] * stride_k), mask=inside[:, None], other=0))
+    s, back = factors(tl.max(magnitude_bits(values), axis=1), eps_bits, POW2)
+    q = saturating_cast(values * s[:, None], qdata.dtype.element_ty)
+    tl.store(qdata + r0 * K + c * 128 + (r[:, None] * K + k[None, :]), q, mask=inside[:, None])
+    tl.store(scale + r0 * scale_stride_r + c * scale_stride_c + r * scale_stride_r, back, mask=inside)
+
+
+@triton.jit(do_not_specialize=["eps_bits"])
+def _across(
+    x, qdata, scale,
+    R, K, stride_r, stride_k, scale_stride_r, scale_stride_c, eps_bits,
+    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # BLOCKS blocks of each of COLS rows, which are columns of memory; programs run along the row first, whose bytes
+    # they write. A thread has 16 elements of each of 8 neighbouring rows: 16 loads of 16 bytes of memory that become,
+    # within its registers, 8 stores of 16 bytes of a row. A warp is 8 threads along the block by 4 across.
+    r0 = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * COLS
+    k0 = tl.program_id(0).to(tl.int64) * (BLOCKS * 128)
+    thread, warp, row = tl.arange(0, 4) * 8, tl.arange(0, COLS // 32) * 32, tl.arange(0, 8)
+    r = thread[:, None, None, None] + warp[None, :, None, None] + row[None, None, None, :]
+    k, run = (tl.arange(0, BLOCKS) * 128)[None, None, :, None], tl.arange(0, 8)[None, :, None, None, None] * 16
+    inside = ((r0 + r < R) & (k0 + k < K)) | EVEN  # (4, COLS // 32, BLOCKS, 8)
+    if WIDE:  # the products with strides pass 2^31
+        r, k, run = r.to(tl.int64), k.to(tl.int64), run.to(tl.int64)
+    x += r0 * stride_r + k0 * stride_k
+    x += (r * stride_r + k * stride_k)[:, None, :, :, :] + run * stride_k
+    wide = widened(load16(x, stride_k, inside[:, None, :, :, :], None)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)
+    s, back = factors(tl.max(tl.max(magnitude_bits(wide), axis=5), axis=1), eps_bits, POW2)
+    q = saturating_cast(wide * s[:, None, :, :, :, None], qdata.dtype.element_ty)
+    qdata += r0 * K + k0
+    qdata += ((r * K + k)[:, None, :, :, :] + run)[:, :, :, :, :, None] + tl.arange(0, 16)
+    tl.store(qdata, q, mask=inside[:, None, :, :, :, None])
+    scale += r0 * scale_stride_r + tl.program_id(0).to(tl.int64) * BLOCKS * scale_stride_c
+    tl.store(scale + (r * scale_stride_r + k // 128 * scale_stride_c), back, mask=inside)
+
+
+def fp8_quantize_1x128(
+    x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
+) -> tuple[Tensor, Tensor]:
+    rows = x if axis == -1 else x.mT  # from here on the blocks lie along the last dimension
+    R, K = rows.shape
+    C = K // FP8_BLOCK_SIZE
+    qdata = x.new_empty((R, K), dtype=torch.float8_e4m3fn)
+    scale = x.new_empty((R, C) if scale_major == "k" else (C, R), dtype=torch.float32)
+    result = qdata if axis == -1 else qdata.mT, scale if scale_major == "k" else scale.mT
+    if not x.numel():
+        return result
+    scale_strides = (C, 1) if scale_major == "k" else (1, R)
+    if rows.stride(1) != 1 and rows.stride(0) == 1:
+        kernel, which = _across, f"across, {scale_major}"
+    elif rows.is_contiguous() and (scale_major == "k" or C == 1):
+        kernel, which = _along, "flat"
+        rows, R, K, scale_strides = rows.view(-1, FP8_BLOCK_SIZE), R * C, FP8_BLOCK_SIZE, (1, 1)
+    else:
+        kernel, which = _along, "along"
+    config = _launch.for_device(CONFIGS, x.device)[which]
+    height = config["COLS"] if kernel is _across else config["ROWS"]
+    width = FP8_BLOCK_SIZE * config.get("BLOCKS", 1)
+    grid = _launch.grid(-(-K // width), -(-R // height))
+    even = K % width == 0 and height * grid[1] * grid[2] == R
+    wide = max(height * max(rows.stride(0), K, scale_strides[0]), width * rows.stride(1)) >= 2**31
+    kernel[grid](
+        rows, qdata, scale, R, K, *rows.stride(), *scale_strides, fp32_bits(eps), scale_format == "pow2", even, wide,
+        **config,
+    )  # fmt: skip
+    return result
