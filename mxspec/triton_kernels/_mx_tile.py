@@ -101,7 +101,7 @@ def _mx_tile(
         blocks = wide.reshape(GROUPS, PARTS, PART // 32, 32, RUN)
         row_byte = shared_exponent(tl.max(magnitude_bits(blocks), axis=3), EMAX, ROUND, EXCEPT)
         q = (blocks * reciprocal_scale(row_byte)[:, :, :, None, :]).reshape(GROUPS, PARTS, PART, 2, 2, 2)
-        store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside)
+        store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside, None, 0, 1)
 
     q = wide.reshape(BLOCKS, RUNS, PARTS, PART, RUN) * reciprocal_scale(byte)[:, None, :, :, None]
     owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN

@@ -43,29 +43,36 @@ def load16(x, stride, mask, left):
 
 
 @triton.jit
-def store2(q, stride, values, mask):
-    even, odd = tl.split(values)
-    tl.store(q, saturating_cast(even, q.dtype.element_ty), mask=mask)
-    tl.store(q + stride, saturating_cast(odd, q.dtype.element_ty), mask=mask)
+def store1(q, values, mask, left, ROW: tl.constexpr):
+    if left is not None:  # of the rows from each pointer on only so many are there
+        mask = mask & (left > ROW)
+    tl.store(q, saturating_cast(values, q.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def store4(q, stride, values, mask):
+def store2(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
     even, odd = tl.split(values)
-    store2(q, 2 * stride, even, mask)
-    store2(q + stride, 2 * stride, odd, mask)
+    store1(q, even, mask, left, ROW)
+    store1(q + stride, odd, mask, left, ROW + STEP)
 
 
 @triton.jit
-def store8(q, stride, values, mask):
+def store4(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+    even, odd = tl.split(values)
+    store2(q, 2 * stride, even, mask, left, ROW, 2 * STEP)
+    store2(q + stride, 2 * stride, odd, mask, left, ROW + STEP, 2 * STEP)
+
+
+@triton.jit
+def store8(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
     """Cast and store 8 rows from each pointer on. Cast last, or two rows and not two columns would be cast together."""
     even, odd = tl.split(values)
-    store4(q, 2 * stride, even, mask)
-    store4(q + stride, 2 * stride, odd, mask)
+    store4(q, 2 * stride, even, mask, left, ROW, 2 * STEP)
+    store4(q + stride, 2 * stride, odd, mask, left, ROW + STEP, 2 * STEP)
 
 
 @triton.jit
-def store16(q, stride, values, mask):
+def store16(q, stride, values, mask, left):
     even, odd = tl.split(values)
-    store8(q, 2 * stride, even, mask)
-    store8(q + stride, 2 * stride, odd, mask)
+    store8(q, 2 * stride, even, mask, left, 0, 2)
+    store8(q + stride, 2 * stride, odd, mask, left, 1, 2)
