@@ -1,0 +1,115 @@
+"""fp8_dequantize in Triton: a kernel for codes that are read in the output's order, and one that turns them.
+
+Along axis -2, codes and scales are those of the transpose, and the output is not: each thread turns what it has, as in
+fp8_quantize_1x128.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import FP8_BLOCK_SIZE
+from mxspec.triton_kernels import _launch
+from mxspec.triton_kernels._runs import load8
+
+# ROWS blocks a program where all is contiguous, ROWS rows of one block elsewhere (ROWS divides 128, so that they share
+# a scale where it is that of a square); 128 rows by COLS columns of the output where codes are turned.
+_HOPPER = {
+    "flat": {"ROWS": 32, "num_warps": 4},
+    "along": {"ROWS": 32, "num_warps": 4},
+    "turned": {"COLS": 128, "num_warps": 4},
+    "turned, ragged": {"COLS": 128, "num_warps": 8},  # stores of single values: 4 warps spill
+}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
+# A multiplication without .ftz, which would lose the subnormals.
+PTX = (r"ld\.global\.(v[24]\.)?b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e4m3x2", r"mul\.(rn\.)?f32")
+
+
+@triton.jit
+def _along(
+    qdata, scale, out,
+    R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
+    SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # A thread reads as many codes at once as make 16 bytes of output. Left to itself, Triton takes 16 codes and then
+    # exchanges them through shared memory, since it stores 16 bytes a thread.
+    at_once: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    place, c = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1), tl.program_id(0).to(tl.int64)
+    e, r0 = (place // tiles).to(tl.int64), (place % tiles).to(tl.int64) * ROWS
+    r, k = tl.arange(0, ROWS), tl.max_contiguous(tl.arange(0, 128), at_once)
+    inside = (r0 + r < R) | EVEN
+    if WIDE:  # the products with strides pass 2^31
+        r, k = r.to(tl.int64), k.to(tl.int64)
+    qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
+    q = tl.load(qdata + (r[:, None] * stride_r + k[None, :] * stride_k), mask=inside[:, None])
+    scale += e * scale_stride_e + c * scale_stride_c
+    if SQUARE:
+        value = q.to(tl.float32) * tl.load(scale + r0 // 128 * scale_stride_r)
+    else:
+        value = q.to(tl.float32) * tl.load(scale + r0 * scale_stride_r + r * scale_stride_r, mask=inside)[:, None]
+    out += (e * R + r0) * K + c * 128
+    tl.store(out + (r[:, None] * K + k[None, :]), value.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _turned(
+    qdata, scale, out,
+    R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
+    SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # R and K are those of the transpose: an output of K rows and R columns, along which programs run first. A thread
+    # has 16 elements along K of each of 8 neighbours: 8 loads of 16 codes that become 16 stores of 8 values.
+    place, r0 = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1), tl.program_id(0).to(tl.int64) * COLS
+    e, c = (place // tiles).to(tl.int64), (place % tiles).to(tl.int64)
+    r = (tl.arange(0, 4) * 8)[:, None, None, None] + (tl.arange(0, COLS // 32) * 32)[None, None, :, None]
+    k = (tl.arange(0, 8) * 16)[None, :, None, None] + tl.arange(0, 16)
+    if WIDE:  # the products with strides pass 2^31
+        r, k = r.to(tl.int64), k.to(tl.int64)
+    qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
+    left = None if WHOLE else R - r0 - r  # WHOLE: R is a multiple of 8, so that a thread has its 8 columns or none
+    q = load8(qdata + (r * stride_r + k * stride_k), stride_r, (r0 + r < R) | EVEN, left, 0, 1)
+    # In parts of 16 bytes, which are what a thread stores; Triton would give the halves of a longer run to two threads.
+    PART: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
+    value = q.to(tl.float8e4nv, bitcast=True).to(tl.float32).reshape(4, 8, COLS // 32, 16, 8 // PART, PART)
+    column = r[:, :, :, :, None, None] + (tl.arange(0, 8 // PART) * PART)[:, None] + tl.arange(0, PART)
+    inside = (r0 + column < R) | EVEN
+    scale += e * scale_stride_e + c * scale_stride_c
+    if SQUARE:
+        value *= tl.load(scale + (r0 + column) // 128 * scale_stride_r, mask=inside)
+    else:
+        value *= tl.load(scale + r0 * scale_stride_r + column * scale_stride_r, mask=inside)
+    out += (e * K + c * 128) * R + r0
+    tl.store(out + (k[:, :, :, :, None, None] * R + column), value.to(out.dtype.element_ty), mask=inside)
+
+
+def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    out = torch.empty_like(qdata, dtype=out_dtype, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    q = qdata if axis == -1 else qdata.mT  # from here on the blocks lie along the last dimension
+    *lead, R, K = q.shape
+    C, square = K // FP8_BLOCK_SIZE, scale.shape[-2] != R
+    E, stride_e, scale_stride_e = (lead[0], q.stride(0), scale.stride(0)) if lead else (1, 0, 0)
+    strides, scale_strides = q.stride()[-2:], scale.stride()[-2:]
+    config = _launch.for_device(CONFIGS, q.device)
+    if axis == -2:
+        q = q.view(torch.uint8)  # of which a masked load may give 0
+        whole = R % 8 == 0
+        kernel, chosen = _turned, {**config["turned" if whole else "turned, ragged"], "WHOLE": whole}
+        across, tiles, even = -(-R // chosen["COLS"]), C, R % chosen["COLS"] == 0
+    else:
+        which = "along"
+        if not square and q.is_contiguous() and scale.is_contiguous():
+            which, R, K, E, C, strides, scale_strides = "flat", E * R * C, FP8_BLOCK_SIZE, 1, 1, (128, 1), (1, 1)
+        kernel, chosen = _along, config[which]
+        across, tiles, even = C, -(-R // chosen["ROWS"]), R % chosen["ROWS"] == 0
+    grid = _launch.grid(across, E * tiles)
+    even = even and grid[1] * grid[2] == E * tiles
+    wide = 128 * max(*strides, *scale_strides, R if axis == -2 else K) >= 2**31
+    kernel[grid](
+        q, scale, out, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, **chosen
+    )
+    return out
