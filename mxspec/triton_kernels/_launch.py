@@ -21,10 +21,13 @@ def for_device(configs: Mapping[tuple[int, int], T], device: torch.device) -> T:
     return configs.get(_capability(device), configs[9, 0])
 
 
+MOST = 65535  # programs that a grid's second and its third dimension hold
+
+
 def grid(across: int, down: int) -> tuple[int, int, int]:
-    """Programs that run `across` first and then `down`, which two dimensions share: each holds 65535 at most.
+    """Programs that run `across` first and then `down`, which the second dimension and the third share.
 
     The place down is `tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)`; a few at the end may be past it.
     """
-    parts = max(1, -(-down // 65535))
+    parts = max(1, -(-down // MOST))
     return across, -(-down // parts), parts

@@ -21,7 +21,7 @@ _HOPPER = {
     "flat": {"ROWS": 32, "num_warps": 4},
     "along": {"ROWS": 32, "num_warps": 4},
     "turned": {"COLS": 128, "num_warps": 4},
-    "turned, ragged": {"COLS": 128, "num_warps": 8},  # stores of single values: 4 warps spill
+    "turned, ragged": {"COLS": 128, "num_warps": 8},  # masked stores, or of single values: 4 warps spill
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
 # A multiplication without .ftz, which would lose the subnormals.
@@ -31,7 +31,7 @@ PTX = (r"ld\.global\.(v[24]\.)?b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e
 @triton.jit
 def _along(
     qdata, scale, out,
-    R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
+    E, R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
     SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # A thread reads as many codes at once as make 16 bytes of output. Left to itself, Triton takes 16 codes and then
@@ -40,14 +40,14 @@ def _along(
     place, c = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1), tl.program_id(0).to(tl.int64)
     e, r0 = (place // tiles).to(tl.int64), (place % tiles).to(tl.int64) * ROWS
     r, k = tl.arange(0, ROWS), tl.max_contiguous(tl.arange(0, 128), at_once)
-    inside = (r0 + r < R) | EVEN
+    inside = ((r0 + r < R) & (e < E)) | EVEN
     if WIDE:  # the products with strides pass 2^31
         r, k = r.to(tl.int64), k.to(tl.int64)
     qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
     q = tl.load(qdata + (r[:, None] * stride_r + k[None, :] * stride_k), mask=inside[:, None])
     scale += e * scale_stride_e + c * scale_stride_c
     if SQUARE:
-        value = q.to(tl.float32) * tl.load(scale + r0 // 128 * scale_stride_r)
+        value = q.to(tl.float32) * tl.load(scale + r0 // 128 * scale_stride_r, mask=(e < E) | EVEN)
     else:
         value = q.to(tl.float32) * tl.load(scale + r0 * scale_stride_r + r * scale_stride_r, mask=inside)[:, None]
     out += (e * R + r0) * K + c * 128
@@ -57,7 +57,7 @@ def _along(
 @triton.jit
 def _turned(
     qdata, scale, out,
-    R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
+    E, R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
     SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # R and K are those of the transpose: an output of K rows and R columns, along which programs run first. A thread
@@ -70,12 +70,12 @@ def _turned(
         r, k = r.to(tl.int64), k.to(tl.int64)
     qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
     left = None if WHOLE else R - r0 - r  # WHOLE: R is a multiple of 8, so that a thread has its 8 columns or none
-    q = load8(qdata + (r * stride_r + k * stride_k), stride_r, (r0 + r < R) | EVEN, left, 0, 1)
+    q = load8(qdata + (r * stride_r + k * stride_k), stride_r, ((r0 + r < R) & (e < E)) | EVEN, left, 0, 1)
     # In parts of 16 bytes, which are what a thread stores; Triton would give the halves of a longer run to two threads.
     PART: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     value = q.to(tl.float8e4nv, bitcast=True).to(tl.float32).reshape(4, 8, COLS // 32, 16, 8 // PART, PART)
     column = r[:, :, :, :, None, None] + (tl.arange(0, 8 // PART) * PART)[:, None] + tl.arange(0, PART)
-    inside = (r0 + column < R) | EVEN
+    inside = ((r0 + column < R) & (e < E)) | EVEN
     scale += e * scale_stride_e + c * scale_stride_c
     if SQUARE:
         value *= tl.load(scale + (r0 + column) // 128 * scale_stride_r, mask=inside)
@@ -97,9 +97,9 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     config = _launch.for_device(CONFIGS, q.device)
     if axis == -2:
         q = q.view(torch.uint8)  # of which a masked load may give 0
-        whole = R % 8 == 0
-        kernel, chosen = _turned, {**config["turned" if whole else "turned, ragged"], "WHOLE": whole}
-        across, tiles, even = -(-R // chosen["COLS"]), C, R % chosen["COLS"] == 0
+        even = R % config["turned"]["COLS"] == 0
+        kernel, chosen = _turned, {**config["turned" if even else "turned, ragged"], "WHOLE": R % 8 == 0}
+        across, tiles = -(-R // chosen["COLS"]), C
     else:
         which = "along"
         if not square and q.is_contiguous() and scale.is_contiguous():
@@ -110,6 +110,6 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     even = even and grid[1] * grid[2] == E * tiles
     wide = 128 * max(*strides, *scale_strides, R if axis == -2 else K) >= 2**31
     kernel[grid](
-        q, scale, out, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, **chosen
+        q, scale, out, E, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, **chosen
     )
     return out
