@@ -404,9 +404,10 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torc
 
 
 def _cublas_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    if _is_1x128(b, b_scale):
+        return a, _mn_major(a_scale), b, _mn_major(b_scale)
     # cuBLAS reads a column of 128x128 scales in whole steps of 16 bytes: K-blocks padded to four
-    padded = torch.nn.functional.pad(b_scale, (0, -b_scale.shape[1] % 4))
-    return a, _mn_major(a_scale), b, _mn_major(b_scale) if _is_1x128(b, b_scale) else padded
+    return a, _mn_major(a_scale), b, torch.nn.functional.pad(b_scale, (0, -b_scale.shape[1] % 4))
 
 
 @adapter("fp8_gemm", "cuBLAS fp8", prepare=_cublas_scales)
@@ -414,17 +415,19 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torc
     from torch.nn.functional import ScalingType, scaled_mm
 
     need(major(a.device) == 9, "has scales in blocks of 128 on Hopper only")
-    of_a, of_b = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    recipe, of_b = ScalingType.BlockWise1x128, b_scale  # 1x128: (N, K/128), as those of a
+    if not _is_1x128(b, b_scale):
+        recipe, of_b = ScalingType.BlockWise128x128, b_scale.t()  # 128x128: (K/128, N/128)
     try:
-        recipe = of_a if _is_1x128(b, b_scale) else of_b
-        return scaled_mm(a, b.t(), a_scale, of_a, b_scale.t(), recipe, output_dtype=out_dtype)
+        return scaled_mm(a, b.t(), a_scale, ScalingType.BlockWise1x128, of_b, recipe, output_dtype=out_dtype)
     except RuntimeError as error:
         need("CUBLAS_STATUS_NOT_SUPPORTED" not in str(error), f"has no kernel for M = {a.shape[0]}")
         raise
 
 
 def _deep_gemm_scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return a, _mn_major(a_scale, multiple=4), b, b_scale.contiguous()  # TMA: rows of 16 bytes
+    of_b = _mn_major(b_scale, multiple=4) if _is_1x128(b, b_scale) else b_scale.contiguous()
+    return a, _mn_major(a_scale, multiple=4), b, of_b  # TMA: rows of 16 bytes
 
 
 @adapter("fp8_gemm", "DeepGEMM", prepare=_deep_gemm_scales)
@@ -433,9 +436,23 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torc
 
     need(hasattr(deep_gemm, "fp8_gemm_nt"), "has no fp8_gemm_nt in this build")
     need(major(a.device) == 9, "rounds fp32 scales to powers of two except on Hopper")
-    need(out_dtype == torch.bfloat16 and not _is_1x128(b, b_scale), "does 1x128 by 128x128 to bfloat16 here")
+    if _is_1x128(b, b_scale):
+        need(out_dtype == torch.float32, "does 1x128 by 1x128 to fp32")
+        out = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)  # which it adds to, and cannot but add to
+        deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, FP8_BLOCK_SIZE))
+        return out
+    need(out_dtype == torch.bfloat16, "does 1x128 by 128x128 to bfloat16")
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out)
+    return out
+
+
+def deep_gemm_onto_anything(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """DeepGEMM's 1x128 by 1x128 without the zeros that it adds to: what its kernel takes, and a wrong output."""
+    import deep_gemm
+
+    out = a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)
+    deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, FP8_BLOCK_SIZE))
     return out
 
 
