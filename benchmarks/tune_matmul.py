@@ -45,6 +45,10 @@ def variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
         return {
             "256x128, turns": (LARGE, {"TURNS": 2}),
             "256x128": (LARGE, {"TURNS": 0}),
+            "256x128, turns, output in halves": (LARGE, {"TURNS": 2, "chunk": 64, "BUFFERS": 2}),
+            "256x128, output in halves": (LARGE, {"TURNS": 0, "chunk": 64, "BUFFERS": 2}),
+            "256x128, turns, groups of 16": (LARGE, {"TURNS": 2, "GROUP": 16}),
+            "256x128, column scales read twice": (LARGE, {"TURNS": 0, "ONCE": False}),
             "128x128, turns": (SQUARE, {"TURNS": 2}),
             "128x128": (SQUARE, {"TURNS": 0}),
         }
@@ -157,9 +161,12 @@ def proven(shape: str, names: list[str]) -> Iterator[str]:
 def contenders(case: Case, M: int, wgrad: bool, names: list[str], inputs: list[tuple[Any, ...]]) -> list[Contender]:
     found = []
     calls = {name: (partial(run, *variants(M, wgrad)[name], **case.kwargs), inputs) for name in names}
+    peers = load_peers()
     for label in ("DeepGEMM", "cuBLAS fp8"):
-        adapter = load_peers().ADAPTERS["fp8_gemm"][label]
+        adapter = peers.ADAPTERS["fp8_gemm"][label]
         calls[label] = (partial(adapter, **case.kwargs), [adapter.prepare(*args) for args in inputs])
+    if wgrad:  # its kernel alone, on outputs that are not zeroed first: only for its time, and never right
+        calls["DeepGEMM without its zeros"] = (peers.deep_gemm_onto_anything, calls["DeepGEMM"][1])
     for name, (call, sets) in calls.items():
         try:
             found.append(Contender(name, call, sets))

@@ -167,7 +167,8 @@ def _write(out_desc, out_tiles, row, column, acc, buffer, BUFFERS: gl.constexpr,
 def _multiply(
     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty, M_tiles, N_tiles, K_blocks,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, BUFFERS: gl.constexpr, CHUNKS: gl.constexpr,
+    GROUP: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     per_row: gl.constexpr = gl.SliceLayout(1, mma)
@@ -180,11 +181,11 @@ def _multiply(
     i = 0
     partial = gl.zeros([64, BLOCK_N], gl.float32, mma)
     mbarrier.wait(full.index(0), 0)
-    s_upper = row_scales.index(0).slice(first, 64).load(per_row)
-    s_lower = row_scales.index(0).slice(first + (HALVES - 1) * 64, 64).load(per_row)
+    if not ONCE:
+        s_upper = row_scales.index(0).slice(first, 64).load(per_row)
+        s_lower = row_scales.index(0).slice(first + (HALVES - 1) * 64, 64).load(per_row)
     _barrier()
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
-        m, n = _place(tile, M_tiles, N_tiles, GROUP)
         upper = gl.zeros([64, BLOCK_N], gl.float32, mma)
         lower = gl.zeros([64, BLOCK_N], gl.float32, mma)
         for _ in range(K_blocks):
@@ -198,25 +199,36 @@ def _multiply(
             # An arrival is a barrier of the warpgroup before and one after, which here cost nothing: a matmul runs.
             mbarrier.arrive(empty.index(before), count=1)
             _barrier()
+            s_column = 0.0
+            if ONCE:
+                s_upper = row_scales.index(stage).slice(first, 64).load(per_row)
+                s_column = column_scales.index(stage).load(per_column)
             if HALVES == 2:
                 partial = warpgroup_mma_wait(0, deps=[running])
-                s_column = column_scales.index(stage).load(per_column) if VECTOR else 0.0
+                if VECTOR and not ONCE:
+                    s_column = column_scales.index(stage).load(per_column)
                 upper = _promote(partial, s_upper, s_column, upper, VECTOR)
                 _my_turn(WARPGROUP, TURNS == 2)
                 running = warpgroup_mma(a.slice(first + 64, 64), b, partial, use_acc=False, is_async=True)
                 _your_turn(WARPGROUP, TURNS == 2)
             # Nor does a look at the next block.
             mbarrier.wait(full.index(after), (i + 1) // STAGES & 1)
-            next_upper = row_scales.index(after).slice(first, 64).load(per_row)
-            next_lower = row_scales.index(after).slice(first + (HALVES - 1) * 64, 64).load(per_row)
+            if ONCE:
+                s_lower = row_scales.index(stage).slice(first + (HALVES - 1) * 64, 64).load(per_row)
+            else:
+                next_upper = row_scales.index(after).slice(first, 64).load(per_row)
+                next_lower = row_scales.index(after).slice(first + (HALVES - 1) * 64, 64).load(per_row)
             partial = warpgroup_mma_wait(0, deps=[running])
-            s_column = column_scales.index(stage).load(per_column) if VECTOR else 0.0
+            if VECTOR and not ONCE:
+                s_column = column_scales.index(stage).load(per_column)
             if HALVES == 2:
                 lower = _promote(partial, s_lower, s_column, lower, VECTOR)
             else:
                 upper = _promote(partial, s_upper, s_column, upper, VECTOR)
-            s_upper, s_lower = next_upper, next_lower
+            if not ONCE:
+                s_upper, s_lower = next_upper, next_lower
             i += 1
+        m, n = _place(tile, M_tiles, N_tiles, GROUP)  # only now, since registers are scarce in the loop
         row, column = m * BLOCK_M + first, n * BLOCK_N
         _write(out_desc, out_tiles, row, column, upper, own_buffer, BUFFERS, CHUNKS)
         if HALVES == 2:
@@ -230,7 +242,7 @@ def _multiply(
 def fp8_gemm_sm90(
     a_desc, b_desc, out_desc, a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, M, N, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    TURNS: gl.constexpr, VECTOR: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr,
+    TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[1]
@@ -260,12 +272,12 @@ def fp8_gemm_sm90(
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, BUFFERS, CHUNKS,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS, CHUNKS,
                 )),
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, BUFFERS, CHUNKS,
+                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS, CHUNKS,
                 )),
                 (_load, (
                     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
@@ -285,7 +297,7 @@ def fp8_gemm_sm90(
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, BUFFERS, CHUNKS,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS, CHUNKS,
                 )),
                 (_load, (
                     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,

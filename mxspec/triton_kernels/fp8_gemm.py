@@ -104,9 +104,12 @@ def launch_sm90(
         config["TURNS"] = 0  # there is no other to wait for
     vector = b_scale.shape[0] == N
     halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
+    # The scales of the columns, 32 a thread, are read once a block where registers are left for them: shared memory is
+    # what bounds this kernel, and every thread's own 128 bytes of scales count as much there as operands.
+    config.setdefault("ONCE", vector and (halves == 1 or out.element_size() == 4))
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
     # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.
-    config.setdefault("REGISTERS", 160 if halves == 1 else 224)
+    config.setdefault("REGISTERS", 184 if halves == 1 else 232 if config["ONCE"] else 224)
     codes, rows = gl.NVMMASharedLayout(128, 8), gl.NVMMASharedLayout(128, 8 * out.element_size())
     descriptors = (
         TensorDescriptor.from_tensor(a, [config["BLOCK_M"], FP8_BLOCK_SIZE], codes),
