@@ -84,9 +84,12 @@ def check_case(
     for poison, embed in zip(_POISONS, (False, True), strict=True):
         if problem or (embed and "large" in case.flags):
             break
+        given = _embedded(args) if embed else args
+        if embed and isinstance(candidate, str) and dispatch.refusal(op, candidate, given, dict(case.kwargs)):
+            break  # it says that it takes no such strides, and nobody gets a wrong output
         try:
             with poisoned(poison):
-                got = outputs_of(call(*(_embedded(args) if embed else args), **case.kwargs))
+                got = outputs_of(call(*given, **case.kwargs))
             problem = difference(got, expected, reference.spec.min_sqnr_db)
         except NotImplementedError as error:
             return result("skipped", f"{name}: {error}")

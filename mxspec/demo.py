@@ -123,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
 
     device = check.default_device()
     console = Console(width=None if Console().is_terminal else 150)
-    modules = {b: dispatch.kernel_module("mx_quantize", b) for b in dispatch.backends() if b != "reference"}
+    having = [b for b in dispatch.backends() if dispatch.has_kernel("mx_quantize", b)]
+    modules = {b: dispatch.kernel_module("mx_quantize", b) for b in having}
     backends = [backend for backend, module in modules.items() if not isinstance(module, str)]
     names = [name for name, _ in matrices(path)]
     if not names:

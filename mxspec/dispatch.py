@@ -398,6 +398,8 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
 
     >>> print(explain("to_blocked", torch.zeros(128, 4, dtype=torch.uint8)))  # doctest: +ELLIPSIS
     to_blocked: 'auto' runs 'reference'
+      cublas     has no kernel for to_blocked
+      deepgemm   has no kernel for to_blocked
       helion     is only taken by name on cpu tensors
       triton     is only taken by name on cpu tensors
     """

@@ -240,3 +240,17 @@ def test_public_signature_is_the_references_with_a_backend(op):
 
     public, ref = inspect.signature(getattr(mxspec, op)), inspect.signature(dispatch.reference(op))
     assert list(public.parameters) == [*ref.parameters, "backend"]
+
+
+def test_a_backend_that_refuses_the_strides_of_embedded_inputs_is_not_given_them(monkeypatch):
+    def refusal(op, backend, args, kwargs):
+        return None if args[0].is_contiguous() else "takes contiguous tensors only"
+
+    def kernel(scale):
+        assert scale.is_contiguous()
+        return dispatch.reference("to_blocked")(scale)
+
+    monkeypatch.setattr(dispatch, "refusal", refusal)
+    monkeypatch.setattr(dispatch, "_kernel", lambda op, backend: kernel)
+    case = next(c for c in dispatch.reference("to_blocked").spec.cases() if not c.flags)
+    assert check.check_case("to_blocked", case, "triton", torch.device("cpu")).status == "passed"

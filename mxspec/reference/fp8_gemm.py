@@ -70,6 +70,11 @@ def operands(M: int, N: int, K: int, rows: int = FP8_BLOCK_SIZE, spread: int = 3
     return codes(M, K), a_scale, codes(N, K, seed=2), scales(-(-N // rows), C, spread, major, seed=3)
 
 
+def as_quantized() -> Any:
+    a, a_scale, b, _ = operands(132, 272, 1024, major="mn")
+    return a, a_scale, b, scales(3, 8, seed=3)
+
+
 def refused() -> Iterator[tuple[str, tuple[Tensor, ...], type[Exception], str]]:
     """Operands that no matmul of these takes."""
     a, a_scale, b, b_scale = operands(6, 200, 256)
@@ -93,6 +98,8 @@ def cases() -> Iterator[Case]:
                     made = partial(operands, M, N, K, rows, major=major)
                     named = f"{M}x{N}x{K}, {name}, {major}-major scales, {str(out_dtype)[6:]}"
                     yield Case(named, made, {"out_dtype": out_dtype})
+    for out_dtype in OUT_DTYPES:  # as `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` give them
+        yield Case(f"as quantized, {str(out_dtype)[6:]}", as_quantized, {"out_dtype": out_dtype})
     yield Case("K = 128", partial(operands, 128, 256, 128), flags={"edge"})
     yield Case("one row", partial(operands, 1, 256, 640), flags={"edge"})
     yield Case("one row, MN-major", partial(operands, 1, 256, 640, 1, major="mn"), flags={"edge"})

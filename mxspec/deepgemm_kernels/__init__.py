@@ -1,0 +1,1 @@
+"""DeepGEMM, where its package is installed, one file an op, on Hopper."""
