@@ -53,14 +53,21 @@ def variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
             "128x128": (SQUARE, {"TURNS": 0}),
         }
     if M <= 128:
-        return {
+        two: Options = {"per_processor": 2, "maxnreg": 128}
+        low = {
             "64x64, 11 stages": (SMALL, {}),
             "64x64, 6 stages": (SMALL, {"STAGES": 6}),
-            "64x128, 8 stages": (SMALL, {"BLOCK_N": 128, "STAGES": 8}),
+            "64x32, 8 stages, two a processor": (SMALL, {"BLOCK_N": 32, "STAGES": 8, **two}),
+            "64x64, K in halves, 5 stages, two a processor": (SMALL, {"SPLITS": 2, "STAGES": 5, **two}),
+            "64x128, K in halves, 8 stages": (SMALL, {"BLOCK_N": 128, "SPLITS": 2, "STAGES": 8}),
+        }
+        tall = {
             "128x64, 7 stages": (FLAT, {"TURNS": 0}),
             "128x64, 7 stages, turns": (FLAT, {"TURNS": 2}),
-            "128x128, 4 stages": (SQUARE, {"TURNS": 0}),
+            "128x128, K in halves, 4 stages": (SQUARE, {"SPLITS": 2, "TURNS": 0}),
+            "128x128, K in halves, 5 stages, turns": (SQUARE, {"SPLITS": 2, "STAGES": 5, "TURNS": 2}),
         }
+        return low if M <= 64 else low | tall
     return {
         "256x128, turns each half": (LARGE, {"TURNS": 2}),
         "256x128, turns each block": (LARGE, {"TURNS": 1}),
@@ -133,18 +140,18 @@ def proven(shape: str, names: list[str]) -> Iterator[str]:
             try:
                 line = lines.get(timeout=SILENT_S)
             except Empty:
-                print(f"  {left[0]:<42} never ended: stopped after {SILENT_S} s", flush=True)
+                print(f"  {left[0]:<46} never ended: stopped after {SILENT_S} s", flush=True)
                 left.pop(0)
                 break
             if line is None:  # it died, or is done
-                print(f"  {left[0]:<42} its process ended: {' '.join(other[-3:])[-400:]}", flush=True)
+                print(f"  {left[0]:<46} its process ended: {' '.join(other[-3:])[-400:]}", flush=True)
                 left.pop(0)
                 break
             name, tab, said = line.rstrip("\n").partition("\t")
             if not tab or name != left[0]:
                 other.append(line.strip())
                 continue
-            print(f"  {name:<42} {said}", flush=True)
+            print(f"  {name:<46} {said}", flush=True)
             if said.startswith("right"):
                 yield name
             elif "CUDA error" in said or "AcceleratorError" in said:  # what runs after it in that process fails too
@@ -171,7 +178,7 @@ def contenders(case: Case, M: int, wgrad: bool, names: list[str], inputs: list[t
         try:
             found.append(Contender(name, call, sets))
         except Exception as error:  # a library that is not there, or does not do this call
-            print(f"  {name:<42} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
+            print(f"  {name:<46} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
     return found
 
 
@@ -189,7 +196,7 @@ def tune(shape: str, only: str) -> None:
     for c in sorted(racing, key=lambda c: c.us):
         after = c.prove_again(expected, REFERENCE.spec.min_sqnr_db) or "right"
         figures = f"{c.us:10.2f}{flops / c.us / 1e6:9.0f}{yardstick.us / c.us:8.3f}{c.spread:8.3f}"
-        print(f"  {c.name:<42}{figures}  {after}", flush=True)
+        print(f"  {c.name:<46}{figures}  {after}", flush=True)
 
 
 def main(argv: list[str]) -> None:

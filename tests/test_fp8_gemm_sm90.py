@@ -13,9 +13,10 @@ if reason := unavailable():
 from mxspec.triton_kernels import fp8_gemm as kernel
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-each_tile = pytest.mark.parametrize(
-    "tile", [tile for _, tile in kernel.TILES], ids=lambda t: "x".join(map(str, t.values()))
-)
+*_, SQUARE, _, SMALL = TILES = [tile for _, tile in kernel.TILES]
+SPLIT = [SMALL | {"SPLITS": 2, "STAGES": 5, "per_processor": 2, "maxnreg": 128}, SQUARE | {"SPLITS": 3}]
+NARROW = SMALL | {"BLOCK_N": 32, "STAGES": 8, "per_processor": 2, "maxnreg": 128}
+each_tile = pytest.mark.parametrize("tile", [*TILES, *SPLIT, NARROW], ids=lambda t: "x".join(map(str, t.values())))
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
 each_granularity = pytest.mark.parametrize("rows", [128, 1], ids=["1x128 by 128x128", "1x128 by 1x128"])
 

@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mxspec.triton_kernels._math_warpgroup_sm90 import my_turn, promote, write, your_turn
+
 # As it is called since Triton 3.7, and before.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -36,14 +38,27 @@ def _place(tile, M_tiles, N_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _part(m, M_tiles, K_blocks, SPLITS: gl.constexpr):
+    """Which tile of a's rows a tile of the output multiplies, and which blocks of K: it has all of them, or the output
+    is as many matrices as K has parts, one below the other."""
+    if SPLITS == 1:
+        return m, 0, K_blocks
+    else:
+        of_part = M_tiles // SPLITS
+        part = m // of_part
+        return m % of_part, part * K_blocks // SPLITS, (part + 1) * K_blocks // SPLITS
+
+
+@gluon.jit
 def _load(
     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
     i = 0
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
         m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        for k in range(K_blocks):
+        m, begin, end = _part(m, M_tiles, K_blocks, SPLITS)
+        for k in range(begin, end):
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), i // STAGES & 1)
             bar = full.index(stage)
@@ -61,25 +76,29 @@ def _load(
 def _scale(
     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales, full, empty,
     M, N, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, VECTOR: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
+    VECTOR: gl.constexpr,
 ):  # fmt: skip
     i = 0
     rows = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 64], [32], [2], [0]))
-    columns = gl.arange(0, BLOCK_N, gl.BlockedLayout([BLOCK_N // 64], [32], [2], [0]))
+    columns = gl.arange(0, BLOCK_N, gl.BlockedLayout([max(BLOCK_N // 64, 1)], [32], [2], [0]))
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
         m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        a_there, a_at = rows < M - m * BLOCK_M, a_scale + (m * BLOCK_M + rows).to(gl.int64) * a_stride_m
+        m, begin, end = _part(m, M_tiles, K_blocks, SPLITS)
+        a_there = rows < M - m * BLOCK_M
+        a_at = a_scale + (m * BLOCK_M + rows).to(gl.int64) * a_stride_m + begin * a_stride_k
         if VECTOR:  # a scale for each row of b
-            b_there, b_at = columns < N - n * BLOCK_N, b_scale + (n * BLOCK_N + columns).to(gl.int64) * b_stride_n
+            b_there = columns < N - n * BLOCK_N
+            b_at = b_scale + (n * BLOCK_N + columns).to(gl.int64) * b_stride_n + begin * b_stride_k
             of_b = gl.load(b_at, mask=b_there, other=0.0)
         else:  # one for its 128 rows
-            b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n
+            b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n + begin * b_stride_k
             of_b = gl.load(b_at)
         of_a = gl.load(a_at, mask=a_there, other=0.0)
-        for k in range(K_blocks):
+        for k in range(begin, end):
             stage = i % STAGES
             # The next block's are on their way while this one's wait for a stage.
-            more = k + 1 < K_blocks
+            more = k + 1 < end
             a_at += a_stride_k
             b_at += b_stride_k
             next_a = gl.load(a_at, mask=a_there & more, other=0.0)
@@ -101,74 +120,11 @@ def _scale(
 
 
 @gluon.jit
-def _promote(partial, of_row, of_column, acc, VECTOR: gl.constexpr):
-    """acc + partial * scale, by instructions that stay where they stand: LLVM would sink them behind the next wgmma,
-    which needs the registers of the partial sum, and spill."""
-    of_row = gl.expand_dims(of_row, 1).broadcast_to(partial.shape[0], partial.shape[1])
-    if VECTOR:
-        of_column = gl.expand_dims(of_column, 0).broadcast_to(partial.shape[0], partial.shape[1])
-        return gl.inline_asm_elementwise(
-            "{ .reg .f32 s; mul.rn.f32 s, $2, $3; fma.rn.f32 $0, $1, s, $4; }",
-            "=f,f,f,f,f", [partial, of_row, of_column, acc], dtype=gl.float32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        return gl.inline_asm_elementwise(
-            "fma.rn.f32 $0, $1, $2, $3;",
-            "=f,f,f,f", [partial, of_row, acc], dtype=gl.float32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _my_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
-    """Wait until the other warpgroup has issued its matmul, so that one adds up while the other's runs."""
-    if TURNS:
-        if WARPGROUP == 0:
-            gl.inline_asm_elementwise(
-                "bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-            )
-        else:
-            gl.inline_asm_elementwise(
-                "bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-            )
-
-
-@gluon.jit
-def _your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        if WARPGROUP == 0:
-            gl.inline_asm_elementwise(
-                "bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-            )
-        else:
-            gl.inline_asm_elementwise(
-                "bar.arrive 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-            )
-
-
-@gluon.jit
-def _write(out_desc, out_tiles, row, column, acc, buffer, BUFFERS: gl.constexpr, CHUNKS: gl.constexpr):
-    """64 rows of the output through shared memory, whole or in two halves along N."""
-    if CHUNKS == 1:  # noqa: SIM108
-        parts = (acc,)
-    else:
-        parts = acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, out_desc.block_shape[1], 32]
-    )
-    for c in gl.static_range(CHUNKS):
-        target = out_tiles.index(buffer + c % BUFFERS)
-        tma.store_wait(BUFFERS - 1)  # the store that last read this buffer
-        target.store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
-
-
-@gluon.jit
 def _multiply(
     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty, M_tiles, N_tiles, K_blocks,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    GROUP: gl.constexpr, SPLITS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
+    BUFFERS: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     per_row: gl.constexpr = gl.SliceLayout(1, mma)
@@ -176,7 +132,7 @@ def _multiply(
     first: gl.constexpr = WARPGROUP * HALVES * 64
     own_buffer: gl.constexpr = WARPGROUP * BUFFERS
     if WARPGROUP == 1:
-        _your_turn(WARPGROUP, TURNS)
+        your_turn(WARPGROUP, TURNS)
 
     i = 0
     partial = gl.zeros([64, BLOCK_N], gl.float32, mma)
@@ -188,14 +144,18 @@ def _multiply(
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
         upper = gl.zeros([64, BLOCK_N], gl.float32, mma)
         lower = gl.zeros([64, BLOCK_N], gl.float32, mma)
-        for _ in range(K_blocks):
+        begin, end = 0, K_blocks
+        if SPLITS > 1:
+            m, n = _place(tile, M_tiles, N_tiles, GROUP)
+            _, begin, end = _part(m, M_tiles, K_blocks, SPLITS)
+        for _ in range(begin, end):
             stage, before, after = i % STAGES, (i + STAGES - 1) % STAGES, (i + 1) % STAGES
             a, b = a_tiles.index(stage), b_tiles.index(stage).permute((1, 0))
 
             # The last partial sum goes in as the accumulator that is not used: fresh zeros would be moves.
-            _my_turn(WARPGROUP, TURNS)
+            my_turn(WARPGROUP, TURNS)
             running = warpgroup_mma(a.slice(first, 64), b, partial, use_acc=False, is_async=True)
-            _your_turn(WARPGROUP, TURNS)
+            your_turn(WARPGROUP, TURNS)
             # An arrival is a barrier of the warpgroup before and one after, which here cost nothing: a matmul runs.
             mbarrier.arrive(empty.index(before), count=1)
             _barrier()
@@ -207,10 +167,10 @@ def _multiply(
                 partial = warpgroup_mma_wait(0, deps=[running])
                 if VECTOR and not ONCE:
                     s_column = column_scales.index(stage).load(per_column)
-                upper = _promote(partial, s_upper, s_column, upper, VECTOR)
-                _my_turn(WARPGROUP, TURNS == 2)
+                upper = promote(partial, s_upper, s_column, upper, VECTOR)
+                my_turn(WARPGROUP, TURNS == 2)
                 running = warpgroup_mma(a.slice(first + 64, 64), b, partial, use_acc=False, is_async=True)
-                _your_turn(WARPGROUP, TURNS == 2)
+                your_turn(WARPGROUP, TURNS == 2)
             # Nor does a look at the next block.
             mbarrier.wait(full.index(after), (i + 1) // STAGES & 1)
             if ONCE:
@@ -222,27 +182,28 @@ def _multiply(
             if VECTOR and not ONCE:
                 s_column = column_scales.index(stage).load(per_column)
             if HALVES == 2:
-                lower = _promote(partial, s_lower, s_column, lower, VECTOR)
+                lower = promote(partial, s_lower, s_column, lower, VECTOR)
             else:
-                upper = _promote(partial, s_upper, s_column, upper, VECTOR)
+                upper = promote(partial, s_upper, s_column, upper, VECTOR)
             if not ONCE:
                 s_upper, s_lower = next_upper, next_lower
             i += 1
         m, n = _place(tile, M_tiles, N_tiles, GROUP)  # only now, since registers are scarce in the loop
         row, column = m * BLOCK_M + first, n * BLOCK_N
-        _write(out_desc, out_tiles, row, column, upper, own_buffer, BUFFERS, CHUNKS)
+        write(out_desc, out_tiles, row, column, upper, own_buffer, BUFFERS, CHUNKS)
         if HALVES == 2:
-            _write(out_desc, out_tiles, row + 64, column, lower, own_buffer + CHUNKS % BUFFERS, BUFFERS, CHUNKS)
+            write(out_desc, out_tiles, row + 64, column, lower, own_buffer + CHUNKS % BUFFERS, BUFFERS, CHUNKS)
     tma.store_wait(0)
     if WARPGROUP == 0:
-        _my_turn(WARPGROUP, TURNS)
+        my_turn(WARPGROUP, TURNS)
 
 
 @gluon.jit
 def fp8_gemm_sm90(
     a_desc, b_desc, out_desc, a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, M, N, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr, REGISTERS: gl.constexpr,
+    SPLITS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[1]
@@ -264,7 +225,7 @@ def fp8_gemm_sm90(
     ):  # all but the last are free; that one is when block 0 runs, like any other
         mbarrier.arrive(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    M_tiles, N_tiles = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    M_tiles, N_tiles = SPLITS * gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     # Each tuple stands where it is passed: one that has a name, or is put together, keeps no constants.
     if WARPGROUPS == 2:
         gl.warp_specialize(
@@ -272,20 +233,23 @@ def fp8_gemm_sm90(
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS, CHUNKS,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
+                    CHUNKS,
                 )),
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS, CHUNKS,
+                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
+                    CHUNKS,
                 )),
                 (_load, (
                     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS,
                 )),
                 (_scale, (
                     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
-                    full, empty, M, N, M_tiles, N_tiles, K_blocks, BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR,
+                    full, empty, M, N, M_tiles, N_tiles, K_blocks,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS, VECTOR,
                 )),
             ],
             [4, 1, 2],
@@ -297,15 +261,17 @@ def fp8_gemm_sm90(
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS, CHUNKS,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
+                    CHUNKS,
                 )),
                 (_load, (
                     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS,
                 )),
                 (_scale, (
                     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
-                    full, empty, M, N, M_tiles, N_tiles, K_blocks, BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR,
+                    full, empty, M, N, M_tiles, N_tiles, K_blocks,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS, VECTOR,
                 )),
             ],
             [1, 2],

@@ -78,6 +78,17 @@ def _tiles(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
 
 
+@triton.jit
+def _add_parts(parts, out, N, part_elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """A row's sums over the parts of K, always in the same order."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(1).to(tl.int64) * N + column
+    total = tl.load(parts + at, mask=column < N)
+    for s in tl.static_range(1, SPLITS):
+        total += tl.load(parts + s * part_elements + at, mask=column < N)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=column < N)
+
+
 def _tma_reads(matrix: Tensor) -> bool:
     """Whether TMA reads a row-major matrix: it starts, and its rows lie, at multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
@@ -100,36 +111,36 @@ def launch_sm90(
 ) -> Any:
     """Run the Gluon kernel with a tile of TILES and what `options` change of it; gives what was compiled."""
     (M, K), N = a.shape, b.shape[0]
-    config = {"GROUP": 8, "TURNS": 2, "chunk": tile["BLOCK_N"], **tile, **options}
+    config = {"GROUP": 8, "SPLITS": 1, "TURNS": 2, "chunk": tile["BLOCK_N"], "per_processor": 1, **tile, **options}
     if config["WARPGROUPS"] == 1:
         config["TURNS"] = 0  # there is no other to wait for
     vector = b_scale.shape[0] == N
+    M_tiles, N_tiles = triton.cdiv(M, config["BLOCK_M"]), triton.cdiv(N, config["BLOCK_N"])
+    splits, target = config["SPLITS"], out
+    if splits > 1:  # sums of each part of K in fp32, which another kernel adds
+        target = out.new_empty(splits * M_tiles * config["BLOCK_M"], N, dtype=torch.float32)
     halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
     # The scales of the columns, 32 a thread, are read once a block where registers are left for them: shared memory is
     # what bounds this kernel, and every thread's own 128 bytes of scales count as much there as operands.
-    config.setdefault("ONCE", vector and (halves == 1 or out.element_size() == 4))
-    config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
+    config.setdefault("ONCE", vector and (halves == 1 or target.element_size() == 4))
+    config.setdefault("BUFFERS", halves if target.element_size() == 2 else 1)
     # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.
     config.setdefault("REGISTERS", 184 if halves == 1 else 232 if config["ONCE"] else 224)
-    codes, rows = gl.NVMMASharedLayout(128, 8), gl.NVMMASharedLayout(128, 8 * out.element_size())
+    row_bytes = config["chunk"] * target.element_size()
+    codes, rows = gl.NVMMASharedLayout(128, 8), gl.NVMMASharedLayout(min(row_bytes, 128), 8 * target.element_size())
     descriptors = (
         TensorDescriptor.from_tensor(a, [config["BLOCK_M"], FP8_BLOCK_SIZE], codes),
         TensorDescriptor.from_tensor(b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes),
-        TensorDescriptor.from_tensor(out, [64, config.pop("chunk")], rows),
+        TensorDescriptor.from_tensor(target, [64, config.pop("chunk")], rows),
     )
-    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    programs = min(splits * M_tiles * N_tiles, _processors(a.device) * config.pop("per_processor"))
+    of_a, of_b = (a_scale, *a_scale.stride()), (b_scale, *b_scale.stride())
     sizes = M, N, K // FP8_BLOCK_SIZE
-    return fp8_gemm_sm90[(min(tiles, _processors(a.device)),)](
-        *descriptors,
-        a_scale,
-        *a_scale.stride(),
-        b_scale,
-        *b_scale.stride(),
-        *sizes,
-        VECTOR=vector,
-        **config,
-        num_warps=4,
-    )
+    compiled = fp8_gemm_sm90[(programs,)](*descriptors, *of_a, *of_b, *sizes, VECTOR=vector, **config, num_warps=4)
+    if splits > 1:
+        grid = (triton.cdiv(N, 512), M)
+        _add_parts[grid](target, out, N, target.numel() // splits, SPLITS=splits, BLOCK=512, num_warps=4)
+    return compiled
 
 
 def fp8_gemm(

@@ -1,0 +1,70 @@
+"""What a warpgroup of Hopper's fp8_gemm does beside its matmuls: adding up, taking turns, writing."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+
+@gluon.jit
+def promote(partial, of_row, of_column, acc, VECTOR: gl.constexpr):
+    """acc + partial * scale, by instructions that stay where they stand: LLVM would sink them behind the next wgmma,
+    which needs the registers of the partial sum, and spill."""
+    of_row = gl.expand_dims(of_row, 1).broadcast_to(partial.shape[0], partial.shape[1])
+    if VECTOR:
+        of_column = gl.expand_dims(of_column, 0).broadcast_to(partial.shape[0], partial.shape[1])
+        return gl.inline_asm_elementwise(
+            "{ .reg .f32 s; mul.rn.f32 s, $2, $3; fma.rn.f32 $0, $1, s, $4; }",
+            "=f,f,f,f,f", [partial, of_row, of_column, acc], dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;",
+            "=f,f,f,f", [partial, of_row, acc], dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def my_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    """Wait until the other warpgroup has issued its matmul, so that one adds up while the other's runs."""
+    if TURNS:
+        if WARPGROUP == 0:
+            gl.inline_asm_elementwise(
+                "bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+        else:
+            gl.inline_asm_elementwise(
+                "bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+
+
+@gluon.jit
+def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        if WARPGROUP == 0:
+            gl.inline_asm_elementwise(
+                "bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+        else:
+            gl.inline_asm_elementwise(
+                "bar.arrive 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+            )
+
+
+@gluon.jit
+def write(out_desc, out_tiles, row, column, acc, buffer, BUFFERS: gl.constexpr, CHUNKS: gl.constexpr):
+    """64 rows of the output through shared memory, whole or in two halves along N."""
+    if CHUNKS == 1:  # noqa: SIM108
+        parts = (acc,)
+    else:
+        parts = acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, out_desc.block_shape[1], 32]
+    )
+    for c in gl.static_range(CHUNKS):
+        target = out_tiles.index(buffer + c % BUFFERS)
+        tma.store_wait(BUFFERS - 1)  # the store that last read this buffer
+        target.store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
