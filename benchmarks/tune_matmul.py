@@ -1,4 +1,4 @@
-"""Race configurations of fp8_gemm's Hopper kernel, DeepGEMM and cuBLAS: `python benchmarks/tune_matmul.py [MxNxK ...]`.
+"""Race configurations of fp8_gemm's kernels, DeepGEMM and cuBLAS: `python benchmarks/tune_matmul.py [MxNxK ...]`.
 
 `MxNxK` is 1x128 by 128x128 to bfloat16, `wgrad:MxNxK` 1x128 by 1x128 to fp32. Each configuration is first proven in a
 process of its own, with a time limit, because a kernel whose barriers do not fit together never ends. Those that are
@@ -9,10 +9,11 @@ those configurations alone whose names hold the text.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
@@ -36,10 +37,51 @@ DEVICE = torch.device("cuda")
 REFERENCE = dispatch.reference("fp8_gemm")
 
 Options = dict[str, Any]
+Launch = Callable[..., Any]  # of a, a_scale, b, b_scale, out; gives what was compiled, or None
 FOUR_STAGES: Options = {"STAGES": 4, "chunk": 64, "BUFFERS": 1}
 
 
-def variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
+def gluon(tile: Options, options: Options) -> Launch:
+    def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> Any:
+        return kernel.launch_sm90(a, a_scale, b, b_scale, out, tile, **options)
+
+    return launch
+
+
+def helion(block_m: int, num_warps: int, **options: Any) -> Launch:
+    from mxspec.helion_kernels import _launch
+    from mxspec.helion_kernels.fp8_gemm import INDEXING, tiles
+
+    config = _launch.config([block_m], num_warps, **{"l2_groupings": [8], "indexing": INDEXING, **options})
+
+    def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
+        _launch.launch(tiles, {(9, 0): config}, a, a_scale, b, b_scale, out, b_scale.shape[0] == b.shape[0])
+
+    return launch
+
+
+def helion_variants(M: int) -> dict[str, Launch]:
+    host: Options = {"host_tensor_descriptors": True}
+    if M <= 64:
+        return {
+            "Helion 64x128, 4 stages": helion(64, 4, num_stages=4),
+            "Helion 64x128, 4 stages, host descriptors": helion(64, 4, num_stages=4, **host),
+        }
+    return {
+        "Helion 128x128, 4 stages": helion(128, 8, num_stages=4),
+        "Helion 128x128, 4 stages, host descriptors": helion(128, 8, num_stages=4, **host),
+        "Helion 128x128, 3 stages, host descriptors": helion(128, 8, num_stages=3, **host),
+        "Helion 128x128, 4 stages, pointers": helion(128, 8, num_stages=4, indexing="pointer"),
+        "Helion 128x128, 4 stages, persistent": helion(128, 8, num_stages=4, pid_type="persistent_interleaved"),
+    }
+
+
+def variants(M: int, wgrad: bool) -> dict[str, Launch]:
+    found = {name: gluon(*choice) for name, choice in gluon_variants(M, wgrad).items()}
+    return found | (helion_variants(M) if importlib.util.find_spec("helion") else {})
+
+
+def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
     """What is tried: a tile, and what is changed of it."""
     if wgrad:
         return {
@@ -88,10 +130,9 @@ def case_of(shape: str) -> tuple[Case, int, bool]:
     return case, M, bool(kind)
 
 
-def run(tile: Options, options: Options, *args: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    a, a_scale, b, b_scale = args
-    out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    kernel.launch_sm90(a, a_scale, b, b_scale, out, tile, **options)
+def run(launch: Launch, *args: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    out = torch.empty(args[0].shape[0], args[2].shape[0], dtype=out_dtype, device=args[0].device)
+    launch(*args, out)
     return out
 
 
@@ -104,18 +145,18 @@ def prove(shape: str, names: list[str]) -> None:
     args = input_sets(REFERENCE, case, DEVICE)[0]
     expected = REFERENCE(*args, **case.kwargs)
     for name in names:
-        tile, options = variants(M, wgrad)[name]
+        launch = variants(M, wgrad)[name]
         try:
             with check.poisoned(0xFF):
-                got = [run(tile, options, *args, **case.kwargs) for _ in range(3)]
+                got = [run(launch, *args, **case.kwargs) for _ in range(3)]
             torch.cuda.synchronize()
-            a, a_scale, b, b_scale = args
-            compiled = kernel.launch_sm90(a, a_scale, b, b_scale, torch.empty_like(expected), tile, **options)
-            used = f"{compiled.n_regs} registers, {compiled.n_spills} spilled, {compiled.metadata.shared} bytes shared"
+            used = ""
+            if compiled := launch(*args, torch.empty_like(expected)):
+                used = f"; {compiled.n_regs} registers, {compiled.n_spills} spilled, {compiled.metadata.shared} shared"
             problem = check.difference((got[0],), (expected,), REFERENCE.spec.min_sqnr_db)
             if not problem and not (torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])):
                 problem = "three calls gave different bits"
-            said = problem or f"right ({check.sqnr_db(got[0], expected):.1f} dB; {used})"
+            said = problem or f"right ({check.sqnr_db(got[0], expected):.1f} dB{used})"
         except Exception as error:  # whatever a compiler or a launch raises; the others may still be right
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         print(f"{name}\t{said}", flush=True)
@@ -167,7 +208,7 @@ def proven(shape: str, names: list[str]) -> Iterator[str]:
 
 def contenders(case: Case, M: int, wgrad: bool, names: list[str], inputs: list[tuple[Any, ...]]) -> list[Contender]:
     found = []
-    calls = {name: (partial(run, *variants(M, wgrad)[name], **case.kwargs), inputs) for name in names}
+    calls = {name: (partial(run, variants(M, wgrad)[name], **case.kwargs), inputs) for name in names}
     peers = load_peers()
     for label in ("DeepGEMM", "cuBLAS fp8"):
         adapter = peers.ADAPTERS["fp8_gemm"][label]
