@@ -30,6 +30,7 @@ from mxspec.helion_kernels._numerics import (
     shared_exponent,
     widened,
 )
+from mxspec.helion_kernels._runs import load_run, store_run
 
 
 class Tile(NamedTuple):
@@ -47,21 +48,6 @@ _HOPPER = {
     "rowcol": Tile(128, 128, 64, 8, 8),
 }
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-
-
-def load_run(
-    x: Tensor, m: Tensor, stride: int, k: Tensor, mask: Tensor | None, run: int, step: int = 1,
-    left: Tensor | None = None, i: int = 0,
-) -> Tensor:  # fmt: skip
-    """The rows m, m + step, ..., `run` of them, along new last dimensions of 2: the highest bit of a number first.
-
-    With a mask and `left`, of the rows from each first one on only so many are there; m is i after it.
-    """
-    if run == 1:
-        there = mask if mask is None or left is None else mask & (left > i)
-        return hl.load(x, [m * stride + k], extra_mask=there)
-    evens = load_run(x, m, stride, k, mask, run // 2, 2 * step, left, i)
-    return hl.join(evens, load_run(x, m + step, stride, k, mask, run // 2, 2 * step, left, i + step))
 
 
 def by_block(wide: Tensor) -> Tensor:
@@ -105,19 +91,6 @@ def _columns(
         hl.store(scale, [(e * K + k) * C + c], byte.permute(1, 0), extra_mask=None if even else (k < K) & (c < C))
 
 
-def _store_run(qdata: Tensor, place: Tensor, stride: int, values: Tensor, mask: Tensor | None, run: int) -> None:
-    """Cast and store the rows of each group, `run` of them, along last dimensions of 2.
-
-    Cast last, or two rows and not two columns would be cast together.
-    """
-    if run == 1:
-        hl.store(qdata, [place], saturating_cast(values, element(qdata.dtype)), extra_mask=mask)
-        return
-    even, odd = hl.split(values)
-    _store_run(qdata, place, 2 * stride, even, mask, run // 2)
-    _store_run(qdata, place + stride, 2 * stride, odd, mask, run // 2)
-
-
 def _rows(
     wide: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int, C: int,
     scaling: str, dtype: torch.dtype, blocked: bool, even: bool,
@@ -130,7 +103,7 @@ def _rows(
     values = (values * reciprocal_scale(byte).unsqueeze(3)).reshape(groups, parts, part, 2, 2, 2)  # run is 8
     m, k = tile_index(m_tile, k_tile, groups, parts, part, run)
     inside = None if even else (m < M) & (k < K)
-    _store_run(qdata, (e * M + m) * K + k, K, values, inside, run)
+    store_run(qdata, (e * M + m) * K + k, K, values, inside, run)
     byte = byte.to(torch.uint8).permute(0, 3, 1, 2).reshape(rows, cols // 32)
     if blocked:  # (r // 128, r % 128 // 32, r % 32, c) -> (r // 128, r % 32, r % 128 // 32, c)
         byte = byte.reshape(rows // 128, 4, 32, 4).permute(0, 2, 1, 3).reshape(rows // 128, 512)
