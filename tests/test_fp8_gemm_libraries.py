@@ -78,6 +78,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(there):
         ((long, long_scale, wide, wide_scale.contiguous()), "K in multiples of 512, not K = 640", None),
         (odd, "M in multiples of 4, not M = 6", "a_scale with strides (1, 8), not (1, 6)"),
         ((a, a_scale, b[:266], b_scale), "N in multiples of 16, not N = 266", "N in multiples of 8 for"),
+        ((a[:1], a_scale[:1], b, b_scale), "M in multiples of 4, not M = 1", "the scales of a single row"),
         (BY_ROW, None, "does 1x128 by 1x128 to torch.float32, not to torch.bfloat16"),
     ]:
         for module, reason in ((cublas, by_cublas), (deepgemm, by_deepgemm)):
