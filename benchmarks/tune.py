@@ -20,13 +20,24 @@ from mxspec.bench.timing import Contender, baselines, bytes_of_call, input_sets,
 from mxspec.check import default_device
 from mxspec.helion_kernels import _mx_tile as helion_mx_tile
 from mxspec.helion_kernels import _token_rows as helion_token_rows
+from mxspec.helion_kernels import fp8_dequantize as helion_fp8_dequantize
+from mxspec.helion_kernels import fp8_quantize_1x128 as helion_1x128
+from mxspec.helion_kernels import fp8_quantize_128x128 as helion_128x128
 from mxspec.helion_kernels import mx_quantize as helion_mx_quantize
 from mxspec.helion_kernels import mx_quantize_groups as helion_quantize_groups
 from mxspec.helion_kernels import to_blocked_k_groups as helion_k_groups
 from mxspec.helion_kernels._launch import config
 from mxspec.shapes import Shapes
 from mxspec.spec import Case, outputs_of
-from mxspec.triton_kernels import _mx_tile, _token_rows, mx_quantize_groups, to_blocked_k_groups
+from mxspec.triton_kernels import (
+    _mx_tile,
+    _token_rows,
+    fp8_dequantize,
+    fp8_quantize_1x128,
+    fp8_quantize_128x128,
+    mx_quantize_groups,
+    to_blocked_k_groups,
+)
 from mxspec.triton_kernels import mx_quantize as triton_mx_quantize
 
 GPU = (9, 0)
@@ -83,6 +94,48 @@ def quantize_columns(rows: Collection[int] = (128, 256)) -> Iterator[Choice]:
         yield "helion", what, _set(helion_mx_tile.TILES, GPU, tiles)
 
 
+def fp8_rows(triton: Any, helion: Any, which: str, dims: int) -> Iterator[Choice]:
+    """Blocks that lie along memory: so many rows of 128, in a program's `dims` dimensions of rows and blocks."""
+    for rows, warps in [(8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8)]:
+        what = f"{which}, {rows} rows, {warps} warps"
+        yield "triton", what, _set(triton.CONFIGS[GPU], which, {"ROWS": rows, "num_warps": warps})
+        sizes = {1: [rows], 2: [rows, 1], 3: [1, rows, 1]}[dims]
+        yield "helion", what, _set(helion.CONFIGS[which], GPU, config(sizes, warps))
+
+
+def fp8_columns(which: str, tiles: Collection[tuple[int, int, int]]) -> Iterator[Choice]:
+    for blocks, cols, warps in tiles:
+        what = f"{blocks} blocks x {cols}, {warps} warps"
+        tile = {"BLOCKS": blocks, "COLS": cols, "num_warps": warps}
+        yield "triton", what, _set(fp8_quantize_1x128.CONFIGS[GPU], which, tile)
+        yield "helion", what, _set(helion_1x128.TILES[GPU], which, helion_1x128.Tile(blocks, cols, warps))
+
+
+MN_TILES = [(1, 32, 1), (1, 64, 2), (1, 128, 4), (1, 256, 8), (2, 64, 4), (2, 128, 8)]
+K_TILES = [(1, 128, 4), (2, 64, 4), (4, 32, 4), (4, 64, 8), (8, 32, 8)]
+
+
+def fp8_squares() -> Iterator[Choice]:
+    for warps in (4, 8, 16):
+        yield "triton", f"{warps} warps", _set(fp8_quantize_128x128.CONFIGS[GPU], "plain", {"num_warps": warps})
+        yield "helion", f"{warps} warps", _set(helion_128x128.TILES[GPU], "plain", helion_128x128.Tile(0, warps))
+
+
+def fp8_squares_and_transposes() -> Iterator[Choice]:
+    for groups in (2, 4, 8):
+        tile = {"GROUPS": groups, "num_warps": 4}
+        what = f"{16 * groups} rows a warp"
+        yield "triton", what, _set(fp8_quantize_128x128.CONFIGS[GPU], "with transpose", tile)
+        yield "helion", what, _set(helion_128x128.TILES[GPU], "with transpose", helion_128x128.Tile(groups, 4))
+
+
+def fp8_turned() -> Iterator[Choice]:
+    for cols, warps in [(32, 1), (64, 2), (128, 4), (256, 8)]:
+        what = f"128 x {cols}, {warps} warps"
+        yield "triton", what, _set(fp8_dequantize.CONFIGS[GPU], "turned", {"COLS": cols, "num_warps": warps})
+        yield "helion", what, _set(helion_fp8_dequantize.TILES[GPU], "turned", helion_fp8_dequantize.Tile(cols, warps))
+
+
 # op -> the shapes that are tried unless others are named, and pairs of options of a call and what may be configured
 SPACES: dict[str, tuple[list[str], list[tuple[dict[str, Any], Callable[[], Iterator[Choice]]]]]] = {
     "mx_quantize": (
@@ -102,16 +155,37 @@ SPACES: dict[str, tuple[list[str], list[tuple[dict[str, Any], Callable[[], Itera
         ["8192x2048", "32768x2048", "32768x7168", "131072x7168"],
         [({"axis": -1}, quantize_rows), ({"axis": -2}, partial(quantize_columns, (128,)))],
     ),
+    "fp8_quantize_1x128": (
+        QUANTIZER_SHAPES,
+        [
+            ({}, partial(fp8_rows, fp8_quantize_1x128, helion_1x128, "flat", 1)),
+            ({"scale_major": "mn"}, partial(fp8_rows, fp8_quantize_1x128, helion_1x128, "along", 2)),
+            ({"axis": -2, "scale_major": "mn"}, partial(fp8_columns, "across, mn", MN_TILES)),
+            ({"axis": -2, "scale_major": "k"}, partial(fp8_columns, "across, k", K_TILES)),
+        ],
+    ),
+    "fp8_quantize_128x128": (
+        ["4096x2048", "32768x7168", "8x7168x2048"],
+        [({}, fp8_squares), ({"with_transpose": True}, fp8_squares_and_transposes)],
+    ),
+    "fp8_dequantize": (
+        QUANTIZER_SHAPES,
+        [
+            ({}, partial(fp8_rows, fp8_dequantize, helion_fp8_dequantize, "flat", 1)),
+            ({"axis": -2}, fp8_turned),
+        ],
+    ),
 }
 
 
 def case_of(op: str, shape: str, options: dict[str, Any]) -> Case:
     """The op's own case for the benchmarks at a shape, with these options."""
-    sizes = tuple(map(int, shape.split("x")))
-    shapes = Shapes(**{"matrices" if len(sizes) == 2 else "padding": (sizes,)})  # type: ignore[arg-type]
-    for case in dispatch.reference(op).spec.bench_cases(shapes):
-        if options.items() <= case.kwargs.items() or not case.kwargs:
-            return Case(f"{case.name} {options}" if options else case.name, case.args, {**case.kwargs, **options})
+    sizes: Any = tuple(map(int, shape.split("x")))
+    of_kinds = {2: {"matrices": (sizes,), "linear": ((1, *sizes),)}, 3: {"padding": (sizes,), "experts": (sizes,)}}
+    cases = list(dispatch.reference(op).spec.bench_cases(Shapes(**of_kinds[len(sizes)])))
+    # An option may decide what the arguments are, so that a case that has them all comes first.
+    for case in [c for c in cases if options.items() <= c.kwargs.items()] + [c for c in cases if not c.kwargs]:
+        return Case(f"{case.name} {options}" if options else case.name, case.args, {**case.kwargs, **options})
     raise ValueError(f"tune: {op} is not timed at {shape}")
 
 

@@ -13,7 +13,11 @@ from mxspec.helion_kernels._numerics import saturating_cast
 
 
 def dimension(size: int, dim: int, dims: int) -> Tensor:
-    """0, 1, ... along one of so many dimensions; by `unsqueeze`, for Triton to see that what follows is a run."""
+    """0, 1, ... along one of so many dimensions.
+
+    All are there, since Helion aligns fewer by their sizes, not from the last; by `unsqueeze`, across which Triton
+    still sees a run.
+    """
     index = hl.arange(size)
     for _before in range(dim):
         index = index.unsqueeze(0)

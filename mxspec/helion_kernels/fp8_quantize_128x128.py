@@ -44,7 +44,7 @@ def _with_transpose(
 ) -> None:  # fmt: skip
     """A thread has 16 rows by 8 columns: what it loads, 16 bytes of a row, it stores as 8, and 16 bytes of a column."""
     across = 32 // groups
-    k = dimension(across, 0, 5) * 8 + dimension(16 // across, 2, 5) * (8 * across) + hl.arange(8)
+    k = dimension(across, 0, 5) * 8 + dimension(16 // across, 2, 5) * (8 * across) + dimension(8, 4, 5)
     n = dimension(groups, 1, 5) * 16 + dimension(8 // groups, 3, 5) * (16 * groups)
     n, k = b * 128 + n, c * 128 + k  # (across, groups, 16 // across, 8 // groups, 8)
     inside = None if even else (n < N) & (k < K)
@@ -54,7 +54,7 @@ def _with_transpose(
     wide = wide.reshape(across, groups, 16 // across, 8 // groups, 8, 16) * s
     halves = wide.reshape(across, groups, 16 // across, 8 // groups, 8, 2, 2, 2, 2)
     store_run(qdata, (e * N + n) * K + k, K, halves, inside, 16, left)
-    row = n.unsqueeze(-1) + hl.arange(16)
+    row = n.unsqueeze(-1) + dimension(16, 5, 6)
     owned = None if even else ((row < N) & (k < K).unsqueeze(-1)).expand(wide.shape)
     hl.store(qdata_t, [(e * K + k).unsqueeze(-1) * N + row], saturating_cast(wide, E4M3FN), extra_mask=owned)
     row_blocks, col_blocks = (N + 127) // 128, (K + 127) // 128

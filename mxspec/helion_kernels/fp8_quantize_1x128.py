@@ -73,7 +73,7 @@ def _tile(
 
     A thread has 16 elements of each of 8 neighbouring rows; a warp is 8 threads along the block by 4 across.
     """
-    r = dimension(4, 0, 4) * 8 + dimension(cols // 32, 1, 4) * 32 + hl.arange(8)  # (4, cols // 32, 1, 8)
+    r = dimension(4, 0, 4) * 8 + dimension(cols // 32, 1, 4) * 32 + dimension(8, 3, 4)  # (4, cols // 32, 1, 8)
     r, c = r_tile * cols + r, c_tile * blocks + dimension(blocks, 2, 4)
     k = c.unsqueeze(1) * 128 + dimension(8, 1, 5) * 16
     inside = mask = owned = None
@@ -85,7 +85,7 @@ def _tile(
     wide = wide.reshape(4, 8, cols // 32, blocks, 8, 16)
     s, back = factors(magnitude_bits(wide).amax(-1).amax(1), eps_bits, pow2)
     codes = saturating_cast(wide * s.unsqueeze(1).unsqueeze(-1), E4M3FN)
-    hl.store(qdata, [(r.unsqueeze(1) * K + k).unsqueeze(-1) + hl.arange(16)], codes, extra_mask=owned)
+    hl.store(qdata, [(r.unsqueeze(1) * K + k).unsqueeze(-1) + dimension(16, 5, 6)], codes, extra_mask=owned)
     hl.store(scale, [r * scale_stride_r + c * scale_stride_c], back, extra_mask=inside)
 
 
