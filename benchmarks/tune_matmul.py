@@ -99,7 +99,6 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
         low = {
             "64x64, 11 stages": (SMALL, {}),
             "64x64, 6 stages": (SMALL, {"STAGES": 6}),
-            "64x32, 8 stages, two a processor": (SMALL, {"BLOCK_N": 32, "STAGES": 8, **two}),
             "64x64, K in halves, 5 stages, two a processor": (SMALL, {"SPLITS": 2, "STAGES": 5, **two}),
             "64x128, K in halves, 8 stages": (SMALL, {"BLOCK_N": 128, "SPLITS": 2, "STAGES": 8}),
         }

@@ -56,11 +56,21 @@ def test_stages_are_handed_round_for_any_number_of_blocks_and_tiles(tile, out_dt
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "tile"), [(4096, 4096, (256, 128)), (16, 7168, (64, 64)), (128, 7168, (128, 64)), (300, 264, (64, 64))]
+    ("M", "N", "K", "tile"),
+    [
+        (4096, 4096, 7168, (256, 128, 1)),
+        (16, 7168, 2048, (64, 64, 1)),
+        (128, 7168, 2048, (128, 64, 1)),
+        (300, 264, 7168, (64, 64, 1)),
+        (16, 7168, 7168, (64, 128, 2)),
+        (64, 7168, 7168, (64, 64, 2)),
+        (128, 7168, 7168, (128, 128, 2)),
+        (128, 18432, 7168, (128, 128, 1)),
+    ],
 )
-def test_the_tile_follows_the_shape(M, N, tile):
-    chosen = kernel.tile_for(M, N, 132)
-    assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+def test_the_tile_follows_the_shape(M, N, K, tile):
+    chosen = kernel.tile_for(M, N, K, 132)
+    assert (chosen["BLOCK_M"], chosen["BLOCK_N"], chosen.get("SPLITS", 1)) == tile
 
 
 def test_what_tma_does_not_read_takes_plain_tiles():

@@ -26,6 +26,7 @@ CONFIGS = {
 _HOPPER = {"turned": Tile(128, 4), "turned, ragged": Tile(128, 8)}  # Triton's
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # A multiplication without .ftz, which would lose the subnormals.
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.(v[24]\.)?b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e4m3x2", r"mul\.(rn\.)?f32")
 
 

@@ -20,8 +20,9 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-_HOPPER = {"plain": Tile(0, 8), "with transpose": Tile(8, 4)}
+_HOPPER = {"plain": Tile(0, 4), "with transpose": Tile(8, 4)}
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Triton's
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 

@@ -31,6 +31,7 @@ CONFIGS = {
 }
 _HOPPER = {"across, k": Tile(1, 128, 4), "across, mn": Tile(1, 128, 4)}
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 

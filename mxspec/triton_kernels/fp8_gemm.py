@@ -16,7 +16,9 @@ from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.triton_kernels._fp8_gemm_sm90 import fp8_gemm_sm90
 from mxspec.triton_kernels._launch import for_device
 
-RANK = {(9, 0): 1, (10, 0): 1}  # H200, 4096x4096x7168: 0.96 of DeepGEMM's rate, 1.06 of cuBLAS's; Blackwell: compiled
+# H200, of DeepGEMM's and cuBLAS's rates in a race: 4096x4096x7168 0.95, 1.05; 7168x4096x4096 by 1x128 1.06, 0.95. It is
+# first since it takes every call, and DeepGEMM compiles for seconds at a shape's first. Blackwell: compiled, not run.
+RANK = {(9, 0): 1, (10, 0): 1}
 PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.mma",)}
 # Tiles of the Gluon kernel. The cost is that of an element of the output: smaller tiles read more for it. Three stages
 # leave room for a large tile's output; many keep enough loads in flight where M is small.
@@ -25,6 +27,14 @@ TILES = (
     (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4}),
     (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "STAGES": 7}),
     (2.0, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 11}),
+)
+# For at most so many rows and 32 blocks of K or more: programs of their own for each half of K, since a program for
+# each tile leaves memory waiting. Raced on an H200, N = K = 7168, us: 16 rows 21.4 (64x64 tiles, whole: 24.9; DeepGEMM
+# 16.8, cuBLAS 20.8), 64 rows 22.0 (26.6; 17.0, 22.9), 128 rows 25.2 (128x64 30.4; 21.6, 23.6).
+TILES_OF_FEW_ROWS = (
+    (32, {"BLOCK_M": 64, "BLOCK_N": 128, "WARPGROUPS": 1, "STAGES": 8, "SPLITS": 2}),
+    (64, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 5, "SPLITS": 2, "per_processor": 2, "maxnreg": 128}),
+    (128, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4, "SPLITS": 2, "TURNS": 0}),
 )
 # The kernel of plain tiles, which any strides suit.
 CONFIGS = {
@@ -94,8 +104,11 @@ def _tma_reads(matrix: Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
-def tile_for(M: int, N: int, processors: int) -> dict[str, int]:
+def tile_for(M: int, N: int, K: int, processors: int) -> dict[str, int]:
     """The tile with which the output takes the least time, in waves of as many tiles as there are processors."""
+    for rows, tile in TILES_OF_FEW_ROWS:
+        if rows >= M and K >= 32 * FP8_BLOCK_SIZE and triton.cdiv(N, tile["BLOCK_N"]) <= processors:
+            return tile
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
         of_element, tile = choice
@@ -111,10 +124,18 @@ def launch_sm90(
 ) -> Any:
     """Run the Gluon kernel with a tile of TILES and what `options` change of it; gives what was compiled."""
     (M, K), N = a.shape, b.shape[0]
-    config = {"GROUP": 8, "SPLITS": 1, "TURNS": 2, "chunk": tile["BLOCK_N"], "per_processor": 1, **tile, **options}
+    vector = b_scale.shape[0] == N
+    config = {
+        "GROUP": 16 if vector else 8,
+        "SPLITS": 1,
+        "TURNS": 2,
+        "chunk": tile["BLOCK_N"],
+        "per_processor": 1,
+        **tile,
+        **options,
+    }
     if config["WARPGROUPS"] == 1:
         config["TURNS"] = 0  # there is no other to wait for
-    vector = b_scale.shape[0] == N
     M_tiles, N_tiles = triton.cdiv(M, config["BLOCK_M"]), triton.cdiv(N, config["BLOCK_N"])
     splits, target = config["SPLITS"], out
     if splits > 1:  # sums of each part of K in fp32, which another kernel adds
@@ -152,7 +173,7 @@ def fp8_gemm(
         return out
     hopper = a.device.type != "cpu" and torch.cuda.get_device_capability(a.device) == (9, 0)
     if hopper and K and _tma_reads(a) and _tma_reads(b) and _tma_reads(out):
-        launch_sm90(a, a_scale, b, b_scale, out, tile_for(M, N, _processors(a.device)))
+        launch_sm90(a, a_scale, b, b_scale, out, tile_for(M, N, K, _processors(a.device)))
         return out
     config = for_device(CONFIGS, a.device)
     grid = (triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),)
