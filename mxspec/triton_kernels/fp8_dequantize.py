@@ -109,7 +109,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
         across, tiles, even = C, -(-R // chosen["ROWS"]), R % chosen["ROWS"] == 0
     grid = _launch.grid(across, E * tiles)
     even = even and grid[1] * grid[2] == E * tiles
-    wide = 128 * max(*strides, *scale_strides, R if axis == -2 else K) >= 2**31
+    wide = max(FP8_BLOCK_SIZE, chosen.get("COLS", 0)) * max(*strides, *scale_strides, R if axis == -2 else K) >= 2**31
     kernel[grid](
         q, scale, out, E, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, **chosen
     )
