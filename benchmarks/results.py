@@ -23,6 +23,7 @@ README = ROOT / "README.md"
 FALL = 0.05  # a ratio that falls by more than this is flagged; a ratio's own spread is under 0.01 at large sizes
 
 COMPLETE = "python -m mxspec bench --complete"
+MATMUL_PEERS = ("DeepGEMM", "cuBLAS fp8", "FBGEMM", "torchao", "cuBLAS bf16")
 _BEGIN, _END = "<!-- written by benchmarks/results.py publish -->", "<!-- end -->"
 
 
@@ -68,7 +69,20 @@ def readme_table(run: Run) -> str:
 GB/s of bytes read and written on one {run.device}; in brackets the share of a bare bfloat16 -> e4m3 cast, which writes
 no scales. `{run.command}`, {run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md). A call
 of 64 x 128 takes that host {host["the op, auto"]:.0f} us, {host["bare launch"]:.0f} of them the bare Triton launch."""
-    return "\n".join([*lines, "", caption, *([run.note] if run.note else [])])
+    return "\n".join([*lines, "", caption, "", *matmul_table(run), *([run.note] if run.note else [])])
+
+
+def matmul_table(run: Run) -> Iterator[str]:
+    """The FP8 matmuls of large layers beside the peers', as rates."""
+    races = [race for race in run.races if race.op == "fp8_gemm" and race.is_matmul(run.device)]
+    columns = {"Triton": "triton", "Helion": "helion"} | {name: name for name in MATMUL_PEERS}
+    yield f"| FP8 with 128-blocks, M x N x K | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for race in races:
+        entries = [race.entry(name) for name in columns.values()]
+        yield f"| {race.case.replace('x', ' x ', 2)} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} |"
+    yield ""
+    yield "TFLOP/s in the same run, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands."
 
 
 def _cells(race: Race, columns: dict[str, str]) -> Iterator[str]:
