@@ -16,6 +16,9 @@ PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
 WORKERS ?= auto
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 NBVAL = $(PYTHON) -m pytest -q -o addopts= --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
+# Where kernels are called by their backend's name, and so run on the CPU only interpreted.
+INTERPRETED = $(addprefix tests/test_,conformance.py int64.py limits.py pad_token_groups.py fp8_factors.py \
+    fp8_quantize_1x128.py fp8_dequantize.py)
 # An older triton, for kernels to be compiled under it too: a folder put first on PYTHONPATH, no second torch.
 OLD_TRITON := 3.6.0
 export MXSPEC_OLD_TRITON = $(if $(VENV),$(VENV)/triton-$(OLD_TRITON))
@@ -44,7 +47,7 @@ pytest: $(READY)
 # The kernels on the CPU: Helion as eager torch, then Triton, and the Triton that Helion generates, tile by tile.
 interpreted: $(READY)
 	HELION_INTERPRET=1 $(PYTEST) tests/test_conformance.py
-	TRITON_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_int64.py tests/test_limits.py tests/test_pad_token_groups.py
+	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 notebooks-test: $(READY)
 	$(PYTHON) -c "import matplotlib.pyplot"  # builds its font cache, and says so, before a cell's output is compared
