@@ -26,7 +26,7 @@ def _copy(x, out, n, BLOCK: tl.constexpr):
 def bare_cast(x: Tensor) -> Tensor:
     """Cast a contiguous tensor to float8_e4m3fn."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    _bare_cast[(triton.cdiv(x.numel(), CAST["BLOCK"]),)](x, out, x.numel(), **CAST)
+    _bare_cast[(-(-x.numel() // CAST["BLOCK"]),)](x, out, x.numel(), **CAST)
     return out
 
 
@@ -38,5 +38,5 @@ def copy(x: Tensor) -> Tensor:
     """
     out = torch.empty_like(x)
     source, target = (t.view(-1).view(torch.uint8) for t in (x, out))
-    _copy[(triton.cdiv(source.numel(), COPY["BLOCK"]),)](source, target, source.numel(), **COPY)
+    _copy[(-(-source.numel() // COPY["BLOCK"]),)](source, target, source.numel(), **COPY)
     return out

@@ -43,6 +43,10 @@ CONFIGS = {
 }
 
 
+# Each takes microseconds of host time to make.
+_layout = functools.cache(gl.NVMMASharedLayout)
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -107,14 +111,14 @@ def _tma_reads(matrix: Tensor) -> bool:
 def tile_for(M: int, N: int, K: int, processors: int) -> dict[str, int]:
     """The tile with which the output takes the least time, in waves of as many tiles as there are processors."""
     for rows, tile in TILES_OF_FEW_ROWS:
-        if rows >= M and K >= 32 * FP8_BLOCK_SIZE and triton.cdiv(N, tile["BLOCK_N"]) <= processors:
+        if rows >= M and K >= 32 * FP8_BLOCK_SIZE and -(-N // tile["BLOCK_N"]) <= processors:
             return tile
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
         of_element, tile = choice
         BLOCK_M, BLOCK_N = tile["BLOCK_M"], tile["BLOCK_N"]
-        waves = triton.cdiv(triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N), processors)
-        return waves * BLOCK_M * BLOCK_N * of_element
+        tiles = -(-M // BLOCK_M) * -(-N // BLOCK_N)
+        return -(-tiles // processors) * BLOCK_M * BLOCK_N * of_element
 
     return min(TILES, key=cost)[1]
 
@@ -136,7 +140,7 @@ def launch_sm90(
     }
     if config["WARPGROUPS"] == 1:
         config["TURNS"] = 0  # there is no other to wait for
-    M_tiles, N_tiles = triton.cdiv(M, config["BLOCK_M"]), triton.cdiv(N, config["BLOCK_N"])
+    M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
     splits, target = config["SPLITS"], out
     if splits > 1:  # sums of each part of K in fp32, which another kernel adds
         target = out.new_empty(splits * M_tiles * config["BLOCK_M"], N, dtype=torch.float32)
@@ -148,7 +152,7 @@ def launch_sm90(
     # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.
     config.setdefault("REGISTERS", 184 if halves == 1 else 232 if config["ONCE"] else 224)
     row_bytes = config["chunk"] * target.element_size()
-    codes, rows = gl.NVMMASharedLayout(128, 8), gl.NVMMASharedLayout(min(row_bytes, 128), 8 * target.element_size())
+    codes, rows = _layout(128, 8), _layout(min(row_bytes, 128), 8 * target.element_size())
     descriptors = (
         TensorDescriptor.from_tensor(a, [config["BLOCK_M"], FP8_BLOCK_SIZE], codes),
         TensorDescriptor.from_tensor(b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes),
@@ -159,7 +163,7 @@ def launch_sm90(
     sizes = M, N, K // FP8_BLOCK_SIZE
     compiled = fp8_gemm_sm90[(programs,)](*descriptors, *of_a, *of_b, *sizes, VECTOR=vector, **config, num_warps=4)
     if splits > 1:
-        grid = (triton.cdiv(N, 512), M)
+        grid = (-(-N // 512), M)
         _add_parts[grid](target, out, N, target.numel() // splits, SPLITS=splits, BLOCK=512, num_warps=4)
     return compiled
 
@@ -176,7 +180,7 @@ def fp8_gemm(
         launch_sm90(a, a_scale, b, b_scale, out, tile_for(M, N, K, _processors(a.device)))
         return out
     config = for_device(CONFIGS, a.device)
-    grid = (triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"]),)
+    grid = (-(-M // config["BLOCK_M"]) * -(-N // config["BLOCK_N"]),)
     of_a, of_b = (a_scale, *a_scale.stride()), (b_scale, *b_scale.stride())
     sizes = M, N, K // FP8_BLOCK_SIZE
     _tiles[grid](a, a.stride(0), *of_a, b, b.stride(0), *of_b, out, *sizes, VECTOR=b_scale.shape[0] == N != 1, **config)

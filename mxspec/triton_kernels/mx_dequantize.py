@@ -175,7 +175,7 @@ def mx_dequantize(
     args = q, scale.view(torch.uint8), out
     if axis == -2:
         config = for_device(CONFIGS, q.device)["turned" if out_dtype == torch.bfloat16 else "turned_fp32"]
-        row_programs, col_programs = triton.cdiv(R, config["ROWS"]), triton.cdiv(C, config["BLOCKS"])
+        row_programs, col_programs = -(-R // config["ROWS"]), -(-C // config["BLOCKS"])
         grid = (row_programs * col_programs * E, 1, 1)
         _mx_dequantize_turned[grid](*args, R, C, *strides, row_programs, col_programs, blocked, **config)
         return out

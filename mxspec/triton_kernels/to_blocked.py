@@ -38,7 +38,7 @@ def to_blocked(scale: Tensor) -> Tensor:
     out = torch.empty((*lead, 512 * row_tiles * col_tiles), dtype=torch.uint8, device=scale.device)
     if out.numel():
         config = CONFIGS["aligned" if C % 16 == 0 else "odd"]
-        programs = triton.cdiv(col_tiles, config["TILES"])  # for each row of tiles
+        programs = -(-col_tiles // config["TILES"])  # for each row of tiles
         strides = scale.stride(0) if lead else 0, *scale.stride()[-2:]
         grid = (programs * row_tiles * (lead[0] if lead else 1),)
         _to_blocked[grid](scale.view(torch.uint8), out, R, C, *strides, row_tiles, col_tiles, programs, **config)

@@ -16,8 +16,8 @@ from mxspec.triton_kernels._groups import chunk, grouped_tile, groups_of, tokens
 from mxspec.triton_kernels._launch import for_device
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# By the ends that are read at a time. benchmarks/tune.py on an H200, 7168 x 4096: 8 groups 19.4 us (16 tiles 20.4; the
-# copy 16.0), 256 groups 24.2 us (32 tiles 26.0).
+# By the ends that are read at a time. On an H200, 7168 x 4096, where a copy takes 15.9 us: 8 groups 21.3 us (16 tiles
+# 20.4 before rows of tiles were taken one by one), 256 groups 23.6 us (32 tiles 26.0).
 _HOPPER = {32: {"TILES": 32, "num_warps": 4}, 256: {"TILES": 16, "num_warps": 4}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"st\.global\.v4\.b32",)
@@ -80,7 +80,7 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     config = for_device(CONFIGS, scale.device)[chunk(G)]
     wide = 128 * scale.stride(0) + (C + 4) * scale.stride(1) >= 2**31
     # For each row of tiles; one if only start is written.
-    programs = max(1, triton.cdiv(col_tiles, config["TILES"]))
+    programs = max(1, -(-col_tiles // config["TILES"]))
     _to_blocked_k_groups[(programs * max(1, row_tiles),)](
         bits.as_strided((extent,), (1,)).view(torch.int32) if words else bits, out.view(torch.int32), start, offs,
         R, C, G, *scale.stride(), offs.stride(0), row_tiles, col_tiles, programs, words, wide, chunk(G), **config,

@@ -43,7 +43,7 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     out = scale.new_empty((128 * row_tiles, 4 * col_tiles))  # whole tiles are written, of which a part may be returned
     start = offs.new_empty(G + 1, dtype=torch.int64)
     config = CONFIGS["aligned" if C % 16 == 0 else "odd"]
-    programs = max(1, triton.cdiv(col_tiles, config["TILES"]))  # for each row of tiles; one if only start is written
+    programs = max(1, -(-col_tiles // config["TILES"]))  # for each row of tiles; one if only start is written
     _to_blocked_m_groups[(programs * max(1, row_tiles),)](
         scale.view(torch.uint8), out.view(torch.uint8), start, offs, M, C, G, *scale.stride(),
         offs.stride(0), col_tiles, programs, chunk(G), **config,
