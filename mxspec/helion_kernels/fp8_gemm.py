@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import helion.language as hl
 import torch
 from torch import Tensor
@@ -14,7 +17,9 @@ PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.m
 # Operands and output by TMA where it can read them, scales by plain loads, of which any strides are good.
 INDEXING = ["tensor_descriptor", "tensor_descriptor", "pointer", "pointer", "tensor_descriptor"]
 # Programs run down eight tiles of M, then along N, so that those which run at a time share rows of a and b.
-_COMMON = {"l2_groupings": [8], "indexing": INDEXING, "host_tensor_descriptors": True}
+_COMMON: dict[str, Any] = {"l2_groupings": [8], "indexing": INDEXING}
+if os.environ.get("TRITON_INTERPRET") != "1":  # Helion refuses the key where it sees no TMA, as interpreted
+    _COMMON["host_tensor_descriptors"] = True
 _LARGE, _LOW = config([128], 8, num_stages=4, **_COMMON), config([64], 4, num_stages=4, **_COMMON)
 CONFIGS = {
     "1x128 by 128x128": {(9, 0): _LARGE, (10, 0): _LARGE},
