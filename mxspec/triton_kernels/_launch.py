@@ -12,13 +12,14 @@ T = TypeVar("T")
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability; Hopper's for a CPU, under the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type != "cpu" else (9, 0)
 
 
 def for_device(configs: Mapping[tuple[int, int], T], device: torch.device) -> T:
     """The configurations for a device's compute capability; Hopper's where it has none, and under the interpreter."""
-    return configs.get(_capability(device), configs[9, 0])
+    return configs.get(capability(device), configs[9, 0])
 
 
 MOST = 65535  # programs that a grid's second and its third dimension hold

@@ -29,36 +29,26 @@ def promote(partial, of_row, of_column, acc, VECTOR: gl.constexpr):
 def my_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
     """Wait until the other warpgroup has issued its matmul, so that one adds up while the other's runs."""
     if TURNS:
-        if WARPGROUP == 0:
-            gl.inline_asm_elementwise(
-                "bar.sync 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-            )
-        else:
-            gl.inline_asm_elementwise(
-                "bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-            )
+        gl.inline_asm_elementwise(
+            "bar.sync 8, 256; mov.u32 $0, 0;" if WARPGROUP == 0 else "bar.sync 9, 256; mov.u32 $0, 0;",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
 def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    """Say to the other warpgroup that it may issue its own."""
     if TURNS:
-        if WARPGROUP == 0:
-            gl.inline_asm_elementwise(
-                "bar.arrive 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-            )
-        else:
-            gl.inline_asm_elementwise(
-                "bar.arrive 8, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-            )
+        gl.inline_asm_elementwise(
+            "bar.arrive 9, 256; mov.u32 $0, 0;" if WARPGROUP == 0 else "bar.arrive 8, 256; mov.u32 $0, 0;",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
 def write(out_desc, out_tiles, row, column, acc, buffer, BUFFERS: gl.constexpr, CHUNKS: gl.constexpr):
     """64 rows of the output through shared memory, whole or in two halves along N."""
-    if CHUNKS == 1:  # noqa: SIM108
-        parts = (acc,)
-    else:
-        parts = acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+    parts = (acc,) if CHUNKS == 1 else acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, out_desc.block_shape[1], 32]
     )

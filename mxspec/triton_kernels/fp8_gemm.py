@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.triton_kernels._fp8_gemm_sm90 import fp8_gemm_sm90
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import capability, for_device
 
 # H200, of DeepGEMM's and cuBLAS's rates in a race: 4096x4096x7168 0.95, 1.05; 7168x4096x4096 by 1x128 1.06, 0.95. It is
 # first since it takes every call, and DeepGEMM compiles for seconds at a shape's first. Blackwell: compiled, not run.
@@ -175,7 +175,7 @@ def fp8_gemm(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
-    hopper = a.device.type != "cpu" and torch.cuda.get_device_capability(a.device) == (9, 0)
+    hopper = a.device.type != "cpu" and capability(a.device) == (9, 0)
     if hopper and K and _tma_reads(a) and _tma_reads(b) and _tma_reads(out):
         launch_sm90(a, a_scale, b, b_scale, out, tile_for(M, N, K, _processors(a.device)))
         return out
