@@ -54,6 +54,8 @@ def _load(
     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
+    # Of few rows only those are read, and what the tile's others hold is multiplied for nothing.
+    ROWS: gl.constexpr = a_desc.block_shape[0]
     i = 0
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
         m, n = _place(tile, M_tiles, N_tiles, GROUP)
@@ -62,8 +64,8 @@ def _load(
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), i // STAGES & 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * 128)
-            tma.async_copy_global_to_shared(a_desc, [m * BLOCK_M, k * 128], bar, a_tiles.index(stage))
+            mbarrier.expect(bar, (ROWS + BLOCK_N) * 128)
+            tma.async_copy_global_to_shared(a_desc, [m * BLOCK_M, k * 128], bar, a_tiles.index(stage).slice(0, ROWS))
             tma.async_copy_global_to_shared(b_desc, [n * BLOCK_N, k * 128], bar, b_tiles.index(stage))
             i += 1
     # The math warpgroups look one block ahead, after the last one too.
@@ -77,7 +79,7 @@ def _scale(
     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales, full, empty,
     M, N, M_tiles, N_tiles, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
-    VECTOR: gl.constexpr,
+    VECTOR: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     i = 0
     rows = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 64], [32], [2], [0]))
@@ -90,30 +92,34 @@ def _scale(
         if VECTOR:  # a scale for each row of b
             b_there = columns < N - n * BLOCK_N
             b_at = b_scale + (n * BLOCK_N + columns).to(gl.int64) * b_stride_n + begin * b_stride_k
-            of_b = gl.load(b_at, mask=b_there, other=0.0)
         else:  # one for its 128 rows
+            b_there = True
             b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n + begin * b_stride_k
-            of_b = gl.load(b_at)
-        of_a = gl.load(a_at, mask=a_there, other=0.0)
-        for k in range(begin, end):
-            stage = i % STAGES
-            # The next block's are on their way while this one's wait for a stage.
-            more = k + 1 < end
-            a_at += a_stride_k
-            b_at += b_stride_k
-            next_a = gl.load(a_at, mask=a_there & more, other=0.0)
-            if VECTOR:
-                next_b = gl.load(b_at, mask=b_there & more, other=0.0)
-                mbarrier.wait(empty.index(stage), i // STAGES & 1)
-                row_scales.index(stage).store(of_a)
-                column_scales.index(stage).store(of_b)
-            else:
-                next_b = gl.load(b_at, mask=more, other=0.0)
-                mbarrier.wait(empty.index(stage), i // STAGES & 1)
-                row_scales.index(stage).store(of_a * of_b)
-            mbarrier.arrive(full.index(stage), count=1)
+        # AHEAD blocks' are on their way while a block's wait for a stage; none has a register that is handed on.
+        of_a, of_b = (), ()
+        for j in gl.static_range(AHEAD):
+            of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (begin + j < end), other=0.0),)
+            of_b = of_b + (gl.load(b_at + j * b_stride_k, mask=b_there & (begin + j < end), other=0.0),)
+        for first in range(begin, end, AHEAD):
+            next_a, next_b = (), ()
+            for j in gl.static_range(AHEAD):
+                k = first + j
+                more = k + AHEAD < end
+                next_a = next_a + (gl.load(a_at + AHEAD * a_stride_k, mask=a_there & more, other=0.0),)
+                next_b = next_b + (gl.load(b_at + AHEAD * b_stride_k, mask=b_there & more, other=0.0),)
+                a_at += a_stride_k
+                b_at += b_stride_k
+                if k < end:
+                    stage = i % STAGES
+                    mbarrier.wait(empty.index(stage), i // STAGES & 1)
+                    if VECTOR:
+                        row_scales.index(stage).store(of_a[j])
+                        column_scales.index(stage).store(of_b[j])
+                    else:
+                        row_scales.index(stage).store(of_a[j] * of_b[j])
+                    mbarrier.arrive(full.index(stage), count=1)
+                    i += 1
             of_a, of_b = next_a, next_b
-            i += 1
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), i // STAGES & 1)
     mbarrier.arrive(full.index(stage), count=1)
@@ -203,7 +209,7 @@ def fp8_gemm_sm90(
     a_desc, b_desc, out_desc, a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, M, N, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SPLITS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[1]
@@ -249,7 +255,7 @@ def fp8_gemm_sm90(
                 (_scale, (
                     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
                     full, empty, M, N, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS, VECTOR,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS, VECTOR, AHEAD,
                 )),
             ],
             [4, 1, 2],
@@ -271,7 +277,7 @@ def fp8_gemm_sm90(
                 (_scale, (
                     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
                     full, empty, M, N, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS, VECTOR,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS, VECTOR, AHEAD,
                 )),
             ],
             [1, 2],

@@ -25,8 +25,8 @@ PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.m
 TILES = (
     (1.0, {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 3}),
     (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4}),
-    (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "STAGES": 7}),
-    (2.0, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 11}),
+    (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "STAGES": 7, "AHEAD": 4}),
+    (2.0, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 11, "AHEAD": 8}),
 )
 # For at most so many rows and 32 blocks of K or more: programs of their own for each half of K, since a program for
 # each tile leaves memory waiting. Raced on an H200, N = K = 7168, us: 16 rows 21.4 (64x64 tiles, whole: 24.9; DeepGEMM
@@ -135,6 +135,8 @@ def launch_sm90(
         "TURNS": 2,
         "chunk": tile["BLOCK_N"],
         "per_processor": 1,
+        "AHEAD": 1,
+        "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         **tile,
         **options,
     }
@@ -154,7 +156,7 @@ def launch_sm90(
     row_bytes = config["chunk"] * target.element_size()
     codes, rows = _layout(128, 8), _layout(min(row_bytes, 128), 8 * target.element_size())
     descriptors = (
-        TensorDescriptor.from_tensor(a, [config["BLOCK_M"], FP8_BLOCK_SIZE], codes),
+        TensorDescriptor.from_tensor(a, [config.pop("rows"), FP8_BLOCK_SIZE], codes),
         TensorDescriptor.from_tensor(b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes),
         TensorDescriptor.from_tensor(target, [64, config.pop("chunk")], rows),
     )
