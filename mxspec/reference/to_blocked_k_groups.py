@@ -28,6 +28,20 @@ def check_args(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> None
         _checks.offs_in_order(op, offs, "C", scale.shape[1])
 
 
+def tile_places(end: Tensor, row_tiles: int, col_tiles: int) -> Tensor:
+    """Where each tile of the padded groups goes, row of tiles by row of tiles; `end` in columns, in multiples of 4.
+
+    A group's tiles are consecutive, and of those tile t of row r is the (r * width + t - first)-th.
+    """
+    t = torch.arange(col_tiles, device=end.device)
+    g = torch.searchsorted(end, 4 * t, right=True)  # what lies past the last group is one group more
+    first = first_tokens(end)[g] // 4
+    last = torch.cat([end, end.new_full((1,), 4 * col_tiles)])[g] // 4
+    r = torch.arange(row_tiles, device=end.device)[:, None]
+    place = first * row_tiles + r * (last - first) + t - first  # (row_tiles, col_tiles), a permutation
+    return place.clamp(0, max(0, row_tiles * col_tiles - 1)).flatten()  # where offs is out of order, it is none
+
+
 def cases() -> Iterator[Case]:
     def args(R, sizes, C, dtype=torch.uint8):
         return random_bits(R, C, dtype=dtype), offs_of(sizes)
@@ -111,15 +125,8 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     row_tiles, col_tiles = -(-R // 128), padded.shape[0] // 4
     tiles = to_blocked(padded.mT).view(torch.uint8).view(row_tiles, col_tiles, 512)
 
-    # A group's tiles are consecutive, and of those tile t of row r is the (r * width + t - first)-th.
-    t = torch.arange(col_tiles, device=scale.device)
-    g = torch.searchsorted(end, 4 * t, right=True)  # what lies past the last group is one group more
-    first = first_tokens(end)[g] // 4
-    last = torch.cat([end, end.new_full((1,), 4 * col_tiles)])[g] // 4
-    r = torch.arange(row_tiles, device=scale.device)[:, None]
-    place = first * row_tiles + r * (last - first) + t - first  # (row_tiles, col_tiles), a permutation
-    place = place.clamp(0, max(0, row_tiles * col_tiles - 1))  # where offs is out of order, it is none
+    place = tile_places(end, row_tiles, col_tiles)
     blocked = torch.zeros_like(tiles).view(-1, 512)
-    blocked[place.flatten()] = tiles.view(-1, 512)
+    blocked[place] = tiles.view(-1, 512)
     size = 128 * row_tiles, C + 4 * G
     return blocked.flatten()[: size[0] * size[1]].view(size).view(scale.dtype), first_tokens(end).to(torch.int64)
