@@ -12,6 +12,9 @@ from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import mx_dequantize
+from mxspec.reference.mx_gemm import mx_gemm
+from mxspec.reference.mx_grouped_gemm import mx_grouped_gemm
+from mxspec.reference.mx_grouped_gemm_wgrad import mx_grouped_gemm_wgrad
 from mxspec.reference.mx_quantize import mx_quantize
 from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
@@ -36,6 +39,9 @@ __all__ = [
     "fp8_quantize_128x128",
     "from_blocked",
     "mx_dequantize",
+    "mx_gemm",
+    "mx_grouped_gemm",
+    "mx_grouped_gemm_wgrad",
     "mx_quantize",
     "mx_quantize_groups",
     "mx_quantize_rowcol",

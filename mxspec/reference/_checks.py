@@ -81,7 +81,7 @@ def offsets(op: str, name: str, tensor: Tensor, beside: tuple[str, Tensor]) -> N
     same_device(op, beside, (name, tensor))
 
 
-def offs_in_order(op: str, offs: Tensor, name: str, size: int) -> None:
+def offs_in_order(op: str, offs: Tensor, name: str, size: int, multiple: int = 1) -> None:
     """What `check_offs=True` asks for: waits for the device to read the values. Of a fake tensor there are none."""
     if type(offs) is not Tensor or offs.is_meta:
         return
@@ -89,6 +89,8 @@ def offs_in_order(op: str, offs: Tensor, name: str, size: int) -> None:
     for g, end in enumerate(offs.tolist()):
         if end < before:
             raise ValueError(f"{op}: offs[{g}] = {end} after {before}; needs ends that never decrease, from 0 on")
+        if end % multiple:
+            raise ValueError(f"{op}: offs[{g}] = {end}; needs multiples of {multiple}")
         before = end
     if before > size:
         raise ValueError(f"{op}: offs[-1] = {before} is past {name} = {size}")

@@ -50,3 +50,18 @@ def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
     """
     assert fmt.dtype is not None
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp64 to bfloat16 or fp32, to nearest, ties to even.
+
+    torch's own cast goes by way of fp32, and rounds twice for bfloat16: 1 + 2^-8 + 2^-40 would become 1. Rounding to
+    odd in fp32, where the inexact ones get their last bit set, keeps what the second rounding needs to know.
+    """
+    nearest = x.to(torch.float32)
+    if dtype == torch.float32:
+        return nearest
+    widened = nearest.double()
+    truncated = nearest.view(torch.int32) - (widened.abs() > x.abs()).to(torch.int32)
+    inexact = (widened != x) & nearest.isfinite()
+    return torch.where(inexact, (truncated | 1).view(torch.float32), nearest).to(dtype)

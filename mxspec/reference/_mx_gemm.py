@@ -1,0 +1,80 @@
+"""What the MX matmuls share: their checks, and the values that codes and scales in either layout stand for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.reference import _checks
+from mxspec.reference._groups import bounds, padded_rows, round_up
+from mxspec.reference.from_blocked import from_blocked
+from mxspec.reference.mx_quantize import ELEM_DTYPES, SCALE_LAYOUTS
+from mxspec.reference.to_blocked_k_groups import tile_places
+from mxspec.reference.unpad_token_groups import unpad_token_groups
+
+# Dequantized operands are exact in bfloat16 and in fp8, so that a kernel loses only what its sums do: fp32 sums give
+# more than 120 dB, those of Hopper's fp8 tensor cores, which keep about 14 bits, 78 dB, and 62 dB once they have
+# changed the rounding of some outputs to bfloat16. One of 4096 scales wrong by a factor of two gives 36 dB.
+MIN_SQNR_DB = {torch.float32: 70.0, torch.bfloat16: 55.0}
+
+
+def check_dtypes(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
+    """Each operand by its name, codes, scale, and how many dimensions the codes have."""
+    first = operands[0][:2]
+    for name, codes, scale, rank in operands:
+        _checks.tensor_dtype(op, name, codes, ELEM_DTYPES)
+        _checks.tensor_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,))
+        _checks.rank(op, name, codes, (rank,))
+        _checks.same_device(op, first, (name, codes))
+        _checks.same_device(op, first, (f"{name}_scale", scale))
+
+
+def check_unit_stride(op: str, name: str, codes: Tensor, dim: int, what: str) -> None:
+    if codes.shape[dim] > 1 and codes.stride(dim) != 1:
+        raise ValueError(f"{op}: {name} has strides {codes.stride()}; needs {what}, that is stride({dim}) = 1")
+
+
+def check_layout(op: str, scale_layout: str) -> None:
+    _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
+
+
+def check_scale(
+    op: str, name: str, scale: Tensor, plain: tuple[int, ...], blocked: tuple[int, ...], scale_layout: str, of: Tensor
+) -> None:
+    """A plain scale may have any strides; the bytes of a blocked one lie where the tiles say."""
+    needed = plain if scale_layout == "plain" else blocked
+    _checks.shape(op, name, scale, needed, f"({scale_layout}) for codes {tuple(of.shape)}")
+    if scale_layout == "blocked" and not scale.is_contiguous():
+        raise ValueError(f"{op}: {name} has strides {scale.stride()}; needs blocked scales contiguous")
+
+
+def values(codes: Tensor, scale: Tensor) -> Tensor:
+    """`code * 2^(byte - 127)`, exactly, in fp64: blocks of 32 along the last dimension."""
+    blocks = codes.double().unflatten(-1, (scale.shape[-1], MX_BLOCK_SIZE))  # (..., K/32, 32)
+    return (blocks * scale.double().unsqueeze(-1)).flatten(-2)
+
+
+def group_of_tokens(offs: Tensor, M: int) -> Tensor:
+    """The group of each token; as many as there are groups for a token that belongs to none."""
+    return torch.searchsorted(offs, torch.arange(M, dtype=torch.int32, device=offs.device), right=True)
+
+
+def from_blocked_m_groups(blocked: Tensor, offs: Tensor, M: int, C: int) -> Tensor:
+    """The inverse of `to_blocked_m_groups`: `(M, C)`, where rows that belong to no group have the byte 0."""
+    rows = round_up(blocked.shape[0], 128)
+    tiles = pad(blocked.view(torch.uint8), (0, 0, 0, rows - blocked.shape[0]))
+    start, _ = bounds(offs, 128)
+    return unpad_token_groups(from_blocked(tiles.flatten(), rows, C), offs, start, M).view(blocked.dtype)
+
+
+def from_blocked_k_groups(blocked: Tensor, offs: Tensor, R: int, C: int) -> Tensor:
+    """The inverse of `to_blocked_k_groups`: `(R, C)`, where columns that belong to no group have the byte 0."""
+    row_tiles, cols = -(-R // 128), padded_rows(C, offs.shape[0], 4)
+    flat = blocked.view(torch.uint8).flatten()
+    tiles = pad(flat, (0, 128 * row_tiles * cols - flat.shape[0])).view(-1, 512)
+    start, end = bounds(offs, 4)
+    in_rows = tiles[tile_places(end, row_tiles, cols // 4)]
+    padded = from_blocked(in_rows.flatten(), R, cols)  # (R, columns of the padded groups)
+    return unpad_token_groups(padded.mT, offs, start, C).mT.view(blocked.dtype)

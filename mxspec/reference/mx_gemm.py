@@ -1,0 +1,129 @@
+"""mx_gemm: a matmul of MX operands, FP8 codes that carry one power-of-two scale in blocks of 32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.reference import _checks
+from mxspec.reference._mx_gemm import MIN_SQNR_DB, check_dtypes, check_layout, check_scale, check_unit_stride, values
+from mxspec.reference._numerics import round_once
+from mxspec.reference.from_blocked import from_blocked
+from mxspec.reference.mx_dequantize import OUT_DTYPES
+from mxspec.reference.mx_quantize import mx_quantize
+from mxspec.reference.to_blocked import blocked_bytes
+from mxspec.spec import Case, Shapes, random_normal, spec, these
+
+
+def check_args(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> None:
+    op = "mx_gemm"
+    check_dtypes(op, ("a", a, a_scale, 2), ("b", b, b_scale, 2))
+    (M, K), N = a.shape, b.shape[0]
+    _checks.shape(op, "b", b, (N, K), f"for a {(M, K)}")
+    _checks.multiple(op, "K", K, MX_BLOCK_SIZE)
+    _checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
+    check_layout(op, scale_layout)
+    C = K // MX_BLOCK_SIZE
+    for name, codes, scale, rows in (("a", a, a_scale, M), ("b", b, b_scale, N)):
+        check_unit_stride(op, name, codes, 1, "K-major rows")
+        check_scale(op, f"{name}_scale", scale, (rows, C), (blocked_bytes(rows, C),), scale_layout, codes)
+
+
+def operands(M: int, N: int, K: int, layout: str = "plain") -> Any:
+    """The four of a call, as `mx_quantize` gives them."""
+    a, b = random_normal(M, K), random_normal(N, K, seed=1)
+    return *mx_quantize(a, scale_layout=layout), *mx_quantize(b, scale_layout=layout)
+
+
+def cases() -> Iterator[Case]:
+    for layout in ("plain", "blocked"):
+        for out_dtype in OUT_DTYPES:
+            for M, N, K in [(64, 128, 256), (150, 136, 160)]:
+                kwargs = {"out_dtype": out_dtype, "scale_layout": layout}
+                name = f"{M}x{N}x{K}, {layout}, {str(out_dtype)[6:]}"
+                yield Case(name, partial(operands, M, N, K, layout), kwargs)
+    a, a_scale, b, b_scale = operands(6, 200, 64)
+    yield Case("b not K-major", these(a, a_scale, b.t().contiguous().t(), b_scale), raises=ValueError, match="K-major")
+    yield Case("another K", these(a, a_scale, b[:, :32], b_scale), raises=ValueError, match="needs (200, 64)")
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def args(M: int, N: int, K: int) -> tuple[Tensor, ...]:
+        a, b = (torch.randn(rows, K, dtype=torch.bfloat16) for rows in (M, N))
+        return *mx_quantize(a), *mx_quantize(b)
+
+    for M, N, K in shapes.linear:
+        yield Case(f"{M}x{N}x{K}", partial(args, M, N, K))
+
+
+@spec(
+    cases=cases,
+    check_args=check_args,
+    min_sqnr_db=MIN_SQNR_DB,
+    flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[0] * args[0].shape[1],
+    bench_cases=bench_cases,
+)
+def mx_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> Tensor:
+    """Multiply MXFP8 matrices, blocks of 32 along K.
+
+    `out[m, n] = out_dtype(sum_k a[m, k] * 2^(a_scale[m, k // 32] - 127) * b[n, k] * 2^(b_scale[n, k // 32] - 127))`,
+    scales as bytes.
+
+    Args:
+        a: `(M, K)` float8_e4m3fn or float8_e5m2, K-major: `stride(1) = 1`; K a multiple of 32. M and N are free.
+        a_scale: float8_e8m0fnu; plain, `(M, K/32)`, any strides; blocked, `to_blocked` of that, contiguous. The bytes
+            of its padding are never read as numbers.
+        b: `(N, K)` float8_e4m3fn or float8_e5m2, whichever a has, K-major.
+        b_scale: as a_scale, of `(N, K/32)`.
+        out_dtype: torch.bfloat16 or torch.float32.
+        scale_layout: `plain` or `blocked`, for both scales.
+
+    Returns:
+        `(M, N)` of out_dtype, contiguous. Products and sums are fp64 and are rounded once. A kernel sums in fp32 and is
+        judged by its SQNR: 70 dB for fp32, 55 dB for bfloat16; it gives the same bits at every call.
+
+    Special values: a NaN code or byte 255 makes its row (of a) or column (of b) of the output NaN. Byte 0 is 2^-127,
+        and 448 * 2^127 by 2^-127 is 448: what is finite as a product stays so. An e5m2 code of Inf is Inf, and NaN by a
+        zero. With K = 0 the output is 0.
+
+    Raises:
+        TypeError: the dtype of an operand or of a scale, or out_dtype.
+        ValueError: rank, K, an operand that is not K-major, scale_layout, a scale of another shape, a blocked scale
+            that is not contiguous, or two devices.
+
+    Example:
+        >>> a = torch.full((1, 64), 1.5).to(torch.float8_e4m3fn)
+        >>> b = torch.full((2, 64), 2.0).to(torch.float8_e5m2)
+        >>> a_scale = torch.tensor([[127, 128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)  # 1 and 2
+        >>> b_scale = torch.tensor([[127, 127], [126, 0]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        >>> mx_gemm(a, a_scale, b, b_scale).tolist()  # 32 * 3 * (1 + 2), 32 * 3 / 2
+        [[288.0, 48.0]]
+
+    Source: OCP MX v1.0, section 6.2 (dot product of two MX vectors).
+    """
+    check_args(a, a_scale, b, b_scale, out_dtype=out_dtype, scale_layout=scale_layout)
+    (M, K), N = a.shape, b.shape[0]
+    if scale_layout == "blocked":
+        a_scale, b_scale = (from_blocked(s, r, K // MX_BLOCK_SIZE) for s, r in ((a_scale, M), (b_scale, N)))
+    return round_once(values(a, a_scale) @ values(b, b_scale).t(), out_dtype)

@@ -1,0 +1,180 @@
+"""mx_grouped_gemm: a matmul of MX operands, the tokens of each expert by the expert's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.reference import _checks
+from mxspec.reference._groups import round_up
+from mxspec.reference._groups_cases import offs_of, random_offs
+from mxspec.reference._mx_gemm import (
+    MIN_SQNR_DB,
+    check_dtypes,
+    check_layout,
+    check_scale,
+    check_unit_stride,
+    from_blocked_m_groups,
+    group_of_tokens,
+    values,
+)
+from mxspec.reference._numerics import round_once
+from mxspec.reference.from_blocked import from_blocked
+from mxspec.reference.mx_dequantize import OUT_DTYPES
+from mxspec.reference.mx_quantize import mx_quantize
+from mxspec.reference.mx_quantize_groups import mx_quantize_groups
+from mxspec.reference.to_blocked import blocked_bytes
+from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
+from mxspec.spec import Case, Shapes, random_normal, spec, these
+
+
+def check_args(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> None:
+    op = "mx_grouped_gemm"
+    check_dtypes(op, ("a", a, a_scale, 2), ("b", b, b_scale, 3))
+    _checks.offsets(op, "offs", offs, ("a", a))
+    (M, K), (E, N, _) = a.shape, b.shape
+    _checks.shape(op, "b", b, (E, N, K), f"for a {(M, K)}")
+    _checks.shape(op, "offs", offs, (E,), f"for {E} experts of b")
+    _checks.multiple(op, "K", K, MX_BLOCK_SIZE)
+    _checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
+    check_layout(op, scale_layout)
+    check_unit_stride(op, "a", a, 1, "K-major rows")
+    check_unit_stride(op, "b", b, 2, "K-major rows")
+    C = K // MX_BLOCK_SIZE
+    check_scale(op, "a_scale", a_scale, (M, C), (M + 128 * E, round_up(C, 4)), scale_layout, a)
+    check_scale(op, "b_scale", b_scale, (E, N, C), (E, blocked_bytes(N, C)), scale_layout, b)
+    _checks.fits_int32(op, f"the padded rows of {E} groups", M + 128 * E)
+    if check_offs:
+        _checks.offs_in_order(op, offs, "M", M)
+
+
+def operands(sizes: list[int], rest: int, N: int, K: int, layout: str = "blocked") -> Any:
+    """The five of a call: tokens of each group, rows that belong to none, weights."""
+    offs, M = offs_of(sizes), sum(sizes) + rest
+    a, a_scale = mx_quantize(random_normal(M, K))
+    b, b_scale = mx_quantize(random_normal(len(sizes), N, K, seed=1), scale_layout=layout)
+    return a, to_blocked_m_groups(a_scale, offs)[0] if layout == "blocked" else a_scale, b, b_scale, offs
+
+
+def cases() -> Iterator[Case]:
+    for layout in ("plain", "blocked"):
+        for out_dtype in OUT_DTYPES:
+            kwargs = {"out_dtype": out_dtype, "scale_layout": layout}
+            name = f"three groups, {layout}, {str(out_dtype)[6:]}"
+            yield Case(name, partial(operands, [5, 33, 64], 10, 72, 160, layout), kwargs)
+    a, a_scale, b, b_scale, offs = operands([5, 0, 40], 5, 40, 64)
+    yield Case(
+        "int64 offs", these(a, a_scale, b, b_scale, offs.long()), raises=TypeError, match="offs has dtype torch.int64"
+    )
+    yield Case(
+        "offs of another size", these(a, a_scale, b, b_scale, offs[:2]), raises=ValueError, match="needs (3,) for 3"
+    )
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def weights(N: int, K: int, E: int) -> tuple[Tensor, Tensor]:
+        return mx_quantize(torch.randn(E, N, K, dtype=torch.bfloat16), scale_layout="blocked")
+
+    def even(M: int, N: int, K: int, E: int) -> tuple[Tensor, ...]:
+        a, a_scale = mx_quantize(torch.randn(M, K, dtype=torch.bfloat16))
+        offs = (torch.arange(1, E + 1) * M // E).to(torch.int32)
+        return a, to_blocked_m_groups(a_scale, offs)[0], *weights(N, K, E), offs
+
+    def ragged(M: int, N: int, K: int, E: int) -> tuple[Tensor, ...]:
+        x = torch.randn(M, K, dtype=torch.bfloat16)
+        a, a_scale, _, end = mx_quantize_groups(x, random_offs(M, E))
+        rows = int(end[-1])  # so that the rate counts no rows that belong to no group
+        return a[:rows], a_scale[: rows + 128 * E], *weights(N, K, E), end
+
+    for M, N, K, E in shapes.grouped:
+        yield Case(f"{M}x{N}x{K}, E {E}, even", partial(even, M, N, K, E))
+        if E > 1:
+            yield Case(f"{M}x{N}x{K}, E {E}, ragged, padded", partial(ragged, M, N, K, E))
+
+
+@spec(
+    cases=cases,
+    check_args=check_args,
+    min_sqnr_db=MIN_SQNR_DB,
+    flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[1] * args[0].shape[1],  # all M: offs is not read
+    bench_cases=bench_cases,
+)
+def mx_grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    """Multiply the tokens of each group by the weights of its expert, MXFP8 with blocks of 32 along K.
+
+    `out[m] = mx_gemm(a[m], b[g])` where g is the group of row m, that is `offs[g-1] <= m < offs[g]`; 0 where m is in
+    none. dgrad is the same op: dy by w quantized along N, whose `qdata.mT` has K-major `(E, K, N)`.
+
+    Args:
+        a: `(M, K)` float8_e4m3fn or float8_e5m2, the tokens of each group together, K-major: `stride(1) = 1`; K a
+            multiple of 32. M and N are free.
+        a_scale: float8_e8m0fnu; plain, `(M, K/32)`, any strides; blocked, `(M + 128*E, Cp)` with `Cp = 4*ceil(K/128)`,
+            contiguous, as `to_blocked_m_groups` gives it under offs, and `mx_quantize_groups` for `offs = end`.
+        b: `(E, N, K)` float8_e4m3fn or float8_e5m2, whichever a has, each matrix K-major: `stride(2) = 1`.
+        b_scale: float8_e8m0fnu; plain, `(E, N, K/32)`, any strides; blocked, `to_blocked` of that, contiguous.
+        offs: `(E,)` int32 on a's device, the exclusive end of each group, of any alignment. Never decreasing, the last
+            at most M.
+        out_dtype: torch.bfloat16 or torch.float32.
+        scale_layout: `blocked` or `plain`, for both scales.
+        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
+            nothing waits; an offs out of order gives values that mean nothing, and no access outside the operands and
+            the result.
+
+    Returns:
+        `(M, N)` of out_dtype, contiguous. Rows from `offs[-1]` on are 0, whatever a and a_scale hold there. Rounding
+        and how a kernel is judged: as for `mx_gemm`.
+
+    Special values: as for `mx_gemm`, within a group: a NaN of an expert's weights reaches its own tokens only.
+
+    Raises:
+        TypeError: the dtype of an operand, of a scale or of offs; out_dtype.
+        ValueError: a rank, K, E, an operand that is not K-major, scale_layout, a scale of another shape, a blocked
+            scale that is not contiguous, two devices, 2^31 padded rows or more; with check_offs, offs.
+
+    Example:
+        >>> a = torch.tensor([1.0, 2.0, 4.0])[:, None].expand(3, 32).to(torch.float8_e4m3fn)
+        >>> b = torch.tensor([1.0, 0.5])[:, None, None].expand(2, 1, 32).to(torch.float8_e4m3fn)
+        >>> one = torch.tensor(127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        >>> offs = torch.tensor([1, 2], dtype=torch.int32)
+        >>> mx_grouped_gemm(a, one.expand(3, 1), b, one.expand(2, 1, 1), offs, scale_layout="plain").tolist()
+        [[32.0], [32.0], [0.0]]
+
+    Source: OCP MX v1.0, section 6.2; PyTorch, `torch.nn.functional.scaled_grouped_mm`.
+    """
+    check_args(
+        a, a_scale, b, b_scale, offs, out_dtype=out_dtype, scale_layout=scale_layout, check_offs=check_offs
+    )  # fmt: skip
+    (M, K), (E, N, _) = a.shape, b.shape
+    if scale_layout == "blocked":
+        a_scale = from_blocked_m_groups(a_scale, offs, M, K // MX_BLOCK_SIZE)
+        b_scale = from_blocked(b_scale, N, K // MX_BLOCK_SIZE)
+    x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
+    out = torch.zeros(M, N, dtype=out_dtype, device=a.device)
+    for e in range(E):  # every token by every expert: how many are an expert's, the host does not know
+        out = torch.where(group == e, round_once(x @ values(b[e], b_scale[e]).t(), out_dtype), out)
+    return out

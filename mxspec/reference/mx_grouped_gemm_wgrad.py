@@ -1,0 +1,185 @@
+"""mx_grouped_gemm_wgrad: the gradient of each expert's weights, from MX operands with blocks along the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.reference import _checks
+from mxspec.reference._groups import round_up
+from mxspec.reference._groups_cases import offs_of, random_offs
+from mxspec.reference._mx_gemm import (
+    MIN_SQNR_DB,
+    check_dtypes,
+    check_layout,
+    check_scale,
+    check_unit_stride,
+    from_blocked_k_groups,
+    group_of_tokens,
+    values,
+)
+from mxspec.reference._numerics import round_once
+from mxspec.reference.mx_dequantize import OUT_DTYPES
+from mxspec.reference.mx_quantize import mx_quantize
+from mxspec.reference.mx_quantize_groups import mx_quantize_groups
+from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
+from mxspec.spec import Case, Shapes, random_normal, spec, these
+
+
+def check_args(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> None:
+    op = "mx_grouped_gemm_wgrad"
+    check_dtypes(op, ("dy", dy, dy_scale, 2), ("x", x, x_scale, 2))
+    _checks.offsets(op, "offs", offs, ("dy", dy))
+    (M, _), K, E = dy.shape, x.shape[1], offs.shape[0]
+    _checks.shape(op, "x", x, (M, K), f"for dy {tuple(dy.shape)}")
+    _checks.multiple(op, "M", M, MX_BLOCK_SIZE)
+    _checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
+    check_layout(op, scale_layout)
+    C = M // MX_BLOCK_SIZE
+    for name, codes, scale in (("dy", dy, dy_scale), ("x", x, x_scale)):
+        check_unit_stride(op, name, codes, 0, "column-major")
+        rows = codes.shape[1]
+        blocked = round_up(rows, 128), C + 4 * E
+        check_scale(op, f"{name}_scale", scale, (rows, C), blocked, scale_layout, codes)
+    _checks.fits_int32(op, f"the padded rows of {E} groups", M + 128 * E)
+    if check_offs:
+        _checks.offs_in_order(op, offs, "M", M, MX_BLOCK_SIZE)
+
+
+def operands(sizes: list[int], rest: int, N: int, K: int, layout: str = "blocked") -> Any:
+    """The five of a call: tokens of each group, and rows that belong to none, in multiples of 32."""
+    offs, M = offs_of(sizes), sum(sizes) + rest
+
+    def quantized(t: Tensor) -> tuple[Tensor, Tensor]:
+        qdata, scale = mx_quantize(t, axis=-2)
+        return qdata, to_blocked_k_groups(scale, offs // MX_BLOCK_SIZE)[0] if layout == "blocked" else scale
+
+    return *quantized(random_normal(M, N)), *quantized(random_normal(M, K, seed=1)), offs
+
+
+def cases() -> Iterator[Case]:
+    for layout in ("plain", "blocked"):
+        for out_dtype in OUT_DTYPES:
+            kwargs = {"out_dtype": out_dtype, "scale_layout": layout}
+            name = f"three groups, {layout}, {str(out_dtype)[6:]}"
+            yield Case(name, partial(operands, [32, 160, 64], 32, 72, 136, layout), kwargs)
+    dy, dy_scale, x, x_scale, offs = operands([64, 0, 32], 0, 40, 64)
+    yield Case(
+        "x row-major", these(dy, dy_scale, x.contiguous(), x_scale, offs), raises=ValueError, match="needs column-major"
+    )
+    args = dy, dy_scale, x, x_scale, offs - 8
+    yield Case("offs of 56", these(*args), {"check_offs": True}, raises=ValueError, match="offs[0] = 56; needs")
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def args(M: int, N: int, K: int, E: int, ragged: bool) -> tuple[Tensor, ...]:
+        offs = random_offs(M, E) if ragged else (torch.arange(1, E + 1) * M // E).to(torch.int32)
+
+        def quantized(features: int) -> tuple[Tensor, Tensor, Tensor]:
+            t = torch.randn(M, features, dtype=torch.bfloat16)
+            qdata, scale, _, end = mx_quantize_groups(t, offs, axis=-2)
+            rows = int(end[-1])  # so that the rate counts no rows that belong to no group
+            Rp, cols = scale.shape[0], rows // MX_BLOCK_SIZE + 4 * E
+            return qdata[:rows], scale.flatten()[: Rp * cols].view(Rp, cols), end
+
+        dy, dy_scale, end = quantized(N)
+        return dy, dy_scale, *quantized(K)[:2], end
+
+    for M, N, K, E in shapes.grouped:
+        for ragged in (False, True) if E > 1 else (False,):
+            name = f"{M}x{N}x{K}, E {E}, {'ragged' if ragged else 'even'}, padded"
+            yield Case(name, partial(args, M, N, K, E, ragged))
+
+
+@spec(
+    cases=cases,
+    check_args=check_args,
+    min_sqnr_db=MIN_SQNR_DB,
+    flops=lambda args, outputs: 2 * args[0].numel() * args[2].shape[1],  # all M: offs is not read
+    bench_cases=bench_cases,
+)
+def mx_grouped_gemm_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    """Sum `dy^T x` over the tokens of each group: the gradient of each expert's weights, from MXFP8 operands.
+
+    `out[e, n, k] = out_dtype(sum of dy[m, n] * 2^(dy_scale[n, m // 32] - 127) * x[m, k] * 2^(x_scale[k, m // 32] -
+    127) over offs[e-1] <= m < offs[e])`, scales as bytes.
+
+    Args:
+        dy: `(M, N)` float8_e4m3fn or float8_e5m2, the tokens of each group together, column-major: `stride(0) = 1`, as
+            `mx_quantize_groups(..., axis=-2)` gives it; M a multiple of 32. N and K are free.
+        dy_scale: float8_e8m0fnu, blocks of 32 tokens; plain, `(N, M/32)`, any strides; blocked, `(Np, M/32 + 4*E)` with
+            `Np = 128*ceil(N/128)`, contiguous, as `to_blocked_k_groups` gives it under `offs / 32`, and
+            `mx_quantize_groups` for `offs = end`.
+        x: `(M, K)` float8_e4m3fn or float8_e5m2, whichever dy has, column-major.
+        x_scale: as dy_scale, of K.
+        offs: `(E,)` int32 on dy's device, the exclusive end of each group, multiples of 32. Never decreasing, the last
+            at most M.
+        out_dtype: torch.float32 or torch.bfloat16.
+        scale_layout: `blocked` or `plain`, for both scales.
+        check_offs: read offs on the host, which waits for the device, and raise if it is not in order or not of
+            multiples of 32. Without it nothing waits; such an offs gives values that mean nothing, and no access
+            outside the operands and the result.
+
+    Returns:
+        `(E, N, K)` of out_dtype, contiguous; zeros for a group without tokens. Tokens from `offs[-1]` on never count,
+        whatever codes and scales hold there. Rounding and how a kernel is judged: as for `mx_gemm`.
+
+    Special values: as for `mx_gemm`, within a group: a NaN reaches the gradient of its own expert only.
+
+    Raises:
+        TypeError: the dtype of an operand, of a scale or of offs; out_dtype.
+        ValueError: a rank, M, an operand that is not column-major, scale_layout, a scale of another shape, a blocked
+            scale that is not contiguous, two devices, 2^31 padded rows or more; with check_offs, offs.
+
+    Example:
+        >>> dy = torch.full((1, 64), 2.0).to(torch.float8_e4m3fn).mT
+        >>> x = torch.tensor([[1.0] * 64, [-3.0] * 64]).to(torch.float8_e4m3fn).mT
+        >>> dy_scale = torch.tensor([[127, 128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        >>> x_scale = torch.full((2, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        >>> offs = torch.tensor([32, 32, 64], dtype=torch.int32)
+        >>> mx_grouped_gemm_wgrad(dy, dy_scale, x, x_scale, offs, scale_layout="plain").tolist()
+        [[[64.0, -192.0]], [[0.0, 0.0]], [[128.0, -384.0]]]
+
+    Source: OCP MX v1.0, section 6.2; PyTorch, `torch.nn.functional.scaled_grouped_mm` with 2-D operands.
+    """
+    check_args(
+        dy, dy_scale, x, x_scale, offs, out_dtype=out_dtype, scale_layout=scale_layout, check_offs=check_offs
+    )  # fmt: skip
+    (M, N), K, E = dy.shape, x.shape[1], offs.shape[0]
+    if scale_layout == "blocked":
+        blocks = offs // MX_BLOCK_SIZE, M // MX_BLOCK_SIZE
+        dy_scale, x_scale = (
+            from_blocked_k_groups(s, blocks[0], rows, blocks[1]) for s, rows in ((dy_scale, N), (x_scale, K))
+        )
+    left, right = values(dy.mT, dy_scale), values(x.mT, x_scale)  # (N, M), (K, M)
+    group = group_of_tokens(offs, M)
+    out = torch.empty(E, N, K, dtype=out_dtype, device=dy.device)
+    for e in range(E):  # operands are masked, not products: 0 * NaN is NaN
+        own_dy, own_x = (torch.where(group == e, t, 0.0) for t in (left, right))
+        out[e] = round_once(own_dy @ own_x.t(), out_dtype)
+    return out
