@@ -139,7 +139,7 @@ def _embedded(args: tuple[Any, ...], reference: Reference[..., Any], kwargs: Map
     """
 
     def embed(t: Tensor, gap: int) -> Tensor:
-        order = sorted(range(t.ndim), key=lambda d: -(t.stride(d) or math.inf))  # an expanded one may lie anywhere
+        order = sorted(range(t.ndim), key=lambda d: t.stride(d) or math.inf, reverse=True)
         sizes = [t.shape[d] + gap for d in order]
         buffer = torch.empty(math.prod(sizes) + 2, dtype=t.dtype, device=t.device)
         buffer.view(torch.uint8).fill_(0xFF)

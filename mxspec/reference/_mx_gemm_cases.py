@@ -1,0 +1,75 @@
+"""Operands of the MX matmuls whose codes and scale bytes tell right from wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import E8M0FNU, MX_BLOCK_SIZE
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and plain scales of two, with blocks along the last dimension
+E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def codes(*shape: int, dtype: torch.dtype = E4M3FN, seed: int = 0) -> Tensor:
+    """Normal values over most of a format's range, all of them finite."""
+    largest = torch.finfo(dtype).max
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * largest / 4
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def scales(*shape: int, spread: int = 4, seed: int = 1) -> Tensor:
+    """Scales from 2^-spread to 2^spread."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(127 - spread, 128 + spread, shape, generator=generator).to(torch.uint8).view(E8M0FNU.dtype)
+
+
+def every_scale(rows: int, blocks: int, down: bool, seed: int = 1) -> Tensor:
+    """Scales up from 2^-127 to 2^127 along K, or down: the product of one up and one down is near 1."""
+    byte = torch.arange(blocks) * 254 // (blocks - 1)
+    jitter = torch.randint(-1, 2, (rows, blocks), generator=torch.Generator().manual_seed(seed))
+    byte = (254 - byte if down else byte) + jitter
+    return byte.clamp(0, E8M0FNU.largest_code).to(torch.uint8).view(E8M0FNU.dtype)
+
+
+def pair(
+    first: tuple[int, ...], second: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype] = (E4M3FN, E4M3FN)
+) -> Operands:
+    """Codes of two shapes, with their scales."""
+    (a, a_scale), (b, b_scale) = (
+        (codes(*shape, dtype=dtype, seed=i), scales(*shape[:-1], shape[-1] // MX_BLOCK_SIZE, seed=2 + i))
+        for i, (shape, dtype) in enumerate(zip((first, second), dtypes, strict=True))
+    )
+    return a, a_scale, b, b_scale
+
+
+def special(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[tuple[str, Operands]]:
+    """Two operands, one of which has a special value in one row; of experts' weights, in those of the last."""
+
+    def row(t: Tensor, i: int) -> Tensor:
+        return (t[-1] if t.ndim == 3 else t)[i]
+
+    for i, name in ((0, "the first"), (2, "the second")):
+        operands = pair(first, second)
+        row(operands[i], 3)[37] = torch.nan
+        yield f"a NaN code in {name}", operands
+        operands = pair(first, second)
+        row(operands[i + 1].view(torch.uint8), 5)[1] = 255
+        yield f"a scale of 255 in {name}", operands
+        operands = pair(first, second)
+        row(operands[i], 2)[:32] = -0.0
+        row(operands[i + 1].view(torch.uint8), 2)[0] = 0
+        yield f"a block of zeros in {name}", operands
+    operands = pair(first, second, (E5M2, E4M3FN))
+    row(operands[0], 1)[33] = torch.inf
+    yield "an e5m2 Inf", operands
+
+
+def laid_out(scale: Tensor, layout: str, rearrange: Callable[[Tensor], Tensor]) -> Tensor:
+    """A plain scale as it is, or blocked, with 255 for NaN in every byte of the padding."""
+    if layout == "plain":
+        return scale
+    blocked, used = rearrange(scale), rearrange(torch.ones_like(scale.view(torch.uint8)))
+    return torch.where(used == 1, blocked.view(torch.uint8), 255).view(scale.dtype)

@@ -1,0 +1,95 @@
+"""mx_grouped_gemm: literal sums, whose weights a token meets, and what lies in no group."""
+
+import torch
+
+import mxspec
+from mxspec import dispatch
+from mxspec.shapes import Shapes
+
+E4M3FN, E8M0FNU = torch.float8_e4m3fn, torch.float8_e8m0fnu
+
+
+def ends(*offs):
+    return torch.tensor(offs, dtype=torch.int32)
+
+
+def full(value, *shape):
+    return torch.full(shape, value, dtype=torch.uint8)
+
+
+def mx_grouped_gemm(a, a_scale, b, b_scale, offs, **options):
+    a_scale, b_scale = a_scale.view(E8M0FNU), b_scale.view(E8M0FNU)
+    return mxspec.mx_grouped_gemm(a, a_scale, b, b_scale, offs, backend="reference", **options)
+
+
+def tokens_and_weights():
+    """Tokens 1, 2, 3, 4, 5 and weights 1 for expert 0, 10 for 1, 100 for 2, in one element of 64."""
+    a, b = torch.zeros(5, 64), torch.zeros(3, 2, 64)
+    a[:, 40] = torch.arange(1, 6)
+    b[:, 1, 40] = torch.tensor([1.0, 10.0, 104.0])
+    return a.to(E4M3FN), b.to(E4M3FN)
+
+
+def test_golden_each_token_meets_its_experts_weights():
+    a, b = tokens_and_weights()
+    a_scale, b_scale = full(127, 5, 2), full(127, 3, 2, 2)
+    a_scale[4, 1], b_scale[2, 1, 1] = 128, 126  # 2, 1/2
+    out = mx_grouped_gemm(a, a_scale, b, b_scale, ends(1, 3, 5), scale_layout="plain")
+    assert (out.dtype, out.stride()) == (torch.bfloat16, (2, 1))
+    assert out.tolist() == [[0.0, 1.0], [0.0, 20.0], [0.0, 30.0], [0.0, 208.0], [0.0, 520.0]]
+
+
+def test_golden_an_empty_group_and_tokens_of_none():
+    a, b = tokens_and_weights()
+    a[3:] = torch.nan
+    a_scale, b_scale = full(127, 5, 2), full(127, 3, 2, 2)
+    a_scale[3:], b_scale[1] = 255, 255  # expert 1 has no tokens
+    out = mx_grouped_gemm(a, a_scale, b, b_scale, ends(1, 1, 3), out_dtype=torch.float32, scale_layout="plain")
+    assert out.tolist() == [[0.0, 1.0], [0.0, 208.0], [0.0, 312.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_golden_a_groups_blocked_scales_begin_at_a_multiple_of_128_rows():
+    a, b = tokens_and_weights()
+    a_scale, b_scale = full(255, 5 + 3 * 128, 4), full(255, 3, 512)
+    # Token 0 is row 0 of the first tile, tokens 1 and 2 rows 0 and 1 of the second, 3 and 4 of the third.
+    for row, place in enumerate([0, 512, 512 + 16, 1024, 1024 + 16]):
+        a_scale.view(-1)[place : place + 2] = torch.tensor([127, 127 + row])
+    b_scale[:, 16:18] = 127  # row 1 of each expert
+    b_scale[:, 0:2] = 127
+    out = mx_grouped_gemm(a, a_scale, b, b_scale, ends(1, 3, 5))
+    assert out[:, 1].tolist() == [1.0, 40.0, 120.0, 4.0 * 104 * 8, 5.0 * 104 * 16]
+    assert out[:, 0].tolist() == 5 * [0.0]
+
+
+def test_golden_a_nan_stays_with_its_expert():
+    a, b = tokens_and_weights()
+    b[1, 0, 0] = torch.nan
+    out = mx_grouped_gemm(a, full(127, 5, 2), b, full(127, 3, 2, 2), ends(1, 3, 5), scale_layout="plain")
+    assert out.isnan().tolist() == [[False, False], [True, False], [True, False], [False, False], [False, False]]
+
+
+def test_what_the_quantizer_of_groups_gives_fits_as_it_is():
+    x, w = torch.randn(50, 64), torch.randn(3, 40, 64)
+    for layout in ("blocked", "plain"):
+        a, a_scale, start, end = mxspec.mx_quantize_groups(x, ends(7, 7, 45), scale_layout=layout)
+        b, b_scale = mxspec.mx_quantize(w, scale_layout=layout)
+        out = mxspec.mx_grouped_gemm(a, a_scale, b, b_scale, end, scale_layout=layout, out_dtype=torch.float32)
+        rows = mxspec.unpad_token_groups(out, ends(7, 7, 45), start, 50)
+        q, s = mxspec.mx_quantize(x)
+        for first, last, e in ((0, 7, 0), (7, 45, 2)):
+            of_one = mxspec.mx_gemm(q[first:last], s[first:last], *mxspec.mx_quantize(w[e]), out_dtype=torch.float32)
+            torch.testing.assert_close(rows[first:last], of_one, rtol=0, atol=1e-5)
+        assert rows[45:].count_nonzero() == 0
+
+
+def test_bench_cases_are_the_grouped_shapes():
+    op = dispatch.reference("mx_grouped_gemm")
+    torch.manual_seed(0)
+    even, ragged = op.spec.bench_cases(Shapes(grouped=((64, 40, 96, 4),)))
+    args = even.args()
+    assert (even.name, args[4].tolist()) == ("64x40x96, E 4, even", [16, 32, 48, 64])
+    assert op.spec.flops(args, ()) == 2 * 64 * 40 * 96
+    assert op(*args).count_nonzero(1).min() > 0
+    args = ragged.args()
+    assert args[0].shape[0] == args[4][-1]
+    assert op(*args, check_offs=True).shape == (args[0].shape[0], 40)
