@@ -428,7 +428,8 @@ def test_the_expected_time_is_the_larger_of_two_and_a_start():
 
 
 def test_the_model_covers_every_op_and_the_layers_on_every_gpu():
-    ops, shapes = dispatch.ops(), Shapes(((8192, 2048),), padding=((256, 64, 256),), linear=((256, 256, 256),))
+    kinds = {"padding": ((256, 64, 256),), "linear": ((256, 256, 256),), "grouped": ((256, 256, 256, 2),)}
+    ops, shapes = dispatch.ops(), Shapes(((8192, 2048),), **kinds)
     sheets = list(tables.model_sheets(shapes, ops, moe.LAYERS))
     assert [s.title.split(",")[0] for s in sheets[: len(ops)]] == list(ops)
     assert len(sheets) == len(ops) + len(moe.LAYERS)

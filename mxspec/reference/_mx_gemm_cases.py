@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from random import Random
 
 import torch
 from torch import Tensor
 
 from mxspec.formats import E8M0FNU, MX_BLOCK_SIZE
+from mxspec.reference._groups import round_up
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and plain scales of two, with blocks along the last dimension
 E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -73,3 +76,13 @@ def laid_out(scale: Tensor, layout: str, rearrange: Callable[[Tensor], Tensor]) 
         return scale
     blocked, used = rearrange(scale), rearrange(torch.ones_like(scale.view(torch.uint8)))
     return torch.where(used == 1, blocked.view(torch.uint8), 255).view(scale.dtype)
+
+
+def bench_sizes(M: int, E: int, ragged: bool) -> tuple[list[int], int]:
+    """The tokens of each of E groups of M, for the benchmarks, and the rows of them all once padded to 128.
+
+    Operands are cut to those rows, so that the rate counts none that belongs to no group.
+    """
+    cuts = sorted(Random(E).choices(range(M + 1), k=E - 1)) if ragged else [M * e // E for e in range(1, E)]
+    sizes = [end - begin for begin, end in pairwise([0, *cuts, M])]
+    return sizes, sum(round_up(n, 128) for n in sizes)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._groups import round_up
-from mxspec.reference._groups_cases import grouped, offs_of, random_offs
+from mxspec.reference._groups_cases import grouped, offs_of
 from mxspec.reference._mx_gemm import (
     MIN_SQNR_DB,
     check_dtypes,
@@ -24,7 +24,17 @@ from mxspec.reference._mx_gemm import (
     group_of_tokens,
     values,
 )
-from mxspec.reference._mx_gemm_cases import E4M3FN, E5M2, Operands, codes, every_scale, laid_out, pair, special
+from mxspec.reference._mx_gemm_cases import (
+    E4M3FN,
+    E5M2,
+    Operands,
+    bench_sizes,
+    codes,
+    every_scale,
+    laid_out,
+    pair,
+    special,
+)
 from mxspec.reference._numerics import round_once
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import OUT_DTYPES
@@ -170,15 +180,14 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
     def weights(N: int, K: int, E: int) -> tuple[Tensor, Tensor]:
         return mx_quantize(torch.randn(E, N, K, dtype=torch.bfloat16), scale_layout="blocked")
 
-    def even(M: int, N: int, K: int, E: int) -> tuple[Tensor, ...]:
+    def even(M: int, N: int, K: int, E: int) -> Arguments:
         a, a_scale = mx_quantize(torch.randn(M, K, dtype=torch.bfloat16))
-        offs = (torch.arange(1, E + 1) * M // E).to(torch.int32)
+        offs = offs_of(bench_sizes(M, E, ragged=False)[0])
         return a, to_blocked_m_groups(a_scale, offs)[0], *weights(N, K, E), offs
 
-    def ragged(M: int, N: int, K: int, E: int) -> tuple[Tensor, ...]:
-        x = torch.randn(M, K, dtype=torch.bfloat16)
-        a, a_scale, _, end = mx_quantize_groups(x, random_offs(M, E))
-        rows = int(end[-1])  # so that the rate counts no rows that belong to no group
+    def ragged(M: int, N: int, K: int, E: int) -> Arguments:
+        sizes, rows = bench_sizes(M, E, ragged=True)
+        a, a_scale, _, end = mx_quantize_groups(torch.randn(M, K, dtype=torch.bfloat16), offs_of(sizes))
         return a[:rows], a_scale[: rows + 128 * E], *weights(N, K, E), end
 
     for M, N, K, E in shapes.grouped:

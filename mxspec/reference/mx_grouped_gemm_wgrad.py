@@ -13,7 +13,7 @@ from torch import Tensor
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._groups import round_up
-from mxspec.reference._groups_cases import offs_of, random_offs
+from mxspec.reference._groups_cases import offs_of
 from mxspec.reference._mx_gemm import (
     MIN_SQNR_DB,
     check_dtypes,
@@ -24,7 +24,17 @@ from mxspec.reference._mx_gemm import (
     group_of_tokens,
     values,
 )
-from mxspec.reference._mx_gemm_cases import E4M3FN, E5M2, Operands, codes, every_scale, laid_out, pair, special
+from mxspec.reference._mx_gemm_cases import (
+    E4M3FN,
+    E5M2,
+    Operands,
+    bench_sizes,
+    codes,
+    every_scale,
+    laid_out,
+    pair,
+    special,
+)
 from mxspec.reference._numerics import round_once
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
@@ -170,13 +180,12 @@ def cases() -> Iterator[Case]:
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
-    def args(M: int, N: int, K: int, E: int, ragged: bool) -> tuple[Tensor, ...]:
-        offs = random_offs(M, E) if ragged else (torch.arange(1, E + 1) * M // E).to(torch.int32)
+    def args(M: int, N: int, K: int, E: int, ragged: bool) -> Arguments:
+        sizes, rows = bench_sizes(M, E, ragged)
 
         def quantized(features: int) -> tuple[Tensor, Tensor, Tensor]:
             t = torch.randn(M, features, dtype=torch.bfloat16)
-            qdata, scale, _, end = mx_quantize_groups(t, offs, axis=-2)
-            rows = int(end[-1])  # so that the rate counts no rows that belong to no group
+            qdata, scale, _, end = mx_quantize_groups(t, offs_of(sizes), axis=-2)
             Rp, cols = scale.shape[0], rows // MX_BLOCK_SIZE + 4 * E
             return qdata[:rows].mT.contiguous().mT, scale.flatten()[: Rp * cols].view(Rp, cols), end
 
