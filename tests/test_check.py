@@ -242,6 +242,20 @@ def test_public_signature_is_the_references_with_a_backend(op):
     assert list(public.parameters) == [*ref.parameters, "backend"]
 
 
+def test_embedded_inputs_keep_the_order_of_their_dimensions_and_lie_dense_where_the_contract_asks():
+    op = dispatch.reference("mx_grouped_gemm_wgrad")
+    calls = {c.name: c for c in op.spec.cases()}
+    for layout, strides in (("plain", (1, 291)), ("blocked", (1, 288))):
+        call = calls[f"three groups, {layout}, float32"]
+        args = call.args()
+        embedded = check._embedded(args, op, call.kwargs)
+        assert embedded[0].stride() == strides
+        assert embedded[0].storage_offset() > 0
+        assert embedded[1].is_contiguous() == (layout == "blocked")
+        assert all(torch.equal(e.view(torch.uint8), a.view(torch.uint8)) for e, a in zip(embedded, args, strict=True))
+        assert embedded[1].untyped_storage()[0] == 0xFF
+
+
 def test_a_backend_that_refuses_the_strides_of_embedded_inputs_is_not_given_them(monkeypatch):
     def refusal(op, backend, args, kwargs):
         return None if args[0].is_contiguous() else "takes contiguous tensors only"
