@@ -8,6 +8,7 @@ from mxspec import dispatch as _dispatch
 from mxspec.dispatch import current_backend, explain, use_backend
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_gemm import fp8_gemm
+from mxspec.reference.fp8_gemm_ import fp8_gemm_
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.from_blocked import from_blocked
@@ -35,6 +36,7 @@ __all__ = [
     "explain",
     "fp8_dequantize",
     "fp8_gemm",
+    "fp8_gemm_",
     "fp8_quantize_1x128",
     "fp8_quantize_128x128",
     "from_blocked",

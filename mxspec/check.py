@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mxspec import dispatch, interpreter, peers
 from mxspec.formats import INT_OF_BYTES
-from mxspec.spec import Case, MinSqnr, Reference, outputs_of
+from mxspec.spec import Case, MinSqnr, Reference
 
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
 
@@ -58,11 +58,13 @@ def check_case(
 ) -> Result:
     """Run one case: as given and with its inputs embedded in poisoned memory, outputs poisoned both times.
 
+    What an op changes in place is its output, and what lies around that must stay as it was.
     A function may raise NotImplementedError for what it does not support; the case is then skipped. `name` is what
     a report calls the candidate, `module:function` if that is where the command line finds it.
     """
     device = device or default_device()
     reference = dispatch.reference(op)
+    spec = reference.spec
     name = name or (candidate if isinstance(candidate, str) else _name_of(candidate))
     reproduce = _reproduce(op, f"--backend {candidate}" if isinstance(candidate, str) else name, case)
     result = functools.partial(Result, op, name, case.name)
@@ -79,18 +81,23 @@ def check_case(
         fake_problem = _fake_problem(op, case, args, None)
         return result("failed", fake_problem) if fake_problem else result("skipped", reason)
 
-    expected = outputs_of(reference(*args, **case.kwargs))
+    own = spec.own(args)
+    expected = spec.outputs(own, reference(*own, **case.kwargs))
     problem = _fake_problem(op, case, args, expected) if candidate == "reference" else None
     for poison, embed in zip(_POISONS, (False, True), strict=True):
         if problem or (embed and "large" in case.flags):
             break
-        given = _embedded(args, reference, case.kwargs) if embed else args
+        given = _embedded(args, reference, case.kwargs) if embed else spec.own(args)
         if embed and isinstance(candidate, str) and dispatch.refusal(op, candidate, given, dict(case.kwargs)):
             break  # it says that it takes no such strides, and nobody gets a wrong output
         try:
+            before = spec.own(given)
             with poisoned(poison):
-                got = outputs_of(call(*given, **case.kwargs))
-            problem = difference(got, expected, reference.spec.min_sqnr_db)
+                got = spec.outputs(given, call(*given, **case.kwargs))
+            wanted = (spec.own(given)[0].copy_(expected[0]),) if spec.in_place else expected  # with its strides
+            problem = difference(got, wanted, spec.min_sqnr_db)
+            if spec.in_place and not problem:
+                problem = _strayed(given[0], before[0])
         except NotImplementedError as error:
             return result("skipped", f"{name}: {error}")
         except Exception:  # whatever a kernel raises on a valid call is the finding
@@ -99,7 +106,7 @@ def check_case(
             problem = f"inputs embedded in larger, poisoned memory (strides, offset): {problem}"
     if problem is None:
         return result("passed")
-    by_rule = reference.spec.peer_rules and "elements differ" in problem
+    by_rule = spec.peer_rules and "elements differ" in problem
     rules = peers.whose_rule(reference, call, case, device) if by_rule else None
     return result("failed", "\n".join(filter(None, [problem, rules, reproduce])))
 
@@ -120,16 +127,15 @@ def load(target: str) -> Callable[..., Any]:
 
 def on_device(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tensors on the device, with their strides; a meta tensor stays: it is how a case says 'another device'."""
-    move = lambda t: t.to(device) if isinstance(t, Tensor) and t.device.type != "meta" else t  # noqa: E731
-    return tuple(_expanded(a, move) if isinstance(a, Tensor) else a for a in args)
+    return tuple(_moved(a, device) if isinstance(a, Tensor) else a for a in args)
 
 
-def _expanded(t: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
-    """Move a tensor without giving memory to its dimensions of stride 0."""
-    if t.layout != torch.strided or 0 not in t.stride() or not t.numel():
-        return move(t)
-    index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())
-    return move(t[index]).expand(t.shape)
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device: its dimensions of stride 0 get no memory, what lies between its rows comes along."""
+    if t.device.type == "meta" or t.layout != torch.strided or not t.numel():
+        return t if t.device.type == "meta" else t.to(device)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.as_strided((extent,), (1,)).to(device).as_strided(t.shape, t.stride())
 
 
 def _embedded(args: tuple[Any, ...], reference: Reference[..., Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -229,11 +235,20 @@ def _fake_problem(op: str, case: Case, args: tuple[Any, ...], real: tuple[Tensor
 
     with FakeTensorMode() as mode:
         fake_args = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
-        fake = outputs_of(dispatch.public(op)(*fake_args, **case.kwargs))
+        result = dispatch.public(op)(*fake_args, **case.kwargs)
+        fake = dispatch.reference(op).spec.outputs(tuple(fake_args), result)
     if real is None:
         return None
     problems = [_form_problem(i, f, r) for i, (f, r) in enumerate(zip(fake, real, strict=True))]
     return next((f"under FakeTensor, {problem}" for problem in problems if problem), None)
+
+
+def _strayed(after: Tensor, before: Tensor) -> str | None:
+    """Whether a call wrote around what it is to change: with that put back, all of the memory is what it was."""
+    after.copy_(before)
+    now, then = (torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (after, before))
+    wrong = int((now != then).sum())
+    return f"{wrong} bytes around what it is to change were written" if wrong else None
 
 
 def _form_problem(i: int, got: Tensor, expected: Tensor) -> str | None:

@@ -266,6 +266,7 @@ _SCHEMA_TYPES = {
     "str": "str",
     "torch.dtype": "ScalarType",
     "torch.dtype | str": "str",
+    "None": "()",
     "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor)",
@@ -281,7 +282,7 @@ def _dtype_of(text: str) -> torch.dtype | str:
     return (fmt and fmt.dtype) or text
 
 
-def _schema(name: str, signature: inspect.Signature) -> str:
+def _schema(name: str, signature: inspect.Signature, in_place: bool) -> str:
     parameters, star = [], False
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not star:
@@ -290,6 +291,8 @@ def _schema(name: str, signature: inspect.Signature) -> str:
         default = str(p.default) if "str" in p.annotation else p.default
         shown = f'"{default}"' if isinstance(default, str) else str(default).removeprefix("torch.")
         parameters.append(f"{_SCHEMA_TYPES[p.annotation]} {p.name}" + ("" if default is p.empty else f"={shown}"))
+    if in_place:
+        parameters[0] = parameters[0].replace("Tensor", "Tensor(a!)", 1)
     parameters += [] if star else ["*"]
     return f"{name}({', '.join(parameters)}, str backend='') -> {_SCHEMA_TYPES[signature.return_annotation]}"
 
@@ -314,7 +317,7 @@ def _is_plain_eager(values: Iterable[Any]) -> bool:
 def op(fn: Reference[P, R]) -> Reference[P, R]:
     """The public op of a reference function: the same call, behind the switch, with `backend=` added."""
     name = fn.__name__
-    signature, gradient = inspect.signature(fn), fn.spec.gradient
+    signature, gradient, in_place = inspect.signature(fn), fn.spec.gradient, fn.spec.in_place
     by_text = tuple(p.name for p in signature.parameters.values() if p.annotation == "torch.dtype | str")
     as_list = _SCHEMA_TYPES[signature.return_annotation] == "Tensor[]"  # what crosses the operator as one
 
@@ -324,19 +327,35 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
                 kwargs[key] = _dtype_of(kwargs[key])
         return kwargs
 
-    def implementation(*args: Any, backend: str = "", **kwargs: Any) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Any:
         result = _run(fn, args, with_dtypes(kwargs), backend)
+        if in_place:  # a kernel writes unseen: autograd has to know that what it may have saved is another now
+            torch.autograd.graph.increment_version(args[0])
+        return result
+
+    def implementation(*args: Any, backend: str = "", **kwargs: Any) -> Any:
+        result = run(args, kwargs, backend)
         return list(result) if as_list else result
 
     def fake(*args: Any, backend: str = "", **kwargs: Any) -> Any:
         result: Any = fn(*args, **with_dtypes(kwargs))
         return list(result) if as_list else result
 
+    no_gradient = (
+        f"{name} has no gradient; call it inside an autograd.Function that defines one, or on a detached tensor"
+    )
+
+    def without_gradient(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Refuse at the call: no backward will ever come by here, and torch takes no formula for an op in place."""
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(no_gradient)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
     def backward(ctx: Any, *gradients: Any) -> Any:
         if gradient is None:
-            raise RuntimeError(
-                f"{name} has no gradient; call it inside an autograd.Function that defines one, or on a detached tensor"
-            )
+            raise RuntimeError(no_gradient)
         tensors = iter(ctx.saved_tensors)
         saved = tuple(next(tensors) if value is None else value for value in ctx.sizes)
         return gradient.backward(saved, gradients, ctx.backend)
@@ -353,16 +372,19 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
 
     # Kernels are written for the strides that the caller's tensor has; without the tag inductor may change them.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    _LIBRARY.define(_schema(name, signature), tags=tags)
+    _LIBRARY.define(_schema(name, signature, in_place), tags=tags)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mxspec::{name}", fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"mxspec::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    if in_place:
+        _LIBRARY.impl(name, without_gradient, "Autograd", with_keyset=True)
+    else:
+        torch.library.register_autograd(f"mxspec::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
     operator = getattr(torch.ops.mxspec, name).default
 
     @functools.wraps(fn)
     def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and args and _is_plain_eager((*args, *kwargs.values())):
-            return _run(fn, args, with_dtypes(kwargs), backend)
+            return run(args, kwargs, backend)
         for key in by_text:
             if key in kwargs:
                 kwargs[key] = str(kwargs[key])

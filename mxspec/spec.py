@@ -71,6 +71,22 @@ class Spec:
     peer_rules: str | None
     bench_cases: Callable[[Shapes], Iterable[Case]]
     gradient: Gradient | None
+    in_place: bool  # it returns None, and changes its first argument
+
+    def outputs(self, args: tuple[Any, ...], result: Any) -> tuple[Tensor, ...]:
+        """The outputs of a call; of an op in place what it changed, and then nothing else is to be returned."""
+        if not self.in_place:
+            return outputs_of(result)
+        return args[:1] if result is None else (args[0], *outputs_of(result))
+
+    def own(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments for one call: of what an op changes in place a copy, with all the memory that it is a view of."""
+        if not self.in_place:
+            return args
+        t = args[0]
+        storage = t.untyped_storage().clone()
+        copy = torch.empty(0, dtype=t.dtype, device=t.device)
+        return copy.set_(storage, t.storage_offset(), t.shape, t.stride()), *args[1:]
 
 
 class Reference(Protocol[P, R_co]):
@@ -106,7 +122,7 @@ def spec(
     bench_cases: Callable[[Shapes], Iterable[Case]] = lambda shapes: (),
     gradient: Gradient | None = None,
 ) -> Callable[[Callable[P, R]], Reference[P, R]]:
-    """Declare an op on its reference function.
+    """Declare an op on its reference function; one annotated to return None changes its first argument in place.
 
     Args:
         cases: gives the calls that every backend must answer as the reference does.
@@ -123,7 +139,8 @@ def spec(
 
     def declare(fn: Callable[P, R]) -> Reference[P, R]:
         check_args.__qualname__ = fn.__name__  # it is the first to meet a misspelt argument, and names the op then
-        declared = Spec(cases, check_args, min_sqnr_db, bytes_moved, flops, peer_rules, bench_cases, gradient)
+        in_place = fn.__annotations__.get("return", "") in (None, "None")
+        declared = Spec(cases, check_args, min_sqnr_db, bytes_moved, flops, peer_rules, bench_cases, gradient, in_place)
         fn.spec = declared  # type: ignore[attr-defined]
         return fn  # type: ignore[return-value]  # now it has the attribute that the protocol asks for
 

@@ -13,6 +13,7 @@ from mxspec import devices, dispatch
 from mxspec.bench import cli, measure, model, moe, plots, tables, timing
 from mxspec.bench.record import Entry, Race, Run, Step, read
 from mxspec.bench.timing import Contender, baselines, bytes_of_call, input_sets, race
+from mxspec.reference.fp8_gemm_ import onto
 from mxspec.shapes import Shapes
 from mxspec.spec import Case, given
 
@@ -170,6 +171,71 @@ def test_a_plain_call_is_proven_too():
 
     later = captured(lambda outs, s: outs[0].copy_(TO_BLOCKED(s)), right_at_first, scales())
     assert later.prove([(TO_BLOCKED(*scales()),)]).startswith("called plainly: output 0: 512 of 512 elements differ")
+
+
+# --- an op that changes its argument
+
+
+IN_PLACE = dispatch.reference("fp8_gemm_")
+
+
+def in_place(call, launch=None):
+    """A contender for adding in place on two sets of inputs, with what is right."""
+    inputs = [onto(8, 16, 128), onto(8, 16, 256)]
+    inputs = [tuple(t.to(DEVICE) for t in args) for args in inputs]
+    expected = [IN_PLACE.spec.outputs(own, IN_PLACE(*own)) for own in map(IN_PLACE.spec.own, inputs)]
+    contender = Contender("mine", call, inputs, spec=IN_PLACE.spec)
+    if launch:
+        contender.launch, contender.graph = (lambda outs, *args: launch(*args)), Replayed(contender)
+    return contender, expected
+
+
+@pytest.mark.parametrize("launch", [None, IN_PLACE])
+def test_what_adds_in_place_may_be_timed(launch):
+    contender, expected = in_place(IN_PLACE, launch)
+    kept = [args[0].clone() for args in contender.given]
+    assert contender.prove(expected, IN_PLACE.spec.min_sqnr_db) is None
+    race([contender])
+    assert contender.prove_again(expected, IN_PLACE.spec.min_sqnr_db) is None
+    assert contender.prove(None) is None
+    assert contender.calls == 2
+    assert bytes_of_call(contender) == 8 * 128 + 16 * 128 + (8 + 1) * 4 + 2 * 8 * 16 * 4
+    assert all(args[0].equal(before) for args, before in zip(contender.given, kept, strict=True))
+
+
+def adds_and_spoils(acc, a, a_scale, b, b_scale):
+    IN_PLACE(acc, a, a_scale, b, b_scale)
+    a_scale.add_(2**-20)
+
+
+@pytest.mark.parametrize(
+    ("launch", "words"),
+    [
+        (lambda *args: None, "dB; needs"),
+        (lambda *args: [IN_PLACE(*args) for _ in range(2)], "dB; needs"),
+        (lambda acc, *args: acc.copy_(dispatch.reference("fp8_gemm")(*args)), "dB; needs"),
+        (lambda acc, *args: IN_PLACE(acc[:4], args[0][:4], args[1][:4], *args[2:]), "dB; needs"),
+        (adds_and_spoils, "it changes its inputs"),
+    ],
+)
+def test_a_launch_that_adds_wrongly_is_found(launch, words):
+    contender, expected = in_place(IN_PLACE, launch)
+    assert words in contender.prove(expected, IN_PLACE.spec.min_sqnr_db)
+
+
+def test_a_launch_that_stops_adding_while_it_is_timed_is_found():
+    contender, expected = in_place(IN_PLACE, IN_PLACE)
+    assert contender.prove(expected, IN_PLACE.spec.min_sqnr_db) is None
+    contender.launch = lambda outs, *args: None
+    assert "dB; needs" in contender.prove_again(expected, IN_PLACE.spec.min_sqnr_db)
+
+
+def test_in_place_the_rate_is_of_fp8_operands():
+    (case,) = IN_PLACE.spec.bench_cases(Shapes(wgrad=((128, 128, 256),)))
+    found = measure.measure(IN_PLACE, case, ["reference"], CPU)
+    (mine,) = [e for e in found.entries if e.kind == "backend"]
+    assert (mine.operands, mine.flops) == ("fp8", 2 * 128 * 128 * 256)
+    assert mine.bytes_moved == 2 * 128 * 256 + 2 * 128 * 2 * 4 + 2 * 128 * 128 * 4
 
 
 @needs_gpu
@@ -429,7 +495,7 @@ def test_the_expected_time_is_the_larger_of_two_and_a_start():
 
 def test_the_model_covers_every_op_and_the_layers_on_every_gpu():
     kinds = {"padding": ((256, 64, 256),), "linear": ((256, 256, 256),), "grouped": ((256, 256, 256, 2),)}
-    ops, shapes = dispatch.ops(), Shapes(((8192, 2048),), **kinds)
+    ops, shapes = dispatch.ops(), Shapes(((8192, 2048),), wgrad=((256, 256, 256),), **kinds)
     sheets = list(tables.model_sheets(shapes, ops, moe.LAYERS))
     assert [s.title.split(",")[0] for s in sheets[: len(ops)]] == list(ops)
     assert len(sheets) == len(ops) + len(moe.LAYERS)

@@ -268,3 +268,102 @@ def test_a_backend_that_refuses_the_strides_of_embedded_inputs_is_not_given_them
     monkeypatch.setattr(dispatch, "_kernel", lambda op, backend: kernel)
     case = next(c for c in dispatch.reference("to_blocked").spec.cases() if not c.flags)
     assert check.check_case("to_blocked", case, "triton", torch.device("cpu")).status == "passed"
+
+
+# --- an op that changes its argument ------------------------------------------------------------------------------
+
+
+def adds(acc, *operands):
+    dispatch.reference("fp8_gemm_")(acc, *operands)
+
+
+def product_of(*operands):
+    return dispatch.reference("fp8_gemm")(*operands, out_dtype=torch.float32)
+
+
+def overwrites(acc, *operands):
+    acc.copy_(product_of(*operands))
+
+
+def adds_twice(acc, *operands):
+    adds(acc, *operands)
+    adds(acc, *operands)
+
+
+def forgets_an_element(acc, *operands):
+    kept = acc.flatten()[-1:].clone()
+    adds(acc, *operands)
+    if acc.numel():
+        acc[-1, -1] = kept[0]
+
+
+def forgets_what_was_there_in_a_row(acc, *operands):
+    adds(acc, *operands)
+    acc[1:2] = product_of(*operands)[1:2]
+
+
+def gives_a_copy(acc, *operands):
+    acc = acc.clone()
+    adds(acc, *operands)
+    return acc
+
+
+def also_returns_it(acc, *operands):
+    adds(acc, *operands)
+    return acc
+
+
+def writes_the_next_element(acc, *operands):
+    adds(acc, *operands)
+    if acc.storage_offset() + acc.numel() < acc.untyped_storage().nbytes() // 4:
+        acc.as_strided((1,), (1,), acc.storage_offset() + acc.shape[1]).zero_()
+
+
+def test_an_op_in_place_is_green():
+    results = list(check.check("fp8_gemm_", adds, CPU))
+    assert {r.status for r in results if not next(c for c in cases_in_place() if c.name == r.case).raises} == {"passed"}
+
+
+def cases_in_place():
+    return list(dispatch.reference("fp8_gemm_").spec.cases())
+
+
+@pytest.mark.parametrize(
+    ("mutant", "words"),
+    [
+        (overwrites, "dB; needs 70.0 dB"),
+        (adds_twice, "dB; needs 70.0 dB"),
+        (forgets_an_element, "dB; needs 70.0 dB"),
+        (forgets_what_was_there_in_a_row, "dB; needs 70.0 dB"),
+        (gives_a_copy, "2 outputs; needs 1"),
+        (also_returns_it, "2 outputs; needs 1"),
+        (writes_the_next_element, "bytes around what it is to change were written"),
+    ],
+)
+def test_each_mistake_in_place_is_found(mutant, words):
+    plain = [c for c in cases_in_place() if not c.flags]
+    results = [check.check_case("fp8_gemm_", c, mutant, CPU) for c in plain]
+    assert [r.status for r in results] == ["failed"] * len(plain)
+    assert all(words in r.message for r in results)
+
+
+def test_what_lies_between_the_rows_is_compared_without_embedding_too():
+    result = check.check_case("fp8_gemm_", case("fp8_gemm_", "rows of acc far apart"), writes_the_next_element, CPU)
+    assert result.message.startswith("2 bytes around")  # of a NaN, two are 0 anyway
+
+
+def test_the_cases_own_tensors_are_never_changed():
+    acc, *operands = case("fp8_gemm_", "K = 128").args()
+    once = check.Case("again", lambda: (acc, *operands))
+    before = acc.clone()
+    for _ in range(2):
+        assert check.check_case("fp8_gemm_", once, adds, CPU).status == "passed"
+        assert check.check_case("fp8_gemm_", once, "reference", CPU).status == "passed"
+    assert acc.equal(before)
+
+
+def test_a_tensor_is_moved_with_its_strides():
+    whole = torch.arange(40.0).view(4, 10)
+    for t in (whole[:, 2:7], whole[1:, :1].expand(3, 8), whole.t(), whole[:0], whole[:, ::3]):
+        (moved,) = check.on_device(CPU, (t,))
+        assert (moved.equal(t), moved.stride()) == (True, t.stride())

@@ -38,6 +38,7 @@ def test_a_kernel_file_has_the_name_of_an_op_and_a_function_of_that_name(path):
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_an_op_is_public_documented_and_has_goldens(op):
     assert op in mxspec.__all__
+    assert dispatch.reference(op).spec.in_place == op.endswith("_")
     doc = dispatch.reference(op).__doc__ or ""
     sections = ("Args:", "Returns:", "Special values:", "Raises:", "Example:", "Source:")
     places = [doc.find(section) for section in sections]

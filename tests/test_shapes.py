@@ -8,7 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxspec import dispatch
 from mxspec.shapes import SETS, Shapes
-from mxspec.spec import outputs_of
 
 
 def test_a_union_holds_each_shape_once_in_order():
@@ -70,11 +69,11 @@ WHOLE = {"torchao": SETS["torchao"], "small": SETS["small"], "all": reduce(Shape
 def test_every_op_is_timed_on_calls_that_its_contract_allows(op, shapes):
     reference = dispatch.reference(op)
     cases = list(reference.spec.bench_cases(WHOLE[shapes]))
-    assert cases
+    assert cases or shapes != "all"  # only one set has the gradient of a weight
     assert len({case.name for case in cases}) == len(cases)
     with FakeTensorMode():
         for case in cases:
             args = case.args()
-            outputs = outputs_of(reference(*args, **case.kwargs))  # it checks its arguments
+            outputs = reference.spec.outputs(args, reference(*args, **case.kwargs))  # it checks its arguments
             assert reference.spec.bytes_moved(args, outputs) > 0
             assert reference.spec.flops(args, outputs) >= 0

@@ -21,7 +21,7 @@ from mxspec import check, devices, dispatch
 from mxspec.bench import model
 from mxspec.bench.record import Entry, Kind, Operands, Race
 from mxspec.bench.timing import MATMUL, MEMORY, Contender, baselines, bytes_of_call, input_sets, race
-from mxspec.spec import Case, MinSqnr, Reference, outputs_of
+from mxspec.spec import Case, Reference, Spec
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers.py"  # in a checkout; a wheel leaves it out
 
@@ -64,7 +64,7 @@ def measure(
     """Race one case. What is wrong is not timed: a backend's bytes, or a peer's form; a peer's bytes are reported."""
     op, spec = reference.__name__, reference.spec
     inputs = input_sets(reference, case, device)
-    expected = [outputs_of(reference(*args, **case.kwargs)) for args in inputs]
+    expected = [spec.outputs(own, reference(*own, **case.kwargs)) for own in map(spec.own, inputs)]
     absent: dict[str, str] = {}
     wrong: dict[str, str] = {}
     entrants: list[tuple[Kind, Contender, str]] = []
@@ -74,7 +74,7 @@ def measure(
             continue
         call = reference if name == "reference" else partial(dispatch.public(op), backend=name)
         try:
-            contender = Contender(name, partial(call, **case.kwargs), inputs)
+            contender = Contender(name, partial(call, **case.kwargs), inputs, spec=spec)
             if problem := contender.prove(expected, spec.min_sqnr_db):
                 wrong[name] = problem
             else:
@@ -83,7 +83,7 @@ def measure(
             wrong[name] = f"raised on a valid call: {_sentence(error)}"
     for label, adapter in (peers.ADAPTERS.get(op, {}) if peers else {}).items():
         try:
-            entrants.append(("peer", *_peer(label, adapter, case, inputs, expected, spec.min_sqnr_db)))
+            entrants.append(("peer", *_peer(label, adapter, case, inputs, expected, spec)))
         except Exception as error:  # theirs to raise: what is said is reported in its place
             absent[label] = _sentence(error)
     if not entrants:
@@ -98,8 +98,8 @@ def measure(
             wrong[c.name] = f"after it was timed: {problem}"
             continue
         # A peer may be handed other operands than ours, such as both in bf16.
-        moved = cost.bytes_moved if c.inputs is inputs else bytes_of_call(c)
-        operands: Operands = "fp8" if c.inputs[0][0].element_size() == 1 else "bf16"
+        moved = cost.bytes_moved if c.given is inputs else bytes_of_call(c)
+        operands: Operands = "fp8" if model.is_fp8(c.inputs[0]) else "bf16"
         entries.append(Entry(c.name, kind, c.us, c.call_us, c.spread, moved, cost.flops, operands, differ))
     entries += [Entry(c.name, "baseline", c.us, c.call_us, c.spread, bytes_of_call(c), 0) for c in limits]
     return Race(op, case.name, tuple(entries), absent, wrong)
@@ -116,16 +116,17 @@ def _peer(
     case: Case,
     inputs: list[tuple[Any, ...]],
     expected: list[tuple[Tensor, ...]],
-    min_sqnr_db: MinSqnr,
+    spec: Spec,
 ) -> tuple[Contender, str]:
     """A peer's contender, and how its outputs differ from the reference's; its rule may be another than ours."""
     prepare = getattr(adapter, "prepare", None)
     prepared = [prepare(*args, **case.kwargs) for args in inputs] if prepare else inputs
-    contender = Contender(label, partial(adapter, **case.kwargs), prepared, waits=getattr(adapter, "waits", False))
+    waits = getattr(adapter, "waits", False)
+    contender = Contender(label, partial(adapter, **case.kwargs), prepared, waits, spec)
     problem = contender.prove(None) or check.form_difference(contender.outputs[0], expected[0])
     if problem:
         raise RuntimeError(f"not timed: {problem}")
-    differ = contender.prove_again(expected, min_sqnr_db) or ""
+    differ = contender.prove_again(expected, spec.min_sqnr_db) or ""
     return contender, differ.partition("\n")[0]
 
 
@@ -164,6 +165,7 @@ def overhead_us(op: str, backend: str) -> dict[str, float]:
         return {}
     case, args = small
     public, kernel = dispatch.public(op), getattr(dispatch.kernel_module(op, backend), op)
+    spec = dispatch.reference(op).spec
     launches: list[tuple[Any, ...]] = []
     run = JITFunction.run
 
@@ -172,13 +174,14 @@ def overhead_us(op: str, backend: str) -> dict[str, float]:
         return run(self, *a, **kw)
 
     with mock.patch.object(JITFunction, "run", record):
-        results = outputs_of(kernel(*args, **case.kwargs))
+        results = spec.outputs(args, kernel(*args, **case.kwargs))
     parts: dict[str, Callable[[], Any]] = {}
     if launches:
         (jit, a, kw), *_ = launches
         parts["bare launch"] = lambda: run(jit, *a, **kw)
+    if not spec.in_place:
+        parts["its outputs allocated"] = lambda: [torch.empty_like(r) for r in results]
     parts |= {
-        "its outputs allocated": lambda: [torch.empty_like(r) for r in results],
         "the backend's function": lambda: kernel(*args, **case.kwargs),
         "the op, backend by name": lambda: public(*args, backend=backend, **case.kwargs),
     }

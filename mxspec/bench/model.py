@@ -7,13 +7,14 @@ below that a launch's own time decides, which it does not know. On an H100 and a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxspec import devices
 from mxspec.devices import Device
-from mxspec.spec import Case, Reference, outputs_of
+from mxspec.spec import Case, Reference
 
 
 class Cost(NamedTuple):
@@ -28,9 +29,14 @@ def cost(reference: Reference[..., object], case: Case) -> Cost:
     """The cost of a call; nothing is allocated or run. Raises what the op raises for what its contract refuses."""
     with FakeTensorMode():
         args = case.args()
-        outputs = outputs_of(reference(*args, **case.kwargs))
         spec = reference.spec
-        return Cost(spec.bytes_moved(args, outputs), spec.flops(args, outputs), args[0].element_size() == 1)
+        outputs = spec.outputs(args, reference(*args, **case.kwargs))
+        return Cost(spec.bytes_moved(args, outputs), spec.flops(args, outputs), is_fp8(args))
+
+
+def is_fp8(args: tuple[Any, ...]) -> bool:
+    """Whether a call has operands of one byte."""
+    return any(arg.element_size() == 1 for arg in args if isinstance(arg, Tensor))
 
 
 def expected_us(device: Device, cost: Cost) -> float:

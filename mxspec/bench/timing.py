@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mxspec import check
 from mxspec.bench import model
-from mxspec.spec import Case, MinSqnr, Reference, bytes_of, outputs_of
+from mxspec.spec import Case, MinSqnr, Reference, Spec, bytes_of, outputs_of
 
 ROUNDS = 7  # interleaved, so that a drift of the clocks meets every contender
 MAX_SETS = 32  # of inputs; a call that moves less than 1/32 of four times the L2 finds its inputs there, as in decoding
@@ -47,37 +47,55 @@ MATMUL = Pace(1.5, 200_000, 50_000)
 class Contender:
     """A call over sets of inputs, ready to be timed; on a GPU as a CUDA graph, unless it `waits` for the device.
 
+    Where the op, as its `spec` says, changes an argument in place, it has one of its own in each set, which every
+    replay changes once.
+
     Attributes:
+        given, inputs: the sets of inputs, and those that the calls take.
         outputs: of every call that a replay makes.
         rounds: mean us of a call in each round; their median is `us`.
         call_rounds: us of a plain call, launches and allocations included, for each round.
     """
 
-    def __init__(self, name: str, call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], waits: bool = False):
-        self.name, self.call, self.inputs = name, call, inputs
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        inputs: Sequence[tuple[Any, ...]],
+        waits: bool = False,
+        spec: Spec | None = None,
+    ):
+        self.name, self.call, self.given = name, call, inputs
+        self.spec, self.in_place = spec, spec is not None and spec.in_place
+        self.inputs = inputs = [spec.own(args) for args in inputs] if spec and spec.in_place else inputs
         self.on_gpu = inputs[0][0].is_cuda
         self.rounds: list[float] = []
         self.call_rounds: list[float] = []
         for args in inputs[:2]:
-            outputs_of(call(*args))  # compile, and fill every cache, before the capture
+            call(*args)  # compile, and fill every cache, before the capture
         self.graph: torch.cuda.CUDAGraph | None = None
         if waits or not self.on_gpu:
             self.calls = len(inputs)
-            self.outputs = [outputs_of(call(*args)) for args in inputs]
+            self.outputs = [self._run(args) for args in inputs]
             return
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         # Small calls are repeated, so that what a replay itself takes does not show.
-        self.calls = len(inputs) * max(1, 32 // len(inputs) if inputs[0][0].numel() < 2**26 else 1)
+        once = self.in_place or inputs[0][0].numel() >= 2**26
+        self.calls = len(inputs) * (1 if once else max(1, 32 // len(inputs)))
         with torch.cuda.graph(self.graph):
-            self.outputs = [outputs_of(call(*inputs[i % len(inputs)])) for i in range(self.calls)]
+            self.outputs = [self._run(inputs[i % len(inputs)]) for i in range(self.calls)]
+
+    def _run(self, args: tuple[Any, ...]) -> Outputs:
+        result = self.call(*args)
+        return self.spec.outputs(args, result) if self.spec else outputs_of(result)
 
     def replay(self) -> None:
         """All calls once, into the same outputs."""
         if self.graph:
             self.graph.replay()
         else:
-            self.outputs = [outputs_of(self.call(*args)) for args in self.inputs]
+            self.outputs = [self._run(args) for args in self.inputs]
 
     def mean_us(self, run: Callable[[], Any], times: int) -> float:
         """Microseconds of one of `times` runs, one directly after the other."""
@@ -133,7 +151,7 @@ class Contender:
         """
         if problem := self._shared_memory():
             return problem
-        before = [[t.clone() for t in args if isinstance(t, Tensor)] for args in self.inputs]
+        before = [[t.clone() for t in self._constant(args)] for args in self.inputs]
         written = []
         for poison in (0xFF, 0x5A):
             self._replay_over(poison)
@@ -146,12 +164,13 @@ class Contender:
             if left:
                 return f"{left} bytes of its outputs depend on what was there before"
         else:
+            self._restore()
             with check.poisoned(0x5A):
-                plain = outputs_of(self.call(*self.inputs[0]))
+                plain = self._run(self.inputs[0])
             if problem := check.difference(plain, expected[0], min_sqnr_db):
                 return f"called plainly: {problem}"
         for args, kept in zip(self.inputs, before, strict=True):
-            for now, then in zip((t for t in args if isinstance(t, Tensor)), kept, strict=True):
+            for now, then in zip(self._constant(args), kept, strict=True):
                 if not _bytes(now).equal(_bytes(then)):
                     return "it changes its inputs"
         return None
@@ -161,12 +180,24 @@ class Contender:
         self._replay_over(0x5A)
         return self._difference(expected, min_sqnr_db)
 
+    def _constant(self, args: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors of a set of inputs that a call has to leave as they are."""
+        return [t for t in args[1 if self.in_place else 0 :] if isinstance(t, Tensor)]
+
+    def _restore(self) -> None:
+        """Put back what calls have changed in place."""
+        if self.in_place:
+            for own, given in zip(self.inputs, self.given, strict=True):
+                own[0].copy_(given[0])
+
     def _replay_over(self, poison: int) -> None:
+        """A replay onto memory that holds the poison, or, of what is changed in place, what was given."""
+        self._restore()
         if self.graph is None:
             with check.poisoned(poison):
                 self.replay()
             return
-        for outputs in self.outputs:
+        for outputs in () if self.in_place else self.outputs:
             for out in outputs:
                 check.fill_bytes(out, poison)
         self.replay()
@@ -179,6 +210,8 @@ class Contender:
 
     def _shared_memory(self) -> str | None:
         """Outputs that lie in an input, or where another call's do: poison would then prove nothing."""
+        if self.in_place:
+            return None  # they are what the calls change, in each set its own
         taken = {t.untyped_storage().data_ptr() for args in self.inputs for t in args if isinstance(t, Tensor)}
         for outputs in self.outputs:
             own = {t.untyped_storage().data_ptr() for t in outputs if t.numel()}

@@ -128,6 +128,16 @@ def cases() -> Iterator[Case]:
     yield Case("fp16 out", these(a, a_scale, b, b_scale), fp16, raises=TypeError, match="out_dtype = torch.float16")
 
 
+def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
+    """The matmul in fp64."""
+    N = b.shape[0]
+    if b_scale.shape[0] != N:  # 128x128: one row of scales serves 128 rows of b
+        b_scale = b_scale.repeat_interleave(FP8_BLOCK_SIZE, 0)[:N]
+    x = a.double() * a_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 1)  # (M, K)
+    w = b.double() * b_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 1)  # (N, K)
+    return x @ w.t()
+
+
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
     def bf16(rows: int, K: int) -> Tensor:
         return torch.randn(rows, K, dtype=torch.bfloat16)
@@ -193,9 +203,4 @@ def fp8_gemm(
     Source: DeepSeek-V3 technical report, section 3.3.2.
     """
     check_args(a, a_scale, b, b_scale, out_dtype=out_dtype)
-    N = b.shape[0]
-    if b_scale.shape[0] != N:  # 128x128: one row of scales serves 128 rows of b
-        b_scale = b_scale.repeat_interleave(FP8_BLOCK_SIZE, 0)[:N]
-    x = a.double() * a_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 1)  # (M, K)
-    w = b.double() * b_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 1)  # (N, K)
-    return (x @ w.t()).to(out_dtype)
+    return product(a, a_scale, b, b_scale).to(out_dtype)
