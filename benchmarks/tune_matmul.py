@@ -55,7 +55,8 @@ def helion(block_m: int, num_warps: int, **options: Any) -> Launch:
     config = _launch.config([block_m], num_warps, **{"l2_groupings": [8], "indexing": INDEXING, **options})
 
     def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
-        _launch.launch(tiles, {(9, 0): config}, a, a_scale, b, b_scale, out, b_scale.shape[0] == b.shape[0])
+        by_row = b_scale.shape[0] == b.shape[0]
+        _launch.launch(tiles, {(9, 0): config}, a, a_scale, b, b_scale, out, by_row, False)
 
     return launch
 

@@ -6,6 +6,7 @@ import torch
 from mxspec import check, dispatch
 from mxspec.compile import compile_call, problems, unavailable
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm, operands
+from mxspec.reference.fp8_gemm_ import fp8_gemm_, onto
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -37,6 +38,42 @@ def test_every_tile_compiles_without_spilling(tile, out_dtype, rows, major):
     assert not problems(code, (), (), edge=False)
     for pattern in (*kernel.PTX["sm90"], r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"):
         assert not problems(code, (pattern,), (), edge=False) or tile["WARPGROUPS"] == 1
+
+
+def add(acc, a, a_scale, b, b_scale, tile):
+    kernel.launch_sm90(a, a_scale, b, b_scale, acc, tile, ACCUMULATE=True)
+
+
+@each_granularity
+@each_tile
+def test_every_tile_adds_without_spilling(tile, rows):
+    code = compile_call(add, *onto(300, 264, 256, rows, row=268), tile=tile, target="sm90")
+    assert not problems(code, (), (), edge=False)
+    names = [c.kernel for c in code]
+    adding = r"cp\.reduce\.async\.bulk\.tensor\.2d\.global\.shared::cta\.add"
+    if tile.get("SPLITS", 1) > 1:  # the parts are written, and added to the output by another kernel
+        assert names == ["fp8_gemm_sm90", "_add_parts"]
+        assert problems(code, (adding,), (), edge=False)
+    else:
+        assert names == ["fp8_gemm_sm90"]
+        assert not problems(code, (adding,), (), edge=False)
+        assert problems(code, (r"cp\.async\.bulk\.tensor\.2d\.global",), (), edge=False), "it writes as well"
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@each_granularity
+@each_tile
+def test_every_tile_adds_once(tile, rows, monkeypatch):
+    monkeypatch.setattr(kernel, "_processors", lambda device: 3)
+    made = check.on_device(torch.device("cuda"), onto(700, 520, 128 * 9, rows, row=524, major="mn"))
+    spec = fp8_gemm_.spec
+    expected, got, again = (spec.own(made) for _ in range(3))
+    fp8_gemm_(*expected)
+    add(*got, tile=tile)
+    assert check.difference(got[:1], expected[:1], spec.min_sqnr_db) is None
+    add(*again, tile=tile)
+    assert again[0].equal(got[0])
+    assert check._strayed(got[0], made[0]) is None
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -79,3 +116,9 @@ def test_what_tma_does_not_read_takes_plain_tiles():
     fn = dispatch.kernel_module("fp8_gemm", "triton").fp8_gemm
     names = [compile_call(fn, x, a_scale, b, b_scale, target="sm90")[0].kernel for x in (a, wide)]
     assert names == ["fp8_gemm_sm90", "_tiles"]
+    fn = dispatch.kernel_module("fp8_gemm_", "triton").fp8_gemm_
+    names = [compile_call(fn, *onto(64, 128, 256, row=row), target="sm90")[0].kernel for row in (132, 129)]
+    assert names == ["fp8_gemm_sm90", "_tiles"]
+    column = onto(64, 1, 256)
+    column = torch.zeros(64, 8)[:, :1].as_strided((64, 1), (8, 3)), *column[1:]  # its columns are one
+    assert compile_call(fn, *column, target="sm90")[0].kernel == "_tiles"

@@ -9,7 +9,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._launch import config, launch
+from mxspec.helion_kernels._launch import Configs, config, launch
 
 # H200, TFLOP/s at 4096x4096x7168: 838 (descriptors made by each program 765; without TMA 722); Triton 1150.
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
@@ -17,19 +17,31 @@ PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.m
 # Operands and output by TMA where it can read them, scales by plain loads, of which any strides are good.
 INDEXING = ["tensor_descriptor", "tensor_descriptor", "pointer", "pointer", "tensor_descriptor"]
 # Programs run down eight tiles of M, then along N, so that those which run at a time share rows of a and b.
-_COMMON: dict[str, Any] = {"l2_groupings": [8], "indexing": INDEXING}
+_COMMON: dict[str, Any] = {"l2_groupings": [8]}
 if os.environ.get("TRITON_INTERPRET") != "1":  # Helion refuses the key where it sees no TMA, as interpreted
     _COMMON["host_tensor_descriptors"] = True
-_LARGE, _LOW = config([128], 8, num_stages=4, **_COMMON), config([64], 4, num_stages=4, **_COMMON)
-CONFIGS = {
-    "1x128 by 128x128": {(9, 0): _LARGE, (10, 0): _LARGE},
-    # On Blackwell a tile of 128 rows has no registers left for a scale of each column.
-    "1x128 by 1x128": {(9, 0): _LARGE, (10, 0): _LOW},
-    "at most 64 rows": {(9, 0): _LOW, (10, 0): _LOW},
-}
 
 
-def tiles(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, by_row: hl.constexpr) -> None:
+def configs(indexing: list[str]) -> dict[str, Configs]:
+    """The configurations, by what is multiplied, for these accesses to memory."""
+    options = {"num_stages": 4, "indexing": indexing, **_COMMON}
+    large, low, thin = config([128], 8, **options), config([64], 4, **options), config([64], 8, **options)
+    return {
+        "1x128 by 128x128": {(9, 0): large, (10, 0): large},
+        # On Blackwell a tile of 128 rows has no registers left for a scale of each column.
+        "1x128 by 1x128": {(9, 0): large, (10, 0): low},
+        "at most 64 rows": {(9, 0): low, (10, 0): low},
+        # By plain loads, a tile of the output and its addresses need registers as well.
+        "onto what TMA does not read": {(9, 0): thin, (10, 0): thin},
+    }
+
+
+CONFIGS = {False: configs(INDEXING), True: configs([*INDEXING, "tensor_descriptor"])}  # by whether it adds to `out`
+
+
+def tiles(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, by_row: hl.constexpr, accumulate: hl.constexpr
+) -> None:
     for m, n in hl.tile(out.size(), block_size=[None, 128]):
         acc = hl.zeros([m, n], dtype=torch.float32)
         for k in hl.tile(a.size(1), block_size=128):
@@ -40,7 +52,20 @@ def tiles(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, b
                 acc = acc + partial * (of_row[:, None] * b_scale[n, k.id][None, :])
             else:
                 acc = acc + partial * (of_row * b_scale[n.id, k.id])[:, None]
-        out[m, n] = acc.to(out.dtype)
+        if accumulate:
+            out[m, n] = out[m, n] + acc
+        else:
+            out[m, n] = acc.to(out.dtype)
+
+
+def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, accumulate: bool) -> None:
+    """The product, written to an output whose rows may lie apart, or added to it."""
+    M, N = out.shape
+    by_row = b_scale.shape[0] == N != 1
+    kind = "at most 64 rows" if M <= 64 else "1x128 by 1x128" if by_row else "1x128 by 128x128"
+    if accumulate and (out.data_ptr() % 16 or out.stride(0) % 4):
+        kind = "onto what TMA does not read"
+    launch(tiles, CONFIGS[accumulate][kind], a, a_scale, b, b_scale, out, by_row, accumulate)
 
 
 def fp8_gemm(
@@ -52,7 +77,5 @@ def fp8_gemm(
         return out
     if not a.shape[1]:
         return out.zero_()
-    by_row = b_scale.shape[0] == N != 1
-    table = CONFIGS["at most 64 rows" if M <= 64 else "1x128 by 1x128" if by_row else "1x128 by 128x128"]
-    launch(tiles, table, a, a_scale, b, b_scale, out, by_row)
+    multiply(a, a_scale, b, b_scale, out, accumulate=False)
     return out

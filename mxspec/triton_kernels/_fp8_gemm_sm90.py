@@ -130,7 +130,7 @@ def _multiply(
     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty, M_tiles, N_tiles, K_blocks,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, SPLITS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
-    BUFFERS: gl.constexpr, CHUNKS: gl.constexpr,
+    BUFFERS: gl.constexpr, CHUNKS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
     per_row: gl.constexpr = gl.SliceLayout(1, mma)
@@ -196,9 +196,10 @@ def _multiply(
             i += 1
         m, n = _place(tile, M_tiles, N_tiles, GROUP)  # only now, since registers are scarce in the loop
         row, column = m * BLOCK_M + first, n * BLOCK_N
-        write(out_desc, out_tiles, row, column, upper, own_buffer, BUFFERS, CHUNKS)
+        write(out_desc, out_tiles, row, column, upper, own_buffer, BUFFERS, CHUNKS, ACCUMULATE)
         if HALVES == 2:
-            write(out_desc, out_tiles, row + 64, column, lower, own_buffer + CHUNKS % BUFFERS, BUFFERS, CHUNKS)
+            next_buffer = own_buffer + CHUNKS % BUFFERS
+            write(out_desc, out_tiles, row + 64, column, lower, next_buffer, BUFFERS, CHUNKS, ACCUMULATE)
     tma.store_wait(0)
     if WARPGROUP == 0:
         my_turn(WARPGROUP, TURNS)
@@ -209,7 +210,7 @@ def fp8_gemm_sm90(
     a_desc, b_desc, out_desc, a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, M, N, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     SPLITS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
-    REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
+    REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[1]
@@ -240,13 +241,13 @@ def fp8_gemm_sm90(
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
                     0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
-                    CHUNKS,
+                    CHUNKS, ACCUMULATE,
                 )),
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
                     1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
-                    CHUNKS,
+                    CHUNKS, ACCUMULATE,
                 )),
                 (_load, (
                     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
@@ -268,7 +269,7 @@ def fp8_gemm_sm90(
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
                     0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
-                    CHUNKS,
+                    CHUNKS, ACCUMULATE,
                 )),
                 (_load, (
                     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 
@@ -45,9 +49,22 @@ def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
         )  # fmt: skip
 
 
+@builtin
+def _add_shared_to_global(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
+    """TMA's store that adds, which Gluon compiles and has no name for. Subnormal fp32 sums become 0."""
+    at = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
+
+
 @gluon.jit
-def write(out_desc, out_tiles, row, column, acc, buffer, BUFFERS: gl.constexpr, CHUNKS: gl.constexpr):
-    """64 rows of the output through shared memory, whole or in two halves along N."""
+def write(
+    out_desc, out_tiles, row, column, acc, buffer,
+    BUFFERS: gl.constexpr, CHUNKS: gl.constexpr, ACCUMULATE: gl.constexpr,
+):  # fmt: skip
+    """64 rows of the output through shared memory, whole or in two halves along N; written or added to what is there.
+
+    The L2 adds: to read the output beforehand would take registers, of which there are none, or the loop's time.
+    """
     parts = (acc,) if CHUNKS == 1 else acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, out_desc.block_shape[1], 32]
@@ -57,4 +74,7 @@ def write(out_desc, out_tiles, row, column, acc, buffer, BUFFERS: gl.constexpr, 
         tma.store_wait(BUFFERS - 1)  # the store that last read this buffer
         target.store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
+        if ACCUMULATE:
+            _add_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
+        else:
+            tma.async_copy_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)

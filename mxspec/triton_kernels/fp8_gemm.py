@@ -55,8 +55,8 @@ def _processors(device: torch.device) -> int:
 @triton.jit
 def _tiles(
     a, a_stride, a_scale, a_scale_stride_m, a_scale_stride_k, b, b_stride, b_scale, b_scale_stride_n, b_scale_stride_k,
-    out, M, N, K_blocks,
-    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    out, out_stride, M, N, K_blocks,
+    VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     # Programs run down GROUP tiles of M, then along N, so that those which run at a time share rows of a and b.
     M_tiles, N_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -88,24 +88,32 @@ def _tiles(
         b_at += 128
         a_scale_at += a_scale_stride_k
         b_scale_at += b_scale_stride_k
-    at = out + row[:, None] * N + column[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
+    at, there = out + row[:, None] * out_stride + column[None, :], (row < M)[:, None] & (column < N)[None, :]
+    if ACCUMULATE:
+        acc += tl.load(at, mask=there)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _add_parts(parts, out, N, part_elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_parts(
+    parts, out, out_stride, N, part_elements, SPLITS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr
+):
     """A row's sums over the parts of K, always in the same order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * N + column
     total = tl.load(parts + at, mask=column < N)
     for s in tl.static_range(1, SPLITS):
         total += tl.load(parts + s * part_elements + at, mask=column < N)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=column < N)
+    to = out + tl.program_id(1).to(tl.int64) * out_stride + column
+    if ACCUMULATE:
+        total += tl.load(to, mask=column < N)
+    tl.store(to, total.to(out.dtype.element_ty), mask=column < N)
 
 
 def _tma_reads(matrix: Tensor) -> bool:
-    """Whether TMA reads a row-major matrix: it starts, and its rows lie, at multiples of 16 bytes."""
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    """Whether TMA reads, or writes, a row-major matrix: it starts, and its rows lie, at multiples of 16 bytes."""
+    aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    return aligned and matrix.stride(1) == 1
 
 
 def tile_for(M: int, N: int, K: int, processors: int) -> dict[str, int]:
@@ -137,14 +145,16 @@ def launch_sm90(
         "per_processor": 1,
         "AHEAD": 1,
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
+        "ACCUMULATE": False,  # add to the output
         **tile,
         **options,
     }
     if config["WARPGROUPS"] == 1:
         config["TURNS"] = 0  # there is no other to wait for
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
-    splits, target = config["SPLITS"], out
+    splits, target, accumulate = config["SPLITS"], out, config["ACCUMULATE"]
     if splits > 1:  # sums of each part of K in fp32, which another kernel adds
+        config["ACCUMULATE"] = False
         target = out.new_empty(splits * M_tiles * config["BLOCK_M"], N, dtype=torch.float32)
     halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
     # The scales of the columns, 32 a thread, are read once a block where registers are left for them: shared memory is
@@ -166,24 +176,35 @@ def launch_sm90(
     compiled = fp8_gemm_sm90[(programs,)](*descriptors, *of_a, *of_b, *sizes, VECTOR=vector, **config, num_warps=4)
     if splits > 1:
         grid = (-(-N // 512), M)
-        _add_parts[grid](target, out, N, target.numel() // splits, SPLITS=splits, BLOCK=512, num_warps=4)
+        part = target.numel() // splits
+        _add_parts[grid](
+            target, out, out.stride(0), N, part, SPLITS=splits, ACCUMULATE=accumulate, BLOCK=512, num_warps=4
+        )
     return compiled
+
+
+def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, accumulate: bool) -> None:
+    """The product, written to an output whose rows may lie apart, or added to it."""
+    (M, K), N = a.shape, b.shape[0]
+    hopper = a.device.type != "cpu" and capability(a.device) == (9, 0)
+    if hopper and K and _tma_reads(a) and _tma_reads(b) and _tma_reads(out):
+        tile = tile_for(M, N, K, _processors(a.device))
+        launch_sm90(a, a_scale, b, b_scale, out, tile, ACCUMULATE=accumulate)
+        return
+    config = for_device(CONFIGS, a.device)
+    if accumulate:  # a tile of the output needs registers as well
+        config = {**config, "BLOCK_M": 64}
+    grid = (-(-M // config["BLOCK_M"]) * -(-N // config["BLOCK_N"]),)
+    of_a, of_b = (a_scale, *a_scale.stride()), (b_scale, *b_scale.stride())
+    sizes = M, N, K // FP8_BLOCK_SIZE
+    config = {**config, "VECTOR": b_scale.shape[0] == N != 1, "ACCUMULATE": accumulate}
+    _tiles[grid](a, a.stride(0), *of_a, b, b.stride(0), *of_b, out, out.stride(0), *sizes, **config)
 
 
 def fp8_gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    (M, K), N = a.shape, b.shape[0]
-    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
-    if not out.numel():
-        return out
-    hopper = a.device.type != "cpu" and capability(a.device) == (9, 0)
-    if hopper and K and _tma_reads(a) and _tma_reads(b) and _tma_reads(out):
-        launch_sm90(a, a_scale, b, b_scale, out, tile_for(M, N, K, _processors(a.device)))
-        return out
-    config = for_device(CONFIGS, a.device)
-    grid = (-(-M // config["BLOCK_M"]) * -(-N // config["BLOCK_N"]),)
-    of_a, of_b = (a_scale, *a_scale.stride()), (b_scale, *b_scale.stride())
-    sizes = M, N, K // FP8_BLOCK_SIZE
-    _tiles[grid](a, a.stride(0), *of_a, b, b.stride(0), *of_b, out, *sizes, VECTOR=b_scale.shape[0] == N != 1, **config)
+    out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    if out.numel():
+        multiply(a, a_scale, b, b_scale, out, accumulate=False)
     return out

@@ -1,0 +1,14 @@
+"""fp8_gemm_ in Triton: fp8_gemm's kernels, which add to their output in place of writing it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.triton_kernels.fp8_gemm import PTX, multiply
+
+__all__ = ["PTX", "fp8_gemm_"]
+
+
+def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    if acc.numel() and a.shape[1]:
+        multiply(a, a_scale, b, b_scale, acc, accumulate=True)
