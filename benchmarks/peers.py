@@ -1,8 +1,9 @@
 """Other libraries' kernels behind mxspec's contracts, for `python -m mxspec bench --peers`.
 
 An adapter has its op's signature and gives the op's outputs, as views of what the library wrote and without a kernel
-of its own. What a library wants laid out in another way beforehand is done by the adapter's `prepare`, which is not
-timed. Nothing here is imported by mxspec; each adapter imports its library when it is called.
+of its own; where the op changes an argument in place, so does it. What a library wants laid out in another way
+beforehand is done by the adapter's `prepare`, which is not timed. Nothing here is imported by mxspec; each adapter
+imports its library when it is called.
 
 Read with torch 2.11 and CUDA 13 on an H200: `pip install --no-deps torchao==0.18.0 sgl-deep-gemm==0.1.2
 apache-tvm-ffi==0.1.9 fbgemm-gpu-genai==1.6.0`. The adapters of TransformerEngine, and what needs Blackwell, follow the
@@ -445,6 +446,16 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torc
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out)
     return out
+
+
+@adapter("fp8_gemm_", "DeepGEMM", prepare=lambda acc, *operands: (acc, *_deep_gemm_scales(*operands)))
+def _(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    import deep_gemm
+
+    need(hasattr(deep_gemm, "fp8_gemm_nt"), "has no fp8_gemm_nt in this build")
+    need(major(a.device) == 9, "rounds fp32 scales to powers of two except on Hopper")
+    need(_is_1x128(b, b_scale), "adds in place with 1x128 by 1x128 only")
+    deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), acc, c=acc, recipe=(1, 1, FP8_BLOCK_SIZE))
 
 
 def deep_gemm_onto_anything(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from mxspec import check, dispatch
 from mxspec.cublas_kernels import fp8_gemm as cublas
 from mxspec.deepgemm_kernels import fp8_gemm as deepgemm
+from mxspec.deepgemm_kernels import fp8_gemm_ as deepgemm_
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, as_quantized, fp8_gemm, operands
 
 BY_ROW = operands(132, 272, 1024, 1, major="mn")
@@ -50,6 +51,24 @@ def test_what_the_quantizers_give_fits_as_it_is(made, out_dtype, there):
     with check.poisoned(0xFF):
         out = deepgemm.fp8_gemm(*made, out_dtype=out_dtype)
     assert check.difference((out,), (fp8_gemm(*made, out_dtype=out_dtype),), MIN_SQNR_DB) is None
+
+
+def test_deepgemm_adds_in_place(there):
+    acc = torch.full((132, 272), 2.0**18)
+    expected = acc.double() + fp8_gemm(*BY_ROW, out_dtype=torch.float32)
+    assert deepgemm_.supports(acc, *BY_ROW) is None
+    assert deepgemm_.fp8_gemm_(acc, *BY_ROW) is None
+    assert check.sqnr_db(acc, expected) > 140
+
+
+def test_what_deepgemm_does_not_add_to_is_refused_with_the_reason(there):
+    acc = torch.zeros(132, 280)
+    a, a_scale, b, b_scale = BY_ROW
+    assert deepgemm_.supports(acc[:, :272], *BY_ROW) == "needs acc with strides (272, 1), not (280, 1)"
+    assert "adds in place with 1x128 by 1x128 only" in deepgemm_.supports(acc[:, :272], *as_quantized())
+    assert "a_scale with strides" in deepgemm_.supports(acc[:, :272], a, a_scale.contiguous(), b, b_scale)
+    unaligned = torch.zeros(132 * 272 + 1)[1:].view(132, 272)
+    assert deepgemm_.supports(unaligned, *BY_ROW) == "needs acc to begin at a multiple of 16 bytes"
 
 
 @pytest.mark.parametrize("K", [512, 1024])

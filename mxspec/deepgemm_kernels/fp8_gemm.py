@@ -74,18 +74,22 @@ def supports(
     return next(filter(None, (_layout_reason(*layout) for layout in layouts)), None)
 
 
+def add_1x128(out: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
+    """Add the product of 1x128 by 1x128 to an fp32 matrix; along dimensions of 1, strides as DeepGEMM expects them."""
+    a_scale, b_scale = (s.as_strided(s.shape, _mn_major(s.shape[0])) for s in (a_scale, b_scale))
+    _library().fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, FP8_BLOCK_SIZE))
+
+
 def fp8_gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    library = _library()
     M, N = a.shape[0], b.shape[0]
-    a_scale = a_scale.as_strided(a_scale.shape, _mn_major(M))  # along dimensions of 1, strides as it expects them
     if b_scale.shape[0] == N:
         out = torch.zeros((M, N), dtype=out_dtype, device=a.device)
-        b_scale = b_scale.as_strided(b_scale.shape, _mn_major(N))
-        library.fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, FP8_BLOCK_SIZE))
+        add_1x128(out, a, a_scale, b, b_scale)
     else:
         out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+        a_scale = a_scale.as_strided(a_scale.shape, _mn_major(M))  # along dimensions of 1, strides as it expects them
         b_scale = b_scale.as_strided(b_scale.shape, (b_scale.shape[1], 1))
-        library.fp8_gemm_nt((a, a_scale), (b, b_scale), out, recipe=(1, FP8_BLOCK_SIZE, FP8_BLOCK_SIZE))
+        _library().fp8_gemm_nt((a, a_scale), (b, b_scale), out, recipe=(1, FP8_BLOCK_SIZE, FP8_BLOCK_SIZE))
     return out
