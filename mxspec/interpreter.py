@@ -4,13 +4,15 @@ Its float conversion (triton 3.6 to 3.9) loses the carry of a rounding (fp32 31.
 from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts are right. Its fused multiply-add rounds
 twice. And it calls the own combine function of a reduction or a scan, which Helion's always have, once an element:
 minutes for a few thousand. And it computes whether integers overflow, in order to assert what only its debug mode
-asserts.
+asserts. And it looks through `triton.language` for what to replace at every call of a device function, where once a
+launch is enough, and builds its table of numpy's types at every use.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,8 @@ def install() -> None:
     triton_convert_float = interpreter._convert_float
     triton_generic_reduce = interpreter.ReduceOps.generic_reduce
     triton_generic_scan = interpreter.ScanOps.generic_scan
+    triton_patch_lang, replaced = interpreter._patch_lang, set[ModuleType]()  # replaced: by the launch under way
+    triton_np_dtype, numpy_types = interpreter._get_np_dtype, dict[str, np.dtype]()
 
     def convert_float(values: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
         from_dtype, to_dtype = _TORCH.get(str(source)), _TORCH.get(str(target))
@@ -79,10 +83,32 @@ def install() -> None:
             values, step = np.where(lane < step, values, combined), 2 * step
         return [self.to_tensor(np.moveaxis(values, -1, self.axis), dtype)]
 
+    class Scope(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            super().restore()
+            replaced.clear()
+
+    def patch_lang(fn: Any) -> Any:
+        """Replace the language where a kernel or a device function sees it, unless this launch has done so."""
+        languages = {m for m in fn.__globals__.values() if m is interpreter.tl or m is interpreter.tl.core}
+        if languages and languages <= replaced:
+            return Scope()
+        replaced.update(languages)
+        return triton_patch_lang(fn)
+
+    def np_dtype(dtype: Any) -> np.dtype:
+        scalar = dtype.scalar
+        if scalar.name not in numpy_types:
+            numpy_types[scalar.name] = triton_np_dtype(scalar)
+        return numpy_types[scalar.name]
+
     options = interpreter.interpreter_builder.options
     if not options.debug:  # the operands of assertions that nobody hears are half of the interpreter's time
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._convert_float = convert_float
+    interpreter._LangPatchScope = Scope
+    interpreter._patch_lang = patch_lang
+    interpreter._get_np_dtype = np_dtype
     interpreter.InterpreterBuilder.create_fma = create_fma
     interpreter.ReduceOps.generic_reduce = generic_reduce
     interpreter.ScanOps.generic_scan = generic_scan
