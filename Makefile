@@ -11,11 +11,12 @@ else
   READY := $(VENV)/ready
 endif
 PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
-# As many processes as there are cores; the slow tests lie together, and are shared out. Notebooks have one process, or
-# their cells would scatter over kernels.
+# As many processes as there are cores; the slow tests lie together, and are shared out. A notebook stays with one
+# process (loadscope), or its cells would scatter over kernels.
 WORKERS ?= auto
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
-NBVAL = $(PYTHON) -m pytest -q -o addopts= --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
+NBVAL = $(PYTHON) -m pytest -q -o addopts= -n $(WORKERS) --dist loadscope \
+    --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
 # Where kernels are called by their backend's name, and so run on the CPU only interpreted.
 INTERPRETED = $(addprefix tests/test_,conformance.py int64.py limits.py pad_token_groups.py fp8_factors.py \
     fp8_quantize_1x128.py fp8_dequantize.py)
