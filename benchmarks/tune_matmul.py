@@ -96,20 +96,16 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
             "128x128": (SQUARE, {"TURNS": 0}),
         }
     if M <= 128:
-        two: Options = {"per_processor": 2, "maxnreg": 128}
         low = {
             "64x64, 11 stages": (SMALL, {}),
             "64x64, 11 stages, all rows": (SMALL, {"rows": 64}),
             "64x64, 11 stages, 4 ahead": (SMALL, {"AHEAD": 4}),
             "64x64, 7 stages": (SMALL, {"STAGES": 7}),
-            "64x64, K in halves, 5 stages, two a processor": (SMALL, {"SPLITS": 2, "STAGES": 5, "AHEAD": 4, **two}),
-            "64x128, K in halves, 8 stages": (SMALL, {"BLOCK_N": 128, "SPLITS": 2, "STAGES": 8, "AHEAD": 4}),
         }
         tall = {
             "128x64, 7 stages": (FLAT, {"TURNS": 0}),
             "128x64, 7 stages, 8 ahead": (FLAT, {"TURNS": 0, "AHEAD": 8}),
             "128x64, 7 stages, turns": (FLAT, {"TURNS": 2}),
-            "128x128, K in halves, 4 stages": (SQUARE, {"SPLITS": 2, "TURNS": 0}),
         }
         return low if M <= 64 else low | tall
     return {

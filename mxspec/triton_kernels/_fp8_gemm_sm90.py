@@ -38,29 +38,16 @@ def _place(tile, M_tiles, N_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _part(m, M_tiles, K_blocks, SPLITS: gl.constexpr):
-    """Which tile of a's rows a tile of the output multiplies, and which blocks of K: it has all of them, or the output
-    is as many matrices as K has parts, one below the other."""
-    if SPLITS == 1:
-        return m, 0, K_blocks
-    else:
-        of_part = M_tiles // SPLITS
-        part = m // of_part
-        return m % of_part, part * K_blocks // SPLITS, (part + 1) * K_blocks // SPLITS
-
-
-@gluon.jit
 def _load(
     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     # Of few rows only those are read, and what the tile's others hold is multiplied for nothing.
     ROWS: gl.constexpr = a_desc.block_shape[0]
     i = 0
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
         m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        m, begin, end = _part(m, M_tiles, K_blocks, SPLITS)
-        for k in range(begin, end):
+        for k in range(K_blocks):
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), i // STAGES & 1)
             bar = full.index(stage)
@@ -78,7 +65,7 @@ def _load(
 def _scale(
     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales, full, empty,
     M, N, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     VECTOR: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     i = 0
@@ -86,30 +73,29 @@ def _scale(
     columns = gl.arange(0, BLOCK_N, gl.BlockedLayout([max(BLOCK_N // 64, 1)], [32], [2], [0]))
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
         m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        m, begin, end = _part(m, M_tiles, K_blocks, SPLITS)
         a_there = rows < M - m * BLOCK_M
-        a_at = a_scale + (m * BLOCK_M + rows).to(gl.int64) * a_stride_m + begin * a_stride_k
+        a_at = a_scale + (m * BLOCK_M + rows).to(gl.int64) * a_stride_m
         if VECTOR:  # a scale for each row of b
             b_there = columns < N - n * BLOCK_N
-            b_at = b_scale + (n * BLOCK_N + columns).to(gl.int64) * b_stride_n + begin * b_stride_k
+            b_at = b_scale + (n * BLOCK_N + columns).to(gl.int64) * b_stride_n
         else:  # one for its 128 rows
             b_there = True
-            b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n + begin * b_stride_k
+            b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n
         # AHEAD blocks' are on their way while a block's wait for a stage; none has a register that is handed on.
         of_a, of_b = (), ()
         for j in gl.static_range(AHEAD):
-            of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (begin + j < end), other=0.0),)
-            of_b = of_b + (gl.load(b_at + j * b_stride_k, mask=b_there & (begin + j < end), other=0.0),)
-        for first in range(begin, end, AHEAD):
+            of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (j < K_blocks), other=0.0),)
+            of_b = of_b + (gl.load(b_at + j * b_stride_k, mask=b_there & (j < K_blocks), other=0.0),)
+        for first in range(0, K_blocks, AHEAD):
             next_a, next_b = (), ()
             for j in gl.static_range(AHEAD):
                 k = first + j
-                more = k + AHEAD < end
+                more = k + AHEAD < K_blocks
                 next_a = next_a + (gl.load(a_at + AHEAD * a_stride_k, mask=a_there & more, other=0.0),)
                 next_b = next_b + (gl.load(b_at + AHEAD * b_stride_k, mask=b_there & more, other=0.0),)
                 a_at += a_stride_k
                 b_at += b_stride_k
-                if k < end:
+                if k < K_blocks:
                     stage = i % STAGES
                     mbarrier.wait(empty.index(stage), i // STAGES & 1)
                     if VECTOR:
@@ -129,7 +115,7 @@ def _scale(
 def _multiply(
     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty, M_tiles, N_tiles, K_blocks,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, SPLITS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
+    GROUP: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, CHUNKS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
@@ -150,11 +136,7 @@ def _multiply(
     for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
         upper = gl.zeros([64, BLOCK_N], gl.float32, mma)
         lower = gl.zeros([64, BLOCK_N], gl.float32, mma)
-        begin, end = 0, K_blocks
-        if SPLITS > 1:
-            m, n = _place(tile, M_tiles, N_tiles, GROUP)
-            _, begin, end = _part(m, M_tiles, K_blocks, SPLITS)
-        for _ in range(begin, end):
+        for _ in range(K_blocks):
             stage, before, after = i % STAGES, (i + STAGES - 1) % STAGES, (i + 1) % STAGES
             a, b = a_tiles.index(stage), b_tiles.index(stage).permute((1, 0))
 
@@ -209,7 +191,7 @@ def _multiply(
 def fp8_gemm_sm90(
     a_desc, b_desc, out_desc, a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, M, N, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    SPLITS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
+    TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
@@ -232,7 +214,7 @@ def fp8_gemm_sm90(
     ):  # all but the last are free; that one is when block 0 runs, like any other
         mbarrier.arrive(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    M_tiles, N_tiles = SPLITS * gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
+    M_tiles, N_tiles = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     # Each tuple stands where it is passed: one that has a name, or is put together, keeps no constants.
     if WARPGROUPS == 2:
         gl.warp_specialize(
@@ -240,23 +222,23 @@ def fp8_gemm_sm90(
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS,
                     CHUNKS, ACCUMULATE,
                 )),
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
+                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS,
                     CHUNKS, ACCUMULATE,
                 )),
                 (_load, (
                     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP,
                 )),
                 (_scale, (
                     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
                     full, empty, M, N, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS, VECTOR, AHEAD,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR, AHEAD,
                 )),
             ],
             [4, 1, 2],
@@ -268,17 +250,17 @@ def fp8_gemm_sm90(
                 (_multiply, (
                     out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
                     M_tiles, N_tiles, K_blocks,
-                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, SPLITS, TURNS, VECTOR, ONCE, BUFFERS,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS,
                     CHUNKS, ACCUMULATE,
                 )),
                 (_load, (
                     a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP,
                 )),
                 (_scale, (
                     a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
                     full, empty, M, N, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP, SPLITS, VECTOR, AHEAD,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR, AHEAD,
                 )),
             ],
             [1, 2],

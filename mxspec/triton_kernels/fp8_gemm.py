@@ -21,20 +21,14 @@ from mxspec.triton_kernels._launch import capability, for_device
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.mma",)}
 # Tiles of the Gluon kernel. The cost is that of an element of the output: smaller tiles read more for it. Three stages
-# leave room for a large tile's output; many keep enough loads in flight where M is small.
+# leave room for a large tile's output; many keep enough loads in flight where M is small. There a tile takes less time
+# than its scales are on their way, which are asked for several blocks ahead: N 7168 on an H200, us, with DeepGEMM's:
+# K 7168, 16 rows 16.2 (17.2), 64 rows 17.0 (17.1), 128 rows 22.9 (23.8); K 2048, 7.8 (7.3), 7.9 (7.0), 9.1 (8.5).
 TILES = (
     (1.0, {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 3}),
     (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4}),
     (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "STAGES": 7, "AHEAD": 4}),
     (2.0, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 11, "AHEAD": 8}),
-)
-# For at most so many rows and 32 blocks of K or more: programs of their own for each half of K, since a program for
-# each tile leaves memory waiting. Raced on an H200, N = K = 7168, us: 16 rows 21.4 (64x64 tiles, whole: 24.9; DeepGEMM
-# 16.8, cuBLAS 20.8), 64 rows 22.0 (26.6; 17.0, 22.9), 128 rows 25.2 (128x64 30.4; 21.6, 23.6).
-TILES_OF_FEW_ROWS = (
-    (32, {"BLOCK_M": 64, "BLOCK_N": 128, "WARPGROUPS": 1, "STAGES": 8, "SPLITS": 2}),
-    (64, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 5, "SPLITS": 2, "per_processor": 2, "maxnreg": 128}),
-    (128, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4, "SPLITS": 2, "TURNS": 0}),
 )
 # The kernel of plain tiles, which any strides suit.
 CONFIGS = {
@@ -94,33 +88,14 @@ def _tiles(
     tl.store(at, acc.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
-def _add_parts(
-    parts, out, out_stride, N, part_elements, SPLITS: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A row's sums over the parts of K, always in the same order."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.program_id(1).to(tl.int64) * N + column
-    total = tl.load(parts + at, mask=column < N)
-    for s in tl.static_range(1, SPLITS):
-        total += tl.load(parts + s * part_elements + at, mask=column < N)
-    to = out + tl.program_id(1).to(tl.int64) * out_stride + column
-    if ACCUMULATE:
-        total += tl.load(to, mask=column < N)
-    tl.store(to, total.to(out.dtype.element_ty), mask=column < N)
-
-
 def _tma_reads(matrix: Tensor) -> bool:
     """Whether TMA reads, or writes, a row-major matrix: it starts, and its rows lie, at multiples of 16 bytes."""
     aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
     return aligned and matrix.stride(1) == 1
 
 
-def tile_for(M: int, N: int, K: int, processors: int) -> dict[str, int]:
+def tile_for(M: int, N: int, processors: int) -> dict[str, int]:
     """The tile with which the output takes the least time, in waves of as many tiles as there are processors."""
-    for rows, tile in TILES_OF_FEW_ROWS:
-        if rows >= M and K >= 32 * FP8_BLOCK_SIZE and -(-N // tile["BLOCK_N"]) <= processors:
-            return tile
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
         of_element, tile = choice
@@ -139,7 +114,6 @@ def launch_sm90(
     vector = b_scale.shape[0] == N
     config = {
         "GROUP": 16 if vector else 8,
-        "SPLITS": 1,
         "TURNS": 2,
         "chunk": tile["BLOCK_N"],
         "per_processor": 1,
@@ -152,35 +126,24 @@ def launch_sm90(
     if config["WARPGROUPS"] == 1:
         config["TURNS"] = 0  # there is no other to wait for
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
-    splits, target, accumulate = config["SPLITS"], out, config["ACCUMULATE"]
-    if splits > 1:  # sums of each part of K in fp32, which another kernel adds
-        config["ACCUMULATE"] = False
-        target = out.new_empty(splits * M_tiles * config["BLOCK_M"], N, dtype=torch.float32)
     halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
     # The scales of the columns, 32 a thread, are read once a block where registers are left for them: shared memory is
     # what bounds this kernel, and every thread's own 128 bytes of scales count as much there as operands.
-    config.setdefault("ONCE", vector and (halves == 1 or target.element_size() == 4))
-    config.setdefault("BUFFERS", halves if target.element_size() == 2 else 1)
+    config.setdefault("ONCE", vector and (halves == 1 or out.element_size() == 4))
+    config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
     # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.
     config.setdefault("REGISTERS", 184 if halves == 1 else 232 if config["ONCE"] else 224)
-    row_bytes = config["chunk"] * target.element_size()
-    codes, rows = _layout(128, 8), _layout(min(row_bytes, 128), 8 * target.element_size())
+    row_bytes = config["chunk"] * out.element_size()
+    codes, rows = _layout(128, 8), _layout(min(row_bytes, 128), 8 * out.element_size())
     descriptors = (
         TensorDescriptor.from_tensor(a, [config.pop("rows"), FP8_BLOCK_SIZE], codes),
         TensorDescriptor.from_tensor(b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes),
-        TensorDescriptor.from_tensor(target, [64, config.pop("chunk")], rows),
+        TensorDescriptor.from_tensor(out, [64, config.pop("chunk")], rows),
     )
-    programs = min(splits * M_tiles * N_tiles, _processors(a.device) * config.pop("per_processor"))
+    programs = min(M_tiles * N_tiles, _processors(a.device) * config.pop("per_processor"))
     of_a, of_b = (a_scale, *a_scale.stride()), (b_scale, *b_scale.stride())
     sizes = M, N, K // FP8_BLOCK_SIZE
-    compiled = fp8_gemm_sm90[(programs,)](*descriptors, *of_a, *of_b, *sizes, VECTOR=vector, **config, num_warps=4)
-    if splits > 1:
-        grid = (-(-N // 512), M)
-        part = target.numel() // splits
-        _add_parts[grid](
-            target, out, out.stride(0), N, part, SPLITS=splits, ACCUMULATE=accumulate, BLOCK=512, num_warps=4
-        )
-    return compiled
+    return fp8_gemm_sm90[(programs,)](*descriptors, *of_a, *of_b, *sizes, VECTOR=vector, **config, num_warps=4)
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -188,7 +151,7 @@ def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor
     (M, K), N = a.shape, b.shape[0]
     hopper = a.device.type != "cpu" and capability(a.device) == (9, 0)
     if hopper and K and _tma_reads(a) and _tma_reads(b) and _tma_reads(out):
-        tile = tile_for(M, N, K, _processors(a.device))
+        tile = tile_for(M, N, _processors(a.device))
         launch_sm90(a, a_scale, b, b_scale, out, tile, ACCUMULATE=accumulate)
         return
     config = for_device(CONFIGS, a.device)
