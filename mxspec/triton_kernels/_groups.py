@@ -25,7 +25,7 @@ def _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN: tl.const
     """Of a chunk of the groups, from i on, which there are, and the last rows of those, padded, counted from `before`.
 
     The program that `writes` also stores the first and last rows of all groups; with `start` None, `end` has G + 1
-    places: 0, which a caller stores, is the first start, then the ends follow.
+    places: 0, which a caller stores, is the first start, then the ends follow; with both None nothing is stored.
     """
     g = i + tl.arange(0, CHUNK)
     first = tl.load(offs + (g - 1) * stride, mask=(g > 0) & (g < G), other=0)
@@ -33,7 +33,8 @@ def _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN: tl.const
     rows = (stop - first + (ALIGN - 1)) // ALIGN * ALIGN  # 0 past the last group, where both are
     ends = before + tl.cumsum(rows, 0)
     if start is None:
-        tl.store(end + 1 + g, ends, mask=(g < G) & writes)
+        if end is not None:
+            tl.store(end + 1 + g, ends, mask=(g < G) & writes)
     else:
         tl.store(start + g, ends - rows, mask=(g < G) & writes)
         tl.store(end + g, ends, mask=(g < G) & writes)
@@ -55,7 +56,7 @@ def group_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUN
     through shared memory.
     """
     group, begin, before = row * 0, row * 0, row * 0
-    if start is None:
+    if start is None and end is not None:
         tl.store(end, before, mask=writes)
     for i in range(0, G, CHUNK):
         there, ends = _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN, CHUNK)
@@ -65,6 +66,16 @@ def group_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUN
         before = tl.max(ends, 0)
     first, stop = tokens_of(group, offs, stride, G)
     return group, first, stop, begin
+
+
+@triton.jit
+def rows_before(group, offs, stride, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
+    """The first padded row of a group."""
+    before = group * 0
+    for i in range(0, group, CHUNK):
+        _, ends = _padded_ends(i, before, offs, stride, group, None, None, False, ALIGN, CHUNK)
+        before = tl.max(ends, 0)
+    return before
 
 
 @triton.jit

@@ -1,0 +1,208 @@
+"""MX matmuls in plain Triton: one tile of one group's output a program, operands of any strides.
+
+Blackwell's tensor cores take codes and scale bytes as they are. Elsewhere a block of 32 is multiplied as fp16, which
+holds every code of both formats, and its sums are scaled in fp32: no code and no scale byte is an exception.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.triton_kernels._groups import chunk, group_of, rows_before, tokens_of
+from mxspec.triton_kernels._launch import for_device
+
+# A tile has the 128 rows of the blocked layout, to which a group's are padded there: its scales are one tile's as well.
+CONFIGS = {
+    (9, 0): {"BLOCK_M": 128, "BLOCK_N": 64, "GROUP": 8, "SCALED": False, "num_warps": 8, "num_stages": 3},
+    (10, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "SCALED": True, "num_warps": 8, "num_stages": 3},
+}
+PTX = {
+    "sm90": (r"wgmma\.mma_async.*\.f32\.f16\.f16",),
+    "sm100": (r"tcgen05\.mma.*\.kind::mxf8f6f4\.block_scale",),
+}
+
+
+@triton.jit
+def _scale_rows(row, stride_r, BLOCKED: tl.constexpr):
+    """Where the scales of rows begin; `stride_r` is that of a row, or of a row of tiles."""
+    return row // 128 * stride_r + row % 32 * 16 + row % 128 // 32 * 4 if BLOCKED else row * stride_r
+
+
+@triton.jit
+def _halves(byte):
+    """Two powers of two, fp32, whose product is 2^(byte - 127), the first the smaller if any; NaN for byte 255."""
+    byte = byte.to(tl.int32)
+    small = tl.where(byte == 255, 0x7FC00000, ((byte + 1) // 2 + 63) << 23)
+    return small.to(tl.float32, bitcast=True), ((byte // 2 + 64) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sums(
+    a, a_scale, a_stride_c, in_a, b, b_scale, b_stride_c, in_b, blocks,
+    BLOCKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile from pointers to its rows of a, b and their scales."""
+    k = tl.arange(0, 32)
+    a_at, b_at = a[:, None] + k[None, :], b[:, None] + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for c in range(blocks):
+        x = tl.load(a_at, mask=in_a[:, None], other=0.0).to(tl.float16)
+        w = tl.load(b_at, mask=in_b[:, None], other=0.0).to(tl.float16)
+        if BLOCKED:
+            a_scale_at, b_scale_at = a_scale + c % 4, b_scale + c % 4
+            a_scale += (c % 4 // 3) * 512
+            b_scale += (c % 4 // 3) * 512
+        else:
+            a_scale_at, b_scale_at = a_scale, b_scale
+            a_scale += a_stride_c
+            b_scale += b_stride_c
+        # The exponent of a block's products is split in half: 448 * 2^127 by 2^-127 passes the range of fp32 if one
+        # scale is taken after the other. By halves a product over- or underflows only if the whole does.
+        a_small, a_large = _halves(tl.load(a_scale_at, mask=in_a, other=127))
+        b_small, b_large = _halves(tl.load(b_scale_at, mask=in_b, other=127))
+        partial = tl.dot(x, w.T) * (a_small[:, None] * b_large[None, :])
+        acc += partial * (a_large[:, None] * b_small[None, :])
+        a_at += 32
+        b_at += 32
+    return acc
+
+
+@triton.jit
+def _scaled_sums(
+    a, a_scale, a_stride_c, in_a, b, b_scale, b_stride_c, in_b, blocks,
+    BLOCKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`_sums` by tensor cores that scale; four blocks at a time, the scale bytes of a row of a tile."""
+    A: tl.constexpr = "e5m2" if a.dtype.element_ty == tl.float8e5 else "e4m3"
+    B: tl.constexpr = "e5m2" if b.dtype.element_ty == tl.float8e5 else "e4m3"
+    k, c = tl.arange(0, 128), tl.arange(0, 4)
+    if BLOCKED:
+        a_stride_c, b_stride_c = 1, 1
+    a_at, b_at = a[:, None] + k[None, :], b[:, None] + k[None, :]
+    a_scale_at = a_scale[:, None] + c.to(tl.int64)[None, :] * a_stride_c
+    b_scale_at = b_scale[:, None] + c.to(tl.int64)[None, :] * b_stride_c
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, blocks, 4):
+        in_k, in_c = (k < (blocks - first) * 32)[None, :], (c < blocks - first)[None, :]
+        x = tl.load(a_at, mask=in_a[:, None] & in_k, other=0.0)
+        w = tl.load(b_at, mask=in_b[:, None] & in_k, other=0.0)
+        of_x = tl.load(a_scale_at, mask=in_a[:, None] & in_c, other=127)
+        of_w = tl.load(b_scale_at, mask=in_b[:, None] & in_c, other=127)
+        acc = tl.dot_scaled(x, of_x, A, w.T, of_w, B, acc)
+        a_at += 128
+        b_at += 128
+        a_scale_at += 512 if BLOCKED else tl.cast(a_stride_c, tl.int64) * 4
+        b_scale_at += 512 if BLOCKED else tl.cast(b_stride_c, tl.int64) * 4
+    return acc
+
+
+@triton.jit
+def _tiles(
+    a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
+    b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
+    out, offs, offs_stride, E, M, N, K, row_tiles, flags, flags_stride,
+    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    # Programs run down GROUP tiles of rows, then along N, so that those which run at a time share rows of a and b.
+    of_group = GROUP * tl.cdiv(N, BLOCK_N)
+    first_tile = tl.program_id(0) // of_group * GROUP
+    tall = tl.minimum(row_tiles - first_tile, GROUP)
+    inside = tl.program_id(0) % of_group
+    row_tile, n_tile = first_tile + inside % tall, inside // tall
+    if flags is not None:  # only the tiles that another kernel has marked are computed
+        marked = tl.load(flags + row_tile.to(tl.int64) * flags_stride + n_tile)
+        if marked == 0:
+            return
+    i = tl.arange(0, BLOCK_M)
+    blocks = K // 32
+    # `row` counts a's rows, `scale_row` those of its scales, `out_row` those of the output. Where offs is out of order
+    # nothing has a meaning, but nothing outside the operands is read.
+    if GROUPS == "M":  # rows are in groups, each padded to whole tiles; past the last group they are zeros
+        start = row_tile * BLOCK_M
+        group, _, stop, begin = group_of(start, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
+        first = tl.load(offs + (group - 1) * offs_stride, mask=group > 0, other=0)
+        row = first.to(tl.int64) + (start - begin) + i
+        in_a = (row >= 0) & (row < tl.where(group < E, tl.minimum(stop, M), M))
+        blocks = tl.where(group < E, blocks, 0)
+        scale_row, out_row = row, row
+        if BLOCKED:
+            scale_row = start.to(tl.int64) + i
+            blocks = tl.where(start + BLOCK_M <= M + 128 * E, blocks, 0)
+        b += group.to(tl.int64) * b_stride_e
+        b_scale += group.to(tl.int64) * b_scale_stride_e
+    elif GROUPS == "K":  # tokens are in groups, along which is summed
+        m_tiles = tl.cdiv(M, BLOCK_M)
+        group = row_tile // m_tiles
+        row = (row_tile % m_tiles * BLOCK_M + i).to(tl.int64)
+        in_a = row < M
+        scale_row, out_row = row, group.to(tl.int64) * M + row
+        first, stop = tokens_of(group, offs, offs_stride, E)
+        first = tl.maximum(first, 0) // 32 * 32  # as it is; so a load knows that it is aligned
+        blocks = tl.maximum(tl.minimum(stop, K) - first, 0) // 32
+        a += first
+        b += first
+        if BLOCKED:  # a group's tiles are together, row by row
+            begin, tiles = rows_before(group, offs, offs_stride, 128, CHUNK) // 128, tl.cdiv(blocks, 4)
+            blocks = tl.where((begin >= 0) & ((begin + tiles) * 4 <= K // 32 + 4 * E), blocks, 0)
+            a_scale += begin.to(tl.int64) * tl.cdiv(M, 128) * 512
+            b_scale += begin.to(tl.int64) * tl.cdiv(N, 128) * 512
+            a_scale_stride_r = tiles * 512
+            b_scale_stride_r = tiles * 512
+        else:
+            a_scale += (first // 32).to(tl.int64) * a_scale_stride_c
+            b_scale += (first // 32).to(tl.int64) * b_scale_stride_c
+    else:
+        row = (row_tile * BLOCK_M + i).to(tl.int64)
+        in_a = row < M
+        scale_row, out_row = row, row
+    column = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    in_b = column < N
+    a_scale += _scale_rows(scale_row, a_scale_stride_r, BLOCKED)
+    b_scale += _scale_rows(column, b_scale_stride_r, BLOCKED)
+    a, b = a + row * a_stride, b + column * b_stride
+    if SCALED:
+        acc = _scaled_sums(
+            a, a_scale, a_scale_stride_c, in_a, b, b_scale, b_scale_stride_c, in_b, blocks, BLOCKED, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+    else:
+        acc = _sums(
+            a, a_scale, a_scale_stride_c, in_a, b, b_scale, b_scale_stride_c, in_b, blocks, BLOCKED, BLOCK_M, BLOCK_N
+        )  # fmt: skip
+    at = out + out_row[:, None] * N + column[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=in_a[:, None] & in_b[None, :])
+
+
+def mx_tiles(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
+    *, offs: Tensor | None = None, groups: str = "", flags: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Multiply `(M, K)` by `(N, K)` into `out`, rows or, for wgrad, K in the groups that `groups`, M or K, says.
+
+    `flags`, int32 `(row tiles, column tiles)`, restricts the work to the tiles whose flag is not 0.
+    """
+    (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
+    if not K:
+        out.zero_()
+        return
+    config = for_device(CONFIGS, a.device)
+    row_tiles, col_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
+    if groups == "M":
+        row_tiles += E  # each group, and the rows of none, may begin a tile
+    elif groups == "K":
+        row_tiles *= E
+    blocked = scale_layout == "blocked"
+    across = 512 * -(-K // (4 * MX_BLOCK_SIZE))  # the bytes of a row of tiles; of K-groups every program finds its own
+    of_a, of_b = ((across, 1) if blocked else scale.stride()[-2:] for scale in (a_scale, b_scale))
+    expert = (b.stride(0), b_scale.stride(0)) if b.ndim == 3 else (0, 0)
+    _tiles[(row_tiles * col_tiles,)](
+        a, a.stride(0), a_scale.view(torch.uint8), *of_a,
+        b, expert[0], b.stride(-2), b_scale.view(torch.uint8), expert[1], *of_b,
+        out, offs, 0 if offs is None else offs.stride(0), E, M, N, K, row_tiles,
+        flags, 0 if flags is None else flags.stride(0),
+        GROUPS=groups, BLOCKED=blocked, CHUNK=chunk(E), **config,
+    )  # fmt: skip

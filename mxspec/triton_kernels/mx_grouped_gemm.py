@@ -1,0 +1,28 @@
+"""mx_grouped_gemm in Triton: plain tiles, of which each program finds the group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels import _mx_gemm_tiles
+from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
+
+PTX = _mx_gemm_tiles.PTX
+
+
+def mx_grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    if out.numel():
+        mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups="M")
+    return out

@@ -1,0 +1,28 @@
+"""mx_grouped_gemm_wgrad in Triton: plain tiles, each a sum over the tokens of one group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels import _mx_gemm_tiles
+from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
+
+PTX = _mx_gemm_tiles.PTX
+
+
+def mx_grouped_gemm_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    out = torch.empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype, device=dy.device)
+    if out.numel():
+        mx_tiles(dy.mT, dy_scale, x.mT, x_scale, out, scale_layout, offs=offs, groups="K")
+    return out
