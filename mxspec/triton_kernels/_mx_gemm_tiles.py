@@ -6,6 +6,8 @@ holds every code of both formats, and its sums are scaled in fp32: no code and n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -101,23 +103,15 @@ def _scaled_sums(
 
 
 @triton.jit
-def _tiles(
+def _tile(
+    row_tile, n_tile,
     a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
-    out, offs, offs_stride, E, M, N, K, row_tiles, flags, flags_stride,
+    out, offs, offs_stride, E, M, N, K,
     GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    # Programs run down GROUP tiles of rows, then along N, so that those which run at a time share rows of a and b.
-    of_group = GROUP * tl.cdiv(N, BLOCK_N)
-    first_tile = tl.program_id(0) // of_group * GROUP
-    tall = tl.minimum(row_tiles - first_tile, GROUP)
-    inside = tl.program_id(0) % of_group
-    row_tile, n_tile = first_tile + inside % tall, inside // tall
-    if flags is not None:  # only the tiles that another kernel has marked are computed
-        marked = tl.load(flags + row_tile.to(tl.int64) * flags_stride + n_tile)
-        if marked == 0:
-            return
+    """One tile of the output; of K-groups, the row tiles of each group come one after the other."""
     i = tl.arange(0, BLOCK_M)
     blocks = K // 32
     # `row` counts a's rows, `scale_row` those of its scales, `out_row` those of the output. Where offs is out of order
@@ -177,32 +171,80 @@ def _tiles(
     tl.store(at, acc.to(out.dtype.element_ty), mask=in_a[:, None] & in_b[None, :])
 
 
+@triton.jit
+def _tiles(
+    a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
+    b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
+    out, offs, offs_stride, E, M, N, K,
+    row_tiles,
+    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    # Programs run down GROUP tiles of rows, then along N, so that those which run at a time share rows of a and b.
+    of_group = GROUP * tl.cdiv(N, BLOCK_N)
+    first_tile = tl.program_id(0) // of_group * GROUP
+    tall = tl.minimum(row_tiles - first_tile, GROUP)
+    inside = tl.program_id(0) % of_group
+    _tile(
+        first_tile + inside % tall, inside // tall,
+        a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
+        b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
+        out, offs, offs_stride, E, M, N, K, GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _marked_tiles(
+    a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
+    b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
+    out, offs, offs_stride, E, M, N, K,
+    marks,
+    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    # Another kernel has counted them, and says the row and the column of each, in tiles of WIDTH columns.
+    parts: tl.constexpr = WIDTH // BLOCK_N
+    for i in range(tl.program_id(0), tl.load(marks) * parts, tl.num_programs(0)):
+        mark = marks + 1 + i // parts * 2
+        _tile(
+            tl.load(mark), tl.load(mark + 1) * parts + i % parts,
+            a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
+            b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
+            out, offs, offs_stride, E, M, N, K, GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
+        )  # fmt: skip
+
+
 def mx_tiles(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
-    *, offs: Tensor | None = None, groups: str = "", flags: Tensor | None = None,
+    *, offs: Tensor | None = None, groups: str = "", marks: Tensor | None = None, width: int = 0, programs: int = 0,
 ) -> None:  # fmt: skip
     """Multiply `(M, K)` by `(N, K)` into `out`, rows or, for wgrad, K in the groups that `groups`, M or K, says.
 
-    `flags`, int32 `(row tiles, column tiles)`, restricts the work to the tiles whose flag is not 0.
+    With `marks`, int32, only tiles of 128 rows and `width` columns that are written there, by so many programs: how
+    many, then the row and the column of each.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     if not K:
         out.zero_()
         return
-    config = for_device(CONFIGS, a.device)
+    config: dict[str, Any] = dict(for_device(CONFIGS, a.device))
+    blocked = scale_layout == "blocked"
+    across = 512 * -(-K // (4 * MX_BLOCK_SIZE))  # the bytes of a row of tiles; of K-groups every program finds its own
+    of_a, of_b = ((across, 1) if blocked else scale.stride()[-2:] for scale in (a_scale, b_scale))
+    expert = (b.stride(0), b_scale.stride(0)) if b.ndim == 3 else (0, 0)
+    operands = (
+        a, a.stride(0), a_scale.view(torch.uint8), *of_a,
+        b, expert[0], b.stride(-2), b_scale.view(torch.uint8), expert[1], *of_b,
+        out, offs, 0 if offs is None else offs.stride(0), E, M, N, K,
+    )  # fmt: skip
+    config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E)}
+    if marks is not None:
+        del config["GROUP"]
+        _marked_tiles[(programs,)](*operands, marks, WIDTH=width, **config)
+        return
     row_tiles, col_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
     if groups == "M":
         row_tiles += E  # each group, and the rows of none, may begin a tile
     elif groups == "K":
         row_tiles *= E
-    blocked = scale_layout == "blocked"
-    across = 512 * -(-K // (4 * MX_BLOCK_SIZE))  # the bytes of a row of tiles; of K-groups every program finds its own
-    of_a, of_b = ((across, 1) if blocked else scale.stride()[-2:] for scale in (a_scale, b_scale))
-    expert = (b.stride(0), b_scale.stride(0)) if b.ndim == 3 else (0, 0)
-    _tiles[(row_tiles * col_tiles,)](
-        a, a.stride(0), a_scale.view(torch.uint8), *of_a,
-        b, expert[0], b.stride(-2), b_scale.view(torch.uint8), expert[1], *of_b,
-        out, offs, 0 if offs is None else offs.stride(0), E, M, N, K, row_tiles,
-        flags, 0 if flags is None else flags.stride(0),
-        GROUPS=groups, BLOCKED=blocked, CHUNK=chunk(E), **config,
-    )  # fmt: skip
+    _tiles[(row_tiles * col_tiles,)](*operands, row_tiles, **config)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels import _mx_gemm_tiles
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
+from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
 
 PTX = _mx_gemm_tiles.PTX
 
@@ -24,5 +25,6 @@ def mx_grouped_gemm(
 ) -> Tensor:
     out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     if out.numel():
-        mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups="M")
+        multiply = mx_sm90 if reads(a, b, out) else mx_tiles
+        multiply(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups="M")
     return out

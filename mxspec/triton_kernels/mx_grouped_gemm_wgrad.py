@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels import _mx_gemm_tiles
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
+from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
 
 PTX = _mx_gemm_tiles.PTX
 
@@ -24,5 +25,6 @@ def mx_grouped_gemm_wgrad(
 ) -> Tensor:
     out = torch.empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype, device=dy.device)
     if out.numel():
-        mx_tiles(dy.mT, dy_scale, x.mT, x_scale, out, scale_layout, offs=offs, groups="K")
+        multiply = mx_sm90 if reads(dy.mT, x.mT, out) else mx_tiles
+        multiply(dy.mT, dy_scale, x.mT, x_scale, out, scale_layout, offs=offs, groups="K")
     return out
