@@ -78,3 +78,17 @@ def write(
             _add_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
         else:
             tma.async_copy_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
+
+
+@gluon.jit
+def write_turned(out_desc, out_tiles, row, column, acc, buffer, CHUNKS: gl.constexpr):
+    """64 rows of the output's transpose, whose columns are rows of the output."""
+    CHUNK: gl.constexpr = out_desc.block_shape[0]
+    parts = (acc,) if CHUNKS == 1 else acc.reshape([64, 2, CHUNK]).permute([0, 2, 1]).split()
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHUNK, 16])
+    for c in gl.static_range(CHUNKS):
+        target = out_tiles.index(buffer)
+        tma.store_wait(0)  # the store that last read this buffer
+        target.permute((1, 0)).store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [column + c * CHUNK, row], target)

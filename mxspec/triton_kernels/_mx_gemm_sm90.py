@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mxspec.triton_kernels._fp8_gemm_sm90 import _barrier, _place
-from mxspec.triton_kernels._math_warpgroup_sm90 import write
+from mxspec.triton_kernels._math_warpgroup_sm90 import write, write_turned
 
 # For an element format: how a code, in the upper byte of 16 bits, is moved to where bf16 has its bits, which of them
 # these are, the factor that makes this number the code's, and one with which all finite codes stay finite and Inf and
@@ -220,7 +220,7 @@ def _multiply(
     out_desc, out, a_tiles, b_tiles, factors, out_tiles, full, empty, marks, plan, plan_stride,
     tiles, M, M_tiles, N, N_tiles, K,
     WARPGROUP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, SPAN: gl.constexpr,
-    FORMAT: gl.constexpr, CHUNKS: gl.constexpr, UNSHIFT: gl.constexpr,
+    FORMAT: gl.constexpr, CHUNKS: gl.constexpr, TURNED: gl.constexpr, UNSHIFT: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = b_tiles.shape[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -269,19 +269,21 @@ def _multiply(
             gl.store(mark, m)
             gl.store(mark + 1, n)
         acc *= UNSHIFT
-        at, column = row + first, n * BLOCK_N
-        if GROUPS == "K":
-            at += group * M
-        if GROUPS == "":
-            write(out_desc, out_tiles, at, column, acc, WARPGROUP, 1, CHUNKS, False)
+        column = n * BLOCK_N
+        if TURNED:  # the output's rows are b's; of K-groups' matrices each has whole tiles of them
+            if GROUPS == "K":
+                column += group * N
+            write_turned(out_desc, out_tiles, row + first, column, acc, WARPGROUP, CHUNKS)
         else:
-            if row + first + 64 <= row_end:
+            at = row + first
+            if GROUPS == "K":
+                at += group * M
+            if GROUPS == "" or row + first + 64 <= row_end:
                 write(out_desc, out_tiles, at, column, acc, WARPGROUP, 1, CHUNKS, False)
             else:  # the rows that follow are another group's
-                r = gl.arange(0, 64, gl.SliceLayout(1, mma))
-                columns = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
-                target = out + ((at + r).to(gl.int64) * N)[:, None] + columns[None, :]
-                there = (row + first + r < row_end)[:, None] & (columns < N)[None, :]
+                r, c = gl.arange(0, 64, gl.SliceLayout(1, mma)), column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
+                target = out + ((at + r).to(gl.int64) * N)[:, None] + c[None, :]
+                there = (row + first + r < row_end)[:, None] & (c < N)[None, :]
                 gl.store(target, acc.to(out.dtype.element_ty), mask=there)
     tma.store_wait(0)
 
@@ -291,15 +293,17 @@ def mx_gemm_sm90(
     a_desc, b_desc, out_desc, out, a_scale, a_stride_m, a_stride_k, marks, plan, plan_stride,
     tiles, M, M_tiles, N, N_tiles, K, C,
     STAGES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCKED: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN: gl.constexpr, FORMAT: gl.constexpr, A_SHIFT: gl.constexpr, UNSHIFT: gl.constexpr, AHEAD: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    SPAN: gl.constexpr, FORMAT: gl.constexpr, TURNED: gl.constexpr, A_SHIFT: gl.constexpr, UNSHIFT: gl.constexpr,
+    AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = b_desc.block_shape[0]
-    CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[1]
+    CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[0 if TURNED else 1]
     a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, 128, 64], a_desc.layout)
     b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, 64], b_desc.layout)
     factors = gl.allocate_shared_memory(gl.int16, [STAGES, 128, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, 64, out_desc.block_shape[1]], out_desc.layout)
+    out_tiles = gl.allocate_shared_memory(
+        out_desc.dtype, [2, out_desc.block_shape[0], out_desc.block_shape[1]], out_desc.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -314,12 +318,12 @@ def mx_gemm_sm90(
             (_multiply, (
                 out_desc, out, a_tiles, b_tiles, factors, out_tiles, full, empty, marks, plan, plan_stride,
                 tiles, M, M_tiles, N, N_tiles, K,
-                0, STAGES, GROUP, GROUPS, SPAN, FORMAT, CHUNKS, UNSHIFT,
+                0, STAGES, GROUP, GROUPS, SPAN, FORMAT, CHUNKS, TURNED, UNSHIFT,
             )),
             (_multiply, (
                 out_desc, out, a_tiles, b_tiles, factors, out_tiles, full, empty, marks, plan, plan_stride,
                 tiles, M, M_tiles, N, N_tiles, K,
-                1, STAGES, GROUP, GROUPS, SPAN, FORMAT, CHUNKS, UNSHIFT,
+                1, STAGES, GROUP, GROUPS, SPAN, FORMAT, CHUNKS, TURNED, UNSHIFT,
             )),
             (_load, (
                 a_desc, b_desc, a_tiles, b_tiles, full, empty, plan, plan_stride, tiles, M, M_tiles, N, N_tiles, K,

@@ -18,9 +18,12 @@ from mxspec.triton_kernels._groups import chunk, group_of, rows_before, tokens_o
 from mxspec.triton_kernels._launch import for_device
 
 # A tile has the 128 rows of the blocked layout, to which a group's are padded there: its scales are one tile's as well.
+# Codes that lie at multiples of 16 bytes are copied 16 at a time; others pass through registers, of which every larger
+# tile on Blackwell needs more than there are.
+_HOPPER = {"BLOCK_M": 128, "BLOCK_N": 64, "GROUP": 8, "SCALED": False, "num_warps": 8, "num_stages": 3}
 CONFIGS = {
-    (9, 0): {"BLOCK_M": 128, "BLOCK_N": 64, "GROUP": 8, "SCALED": False, "num_warps": 8, "num_stages": 3},
-    (10, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "SCALED": True, "num_warps": 8, "num_stages": 3},
+    "aligned": {(9, 0): _HOPPER, (10, 0): _HOPPER | {"BLOCK_N": 128, "SCALED": True}},
+    "any": {(9, 0): _HOPPER, (10, 0): _HOPPER | {"BLOCK_N": 32}},
 }
 PTX = {
     "sm90": (r"wgmma\.mma_async.*\.f32\.f16\.f16",),
@@ -35,11 +38,18 @@ def _scale_rows(row, stride_r, BLOCKED: tl.constexpr):
 
 
 @triton.jit
-def _halves(byte):
-    """Two powers of two, fp32, whose product is 2^(byte - 127), the first the smaller if any; NaN for byte 255."""
-    byte = byte.to(tl.int32)
-    small = tl.where(byte == 255, 0x7FC00000, ((byte + 1) // 2 + 63) << 23)
-    return small.to(tl.float32, bitcast=True), ((byte // 2 + 64) << 23).to(tl.float32, bitcast=True)
+def _factors(a_byte, b_byte):
+    """Two factors, fp32, of each row's and column's sum, whose product is their scales'; NaN for a byte 255.
+
+    A sum of 448 by 2^127 and then by 2^-127 would pass the range of fp32, so each factor has half of both exponents:
+    what the first makes too large or too small the second does not bring back.
+    """
+    a_byte, b_byte = a_byte.to(tl.int32), b_byte.to(tl.int32)
+    a_low = tl.where(a_byte == 255, 0x7FC00000, ((a_byte + 1) // 2 + 63) << 23).to(tl.float32, bitcast=True)
+    b_low = tl.where(b_byte == 255, 0x7FC00000, ((b_byte + 1) // 2 + 63) << 23).to(tl.float32, bitcast=True)
+    a_high = ((a_byte // 2 + 64) << 23).to(tl.float32, bitcast=True)
+    b_high = ((b_byte // 2 + 64) << 23).to(tl.float32, bitcast=True)
+    return a_low[:, None] * b_high[None, :], a_high[:, None] * b_low[None, :]
 
 
 @triton.jit
@@ -62,12 +72,8 @@ def _sums(
             a_scale_at, b_scale_at = a_scale, b_scale
             a_scale += a_stride_c
             b_scale += b_stride_c
-        # The exponent of a block's products is split in half: 448 * 2^127 by 2^-127 passes the range of fp32 if one
-        # scale is taken after the other. By halves a product over- or underflows only if the whole does.
-        a_small, a_large = _halves(tl.load(a_scale_at, mask=in_a, other=127))
-        b_small, b_large = _halves(tl.load(b_scale_at, mask=in_b, other=127))
-        partial = tl.dot(x, w.T) * (a_small[:, None] * b_large[None, :])
-        acc += partial * (a_large[:, None] * b_small[None, :])
+        one, other = _factors(tl.load(a_scale_at, mask=in_a, other=127), tl.load(b_scale_at, mask=in_b, other=127))
+        acc += tl.dot(x, w.T) * one * other
         a_at += 32
         b_at += 32
     return acc
@@ -107,67 +113,62 @@ def _tile(
     row_tile, n_tile,
     a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
-    out, offs, offs_stride, E, M, N, K,
+    out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the output; of K-groups, the row tiles of each group come one after the other."""
-    i = tl.arange(0, BLOCK_M)
-    blocks = K // 32
-    # `row` counts a's rows, `scale_row` those of its scales, `out_row` those of the output. Where offs is out of order
-    # nothing has a meaning, but nothing outside the operands is read.
+    # `top` is the tile's first row of a and of the output, `tile` its place among the tiles of a's scales. Where offs is
+    # out of order nothing has a meaning, but nothing outside the operands is read.
+    blocks, tile = K // 32, row_tile
     if GROUPS == "M":  # rows are in groups, each padded to whole tiles; past the last group they are zeros
         start = row_tile * BLOCK_M
         group, _, stop, begin = group_of(start, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
         first = tl.load(offs + (group - 1) * offs_stride, mask=group > 0, other=0)
-        row = first.to(tl.int64) + (start - begin) + i
-        in_a = (row >= 0) & (row < tl.where(group < E, tl.minimum(stop, M), M))
+        top = first.to(tl.int64) + (start - begin)
+        end = tl.where(group < E, tl.minimum(stop, M), M)
         blocks = tl.where(group < E, blocks, 0)
-        scale_row, out_row = row, row
         if BLOCKED:
-            scale_row = start.to(tl.int64) + i
-            blocks = tl.where(start + BLOCK_M <= M + 128 * E, blocks, 0)
+            blocks = tl.where(start <= M + 128 * E - BLOCK_M, blocks, 0)
         b += group.to(tl.int64) * b_stride_e
         b_scale += group.to(tl.int64) * b_scale_stride_e
     elif GROUPS == "K":  # tokens are in groups, along which is summed
         m_tiles = tl.cdiv(M, BLOCK_M)
-        group = row_tile // m_tiles
-        row = (row_tile % m_tiles * BLOCK_M + i).to(tl.int64)
-        in_a = row < M
-        scale_row, out_row = row, group.to(tl.int64) * M + row
+        group, tile = row_tile // m_tiles, row_tile % m_tiles
+        top, end = (tile * BLOCK_M).to(tl.int64), M
+        out += group.to(tl.int64) * M * N
         first, stop = tokens_of(group, offs, offs_stride, E)
         first = tl.maximum(first, 0) // 32 * 32  # as it is; so a load knows that it is aligned
         blocks = tl.maximum(tl.minimum(stop, K) - first, 0) // 32
         a += first
         b += first
         if BLOCKED:  # a group's tiles are together, row by row
-            begin, tiles = rows_before(group, offs, offs_stride, 128, CHUNK) // 128, tl.cdiv(blocks, 4)
-            blocks = tl.where((begin >= 0) & ((begin + tiles) * 4 <= K // 32 + 4 * E), blocks, 0)
+            begin, across = rows_before(group, offs, offs_stride, 128, CHUNK) // 128, tl.cdiv(blocks, 4)
+            blocks = tl.where((begin >= 0) & ((begin + across) * 4 <= K // 32 + 4 * E), blocks, 0)
             a_scale += begin.to(tl.int64) * tl.cdiv(M, 128) * 512
             b_scale += begin.to(tl.int64) * tl.cdiv(N, 128) * 512
-            a_scale_stride_r = tiles * 512
-            b_scale_stride_r = tiles * 512
+            a_scale_stride_r = across.to(tl.int64) * 512
+            b_scale_stride_r = across.to(tl.int64) * 512
         else:
             a_scale += (first // 32).to(tl.int64) * a_scale_stride_c
             b_scale += (first // 32).to(tl.int64) * b_scale_stride_c
     else:
-        row = (row_tile * BLOCK_M + i).to(tl.int64)
-        in_a = row < M
-        scale_row, out_row = row, row
-    column = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    in_b = column < N
-    a_scale += _scale_rows(scale_row, a_scale_stride_r, BLOCKED)
-    b_scale += _scale_rows(column, b_scale_stride_r, BLOCKED)
-    a, b = a + row * a_stride, b + column * b_stride
+        top, end = (row_tile * BLOCK_M).to(tl.int64), M
+    row, left = tl.arange(0, BLOCK_M).to(tl.int64), n_tile.to(tl.int64) * BLOCK_N
+    column = tl.arange(0, BLOCK_N).to(tl.int64)
+    in_a, in_b = (top + row >= 0) & (top + row < end), left + column < N
+    a_scale += (tile.to(tl.int64) * (BLOCK_M // 128) if BLOCKED else top) * a_scale_stride_r
+    a_scale_at = a_scale + _scale_rows(row, a_scale_stride_r, BLOCKED)
+    b_scale_at = b_scale + _scale_rows(left + column, b_scale_stride_r, BLOCKED)
+    a_at = a + top * a_stride + row * a_stride
+    b_at = b + left * b_stride + column * b_stride
+    of_a, of_b = (a_at, a_scale_at, a_scale_stride_c, in_a), (b_at, b_scale_at, b_scale_stride_c, in_b)
     if SCALED:
-        acc = _scaled_sums(
-            a, a_scale, a_scale_stride_c, in_a, b, b_scale, b_scale_stride_c, in_b, blocks, BLOCKED, BLOCK_M, BLOCK_N
-        )  # fmt: skip
+        acc = _scaled_sums(*of_a, *of_b, blocks, BLOCKED, BLOCK_M, BLOCK_N)
     else:
-        acc = _sums(
-            a, a_scale, a_scale_stride_c, in_a, b, b_scale, b_scale_stride_c, in_b, blocks, BLOCKED, BLOCK_M, BLOCK_N
-        )  # fmt: skip
-    at = out + out_row[:, None] * N + column[None, :]
+        acc = _sums(*of_a, *of_b, blocks, BLOCKED, BLOCK_M, BLOCK_N)
+    out += top * out_stride_m + left * out_stride_n
+    at = out + row[:, None] * out_stride_m + column[None, :] * out_stride_n
     tl.store(at, acc.to(out.dtype.element_ty), mask=in_a[:, None] & in_b[None, :])
 
 
@@ -175,7 +176,7 @@ def _tile(
 def _tiles(
     a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
-    out, offs, offs_stride, E, M, N, K,
+    out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     row_tiles,
     GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
@@ -189,7 +190,8 @@ def _tiles(
         first_tile + inside % tall, inside // tall,
         a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
         b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
-        out, offs, offs_stride, E, M, N, K, GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
+        out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
+        GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
     )  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def _tiles(
 def _marked_tiles(
     a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
-    out, offs, offs_stride, E, M, N, K,
+    out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     marks,
     GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
@@ -210,15 +212,22 @@ def _marked_tiles(
             tl.load(mark), tl.load(mark + 1) * parts + i % parts,
             a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
             b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
-            out, offs, offs_stride, E, M, N, K, GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
+            out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
+            GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
         )  # fmt: skip
+
+
+def _aligned(codes: Tensor) -> bool:
+    return (codes.data_ptr() | codes.stride(-2)) % 16 == 0 and (codes.ndim < 3 or codes.stride(0) % 16 == 0)
 
 
 def mx_tiles(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
     *, offs: Tensor | None = None, groups: str = "", marks: Tensor | None = None, width: int = 0, programs: int = 0,
 ) -> None:  # fmt: skip
-    """Multiply `(M, K)` by `(N, K)` into `out`, rows or, for wgrad, K in the groups that `groups`, M or K, says.
+    """Multiply `(M, K)` by `(N, K)` into `out`: whole, M in groups, each with a b of its own, or K in groups.
+
+    `out` may be the transpose of contiguous matrices.
 
     With `marks`, int32, only tiles of 128 rows and `width` columns that are written there, by so many programs: how
     many, then the row and the column of each.
@@ -227,7 +236,7 @@ def mx_tiles(
     if not K:
         out.zero_()
         return
-    config: dict[str, Any] = dict(for_device(CONFIGS, a.device))
+    config: dict[str, Any] = dict(for_device(CONFIGS["aligned" if _aligned(a) and _aligned(b) else "any"], a.device))
     blocked = scale_layout == "blocked"
     across = 512 * -(-K // (4 * MX_BLOCK_SIZE))  # the bytes of a row of tiles; of K-groups every program finds its own
     of_a, of_b = ((across, 1) if blocked else scale.stride()[-2:] for scale in (a_scale, b_scale))
@@ -235,7 +244,7 @@ def mx_tiles(
     operands = (
         a, a.stride(0), a_scale.view(torch.uint8), *of_a,
         b, expert[0], b.stride(-2), b_scale.view(torch.uint8), expert[1], *of_b,
-        out, offs, 0 if offs is None else offs.stride(0), E, M, N, K,
+        out, *out.stride()[-2:], offs, 0 if offs is None else offs.stride(0), E, M, N, K,
     )  # fmt: skip
     config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E)}
     if marks is not None:

@@ -29,8 +29,9 @@ FORMATS = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
 # The cost is that of an element of the output: smaller tiles read more for it.
 TILES = (
     (1.0, {"BLOCK_N": 256, "STAGES": 4, "AHEAD": 4, "REGISTERS": 224}),
-    (1.2, {"BLOCK_N": 128, "STAGES": 6, "AHEAD": 4, "REGISTERS": 184}),
+    (1.2, {"BLOCK_N": 128, "STAGES": 6, "AHEAD": 4, "REGISTERS": 208}),
 )
+WIDEST_TILE = 256
 VALUES = {"ROWS": 32, "num_warps": 4}  # a program's rows, of 128 codes each
 
 _layout = functools.cache(gl.NVMMASharedLayout)
@@ -105,7 +106,7 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether the Gluon kernel can run: on Hopper, where TMA reads a and writes out, rows at multiples of 16 bytes."""
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or not a.numel() or not b.numel():
         return False
-    rows_fit = a.stride(0) % 16 == 0 and out.stride(-2) * out.element_size() % 16 == 0
+    rows_fit = a.stride(0) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
     return rows_fit and a.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
 
 
@@ -151,18 +152,18 @@ def mx_sm90(
         R, N, K, tokens, offs_stride, E, plan, plan_tiles, M, marks, groups, blocked, chunk(E), span, b_shift, **VALUES,
     )  # fmt: skip
 
-    rows, size = out.view(-1, N), out.element_size()
-    columns_of_chunk = min(128, BLOCK_N)
+    turned, size, chunk_size = out.stride(-2) == 1 and M > 1, out.element_size(), min(128, BLOCK_N)
+    rows = out.mT.reshape(-1, M) if turned else out.view(-1, N)
     descriptors = (
         TensorDescriptor.from_tensor(a.view(torch.int8), [128, 64], _layout(64, 8)),
         TensorDescriptor.from_tensor(values, [BLOCK_N, 64], _layout(128, 16)),
-        TensorDescriptor.from_tensor(rows, [64, columns_of_chunk], _layout(128, 8 * size)),
+        TensorDescriptor.from_tensor(rows, [chunk_size, 64] if turned else [64, chunk_size], _layout(128, 8 * size)),
     )
     of_a = (0, 0) if blocked else a_scale.stride()
     compiled = mx_gemm_sm90[(min(tiles, processors),)](
         *descriptors, out, a_scale, *of_a, marks, plan if groups == "M" else tokens, offs_stride,
         tiles, M, plan_tiles or row_tiles, N, col_tiles, K, C,
-        GROUPS=groups, BLOCKED=blocked, CHUNK=chunk(E), SPAN=span, FORMAT=a_format, A_SHIFT=a_shift,
+        GROUPS=groups, BLOCKED=blocked, CHUNK=chunk(E), SPAN=span, FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
         UNSHIFT=2.0 ** -(a_shift + b_shift), **config, num_warps=4,
     )  # fmt: skip
     only: Any = {"marks": marks, "width": BLOCK_N, "programs": processors}

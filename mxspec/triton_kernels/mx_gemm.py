@@ -22,7 +22,12 @@ def mx_gemm(
     scale_layout: str = "plain",
 ) -> Tensor:
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-    if out.numel():
+    if not out.numel():
+        return out
+    # The operand with fewer rows is turned into bf16 by a kernel of its own.
+    if b.shape[0] > a.shape[0] and reads(b, a, out.mT):
+        mx_sm90(b, b_scale, a, a_scale, out.mT, scale_layout)
+    else:
         multiply = mx_sm90 if reads(a, b, out) else mx_tiles
         multiply(a, a_scale, b, b_scale, out, scale_layout)
     return out

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels import _mx_gemm_tiles
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
-from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
+from mxspec.triton_kernels._mx_sm90 import WIDEST_TILE, mx_sm90, reads
 
 PTX = _mx_gemm_tiles.PTX
 
@@ -24,7 +24,13 @@ def mx_grouped_gemm_wgrad(
     check_offs: bool = False,
 ) -> Tensor:
     out = torch.empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype, device=dy.device)
-    if out.numel():
+    if not out.numel():
+        return out
+    of_dy, of_x = (dy.mT, dy_scale), (x.mT, x_scale)
+    # The operand with fewer features is turned into bf16 by a kernel of its own, whose tiles no two matrices may share.
+    if x.shape[1] > dy.shape[1] and dy.shape[1] % WIDEST_TILE == 0 and reads(x.mT, dy.mT, out.mT):
+        mx_sm90(*of_x, *of_dy, out.mT, scale_layout, offs=offs, groups="K")
+    else:
         multiply = mx_sm90 if reads(dy.mT, x.mT, out) else mx_tiles
-        multiply(dy.mT, dy_scale, x.mT, x_scale, out, scale_layout, offs=offs, groups="K")
+        multiply(*of_dy, *of_x, out, scale_layout, offs=offs, groups="K")
     return out

@@ -1,0 +1,146 @@
+"""The Gluon kernel of the MX matmuls with each of its tiles, and what it leaves to the exact one."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mxspec import check, dispatch
+from mxspec.compile import compile_call, problems, unavailable
+from mxspec.reference import mx_gemm as dense
+from mxspec.reference import mx_grouped_gemm as grouped
+from mxspec.reference import mx_grouped_gemm_wgrad as wgrad
+from mxspec.reference._mx_gemm import MIN_SQNR_DB
+from mxspec.reference._mx_gemm_cases import E4M3FN, E5M2
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+from mxspec.triton_kernels import _mx_sm90 as kernel
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+each_tile = pytest.mark.parametrize("tile", [tile for _, tile in kernel.TILES], ids=lambda t: str(t["BLOCK_N"]))
+each_layout = pytest.mark.parametrize("layout", ["plain", "blocked"])
+each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
+each_format = pytest.mark.parametrize("dtypes", [(E4M3FN, E5M2), (E5M2, E4M3FN)], ids=["e4m3", "e5m2"])
+MADE = {
+    "mx_gemm": partial(dense.made, 300, 528, 352),
+    "mx_grouped_gemm": partial(grouped.made, [130, 0, 200, 1], 20, 528, 352),
+    "mx_grouped_gemm_wgrad": partial(wgrad.made, [96, 0, 320, 32], 64, 304, 512),
+}
+SWAPPED = "mx_gemm swapped", "mx_grouped_gemm_wgrad swapped"
+each_call = pytest.mark.parametrize("call", [*MADE, *SWAPPED])
+
+
+def made(call, layout, dtypes):
+    if call == "mx_grouped_gemm_wgrad swapped":  # b's features are whole tiles
+        return wgrad.made([96, 0, 320, 32], 64, 512, 304, layout, dtypes)
+    return MADE[call.removesuffix(" swapped")](layout, dtypes)
+
+
+def launch(*args, call, layout, out_dtype, **options):
+    """The op by the Gluon kernel, whichever operand is the larger."""
+    first, first_scale, second, second_scale, *offs = args
+    if "wgrad" in call:
+        first, second, kw = first.mT, second.mT, {"offs": offs[0], "groups": "K"}
+        shape = offs[0].shape[0], first.shape[0], second.shape[0]
+    else:
+        kw = {"offs": offs[0], "groups": "M"} if offs else {}
+        shape = first.shape[0], second.shape[-2]
+    out = torch.empty(shape, dtype=out_dtype, device=first.device)
+    if "swapped" in call:
+        kernel.mx_sm90(second, second_scale, first, first_scale, out.mT, layout, **kw, **options)
+    else:
+        kernel.mx_sm90(first, first_scale, second, second_scale, out, layout, **kw, **options)
+    return out
+
+
+def reference(call, *args, **kwargs):
+    return dispatch.reference(call.removesuffix(" swapped"))(*args, **kwargs)
+
+
+@each_tile
+@each_layout
+@each_output
+@each_call
+def test_every_tile_compiles_without_spilling(call, out_dtype, layout, tile):
+    args = made(call, layout, (E4M3FN, E5M2))
+    code = compile_call(launch, *args, call=call, layout=layout, out_dtype=out_dtype, target="sm90", **tile)
+    assert [c.kernel for c in code] == ["_mx_values", "mx_gemm_sm90", "_marked_tiles"]
+    assert not problems(code, (), (), edge=False)
+    for pattern in (r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"):
+        assert not problems(code, (pattern,), (), edge=False)
+
+
+def test_codes_are_made_bf16_without_a_turn_through_shared_memory():
+    """A thread reads its codes 16 bytes at a time and has in its registers what the tensor cores take."""
+    args = made("mx_gemm", "plain", (E4M3FN, E4M3FN))
+    options = {"call": "mx_gemm", "layout": "plain", "out_dtype": torch.bfloat16, "target": "sm90"}
+    ptx = next(c.ptx for c in compile_call(launch, *args, **options) if c.kernel == "mx_gemm_sm90")
+    loop = ptx[ptx.index("wgmma.mma_async") :]  # one of the loop's turns: from a matmul to the wait for it, and back
+    loop = loop[: loop.index("wgmma.wait_group")] + ptx[: ptx.index("wgmma.mma_async")].rpartition("ld.shared.v4")[2]
+    assert "ld.shared.v4.b32" in ptx
+    assert not [line for line in loop.splitlines() if "st.shared" in line or "ldmatrix" in line]
+
+
+@on_hopper
+@each_tile
+@each_layout
+@each_format
+@each_call
+def test_every_tile_gives_the_reference(call, dtypes, layout, tile, monkeypatch):
+    """On three processors, so that each has several tiles."""
+    monkeypatch.setattr(kernel, "_processors", lambda device: 3)
+    args = check.on_device(torch.device("cuda"), made(call, layout, dtypes))
+    for out_dtype in MIN_SQNR_DB:
+        with check.poisoned(0xFF):
+            out = launch(*args, call=call, layout=layout, out_dtype=out_dtype, **tile)
+        expected = reference(call, *args, out_dtype=out_dtype, scale_layout=layout)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
+        assert launch(*args, call=call, layout=layout, out_dtype=out_dtype, **tile).equal(out)
+
+
+@on_hopper
+@pytest.mark.parametrize("blocks", [1, 2, 3, 6, 7, 8, 9, 17])
+def test_stages_are_handed_round_for_any_number_of_blocks(blocks, monkeypatch):
+    monkeypatch.setattr(kernel, "_processors", lambda device: 3)
+    args = check.on_device(torch.device("cuda"), dense.made(700, 520, 32 * blocks, "plain"))
+    out = launch(*args, call="mx_gemm", layout="plain", out_dtype=torch.float32)
+    expected = reference("mx_gemm", *args, out_dtype=torch.float32)
+    assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [E4M3FN, E5M2], ids=str)
+def test_every_code_by_every_scale(dtype):
+    """Each of the 256 codes times each of the 256 scales, on either side, against a 1: exact, or done over exactly."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    a = codes.repeat_interleave(256)[:, None].view(torch.uint8) * torch.eye(32, dtype=torch.uint8)[:1]
+    a, a_scale = a.view(dtype), torch.arange(256, dtype=torch.uint8).repeat(256)[:, None]
+    b = torch.zeros(48, 32).to(E4M3FN)
+    b[:, 0] = 1.0
+    args = a, a_scale.view(torch.float8_e8m0fnu), b, torch.full((48, 1), 127, dtype=torch.uint8)
+    args = check.on_device(torch.device("cuda"), (*args[:3], args[3].view(torch.float8_e8m0fnu)))
+    for call in ("mx_gemm", "mx_gemm swapped"):
+        swapped = call.endswith("swapped")
+        given = args if not swapped else (*args[2:], *args[:2])
+        got = launch(*given, call=call, layout="plain", out_dtype=torch.float32)
+        expected = reference("mx_gemm", *given, out_dtype=torch.float32)
+        assert check.difference((got,), (expected,)) is None  # byte for byte: one product, and zeros
+
+
+@on_hopper
+def test_only_tiles_that_are_not_finite_are_done_over(monkeypatch):
+    marks = []
+    real = kernel.mx_tiles
+    monkeypatch.setattr(kernel, "mx_tiles", lambda *a, **kw: (marks.append(kw["marks"]), real(*a, **kw)))
+    a, a_scale, b, b_scale = check.on_device(torch.device("cuda"), dense.made(300, 520, 128, "plain"))
+    a_scale.view(torch.uint8)[:, 1] = 0  # a block of zeros has the byte 0
+    a[:, 32:64] = 0.0
+    launch(a, a_scale, b, b_scale, call="mx_gemm", layout="plain", out_dtype=torch.float32, BLOCK_N=256, STAGES=4)
+    assert marks.pop()[0] == 0
+    b[300, 5] = torch.nan
+    launch(a, a_scale, b, b_scale, call="mx_gemm", layout="plain", out_dtype=torch.float32, BLOCK_N=256, STAGES=4)
+    found = marks.pop()
+    assert {tuple(mark) for mark in found[1 : 1 + 2 * found[0]].view(-1, 2).tolist()} == {(0, 1), (1, 1), (2, 1)}

@@ -1,0 +1,147 @@
+"""The plain tiles of the MX matmuls: single ones, offsets past 2^31, machine code that no case of the ops shows."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from mxspec import check, dispatch
+from mxspec.compile import compile_call, compile_case, problems, unavailable
+from mxspec.reference._groups_cases import offs_of
+from mxspec.reference._mx_gemm import MIN_SQNR_DB
+
+pytest.importorskip("triton")
+
+from mxspec.triton_kernels import _mx_gemm_tiles as kernel
+
+OPS = ("mx_gemm", "mx_grouped_gemm", "mx_grouped_gemm_wgrad")
+E4M3FN, E8M0FNU = torch.float8_e4m3fn, torch.float8_e8m0fnu
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1")
+compiles = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
+each_target = pytest.mark.parametrize("target", ["sm90", "sm100"])
+
+
+def case_of(op, name):
+    return next(case for case in dispatch.reference(op).spec.cases() if case.name == name)
+
+
+def operands(*shapes):
+    """Codes and plain scales of each shape, on the device that runs."""
+    made = []
+    for seed, (rows, K) in enumerate(shapes):
+        generator = torch.Generator().manual_seed(seed)
+        made.append(torch.randn(rows, K, generator=generator).to(E4M3FN))
+        made.append(torch.randint(126, 129, (rows, K // 32), generator=generator).to(torch.uint8).view(E8M0FNU))
+    return check.on_device(check.default_device(), tuple(made))
+
+
+@runs
+@pytest.mark.parametrize("op", OPS)
+def test_only_marked_tiles_are_written(op):
+    """Two groups: 130 rows, so two row tiles, and 20, and 6 rows of none; of tokens, 32 and 64, with 150 rows each."""
+    a, a_scale, b, b_scale = operands((156 if op == OPS[1] else 150, 96), (140, 96))
+    reference, offs, groups, tops = dispatch.reference(op), None, "", [0, 128]
+    if op == "mx_grouped_gemm":
+        offs, groups, tops = offs_of([130, 20]).to(a.device), "M", [0, 128, 130, 150]
+        b, b_scale = torch.stack([b, b]), torch.stack([b_scale, b_scale])
+        expected = reference(a, a_scale, b, b_scale, offs, out_dtype=torch.float32, scale_layout="plain")
+    elif op == "mx_grouped_gemm_wgrad":
+        offs, groups, tops = offs_of([32, 64]).to(a.device), "K", [0, 128, 150, 278]
+        expected = reference(a.mT, a_scale, b.mT, b_scale, offs, scale_layout="plain").flatten(0, 1)
+    else:
+        expected = reference(a, a_scale, b, b_scale, out_dtype=torch.float32)
+    columns = kernel.for_device(kernel.CONFIGS["aligned"], a.device)["BLOCK_N"]
+    column_tiles = -(-140 // columns)
+    for marked in range(len(tops)):
+        marks = torch.tensor([1, marked, column_tiles - 1, -1, -1], dtype=torch.int32, device=a.device)
+        out = torch.full_like(expected, -1.0)
+        only = {"marks": marks, "width": columns, "programs": 3}
+        kernel.mx_tiles(a, a_scale, b, b_scale, out, "plain", offs=offs, groups=groups, **only)
+        untouched = torch.full_like(expected, -1.0)
+        where = slice(tops[marked], [*tops, len(expected)][marked + 1]), slice((column_tiles - 1) * columns, None)
+        untouched[where] = expected[where]
+        assert check.difference((out,), (untouched,), MIN_SQNR_DB) is None, tops[marked]
+        assert (out == -1.0).equal(untouched == -1.0)
+
+
+@runs
+@pytest.mark.parametrize("values", [(0.0, 0.0), (2.0**-9, -(2.0**-9)), (448.0, 448.0)], ids=str)
+def test_every_pair_of_scale_bytes(values):
+    """A single product under each pair, so that fp32 holds it exactly, rounds it once, or has Inf or 0 for it."""
+    device = check.default_device()
+    byte = torch.arange(256, dtype=torch.uint8, device=device).view(E8M0FNU)[:, None]
+    a, b = (torch.zeros(256, 32, device=device).index_fill_(1, torch.tensor(7, device=device), v) for v in values)
+    args = a.to(E4M3FN), byte, b.to(E4M3FN), byte
+    got = dispatch.public("mx_gemm")(*args, out_dtype=torch.float32, backend="triton")
+    expected = dispatch.reference("mx_gemm")(*args, out_dtype=torch.float32)
+    assert (got.isnan() == expected.isnan()).all()
+    assert torch.equal(got.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+
+
+def spread(t, stride):
+    """The same rows `stride` elements apart; pages in between are never touched."""
+    storage = torch.empty((t.shape[0] - 1) * stride + t.shape[1], dtype=t.dtype, device=t.device)
+    return storage.as_strided(t.shape, (stride, 1)).copy_(t)
+
+
+@runs
+@pytest.mark.parametrize("op", OPS)
+def test_rows_past_2_to_the_31_elements(op):
+    a, a_scale, b, b_scale = operands((131, 64), (130, 64))
+    offs = offs_of([32, 32] if op == OPS[2] else [131]).to(a.device)
+    for far in range(4):
+        given = [a, a_scale, b, b_scale]
+        given[far] = spread(given[far], 2**25 + 16)
+        if op == "mx_grouped_gemm":
+            given[2:] = given[2][None], given[3][None]
+        elif op == "mx_grouped_gemm_wgrad":
+            given[::2] = given[0].mT, given[2].mT
+        args = given if op == "mx_gemm" else [*given, offs]
+        got = dispatch.public(op)(*args, scale_layout="plain", backend="triton")
+        expected = dispatch.reference(op)(*args, scale_layout="plain")
+        assert check.difference((got,), (expected,), MIN_SQNR_DB) is None, far
+
+
+@interpreted
+def test_blocked_scales_and_an_output_past_2_to_the_31():
+    """Only the first and the last programs run; all before the last rows is memory that nothing touches."""
+    from triton.runtime import interpreter
+
+    def ends(count, *rest):
+        return range(count, *rest) if rest or count < 64 else [0, *range(count - 4, count)]
+
+    for M, N, K in ((2**25 + 5, 1, 2048), (2**22 + 5, 600, 32)):
+        a, a_scale, b, b_scale = operands((5, K), (N, K))
+        blocked = torch.empty(-(-M // 128) * 512 * -(-K // 128), dtype=torch.uint8)
+        last = dispatch.reference("to_blocked")(a_scale).view(torch.uint8)
+        blocked[-len(last) :] = last
+        rows = a[:1].expand(M, K)
+        b_blocked = dispatch.reference("to_blocked")(b_scale)
+        with mock.patch.object(interpreter, "range", ends, create=True):
+            out = torch.empty(M, N, dtype=torch.bfloat16)
+            kernel.mx_tiles(rows, blocked.view(E8M0FNU), b, b_blocked, out, "blocked")
+        expected = dispatch.reference("mx_gemm")(a[:1].expand(5, K), a_scale, b, b_scale)
+        tile = kernel.CONFIGS["aligned"][9, 0]["BLOCK_N"]
+        columns = slice(max(0, (N - 1) // tile * tile), N)
+        assert check.difference((out[-5:, columns],), (expected[:, columns],), MIN_SQNR_DB) is None, (M, N)
+
+
+@compiles
+@each_target
+def test_column_major_operands_reach_the_tensor_cores(target):
+    """No case of wgrad is contiguous, so that none is searched for these instructions."""
+    code = compile_case(OPS[2], "triton", case_of(OPS[2], "three groups, blocked, float32"), target)
+    assert not problems(code, kernel.PTX[target], (), edge=False)
+
+
+@compiles
+@each_target
+@pytest.mark.parametrize("op", OPS)
+def test_strides_of_any_alignment_spill_nothing(op, target):
+    case = case_of(op, f"{'three groups' if op != 'mx_gemm' else '150x136x160'}, plain, float32")
+    args = check._embedded(case.args(), dispatch.reference(op), case.kwargs)
+    code = compile_call(getattr(dispatch.kernel_module(op, "triton"), op), *args, target=target, **case.kwargs)
+    assert not problems(code, (), (), edge=False)
