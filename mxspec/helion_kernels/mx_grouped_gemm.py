@@ -1,0 +1,82 @@
+"""mx_grouped_gemm in Helion: tiles of 128 rows, of one group each, which every program finds for itself."""
+
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from mxspec.helion_kernels._blocked import blocked_shape
+from mxspec.helion_kernels._groups import chunk, padded_ends, passed
+from mxspec.helion_kernels._launch import config, flat, launch
+from mxspec.helion_kernels._mx_gemm import PTX as PTX
+from mxspec.helion_kernels._mx_gemm import multiplied, scale_arguments, scale_place, step_for
+
+# Not run on a GPU, so without a rank. Programs run down the rows first: those at a time share an expert's weights.
+_ROWS = 128  # as of the tiles of a group's scales
+_LARGE = config([128], 8, num_stages=4)
+CONFIGS = {(9, 0): _LARGE, (10, 0): _LARGE}
+
+
+def _mx_grouped_gemm(
+    a: Tensor, a_stride: int, a_scale: Tensor, a_stride_r: int, a_stride_c: int,
+    b: Tensor, b_stride_e: int, b_stride: int, b_scale: Tensor, b_stride_r: int, b_stride_c: int, b_scale_stride_e: int,
+    M: int, N: int, K: int, col_tiles: int, out: Tensor, row_tiles: int, offs: Tensor, stride_offs: int, G: int,
+    chunk: hl.constexpr, blocked: hl.constexpr, step: hl.constexpr,
+) -> None:  # fmt: skip
+    for tile, n in hl.tile([row_tiles, N], block_size=[1, None]):
+        row0 = tile.id * 128 + hl.arange(1)
+        group, begin = row0 * 0, row0 * 0
+        before = hl.zeros([], dtype=torch.int32)
+        for i in range(0, G, chunk):
+            g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
+            group, begin = passed(group, begin, row0, g, ends, G)
+        # What lies past the last group counts as one group more, of which nothing is summed.
+        first = hl.load(offs, [(group - 1) * stride_offs], extra_mask=group > 0)
+        stop = torch.where(group < G, hl.load(offs, [group * stride_offs], extra_mask=group < G), M)
+        row = (first + row0 - begin + hl.arange(128)).unsqueeze(1)
+        there = (row >= 0) & (row < stop.unsqueeze(1)) & (row < M)
+        # A tile past what the scales' rows hold is one only where offs is out of order.
+        expert = group.sum(0)
+        summed = torch.where((expert < G) & (tile.id * 128 + 128 <= M + G * 128), K, 0)
+        acc = hl.zeros([128, n], dtype=torch.float32)
+        for k in hl.tile(0, summed, block_size=step):
+            c = (k.id * (step // 32) + hl.arange(step // 32)).unsqueeze(0)
+            col = n.index.unsqueeze(1)
+            # A group's tiles of scales begin where its tiles of rows do.
+            of_row = tile.id * 128 + hl.arange(128).unsqueeze(1) if blocked else row
+            of_a = scale_place(of_row, c, a_stride_r, a_stride_c, col_tiles, blocked)
+            of_b = expert * b_scale_stride_e + scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
+            acc = multiplied(
+                acc, hl.load(a, [row * a_stride + k.index.unsqueeze(0)], extra_mask=there),
+                hl.load(a_scale, [of_a], extra_mask=there & (c * 32 < K)),
+                hl.load(b, [expert * b_stride_e + col * b_stride + k.index.unsqueeze(0)]),
+                hl.load(b_scale, [of_b], extra_mask=c * 32 < K), step,
+            )  # fmt: skip
+        hl.store(out, [row * N + n.index.unsqueeze(0)], acc.to(out.dtype), extra_mask=there)
+
+
+def mx_grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    (M, K), (E, N, _), blocked = a.shape, b.shape, scale_layout == "blocked"
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
+    if not out.numel():
+        return out
+    if not K or not E:
+        return out.zero_()
+    launch(
+        _mx_grouped_gemm, CONFIGS, flat(a), a.stride(0), *scale_arguments(a_scale, blocked),
+        flat(b), *b.stride()[:2], *scale_arguments(b_scale, blocked), b_scale.stride(0),
+        M, N, K, blocked_shape(1, K // 32)[1], flat(out), -(-M // _ROWS) + E, flat(offs), offs.stride(0), E,
+        chunk(E), blocked, step_for(a.device),
+    )  # fmt: skip
+    return out
