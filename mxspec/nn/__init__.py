@@ -1,5 +1,9 @@
 """Layers that train in low precision: autograd functions and modules, built on the public ops only."""
 
-from mxspec.nn.float8_blockwise import Float8BlockwiseLinear, cache_weights
+from mxspec.nn._cache import cache_weights
+from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
+from mxspec.nn.grouped_mm import mx_grouped_mm
+from mxspec.nn.mx_linear import MXLinear
+from mxspec.nn.recipe import RECIPES, Recipe
 
-__all__ = ["Float8BlockwiseLinear", "cache_weights"]
+__all__ = ["RECIPES", "Float8BlockwiseLinear", "MXLinear", "Recipe", "cache_weights", "mx_grouped_mm"]

@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +17,8 @@ from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE
-
-_DTYPES = (torch.bfloat16, torch.float32)
-# A weight's codes and scale, then those of its transpose.
-Quantized = tuple[Tensor, ...]
+from mxspec.nn._cache import Quantized
+from mxspec.nn._linear import QuantizedLinear
 
 
 class _Linear(torch.autograd.Function):
@@ -64,7 +60,7 @@ def _along_tokens(x: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
     return codes.mT, scale
 
 
-class Float8BlockwiseLinear(nn.Linear):
+class Float8BlockwiseLinear(QuantizedLinear):
     """`nn.Linear` whose forward, dgrad and wgrad multiply e4m3fn codes with fp32 scales in blocks of 128.
 
     `y = x @ weight^T + bias` with x in 1x128 blocks and the weight in 128x128 blocks; the gradients likewise, those of
@@ -90,104 +86,15 @@ class Float8BlockwiseLinear(nn.Linear):
     Source: DeepSeek-V3 technical report, section 3.3.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        _check(in_features, out_features, dtype or torch.get_default_dtype())
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self._cached: Quantized | None = None
-        self._cached_from: tuple[int, int] | None = None
+    block_size: ClassVar[int] = FP8_BLOCK_SIZE
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
         """The same parameters, not copies of them, in a layer of this kind."""
-        _check(linear.in_features, linear.out_features, linear.weight.dtype)
-        new = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype)
-        new.weight, new.bias = linear.weight, linear.bias
-        return new.train(linear.training)
+        return cls._with_parameters_of(linear)
 
-    def forward(self, input: Tensor) -> Tensor:
-        x, kind = input, input.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        if x.dtype not in _DTYPES:
-            raise TypeError(f"Float8BlockwiseLinear: input has dtype {x.dtype}; needs {_names(_DTYPES)}")
-        if x.ndim == 0 or x.shape[-1] != self.in_features:
-            needed = f"(..., {self.in_features})"
-            raise ValueError(f"Float8BlockwiseLinear: input has shape {tuple(x.shape)}; needs {needed}")
-        # Backward runs on a thread that sees no with-block. While a graph is traced, the choice is left to its runs.
-        backend = None if torch.compiler.is_compiling() else mxspec.current_backend()
-        out = _Linear.apply(x.reshape(-1, self.in_features), self.weight, *self._quantized(backend), backend)
-        if self.bias is not None:
-            out = out + self.bias.to(out.dtype)
-        return out.view(*x.shape[:-1], self.out_features)
+    def _quantize(self, weight: Tensor, backend: str | None) -> Quantized:
+        return mxspec.fp8_quantize_128x128(weight, with_transpose=True, backend=backend)
 
-    def _quantized(self, backend: str | None) -> Quantized:
-        if self._cached is None:
-            return mxspec.fp8_quantize_128x128(self.weight.detach(), with_transpose=True, backend=backend)
-        if not torch.compiler.is_compiling():
-            self._check_cache()
-        return self._cached
-
-    def _check_cache(self) -> None:
-        if self._cached_from != _state(self.weight):
-            raise RuntimeError(
-                "cache_weights: a weight has changed since it was quantized; leave the with-block before the "
-                "optimizer's step, and enter it again afterwards"
-            )
-
-
-@contextmanager
-def cache_weights(model: nn.Module) -> Iterator[None]:
-    """Quantize every weight of the model's FP8 layers once, for all forwards in the with-block.
-
-    For micro-batches whose gradients add up: the codes then serve them all. They are wrong as soon as a weight
-    changes, so that a forward after that raises, and so does leaving the block, since a compiled forward cannot look.
-
-    Raises:
-        RuntimeError: a weight changed in the block, or a block inside another one.
-
-    Example:
-        >>> model = Float8BlockwiseLinear(128, 256)
-        >>> with cache_weights(model):
-        ...     for tokens in torch.ones(4, 3, 128):
-        ...         model(tokens).sum().backward()
-        >>> round(model.weight.grad[0, 0].item(), 4)
-        12.0
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, Float8BlockwiseLinear)]
-    if any(layer._cached for layer in layers):
-        raise RuntimeError("cache_weights: the model's weights are held already, by a with-block around this one")
-    try:
-        for layer in layers:
-            layer._cached, layer._cached_from = layer._quantized(None), _state(layer.weight)
-        yield
-        for layer in layers:
-            layer._check_cache()
-    finally:
-        for layer in layers:
-            layer._cached = layer._cached_from = None
-
-
-def _state(weight: Tensor) -> tuple[int, int]:
-    """What changes when a weight does: where its memory lies, and how often it was written in place."""
-    return weight.data_ptr(), weight._version
-
-
-def _check(in_features: int, out_features: int, dtype: torch.dtype) -> None:
-    for name, size in (("in_features", in_features), ("out_features", out_features)):
-        if size % FP8_BLOCK_SIZE or size <= 0:
-            raise ValueError(
-                f"Float8BlockwiseLinear: {name} = {size} is no multiple of {FP8_BLOCK_SIZE}; each is a K of a matmul"
-            )
-    if dtype not in _DTYPES:
-        raise TypeError(f"Float8BlockwiseLinear: parameters of {dtype}; needs {_names(_DTYPES)}")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return " or ".join(map(str, dtypes))
+    def _product(self, x: Tensor, codes: Quantized, backend: str | None) -> Tensor:
+        return _Linear.apply(x, self.weight, *codes, backend)

@@ -1,0 +1,89 @@
+"""What the low-precision Linears share: what they take, and the shapes around their matmuls."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+import mxspec
+from mxspec.nn._cache import Quantized, QuantizesWeights
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class QuantizedLinear(QuantizesWeights, nn.Linear):
+    """`nn.Linear` whose product with the weight a subclass computes from codes."""
+
+    block_size: ClassVar[int]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_features(type(self).__name__, self.block_size, in_features=in_features, out_features=out_features)
+        check_parameters(type(self).__name__, dtype or torch.get_default_dtype())
+        super().__init__(in_features, out_features, bias, device, dtype)
+
+    def _product(self, x: Tensor, codes: Quantized, backend: str | None) -> Tensor:
+        """`x @ weight^T` of two matrices."""
+        raise NotImplementedError
+
+    @classmethod
+    def _with_parameters_of(cls, linear: nn.Linear, **options: Any) -> Self:
+        new = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype, **options
+        )
+        new.weight, new.bias = linear.weight, linear.bias
+        return new.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = as_autocast(input)
+        check_input(type(self).__name__, x, self.in_features)
+        backend = backend_now()
+        (codes,) = self._quantized(backend)
+        out = self._product(x.reshape(-1, self.in_features), codes, backend)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def backend_now() -> str | None:
+    """The backend for a forward and its backward."""
+    # Backward runs on a thread that sees no with-block. While a graph is traced, the choice is left to its runs.
+    return None if torch.compiler.is_compiling() else mxspec.current_backend()
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Under autocast, cast as `nn.Linear` would."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def check_input(name: str, x: Tensor, features: int) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: input has dtype {x.dtype}; needs {_names(DTYPES)}")
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (..., {features})")
+
+
+def check_features(name: str, block_size: int, **sizes: int) -> None:
+    for what, size in sizes.items():
+        if size % block_size or size <= 0:
+            raise ValueError(f"{name}: {what} = {size} is no multiple of {block_size}; each is a K of a matmul")
+
+
+def check_parameters(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: parameters of {dtype}; needs {_names(DTYPES)}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))

@@ -1,0 +1,64 @@
+"""Which format a layer's matmuls have, and how its operands are quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+FORMATS = ("mxfp8", "fp8_128", "bf16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layer trains; `RECIPES` has the named ones, and `dataclasses.replace` makes others of them.
+
+    Args:
+        format: `mxfp8`, blocks of 32 with an E8M0 scale; `fp8_128`, e4m3fn with fp32 scales in blocks of 128;
+            `bf16`, no quantizing at all.
+        scaling: mxfp8's rule for the scale, as for `mx_quantize`: `rceil`, `floor`, `ceil` or `even`.
+        grad_dtype: mxfp8's elements of gradients, torch.float8_e4m3fn or torch.float8_e5m2. Activations and weights
+            are e4m3fn.
+        wgrad_bf16: whether mxfp8 computes the gradient of weights from bfloat16 operands.
+
+    Raises:
+        ValueError: an unknown format, or an option of mxfp8's for another one.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
+        Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False)
+
+    Source: OCP MX v1.0, section 6.3 (floor); NVIDIA, "Recipes for Pre-training LLMs with MXFP8", 2025 (rceil, e4m3 for
+        gradients too); DeepSeek-V3 technical report, section 3.3 (fp8_128).
+    """
+
+    format: str = "mxfp8"
+    scaling: str = "rceil"
+    grad_dtype: torch.dtype = torch.float8_e4m3fn
+    wgrad_bf16: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"Recipe: unknown format {self.format!r}; needs one of {', '.join(FORMATS)}")
+        options = self.scaling, self.grad_dtype, self.wgrad_bf16
+        if self.format != "mxfp8" and options != ("rceil", torch.float8_e4m3fn, False):
+            raise ValueError(f"Recipe: {self.format} has no scaling, grad_dtype or wgrad_bf16; they are mxfp8's")
+
+
+RECIPES = {
+    "mxfp8_rceil": Recipe(),
+    "mxfp8_floor": Recipe(scaling="floor"),
+    "mxfp8_rceil_wgrad_bf16": Recipe(wgrad_bf16=True),
+    "fp8_128": Recipe("fp8_128"),
+    "bf16": Recipe("bf16"),
+}
+
+
+def recipe_of(recipe: Recipe | str, asked_by: str) -> Recipe:
+    """A recipe, or the one of that name."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"{asked_by}: unknown recipe {recipe!r}; needs a Recipe or one of {', '.join(RECIPES)}")
+    return RECIPES[recipe]
