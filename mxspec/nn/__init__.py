@@ -1,9 +1,21 @@
 """Layers that train in low precision: autograd functions and modules, built on the public ops only."""
 
 from mxspec.nn._cache import cache_weights
+from mxspec.nn.conversion import Conversion, convert
+from mxspec.nn.experts import GroupedExperts
 from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
 from mxspec.nn.grouped_mm import mx_grouped_mm
 from mxspec.nn.mx_linear import MXLinear
 from mxspec.nn.recipe import RECIPES, Recipe
 
-__all__ = ["RECIPES", "Float8BlockwiseLinear", "MXLinear", "Recipe", "cache_weights", "mx_grouped_mm"]
+__all__ = [
+    "RECIPES",
+    "Conversion",
+    "Float8BlockwiseLinear",
+    "GroupedExperts",
+    "MXLinear",
+    "Recipe",
+    "cache_weights",
+    "convert",
+    "mx_grouped_mm",
+]

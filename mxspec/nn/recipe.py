@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 FORMATS = ("mxfp8", "fp8_128", "bf16")
+SCALINGS = ("rceil", "floor", "ceil", "even")
+GRAD_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Recipe:
         wgrad_bf16: whether mxfp8 computes the gradient of weights from bfloat16 operands.
 
     Raises:
-        ValueError: an unknown format, or an option of mxfp8's for another one.
+        TypeError: grad_dtype.
+        ValueError: an unknown format or scaling, or an option of mxfp8's for another format.
 
     Example:
         >>> from dataclasses import replace
@@ -39,8 +42,11 @@ class Recipe:
     wgrad_bf16: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"Recipe: unknown format {self.format!r}; needs one of {', '.join(FORMATS)}")
+        for what, value, known in (("format", self.format, FORMATS), ("scaling", self.scaling, SCALINGS)):
+            if value not in known:
+                raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
+        if self.grad_dtype not in GRAD_DTYPES:
+            raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, GRAD_DTYPES))}")
         options = self.scaling, self.grad_dtype, self.wgrad_bf16
         if self.format != "mxfp8" and options != ("rceil", torch.float8_e4m3fn, False):
             raise ValueError(f"Recipe: {self.format} has no scaling, grad_dtype or wgrad_bf16; they are mxfp8's")

@@ -1,0 +1,102 @@
+"""The experts of a mixture: SwiGLU feed-forward layers, one per token group."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.nn._cache import Quantized, QuantizesWeights
+from mxspec.nn._linear import as_autocast, backend_now, check_features, check_input, check_parameters
+from mxspec.nn.grouped_mm import check_offs, product, quantize_experts, quantize_input, recipe_of_groups
+from mxspec.nn.recipe import Recipe
+
+
+class GroupedExperts(QuantizesWeights):
+    """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
+
+    Three grouped matmuls as `mx_grouped_mm` does them; gate and up read the same codes of x. The weights are quantized
+    once a forward; `cache_weights` stretches that over several. Nothing waits for the device.
+
+    Args:
+        num_experts: E.
+        dim, hidden_dim: the width of a token and of what the gate works on; multiples of 32.
+        recipe: a `Recipe` of mxfp8 or bf16, or its name; as for `mx_grouped_mm`.
+        device, dtype: of the parameters; bfloat16 or float32.
+
+    Parameters: `w_gate` and `w_up`, `(E, hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`, drawn as an
+        `nn.Linear` of the same width draws its own.
+
+    Shapes:
+        x: `(M, dim)`, the tokens of each expert together, bfloat16 or float32; under autocast it is cast first.
+        offs: `(E,)` int32 on x's device, the exclusive end of each expert's tokens, the last at most M.
+        Returns `(M, dim)` of x's dtype; rows from `offs[-1]` on are 0.
+
+    Special values: as for `mx_grouped_gemm`: a NaN stays with its expert.
+
+    Raises:
+        TypeError: a dtype other than those.
+        ValueError: sizes, a shape, a device, or a recipe of fp8_128.
+        RuntimeError: a weight that changed while `cache_weights` held its codes.
+
+    Example:
+        >>> experts = GroupedExperts(2, 32, 64)
+        >>> experts(torch.zeros(5, 32), torch.tensor([3, 5], dtype=torch.int32)).shape
+        torch.Size([5, 32])
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020; torchtitan, `GroupedExperts` (w1, w3, w2).
+    """
+
+    weight_names: ClassVar[tuple[str, ...]] = ("w_gate", "w_up", "w_down")
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden_dim: int,
+        recipe: Recipe | str = "mxfp8_rceil",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = "GroupedExperts"
+        if num_experts <= 0:
+            raise ValueError(f"{name}: num_experts = {num_experts}; needs at least 1")
+        check_features(name, MX_BLOCK_SIZE, dim=dim, hidden_dim=hidden_dim)
+        check_parameters(name, dtype or torch.get_default_dtype())
+        super().__init__()
+        self.num_experts, self.dim, self.hidden_dim = num_experts, dim, hidden_dim
+        self.recipe = recipe_of_groups(recipe, name)
+        wide, narrow = (num_experts, hidden_dim, dim), (num_experts, dim, hidden_dim)
+        self.w_gate, self.w_up, self.w_down = (
+            nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for shape in (wide, wide, narrow)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in self._weights():
+            bound = weight.shape[-1] ** -0.5
+            nn.init.uniform_(weight, -bound, bound)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts}, dim={self.dim}, hidden_dim={self.hidden_dim}, {self.recipe}"
+
+    def _quantize(self, weight: Tensor, backend: str | None) -> Quantized:
+        return quantize_experts(weight, self.recipe, backend)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        x, recipe = as_autocast(x), self.recipe
+        check_input("GroupedExperts", x, self.dim)
+        if x.ndim != 2:
+            raise ValueError(f"GroupedExperts: input has shape {tuple(x.shape)}; needs (M, {self.dim})")
+        check_offs("GroupedExperts", offs, self.num_experts, x)
+        backend = backend_now()
+        gate_codes, up_codes, down_codes = self._quantized(backend)
+        tokens = quantize_input(x, offs, self.w_gate.requires_grad or self.w_up.requires_grad, recipe, backend)
+        gate = product(x, self.w_gate, offs, tokens, gate_codes, recipe, backend)
+        up = product(x, self.w_up, offs, tokens, up_codes, recipe, backend)
+        hidden = silu(gate) * up
+        tokens = quantize_input(hidden, offs, self.w_down.requires_grad, recipe, backend)
+        return product(hidden, self.w_down, offs, tokens, down_codes, recipe, backend)

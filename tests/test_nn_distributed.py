@@ -1,0 +1,79 @@
+"""The layers under DDP and FSDP2: two processes that talk over gloo, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mxspec.check import sqnr_db
+from mxspec.nn import GroupedExperts, MXLinear, cache_weights
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+TOKENS, WORLD = 32, 2
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = MXLinear(64, 64)
+        self.experts = GroupedExperts(2, 64, 32)
+
+    def forward(self, x, offs):
+        return self.experts(self.linear(x).relu(), offs)
+
+
+def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(10 + rank)
+    return torch.randn(TOKENS, 64), torch.tensor([10 + 5 * rank, TOKENS], dtype=torch.int32)
+
+
+def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
+    return model(*batch(rank)).square().sum()
+
+
+def alone() -> dict[str, torch.Tensor]:
+    """The parameters after a step with the mean of both processes' gradients."""
+    model = Model()
+    for rank in range(WORLD):
+        (loss_of(model, rank) / WORLD).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _wrapped(model: nn.Module, kind: str) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for part in (model.linear, model.experts, model):
+        fully_shard(part, mesh=mesh)
+    with pytest.raises(TypeError, match="has sharded weights"), cache_weights(model):
+        pass
+    return model
+
+
+def _worker(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    expected = alone()
+    for kind in ("ddp", "fsdp2"):
+        model = Model()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        wrapped = _wrapped(model, kind)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loss_of(wrapped, rank).backward()
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            whole = parameter.detach() if kind == "ddp" else parameter.full_tensor().detach()
+            # Only the sum over the processes is in another order, of what the step itself rounds to fp32.
+            assert sqnr_db(whole - before[name], expected[name] - before[name]) >= 80, (kind, name)
+    dist.destroy_process_group()
+
+
+def test_under_ddp_and_fsdp2_two_processes_step_as_one_does(tmp_path):
+    torch.multiprocessing.spawn(_worker, (str(tmp_path / "store"),), nprocs=WORLD)

@@ -1,0 +1,142 @@
+"""Recipes, and a model's layers exchanged for those of one."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+from torch import nn
+
+from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, Recipe, cache_weights, convert
+
+
+def test_the_named_recipes():
+    assert {name: (r.format, r.scaling, r.grad_dtype, r.wgrad_bf16) for name, r in RECIPES.items()} == {
+        "mxfp8_rceil": ("mxfp8", "rceil", torch.float8_e4m3fn, False),
+        "mxfp8_floor": ("mxfp8", "floor", torch.float8_e4m3fn, False),
+        "mxfp8_rceil_wgrad_bf16": ("mxfp8", "rceil", torch.float8_e4m3fn, True),
+        "fp8_128": ("fp8_128", "rceil", torch.float8_e4m3fn, False),
+        "bf16": ("bf16", "rceil", torch.float8_e4m3fn, False),
+    }
+
+
+def test_a_recipe_is_frozen_and_checked():
+    recipe = replace(RECIPES["mxfp8_floor"], grad_dtype=torch.float8_e5m2)
+    assert (recipe.scaling, recipe.grad_dtype) == ("floor", torch.float8_e5m2)
+    with pytest.raises(FrozenInstanceError):
+        recipe.scaling = "rceil"
+    with pytest.raises(ValueError, match="unknown format 'mxfp4'; needs one of mxfp8, fp8_128, bf16"):
+        Recipe("mxfp4")
+    with pytest.raises(ValueError, match="fp8_128 has no scaling, grad_dtype or wgrad_bf16"):
+        replace(RECIPES["fp8_128"], grad_dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match="unknown scaling 'nearest'; needs one of rceil, floor"):
+        Recipe(scaling="nearest")
+    with pytest.raises(TypeError, match=r"grad_dtype = torch.bfloat16; needs torch.float8_e4m3fn or torch.float8_e5m2"):
+        Recipe(grad_dtype=torch.bfloat16)
+
+
+class Block(nn.Module):
+    """Two Linears, of which one stands at two places, experts, and what cannot be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(128, 256)
+        self.layers = nn.ModuleList([nn.Linear(256, 128, bias=False), nn.LayerNorm(128)])
+        self.same = self.up
+        self.head = nn.Linear(128, 10)
+        self.hooked = nn.Linear(128, 128)
+        self.hooked.register_forward_hook(lambda *_: None)
+        self.attention = nn.MultiheadAttention(128, 2)
+        self.experts = GroupedExperts(2, 128, 64, recipe="bf16")
+
+
+LEFT = {
+    "hooked": "has hooks, which a new layer would lack",
+    "attention.out_proj": "is a NonDynamicallyQuantizableLinear, not a plain nn.Linear",
+}
+
+
+def test_convert_to_mx():
+    model = Block().eval()
+    parameters = dict(model.named_parameters())
+    report = convert(model, "mxfp8_floor")
+    assert report.swapped == {
+        "up": "MXLinear", "layers.0": "MXLinear", "same": "MXLinear", "experts": "GroupedExperts of mxfp8",
+    }  # fmt: skip
+    head = "MXLinear: out_features = 10 is no multiple of 32; each is a K of a matmul"
+    assert report.left == {"head": head, **LEFT}
+    assert model.up is model.same
+    assert type(model.layers[0]) is MXLinear
+    assert {m.recipe for m in (model.up, model.layers[0], model.experts)} == {RECIPES["mxfp8_floor"]}
+    assert not model.up.training
+    assert type(model.head) is nn.Linear
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is p for name, p in parameters.items())
+    text = str(report)
+    assert text.startswith("4 swapped, 3 left\n  up: MXLinear\n")
+    assert f"\n  head: left, {head}" in text
+    again = convert(model, "mxfp8_rceil")
+    assert again.left["up"] == "is a MXLinear, not a plain nn.Linear"
+    assert again.swapped == {"experts": "GroupedExperts of mxfp8"}
+    assert model.experts.recipe == RECIPES["mxfp8_rceil"]
+
+
+def test_convert_to_fp8_leaves_experts_and_says_so():
+    model = Block()
+    report = convert(model, "fp8_128")
+    assert report.swapped == dict.fromkeys(("up", "layers.0", "same"), "Float8BlockwiseLinear")
+    assert report.left["experts"].startswith("GroupedExperts: there is no grouped matmul of fp8_128 yet")
+    assert report.left["head"].startswith("Float8BlockwiseLinear: out_features = 10 is no multiple of 128")
+    assert type(model.same) is Float8BlockwiseLinear
+    assert model.experts.recipe == RECIPES["bf16"]
+
+
+def test_convert_to_bf16_leaves_linears():
+    model = Block()
+    convert(model, "mxfp8_rceil", lambda layer, name: name == "experts")
+    report = convert(model, RECIPES["bf16"])
+    assert report.swapped == {"experts": "GroupedExperts of bf16"}
+    assert report.left["up"] == "bf16 is what nn.Linear computes in, given bfloat16 or under autocast"
+    assert type(model.up) is nn.Linear
+
+
+def test_the_filter_sees_layers_and_names():
+    model, seen = Block(), []
+    report = convert(model, "mxfp8_rceil", lambda layer, name: seen.append((layer, name)) or name.startswith("layers"))
+    assert [name for _, name in seen] == ["up", "layers.0", "same", "head", "hooked", "attention.out_proj", "experts"]
+    assert seen[0][0] is model.up
+    assert list(report.swapped) == ["layers.0"]
+    assert set(report.left.values()) == {"by filter_fn"}
+
+
+def test_a_converted_model_trains():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    convert(model, "mxfp8_rceil")
+    x, losses = torch.randn(64, 64), []
+    target = x[:, :32].cumsum(1) / 8
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_what_cannot_be_converted():
+    with pytest.raises(ValueError, match="the model is a Linear itself"):
+        convert(nn.Linear(64, 64), "mxfp8_rceil")
+    with pytest.raises(ValueError, match="convert: unknown recipe 'fp8'"):
+        convert(Block(), "fp8")
+    model = Block()
+    convert(model, "mxfp8_rceil", lambda layer, name: name == "up")
+    with cache_weights(model), pytest.raises(RuntimeError, match="cache_weights holds the model's weights"):
+        convert(model, "mxfp8_floor")
+    half = nn.Sequential(nn.Linear(64, 64, dtype=torch.float16))
+    assert convert(half, "mxfp8_rceil").left == {
+        "0": "MXLinear: parameters of torch.float16; needs torch.bfloat16 or torch.float32"
+    }
