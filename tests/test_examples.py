@@ -4,16 +4,21 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture
-def char_model():
-    spec = importlib.util.spec_from_file_location("train_char_model", EXAMPLES / "train_char_model.py")
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def char_model():
+    return example("train_char_model")
 
 
 def test_a_character_model_trains_in_fp8_as_in_bfloat16(char_model, capsys, monkeypatch):
@@ -28,3 +33,46 @@ def test_a_character_model_trains_in_fp8_as_in_bfloat16(char_model, capsys, monk
     monkeypatch.setattr(char_model, "text", lambda: characters)
     assert char_model.main([*arguments, "--steps", "3"]) == 1
     assert "apart; needs 0%" in capsys.readouterr().out
+
+
+@pytest.fixture
+def moe(monkeypatch):
+    module = example("train_moe")
+    for name, size in {"WIDTH": 16, "DIM": 128, "HIDDEN": 32, "LAYERS": 1, "EXPERTS": 4}.items():
+        monkeypatch.setattr(module, name, size)
+    return module
+
+
+def test_a_mixture_of_experts_trains_by_each_recipe_as_in_bfloat16(moe, capsys, tmp_path, monkeypatch):
+    recipes, picture, outcomes, train = ["mxfp8_rceil", "fp8_128"], tmp_path / "losses.png", {}, moe.train
+    monkeypatch.setattr(moe, "train", lambda name, *rest: outcomes.setdefault(name, train(name, *rest)))
+    arguments = ["--steps", "10", "--batch", "64", "--device", "cpu", "--plot", str(picture)]
+    assert moe.main([*arguments, "--recipes", *recipes]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[1] for line in out.splitlines() if line.count("│") == 5] == ["bf16", *recipes]
+    assert "2: Float8BlockwiseLinear" in out
+    assert "3.experts: GroupedExperts of mxfp8" in out
+    assert "3.experts: left, GroupedExperts: there is no grouped matmul of fp8_128 yet" in out
+    assert "3.router: left, MXLinear: out_features = 4 is no multiple of 32" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    bf16 = outcomes["bf16"]
+    assert bf16.last < 0.95 * bf16.losses[0]
+    for name in recipes:
+        assert outcomes[name].losses != bf16.losses
+        assert abs(outcomes[name].last / bf16.last - 1) < 0.02
+
+
+def test_the_mixture_is_that_of_each_token_by_itself(moe):
+    torch.manual_seed(0)
+    layer = moe.Mixture().requires_grad_(False)
+    x = torch.randn(40, moe.DIM)
+    out, by_itself = layer(x), x.clone()
+    tokens = layer.norm(x)
+    weight, expert = layer.router(tokens).softmax(-1).topk(moe.TOP)
+    experts = layer.experts
+    for t in range(len(x)):
+        for w, e in zip(weight[t], expert[t], strict=True):
+            gate, up = experts.w_gate[e] @ tokens[t], experts.w_up[e] @ tokens[t]
+            by_itself[t] += w * (experts.w_down[e] @ (torch.nn.functional.silu(gate) * up))
+    assert len(expert.unique()) > 2
+    torch.testing.assert_close(out, by_itself, rtol=0, atol=0.01)

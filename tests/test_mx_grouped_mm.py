@@ -242,6 +242,9 @@ def test_gate_and_up_read_the_same_codes_and_weights_are_held(monkeypatch):
         module.w_up.mul_(2)
     with cache_weights(experts("bf16")):
         pass
+    ran.clear()
+    module.requires_grad_(False)(x, offs)
+    assert ran == ["mx_quantize_rowcol"] * 3 + ["mx_quantize_groups"] * 2
 
 
 def test_experts_compiled_and_checkpointed_give_the_same_bits():

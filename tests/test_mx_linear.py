@@ -22,7 +22,9 @@ E5M2 = replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
 
 def layer(recipe: Recipe | str = "mxfp8_rceil", dtype: torch.dtype = torch.float32, bias: bool = True) -> MXLinear:
     torch.manual_seed(0)
-    return MXLinear(K, N, bias, DEVICE, dtype, recipe)
+    module = MXLinear(K, N, bias, DEVICE, dtype, recipe)
+    nn.init.normal_(module.weight, std=0.1)  # blocks on which floor and rceil differ, unlike an initial weight's
+    return module
 
 
 def tokens(*lead: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -166,13 +168,18 @@ def test_each_tensor_is_read_once_and_only_what_is_needed_is_computed(monkeypatc
 
 def test_of_x_a_byte_an_element_is_kept():
     module, x = layer(dtype=torch.bfloat16, bias=False), tokens(64, dtype=torch.bfloat16)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        module(x)
-    assert sorted((t.dtype, t.nbytes) for t in saved if t.dtype != torch.float8_e8m0fnu) == [
-        (torch.float8_e4m3fn, 64 * K),
-        (torch.float8_e4m3fn, N * K),
-    ]
+
+    def saved(x):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            module(x)
+        return [(t.dtype, t.nbytes) for t in kept if t.dtype != torch.float8_e8m0fnu]
+
+    of_x, of_weight = (torch.float8_e4m3fn, 64 * K), (torch.float8_e4m3fn, N * K)
+    assert saved(x) == [of_x, of_weight]
+    assert saved(x.detach()) == [of_x]
+    module.weight.requires_grad_(False)
+    assert saved(x) == [of_weight]
 
 
 def test_the_parameters_are_nn_linears():

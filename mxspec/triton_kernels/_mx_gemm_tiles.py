@@ -118,8 +118,8 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the output; of K-groups, the row tiles of each group come one after the other."""
-    # `top` is the tile's first row of a and of the output, `tile` its place among the tiles of a's scales. Where offs is
-    # out of order nothing has a meaning, but nothing outside the operands is read.
+    # `top` is the tile's first row of a and of the output, `tile` counts those of a's scales. Where offs is out of order,
+    # nothing has a meaning, but nothing outside the operands is read.
     blocks, tile = K // 32, row_tile
     if GROUPS == "M":  # rows are in groups, each padded to whole tiles; past the last group they are zeros
         start = row_tile * BLOCK_M

@@ -1,0 +1,149 @@
+"""Train a small mixture of experts in bfloat16 and by each recipe, from one seed, and compare the losses.
+
+    python examples/train_moe.py [--steps 1000] [--recipes mxfp8_rceil bf16 ...] [--plot losses.png] [--device cuda]
+
+The text is that of `train_char_model.py`: the model predicts a character from the CONTEXT ones before, by an embedding,
+a Linear, layers of EXPERTS experts of which a router takes TOP for each token, and a Linear. `mxspec.nn.convert` makes
+the Linears and experts train by the recipe; what it leaves stays bfloat16, and is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pydoc_data.topics
+import time
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from mxspec.nn import RECIPES, Conversion, GroupedExperts, convert
+
+CONTEXT, WIDTH, DIM, HIDDEN, LAYERS, CHARACTERS = 16, 64, 256, 512, 2, 128
+EXPERTS, TOP = 8, 2
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    seconds: float  # a step, the first one not counted
+    report: Conversion
+
+    @property
+    def last(self) -> float:
+        """The mean loss of the last tenth of the steps."""
+        tail = self.losses[-max(1, len(self.losses) // 10) :]
+        return sum(tail) / len(tail)
+
+
+class Mixture(nn.Module):
+    """`x + sum of weight * expert(norm(x))` over the TOP experts that the router takes; `(T, DIM)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM, elementwise_affine=False)
+        self.router = nn.Linear(DIM, EXPERTS, bias=False)
+        self.experts = GroupedExperts(EXPERTS, DIM, HIDDEN, recipe="bf16")
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x)
+        weight, expert = self.router(tokens).float().softmax(-1).topk(TOP)  # (T, TOP)
+        # Each token TOP times, sorted by expert, and where each expert's end: all of it on the device.
+        of_expert, order = expert.flatten().sort(stable=True)
+        numbers = torch.arange(EXPERTS, device=x.device)
+        offs = torch.searchsorted(of_expert, numbers, right=True, out_int32=True)
+        out = self.experts(tokens[order // TOP], offs)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        out = out[back].view(-1, TOP, DIM)
+        return x + (out * weight[..., None].to(out.dtype)).sum(1)
+
+
+def text() -> Tensor:
+    """All topics as one row of character codes."""
+    characters = "".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
+    return torch.tensor(list(characters.encode("ascii", "replace")))
+
+
+def model() -> nn.Module:
+    """The same parameters, in float32, whatever the recipe will be."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(CHARACTERS, WIDTH),
+        nn.Flatten(),
+        nn.Linear(CONTEXT * WIDTH, DIM),
+        *(Mixture() for _ in range(LAYERS)),
+        nn.RMSNorm(DIM, elementwise_affine=False),
+        nn.Linear(DIM, CHARACTERS),
+    )
+
+
+def train(recipe: str, characters: Tensor, steps: int, batch: int) -> Outcome:
+    device, net = characters.device, model().to(characters.device)
+    report = convert(net, recipe)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    window = torch.arange(CONTEXT + 1, device=device)
+    losses: list[Tensor] = []
+    began = time.perf_counter()
+    for step in track(range(steps), recipe, transient=True):
+        start = torch.randint(len(characters) - CONTEXT, (batch, 1), generator=generator).to(device)
+        samples = characters[start + window]
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = net(samples[:, :-1])
+        loss = cross_entropy(logits.float(), samples[:, -1])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if step == 0:  # which compiles kernels
+            float(losses[0])
+            began = time.perf_counter()
+    values = torch.stack(losses).tolist()
+    return Outcome(values, (time.perf_counter() - began) / max(1, steps - 1), report)
+
+
+def plot(outcomes: dict[str, Outcome], file: str) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for recipe, outcome in outcomes.items():
+        width = max(1, len(outcome.losses) // 100)  # means of so many steps, for curves rather than noise
+        means = torch.tensor(outcome.losses).unfold(0, width, width).mean(1)
+        axes.plot([width * (i + 1) for i in range(len(means))], means, label=recipe)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(file, dpi=150, bbox_inches="tight")
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--steps", type=int, default=1000)
+    p.add_argument("--batch", type=int, default=1024)
+    p.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="RECIPE")
+    p.add_argument("--plot", metavar="FILE", help="the loss curves, as a picture; needs matplotlib")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = p.parse_args(argv)
+    characters, console = text().to(options.device), Console()
+    recipes = ["bf16", *(name for name in options.recipes if name != "bf16")]  # what the others are compared with
+    outcomes = {recipe: train(recipe, characters, options.steps, options.batch) for recipe in recipes}
+    table = Table("recipe", f"loss at step {options.steps}", "against bf16", "seconds per step")
+    for recipe, outcome in outcomes.items():
+        apart = outcome.last / outcomes["bf16"].last - 1
+        table.add_row(recipe, f"{outcome.last:.4f}", f"{apart:+.2%}", f"{outcome.seconds:.4f}")
+    console.print(table)
+    for recipe, outcome in outcomes.items():
+        if recipe != "bf16":
+            console.print(f"{recipe}: {outcome.report}", highlight=False, soft_wrap=True)
+    if options.plot:
+        plot(outcomes, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
