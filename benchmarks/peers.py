@@ -25,6 +25,7 @@ from torch import Tensor
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
 from mxspec.reference._groups import padded_rows, round_up
+from mxspec.reference._mx_gemm import from_blocked_k_groups, from_blocked_m_groups
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 
 ADAPTERS: dict[str, dict[str, Callable[..., Any]]] = {}  # op -> label, which begins with the library's name -> adapter
@@ -490,6 +491,100 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torc
     need(out_dtype == torch.bfloat16 and not _is_1x128(b, b_scale), "does 1x128 by 128x128 to bfloat16")
     need(b.shape[0] % FP8_BLOCK_SIZE == 0, "takes N in multiples of 128")
     return torch.ops.fbgemm.f8f8bf16_groupwise(a, b, a_scale, b_scale)
+
+
+# --- MX matmuls ------------------------------------------------------------------------------------------------
+
+
+def _mx_in_bf16(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, scale_layout: str = "plain", **options: Any
+) -> tuple[Tensor, ...]:
+    dequantize = functools.partial(mxspec.mx_dequantize, scale_layout=scale_layout)
+    return dequantize(a, a_scale), a_scale, dequantize(b, b_scale), b_scale
+
+
+@adapter("mx_gemm", "cuBLAS bf16", prepare=_mx_in_bf16)  # of what the codes stand for
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> Tensor:
+    need(out_dtype == torch.bfloat16, "gives bfloat16")
+    return torch.mm(a, b.t())
+
+
+@adapter("mx_gemm", "tl.dot_scaled")
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "plain",
+) -> Tensor:
+    from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles  # the kernel that Blackwell gets
+
+    out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
+    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, SCALED=True, BLOCK_N=128)
+    return out
+
+
+def _groups_in_bf16(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, scale_layout: str = "blocked", **o: Any
+) -> tuple[Tensor, ...]:
+    if scale_layout == "blocked":
+        a_scale = from_blocked_m_groups(a_scale, offs, a.shape[0], a.shape[1] // MX_BLOCK_SIZE)
+    weights = mxspec.mx_dequantize(b, b_scale, scale_layout=scale_layout)
+    return mxspec.mx_dequantize(a, a_scale), a_scale, weights, b_scale, offs
+
+
+@adapter("mx_grouped_gemm", "torch bf16", prepare=_groups_in_bf16)
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    need(out_dtype == torch.bfloat16, "gives bfloat16")
+    return torch._grouped_mm(a, b.mT, offs=offs)
+
+
+def _tokens_in_bf16(
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, *, scale_layout: str = "blocked", **o: Any
+) -> tuple[Tensor, ...]:
+    def values(t: Tensor, scale: Tensor) -> Tensor:
+        if scale_layout == "blocked":
+            blocks = t.shape[0] // MX_BLOCK_SIZE
+            scale = from_blocked_k_groups(scale, offs // MX_BLOCK_SIZE, t.shape[1], blocks)
+        return mxspec.mx_dequantize(t, scale, axis=-2)
+
+    return values(dy, dy_scale), dy_scale, values(x, x_scale), x_scale, offs
+
+
+@adapter("mx_grouped_gemm_wgrad", "torch bf16", prepare=_tokens_in_bf16)
+def _(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    need(out_dtype == torch.bfloat16, "gives bfloat16")
+    return torch._grouped_mm(dy.t(), x, offs=offs)
 
 
 # --- token groups -----------------------------------------------------------------------------------------------

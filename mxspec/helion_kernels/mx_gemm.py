@@ -13,7 +13,8 @@ from mxspec.helion_kernels._mx_gemm import multiplied, scale_arguments, scale_pl
 
 # Programs run down eight tiles of M, then along N, so that those which run at a time share rows of a and b.
 _LARGE, _LOW = (config([rows, 128], 8, num_stages=4, l2_groupings=[8]) for rows in (128, 64))
-# Not run on a GPU, so without a rank. Blackwell's scaled products are of 128 rows.
+# Blackwell's scaled products are of 128 rows.
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 CONFIGS = {
     "large": {(9, 0): _LARGE, (10, 0): _LARGE},
     "at most 64 rows": {(9, 0): _LOW, (10, 0): _LARGE},

@@ -13,8 +13,8 @@ from mxspec.helion_kernels._launch import flat, launch
 from mxspec.helion_kernels._mx_gemm import PTX as PTX
 from mxspec.helion_kernels._mx_gemm import multiplied, scale_arguments, scale_place, step_for
 
-# Not run on a GPU, so without a rank.
 _LARGE = helion.Config(block_sizes=[128, 128], num_warps=8, num_stages=4)
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 CONFIGS = {(9, 0): _LARGE, (10, 0): _LARGE}
 
 

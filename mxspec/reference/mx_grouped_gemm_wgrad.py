@@ -193,9 +193,11 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         return dy, dy_scale, *quantized(K)[:2], end
 
     for M, N, K, E in shapes.grouped:
-        for ragged in (False, True) if E > 1 else (False,):
-            name = f"{M}x{N}x{K}, E {E}, {'ragged' if ragged else 'even'}, padded"
-            yield Case(name, partial(args, M, N, K, E, ragged))
+        for ragged, out_dtype in product((False, True) if E > 1 else (False,), (torch.bfloat16, torch.float32)):
+            if ragged and out_dtype == torch.float32:
+                continue
+            name = f"{M}x{N}x{K}, E {E}, {'ragged' if ragged else 'even'}, padded, {str(out_dtype)[6:]}"
+            yield Case(name, partial(args, M, N, K, E, ragged), {"out_dtype": out_dtype})
 
 
 @spec(

@@ -118,7 +118,7 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the output; of K-groups, the row tiles of each group come one after the other."""
-    # `top` is the tile's first row of a and of the output, `tile` counts those of a's scales. Where offs is out of order,
+    # `top` is the tile's first row of a and of the output, `tile` counts its scales'. Where offs is out of order,
     # nothing has a meaning, but nothing outside the operands is read.
     blocks, tile = K // 32, row_tile
     if GROUPS == "M":  # rows are in groups, each padded to whole tiles; past the last group they are zeros
@@ -224,13 +224,14 @@ def _aligned(codes: Tensor) -> bool:
 def mx_tiles(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
     *, offs: Tensor | None = None, groups: str = "", marks: Tensor | None = None, width: int = 0, programs: int = 0,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Multiply `(M, K)` by `(N, K)` into `out`: whole, M in groups, each with a b of its own, or K in groups.
 
     `out` may be the transpose of contiguous matrices.
 
     With `marks`, int32, only tiles of 128 rows and `width` columns that are written there, by so many programs: how
-    many, then the row and the column of each.
+    many, then the row and the column of each. `options` change the configuration.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     if not K:
@@ -246,7 +247,7 @@ def mx_tiles(
         b, expert[0], b.stride(-2), b_scale.view(torch.uint8), expert[1], *of_b,
         out, *out.stride()[-2:], offs, 0 if offs is None else offs.stride(0), E, M, N, K,
     )  # fmt: skip
-    config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E)}
+    config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E), **options}
     if marks is not None:
         del config["GROUP"]
         _marked_tiles[(programs,)](*operands, marks, WIDTH=width, **config)

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from mxspec.triton_kernels.fp8_gemm import PTX, multiply
 
-__all__ = ["PTX", "fp8_gemm_"]
+__all__ = ["PTX", "RANK", "fp8_gemm_"]
+
+RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 
 
 def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:

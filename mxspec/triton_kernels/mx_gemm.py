@@ -9,6 +9,7 @@ from mxspec.triton_kernels import _mx_gemm_tiles
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
 
+RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 PTX = _mx_gemm_tiles.PTX
 
 
