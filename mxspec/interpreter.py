@@ -5,13 +5,15 @@ from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts ar
 twice. And it calls the own combine function of a reduction or a scan, which Helion's always have, once an element:
 minutes for a few thousand. And it computes whether integers overflow, in order to assert what only its debug mode
 asserts. And it looks through `triton.language` for what to replace at every call of a device function, where once a
-launch is enough, and builds its table of numpy's types at every use.
+launch is enough, and builds its table of numpy's types at every use. And numpy, on which it computes, warns of Inf and
+NaN, of which a GPU says nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +42,7 @@ def install() -> None:
     if getattr(interpreter, "corrected_by_mxspec", False):
         return
     interpreter.corrected_by_mxspec = True
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     triton_convert_float = interpreter._convert_float
     triton_generic_reduce = interpreter.ReduceOps.generic_reduce
     triton_generic_scan = interpreter.ScanOps.generic_scan
