@@ -517,7 +517,7 @@ def _(
     return torch.mm(a, b.t())
 
 
-@adapter("mx_gemm", "tl.dot_scaled")
+@adapter("mx_gemm", "mxspec by dot_scaled")
 def _(
     a: Tensor,
     a_scale: Tensor,

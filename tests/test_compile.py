@@ -49,8 +49,9 @@ OLD_TARGET = "sm90"  # where that release is used; both targets would take the t
 @pytest.mark.skipif(triton.__version__.startswith("3.6."), reason="this is the old triton")
 @pytest.mark.skipif(not (OLD / "triton").is_dir(), reason=f"no triton in {OLD} (MXSPEC_OLD_TRITON)")
 def test_machine_code_of_the_old_triton() -> None:
-    """All ops in one run: its processes import torch and Helion once, where a run an op spent 15 s of CPU on it."""
-    command = [sys.executable, "-m", "mxspec.compile", "--json", "--target", OLD_TARGET]
+    """All ops in one run: its processes import torch once, not once an op. What Helion generates is left to a GPU with
+    that release, where it runs; Gluon's language differs between the two."""
+    command = [sys.executable, "-m", "mxspec.compile", "--json", "--target", OLD_TARGET, "--backend", "triton"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(OLD), str(ROOT)])}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stderr
@@ -62,7 +63,7 @@ def test_machine_code_of_the_old_triton() -> None:
     compiled: dict[tuple[str, str], list[str]] = {}
     for r in results:
         compiled.setdefault((r.op, r.backend), []).append(r.case)
-    assert compiled.keys() == set(kernels())
+    assert compiled.keys() == {(op, backend) for op, backend in kernels() if backend == "triton"}
     for (op, _), found in compiled.items():
         assert found in ([case.name for case in reference(op).spec.cases()], ["all"])
 

@@ -99,11 +99,11 @@ def test_it_is_the_gradient_of_a_grouped_linear():
 
 def test_bench_cases_are_the_grouped_shapes():
     op = dispatch.reference("mx_grouped_gemm_wgrad")
-    even, ragged = op.spec.bench_cases(Shapes(grouped=((256, 40, 96, 2),)))
+    even, even_fp32, ragged = op.spec.bench_cases(Shapes(grouped=((256, 40, 96, 2),)))
     args = even.args()
-    assert (even.name, args[4].tolist()) == ("256x40x96, E 2, even, padded", [128, 256])
+    assert (even.name, args[4].tolist()) == ("256x40x96, E 2, even, padded, bfloat16", [128, 256])
     assert op.spec.flops(args, ()) == 2 * 256 * 40 * 96
-    for case in (even, ragged):
+    for case in (even, even_fp32, ragged):
         args = case.args()
         assert args[0].stride() == (1, args[4][-1])
         assert op(*args, check_offs=True).shape == (2, 40, 96)

@@ -66,6 +66,8 @@ def supports(
     gives = torch.float32 if by_row else torch.bfloat16
     if out_dtype != gives:
         return f"does 1x128 by {'1x128' if by_row else '128x128'} to {gives}, not to {out_dtype}"
+    if by_row and M <= 32:  # its tile of 16 or 32 rows does not compile
+        return f"does 1x128 by 1x128 for more than 32 rows, not M = {M}"
     multiple = 16 // out_dtype.itemsize
     if N % multiple:  # TMA writes rows that begin at multiples of 16 bytes
         return f"needs N in multiples of {multiple} for {out_dtype}, not N = {N}"

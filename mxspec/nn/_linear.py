@@ -62,7 +62,7 @@ def backend_now() -> str | None:
 def as_autocast(x: Tensor) -> Tensor:
     """Under autocast, cast as `nn.Linear` would."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):  # where it is; a meta tensor has none
         return x.to(torch.get_autocast_dtype(kind))
     return x
 

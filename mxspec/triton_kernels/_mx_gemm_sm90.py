@@ -262,6 +262,10 @@ def _multiply(
                 values = _values(a_tiles.index(after), factors.index(after), first, SPAN, FORMAT)
                 i += 1
         magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+        if GROUPS == "M":  # past the group's rows and its expert's columns is what others are to be judged by
+            r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
+            c = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
+            magnitude = gl.where((r < row_end)[:, None] & (c < N)[None, :], magnitude, 0)
         if gl.max(gl.max(magnitude, 1), 0) >= 0x7F800000:
             if GROUPS == "K":
                 m += group * M_tiles

@@ -248,8 +248,9 @@ def mx_tiles(
         out, *out.stride()[-2:], offs, 0 if offs is None else offs.stride(0), E, M, N, K,
     )  # fmt: skip
     config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E), **options}
-    if marks is not None:
+    if marks is not None:  # a loop over tiles takes registers as well
         del config["GROUP"]
+        config["BLOCK_N"] = 32
         _marked_tiles[(programs,)](*operands, marks, WIDTH=width, **config)
         return
     row_tiles, col_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])

@@ -32,7 +32,7 @@ TILES = (
     (1.2, {"BLOCK_N": 128, "STAGES": 6, "AHEAD": 4, "REGISTERS": 208}),
 )
 WIDEST_TILE = 256
-VALUES = {"ROWS": 32, "num_warps": 4}  # a program's rows, of 128 codes each
+VALUES = {"ROWS": 32, "num_warps": 8}  # a program's rows, of 128 codes each
 
 _layout = functools.cache(gl.NVMMASharedLayout)
 

@@ -8,7 +8,8 @@ from mxspec.triton_kernels.fp8_gemm import PTX, multiply
 
 __all__ = ["PTX", "RANK", "fp8_gemm_"]
 
-RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
+# H200, 7168x4096x4096 by 1x128: 1.02 of DeepGEMM's rate, which adds in place too. Blackwell: compiled, not run.
+RANK = {(9, 0): 1, (10, 0): 1}
 
 
 def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:

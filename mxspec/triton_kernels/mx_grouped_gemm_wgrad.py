@@ -9,7 +9,9 @@ from mxspec.triton_kernels import _mx_gemm_tiles
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._mx_sm90 import WIDEST_TILE, mx_sm90, reads
 
-RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
+# H200, 32768 tokens, N 2048, K 7168, 8 experts, of torch._grouped_mm's rate in bf16: 0.84 when x, the larger, was the
+# one turned into bf16. Blackwell: compiled, not run.
+RANK = {(9, 0): 1, (10, 0): 1}
 PTX = _mx_gemm_tiles.PTX
 
 
