@@ -1,4 +1,4 @@
-"""mx_gemm in Triton: plain tiles."""
+"""mx_gemm in Triton: bf16 tensor cores on Hopper, `_mx_sm90.py`; where TMA cannot read and elsewhere, plain tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mx_grouped_gemm in Triton: plain tiles, of which each program finds the group."""
+"""mx_grouped_gemm in Triton: as mx_gemm; a plan says which rows a tile has, or each program finds its group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mx_grouped_gemm_wgrad in Triton: plain tiles, each a sum over the tokens of one group."""
+"""mx_grouped_gemm_wgrad in Triton: as mx_gemm, each tile a sum over the tokens of one group."""
 
 from __future__ import annotations
 
