@@ -9,8 +9,12 @@ from mxspec.dispatch import current_backend, explain, use_backend
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_gemm import fp8_gemm
 from mxspec.reference.fp8_gemm_ import fp8_gemm_
+from mxspec.reference.fp8_grouped_gemm import fp8_grouped_gemm
+from mxspec.reference.fp8_grouped_gemm_wgrad import fp8_grouped_gemm_wgrad
+from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
+from mxspec.reference.fp8_quantize_k_groups import fp8_quantize_k_groups
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import mx_dequantize
 from mxspec.reference.mx_gemm import mx_gemm
@@ -37,8 +41,12 @@ __all__ = [
     "fp8_dequantize",
     "fp8_gemm",
     "fp8_gemm_",
+    "fp8_grouped_gemm",
+    "fp8_grouped_gemm_wgrad",
+    "fp8_grouped_gemm_wgrad_",
     "fp8_quantize_1x128",
     "fp8_quantize_128x128",
+    "fp8_quantize_k_groups",
     "from_blocked",
     "mx_dequantize",
     "mx_gemm",

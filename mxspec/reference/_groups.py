@@ -34,6 +34,25 @@ def first_tokens(offs: Tensor) -> Tensor:
     return torch.cat([offs.new_zeros(1), offs])
 
 
+def group_of_tokens(offs: Tensor, M: int) -> Tensor:
+    """The group of each token; as many as there are groups for a token that belongs to none."""
+    return torch.searchsorted(offs, torch.arange(M, dtype=torch.int32, device=offs.device), right=True)
+
+
+def flat_places(end: Tensor, D: int, R: int) -> Tensor:
+    """Where element `(d, t)` of `(D, R)` lies once the columns of each group are a row-major matrix of their own.
+
+    The matrices follow one another; the columns from the last end on are one more. An `end` out of order gives places
+    that mean nothing, all of them within the `D * R`.
+    """
+    begin = first_tokens(end).to(torch.int64)
+    width = torch.cat([end, end.new_full((1,), R)]) - begin
+    group = group_of_tokens(end, R)
+    places = torch.arange(D, device=end.device)[:, None] * width[group]  # (D, R)
+    places += D * begin[group] + torch.arange(R, device=end.device) - begin[group]
+    return places.clamp_(0, max(D * R - 1, 0))
+
+
 def take_rows(x: Tensor, source: Tensor) -> Tensor:
     """Row `source[i]` of x as row i; zeros where x has no such row."""
     rows, K = x.shape

@@ -56,11 +56,6 @@ def values(codes: Tensor, scale: Tensor) -> Tensor:
     return (blocks * scale.double().unsqueeze(-1)).flatten(-2)
 
 
-def group_of_tokens(offs: Tensor, M: int) -> Tensor:
-    """The group of each token; as many as there are groups for a token that belongs to none."""
-    return torch.searchsorted(offs, torch.arange(M, dtype=torch.int32, device=offs.device), right=True)
-
-
 def from_blocked_m_groups(blocked: Tensor, offs: Tensor, M: int, C: int) -> Tensor:
     """The inverse of `to_blocked_m_groups`: `(M, C)`, where rows that belong to no group have the byte 0."""
     rows = round_up(blocked.shape[0], 128)

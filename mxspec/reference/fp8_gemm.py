@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference import _checks
+from mxspec.reference._fp8_numerics import square_values, values
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.mx_dequantize import OUT_DTYPES
@@ -130,12 +131,9 @@ def cases() -> Iterator[Case]:
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     """The matmul in fp64."""
-    N = b.shape[0]
-    if b_scale.shape[0] != N:  # 128x128: one row of scales serves 128 rows of b
-        b_scale = b_scale.repeat_interleave(FP8_BLOCK_SIZE, 0)[:N]
-    x = a.double() * a_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 1)  # (M, K)
-    w = b.double() * b_scale.double().repeat_interleave(FP8_BLOCK_SIZE, 1)  # (N, K)
-    return x @ w.t()
+    of_rows = b_scale.shape[0] == b.shape[0]
+    w = values(b, b_scale) if of_rows else square_values(b, b_scale)  # (N, K)
+    return values(a, a_scale) @ w.t()
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
-from mxspec.reference._groups import round_up
+from mxspec.reference._groups import group_of_tokens, round_up
 from mxspec.reference._groups_cases import offs_of
 from mxspec.reference._mx_gemm import (
     MIN_SQNR_DB,
@@ -21,7 +21,6 @@ from mxspec.reference._mx_gemm import (
     check_scale,
     check_unit_stride,
     from_blocked_k_groups,
-    group_of_tokens,
     values,
 )
 from mxspec.reference._mx_gemm_cases import (
