@@ -82,7 +82,8 @@ def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: st
 
 def quantized(sizes: list[int], N: int, K: int) -> Arguments:
     x, w = random_normal(sum(sizes), K), random_normal(len(sizes), N, K, seed=1)
-    return *fp8_quantize_1x128(x, scale_major="mn"), *fp8_quantize_128x128(w), offs_of(sizes)
+    b, b_scale, *_ = fp8_quantize_128x128(w)
+    return *fp8_quantize_1x128(x, scale_major="mn"), b, b_scale, offs_of(sizes)
 
 
 def of_dgrad(sizes: list[int], N: int, K: int) -> Arguments:
@@ -173,8 +174,8 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         if ragged:
             padded, _, offs = pad_token_groups(x, offs, FP8_BLOCK_SIZE)
             x = padded[:rows]
-        w = torch.randn(E, N, K, dtype=torch.bfloat16)
-        return *fp8_quantize_1x128(x, scale_major="mn"), *fp8_quantize_128x128(w), offs
+        b, b_scale, *_ = fp8_quantize_128x128(torch.randn(E, N, K, dtype=torch.bfloat16))
+        return *fp8_quantize_1x128(x, scale_major="mn"), b, b_scale, offs
 
     for M, N, K, E in shapes.grouped:
         yield Case(f"{M}x{N}x{K}, E {E}, even", partial(args, M, N, K, E, False))

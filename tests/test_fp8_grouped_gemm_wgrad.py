@@ -1,0 +1,102 @@
+"""fp8_grouped_gemm_wgrad: literal sums over each group's tokens, and what lies in no group."""
+
+import pytest
+import torch
+
+import mxspec
+from mxspec import dispatch
+from mxspec.shapes import Shapes
+
+E4M3FN = torch.float8_e4m3fn
+
+
+def ends(*offs):
+    return torch.tensor(offs, dtype=torch.int32)
+
+
+def wgrad(dy, dy_scale, x, x_scale, offs, **options):
+    args = dy.to(E4M3FN), dy_scale, x.to(E4M3FN), x_scale, offs
+    return mxspec.fp8_grouped_gemm_wgrad(*args, backend="reference", **options)
+
+
+def operands():
+    """Groups of 256, 0 and 128 tokens, and 128 codes of none. One feature of dy: 1 at tokens 0, 129 and 256.
+
+    Two of x, of which group 0 has 0..255 and 256..511, and group 2 has 512..639 and 640..767: 2 in the first
+    everywhere, in the second the number of the token's block, and 3 from token 1 on in group 2.
+    """
+    dy, x = torch.zeros(1, 512), torch.full((2, 512), 2.0)
+    dy[0, [0, 129, 256]] = 1.0
+    flat = x.view(-1)
+    flat[256:384], flat[384:512], flat[640], flat[641:768] = 0.0, 1.0, 2.0, 3.0
+    dy[:, 384:], flat[768:] = torch.nan, torch.nan
+    dy_scale, x_scale = torch.ones(1, 4), torch.ones(2, 4)
+    dy_scale[:, 3:], x_scale.view(-1)[6:] = torch.nan, torch.nan
+    return dy, dy_scale, x, x_scale, ends(256, 256, 384)
+
+
+def test_golden_sums_over_the_tokens_of_a_group():
+    out = wgrad(*operands())
+    assert (out.dtype, out.stride()) == (torch.float32, (2, 2, 1))
+    assert out.tolist() == [[[4.0, 1.0]], [[0.0, 0.0]], [[2.0, 2.0]]]  # 2 + 2 and 0 + 1; no token; 2 and 2
+
+
+def test_golden_scales_have_as_many_in_a_row_as_blocks_are_used():
+    dy, dy_scale, x, x_scale, offs = operands()
+    dy_scale.view(-1)[:3] = torch.tensor([1.0, 10.0, 100.0])
+    x_scale.view(-1)[:6] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # three blocks of feature 0, three of feature 1
+    out = wgrad(dy, dy_scale, x, x_scale, offs, out_dtype=torch.bfloat16, check_offs=True)
+    assert out.dtype == torch.bfloat16
+    # 2 + 10 * 2 * 2 and 0 + 10 * 1 * 5; 100 * 2 * 3 and 100 * 2 * 6
+    assert out.tolist() == [[[42.0, 50.0]], [[0.0, 0.0]], [[600.0, 1200.0]]]
+
+
+def test_golden_of_several_features_each_has_its_row():
+    dy, x = torch.zeros(3, 256), torch.zeros(1, 256)
+    dy.view(-1)[[0, 128 + 1, 256 + 2]] = torch.tensor([1.0, 2.0, 4.0])  # group 0: features 0, 1, 2 at tokens 0, 1, 2
+    dy.view(-1)[384 + 128 + 5] = 8.0  # group 1: feature 1 at token 5
+    x.view(-1)[[0, 1, 2, 128 + 5]] = torch.tensor([1.0, 10.0, 104.0, 3.0])
+    out = wgrad(dy, torch.ones(3, 2), x, torch.ones(1, 2), ends(128, 256))
+    assert out[..., 0].tolist() == [[1.0, 20.0, 416.0], [0.0, 24.0, 0.0]]
+
+
+def test_golden_a_nan_stays_with_its_expert():
+    dy, dy_scale, x, x_scale, offs = operands()
+    x.view(-1)[300] = torch.nan  # feature 1 of group 0
+    dy_scale[0, 2] = torch.nan  # group 2
+    out = wgrad(dy, dy_scale, x, x_scale, offs)
+    assert out.isnan().tolist() == [[[False, True]], [[False, False]], [[True, True]]]
+
+
+def test_the_size_of_the_buffers_changes_nothing():
+    """Codes and scales cut to the tokens that groups have, and with more of nothing behind them."""
+    given = operands()
+    cut = [given[0][:, :384], given[1][:, :3], given[2].view(-1)[:768].view(2, 384), given[3].view(-1)[:6].view(2, 3)]
+    assert wgrad(*(t.contiguous() for t in cut), given[4]).equal(wgrad(*given))
+
+
+def test_it_is_the_gradient_of_a_grouped_linear():
+    dy, x, offs = torch.randn(300, 40), torch.randn(300, 72), ends(150, 150, 283)
+    of_dy, of_x = (mxspec.fp8_quantize_k_groups(t, offs) for t in (dy, x))
+    out = mxspec.fp8_grouped_gemm_wgrad(*of_dy[:2], *of_x[:2], of_x[3])
+    for e, (first, last) in enumerate(((0, 150), (150, 150), (150, 283))):
+        exact = dy[first:last].T @ x[first:last]
+        assert (out[e] - exact).norm() <= 0.06 * exact.norm()  # two roundings to 3 bits of mantissa
+
+
+@pytest.mark.parametrize("offs", [(384, 128, 256), (-128, 256, 512), (2**31 - 1, 3, 100), (0, 0, 2**20)])
+def test_an_offs_out_of_order_does_no_harm(offs):
+    assert wgrad(*operands()[:4], ends(*offs)).shape == (3, 1, 2)
+
+
+def test_bench_cases_are_the_grouped_shapes():
+    op = dispatch.reference("fp8_grouped_gemm_wgrad")
+    even, ragged = op.spec.bench_cases(Shapes(grouped=((256, 40, 96, 2),)))
+    args = even.args()
+    assert (even.name, args[4].tolist()) == ("256x40x96, E 2, even, padded", [128, 256])
+    assert op.spec.flops(args, ()) == 2 * 256 * 40 * 96
+    for case in (even, ragged):
+        args = case.args()
+        assert args[0].shape == (40, args[4][-1])
+        out = op(*args, check_offs=True)
+        assert (out.shape, out.isnan().any().item()) == ((2, 40, 96), False)

@@ -1,0 +1,117 @@
+"""fp8_quantize_k_groups: where each code and scale lies, and the ops that it is made of."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mxspec
+from mxspec import dispatch
+from mxspec.shapes import Shapes
+from mxspec.spec import random_normal
+
+OF_ZEROS = 0x2720D7C5  # 1e-12 / 448, the stored scale of a block of zeros
+
+
+def u8(t):
+    return t.contiguous().view(torch.uint8)
+
+
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def quantize(*args, **options):
+    return mxspec.fp8_quantize_k_groups(*args, backend="reference", **options)
+
+
+def test_golden_each_group_is_a_matrix_of_its_own():
+    """Groups of 130, 0 and 1 tokens take 256, 0 and 128; of 3 more tokens nothing is left."""
+    x = torch.zeros(134, 2)
+    x[0, 0], x[129, 0], x[130, 0] = 448.0, -448.0, 448.0
+    x[127, 1], x[128, 1], x[130, 1], x[131:] = 448.0, 448.0, -448.0, torch.nan
+    qdata, scale, start, end = quantize(x, i32(130, 130, 131))
+    assert (qdata.shape, scale.shape) == ((2, 640), (2, 5))  # 134 + 3 * 128, rounded up
+    assert (start.tolist(), end.tolist()) == ([0, 256, 256], [256, 256, 384])
+    codes = u8(qdata).flatten()
+    # Group 0: feature 0 at 0..255, feature 1 at 256..511. Group 2 begins at 2 * 256, its features 128 apart.
+    places = [0, 129, 256 + 127, 256 + 128, 512, 512 + 128]
+    assert codes.nonzero().flatten().tolist() == places
+    assert codes[places].tolist() == [0x7E, 0xFE, 0x7E, 0x7E, 0x7E, 0xFE]
+    assert scale.flatten()[:6].tolist() == [1.0] * 6  # two features of three blocks
+    assert scale.flatten()[6:].view(torch.int32).tolist() == [0] * 4
+
+
+def test_golden_scales_are_one_matrix_with_as_many_in_a_row_as_blocks_are_used():
+    x = torch.zeros(130, 2)
+    x[:, 0], x[:, 1] = 448.0 * 2, 448.0 / 4
+    x[128:130] *= 16
+    _, scale, *_ = quantize(x, i32(128, 130))
+    assert scale.shape == (2, 4)  # 130 + 2 * 128, rounded up; two blocks are used, and come first
+    assert scale.tolist() == [[2.0, 32.0, 0.25, 4.0], [0.0] * 4]
+
+
+def test_golden_zeros_and_what_is_past_the_last_group():
+    qdata, scale, *_ = quantize(-torch.zeros(3, 1), i32(1))
+    assert u8(qdata).flatten().tolist() == [0x80] + [0] * 255  # -0, its padding, and nothing
+    assert scale.view(torch.int32).tolist() == [[OF_ZEROS, 0]]
+
+
+def test_golden_a_nan_makes_its_block_nan_padding_included():
+    x = torch.ones(130, 1)
+    x[129] = torch.inf
+    qdata, scale, *_ = quantize(x, i32(130))
+    assert u8(qdata).flatten().tolist() == [0x7E] * 128 + [0x7F] * 128 + [0] * 128
+    assert scale.isnan().tolist() == [[False, True, False]]
+
+
+def test_golden_a_power_of_two():
+    x = torch.full((1, 1), 3.0)  # 448 / 3 = 149.3, down to 128: codes 384
+    qdata, scale, *_ = quantize(x, i32(1), scale_format="pow2")
+    assert (qdata[0, 0].item(), scale[0, 0].item()) == (384.0, 2**-7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 300), max_size=5),
+    rest=st.integers(0, 3),
+    scale_format=st.sampled_from(("fp32", "pow2")),
+)
+def test_each_group_is_quantized_as_if_alone(sizes, rest, scale_format):
+    """Group by group, as DeepGEMM's tests lay them out who know the sizes."""
+    D = 5
+    x, offs = random_normal(sum(sizes) + rest, D), i32(*sizes).cumsum(0, dtype=torch.int32)
+    qdata, scale, _, end = quantize(x, offs, scale_format=scale_format)
+    groups = [torch.nn.functional.pad(t, (0, 0, 0, -len(t) % 128)) for t in x[: sum(sizes)].split(sizes)]
+    made = [mxspec.fp8_quantize_1x128(t, axis=-2, scale_format=scale_format) for t in groups]
+    tokens = sum(len(t) for t in groups)
+    if sizes:
+        assert u8(qdata).flatten()[: D * tokens].equal(torch.cat([u8(q.mT).flatten() for q, _ in made]))
+        flat = torch.cat([s for _, s in made], 1).flatten()
+        assert scale.flatten()[: D * tokens // 128].equal(flat)
+        assert end[-1] == tokens
+    assert not u8(qdata).flatten()[D * tokens :].any()
+    assert not scale.flatten()[D * tokens // 128 :].any()
+
+
+def test_rows_and_bounds_are_those_of_the_mx_quantizer_of_groups():
+    x, offs = random_normal(200, 64), i32(70, 70, 190)
+    qdata, scale, start, end = quantize(x, offs)
+    mx, _, mx_start, mx_end = mxspec.mx_quantize_groups(x, offs, axis=-2)
+    assert (qdata.shape, scale.shape) == (mx.mT.shape, (64, mx.shape[0] // 128))
+    assert (start.tolist(), end.tolist()) == (mx_start.tolist(), mx_end.tolist())
+
+
+@pytest.mark.parametrize("offs", [(150, 20), (-5, 300), (2**31 - 1, 3), (0, -(2**31))])
+def test_an_offs_out_of_order_does_no_harm(offs):
+    x = random_normal(200, 3)
+    qdata, scale, *_ = quantize(x, i32(*offs))
+    assert (qdata.shape, scale.shape) == ((3, 512), (3, 4))
+
+
+def test_bench_cases_are_the_matrices():
+    op = dispatch.reference("fp8_quantize_k_groups")
+    (case,) = op.spec.bench_cases(Shapes(matrices=((128, 64), (1024, 64))))
+    args = case.args()
+    assert (case.name, args[1].shape, op(*args, check_offs=True)[0].shape) == ("1024x64, G 8", (8,), (64, 2048))
+    assert op.spec.flops(args, ()) == 2 * 1024 * 64
