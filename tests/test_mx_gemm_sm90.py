@@ -91,7 +91,7 @@ def test_codes_are_made_bf16_without_a_turn_through_shared_memory():
 @each_call
 def test_every_tile_gives_the_reference(call, dtypes, layout, tile, monkeypatch):
     """On three processors, so that each has several tiles."""
-    monkeypatch.setattr(kernel, "_processors", lambda device: 3)
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
     args = check.on_device(torch.device("cuda"), made(call, layout, dtypes))
     for out_dtype in MIN_SQNR_DB:
         with check.poisoned(0xFF):
@@ -104,7 +104,7 @@ def test_every_tile_gives_the_reference(call, dtypes, layout, tile, monkeypatch)
 @on_hopper
 @pytest.mark.parametrize("blocks", [1, 2, 3, 6, 7, 8, 9, 17])
 def test_stages_are_handed_round_for_any_number_of_blocks(blocks, monkeypatch):
-    monkeypatch.setattr(kernel, "_processors", lambda device: 3)
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
     args = check.on_device(torch.device("cuda"), dense.made(700, 520, 32 * blocks, "plain"))
     out = launch(*args, call="mx_gemm", layout="plain", out_dtype=torch.float32)
     expected = reference("mx_gemm", *args, out_dtype=torch.float32)

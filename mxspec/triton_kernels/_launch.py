@@ -7,14 +7,23 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
+from triton.experimental.gluon import language as gl
 
 T = TypeVar("T")
+
+shared_layout = functools.cache(gl.NVMMASharedLayout)  # by swizzle in bytes and bits an element; one takes microseconds
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """A GPU's compute capability; Hopper's for a CPU, under the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type != "cpu" else (9, 0)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many streaming multiprocessors a GPU has: programs of a persistent kernel."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def for_device(configs: Mapping[tuple[int, int], T], device: torch.device) -> T:

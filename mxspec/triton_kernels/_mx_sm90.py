@@ -7,19 +7,17 @@ exponents that bf16 has not, are computed once more by `mx_tiles`; where there a
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.triton_kernels._groups import chunk, group_of
-from mxspec.triton_kernels._launch import capability
+from mxspec.triton_kernels._launch import capability, processors, shared_layout
 from mxspec.triton_kernels._mx_gemm_sm90 import E4M3, E5M2, mx_gemm_sm90
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 
@@ -33,13 +31,6 @@ TILES = (
 )
 WIDEST_TILE = 256
 VALUES = {"ROWS": 32, "num_warps": 8}  # a program's rows, of 128 codes each
-
-_layout = functools.cache(gl.NVMMASharedLayout)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -135,8 +126,8 @@ def mx_sm90(
         plan = offs.new_empty(3 * plan_tiles)
     elif groups == "K":
         all_tiles = row_tiles * E
-    processors = _processors(a.device)
-    config = {"GROUP": 8, **tile_for(all_tiles, N, processors), **options}
+    programs = processors(a.device)
+    config = {"GROUP": 8, **tile_for(all_tiles, N, programs), **options}
     BLOCK_N = config.pop("BLOCK_N")
     col_tiles = -(-N // BLOCK_N)
     tiles = all_tiles * col_tiles
@@ -155,17 +146,19 @@ def mx_sm90(
     turned, size, chunk_size = out.stride(-2) == 1 and M > 1, out.element_size(), min(128, BLOCK_N)
     rows = out.mT.reshape(-1, M) if turned else out.view(-1, N)
     descriptors = (
-        TensorDescriptor.from_tensor(a.view(torch.int8), [128, 64], _layout(64, 8)),
-        TensorDescriptor.from_tensor(values, [BLOCK_N, 64], _layout(128, 16)),
-        TensorDescriptor.from_tensor(rows, [chunk_size, 64] if turned else [64, chunk_size], _layout(128, 8 * size)),
+        TensorDescriptor.from_tensor(a.view(torch.int8), [128, 64], shared_layout(64, 8)),
+        TensorDescriptor.from_tensor(values, [BLOCK_N, 64], shared_layout(128, 16)),
+        TensorDescriptor.from_tensor(
+            rows, [chunk_size, 64] if turned else [64, chunk_size], shared_layout(128, 8 * size)
+        ),
     )
     of_a = (0, 0) if blocked else a_scale.stride()
-    compiled = mx_gemm_sm90[(min(tiles, processors),)](
+    compiled = mx_gemm_sm90[(min(tiles, programs),)](
         *descriptors, out, a_scale, *of_a, marks, plan if groups == "M" else tokens, offs_stride,
         tiles, M, plan_tiles or row_tiles, N, col_tiles, K, C,
         GROUPS=groups, BLOCKED=blocked, CHUNK=chunk(E), SPAN=span, FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
         UNSHIFT=2.0 ** -(a_shift + b_shift), **config, num_warps=4,
     )  # fmt: skip
-    only: Any = {"marks": marks, "width": BLOCK_N, "programs": processors}
+    only: Any = {"marks": marks, "width": BLOCK_N, "programs": programs}
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups=groups, **only)
     return compiled

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.triton_kernels._fp8_gemm_sm90 import fp8_gemm_sm90
-from mxspec.triton_kernels._launch import capability, for_device
+from mxspec.triton_kernels._launch import capability, for_device, processors, shared_layout
 
 # H200, of DeepGEMM's and cuBLAS's rates in a race: 4096x4096x7168 0.95, 1.05; 7168x4096x4096 by 1x128 1.06, 0.95. It is
 # first since it takes every call, and DeepGEMM compiles for seconds at a shape's first. Blackwell: compiled, not run.
@@ -35,15 +33,6 @@ CONFIGS = {
     (9, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3},
     (10, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3},
 }
-
-
-# Each takes microseconds of host time to make.
-_layout = functools.cache(gl.NVMMASharedLayout)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -116,7 +105,6 @@ def launch_sm90(
         "GROUP": 16 if vector else 8,
         "TURNS": 2,
         "chunk": tile["BLOCK_N"],
-        "per_processor": 1,
         "AHEAD": 1,
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         "ACCUMULATE": False,  # add to the output
@@ -134,13 +122,13 @@ def launch_sm90(
     # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.
     config.setdefault("REGISTERS", 184 if halves == 1 else 232 if config["ONCE"] else 224)
     row_bytes = config["chunk"] * out.element_size()
-    codes, rows = _layout(128, 8), _layout(min(row_bytes, 128), 8 * out.element_size())
+    codes, rows = shared_layout(128, 8), shared_layout(min(row_bytes, 128), 8 * out.element_size())
     descriptors = (
         TensorDescriptor.from_tensor(a, [config.pop("rows"), FP8_BLOCK_SIZE], codes),
         TensorDescriptor.from_tensor(b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes),
         TensorDescriptor.from_tensor(out, [64, config.pop("chunk")], rows),
     )
-    programs = min(M_tiles * N_tiles, _processors(a.device) * config.pop("per_processor"))
+    programs = min(M_tiles * N_tiles, processors(a.device))
     of_a, of_b = (a_scale, *a_scale.stride()), (b_scale, *b_scale.stride())
     sizes = M, N, K // FP8_BLOCK_SIZE
     return fp8_gemm_sm90[(programs,)](*descriptors, *of_a, *of_b, *sizes, VECTOR=vector, **config, num_warps=4)
@@ -151,7 +139,7 @@ def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor
     (M, K), N = a.shape, b.shape[0]
     hopper = a.device.type != "cpu" and capability(a.device) == (9, 0)
     if hopper and K and _tma_reads(a) and _tma_reads(b) and _tma_reads(out):
-        tile = tile_for(M, N, _processors(a.device))
+        tile = tile_for(M, N, processors(a.device))
         launch_sm90(a, a_scale, b, b_scale, out, tile, ACCUMULATE=accumulate)
         return
     config = for_device(CONFIGS, a.device)
