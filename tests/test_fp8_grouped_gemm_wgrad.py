@@ -31,7 +31,7 @@ def operands():
     flat[256:384], flat[384:512], flat[640], flat[641:768] = 0.0, 1.0, 2.0, 3.0
     dy[:, 384:], flat[768:] = torch.nan, torch.nan
     dy_scale, x_scale = torch.ones(1, 4), torch.ones(2, 4)
-    dy_scale[:, 3:], x_scale.view(-1)[6:] = torch.nan, torch.nan
+    dy_scale[:, 3:], x_scale[:, 3:] = torch.nan, torch.nan
     return dy, dy_scale, x, x_scale, ends(256, 256, 384)
 
 
@@ -41,14 +41,15 @@ def test_golden_sums_over_the_tokens_of_a_group():
     assert out.tolist() == [[[4.0, 1.0]], [[0.0, 0.0]], [[2.0, 2.0]]]  # 2 + 2 and 0 + 1; no token; 2 and 2
 
 
-def test_golden_scales_have_as_many_in_a_row_as_blocks_are_used():
+def test_golden_a_token_has_the_scale_of_its_block_whatever_the_strides():
     dy, dy_scale, x, x_scale, offs = operands()
-    dy_scale.view(-1)[:3] = torch.tensor([1.0, 10.0, 100.0])
-    x_scale.view(-1)[:6] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # three blocks of feature 0, three of feature 1
-    out = wgrad(dy, dy_scale, x, x_scale, offs, out_dtype=torch.bfloat16, check_offs=True)
-    assert out.dtype == torch.bfloat16
-    # 2 + 10 * 2 * 2 and 0 + 10 * 1 * 5; 100 * 2 * 3 and 100 * 2 * 6
-    assert out.tolist() == [[[42.0, 50.0]], [[0.0, 0.0]], [[600.0, 1200.0]]]
+    dy_scale[0, :3] = torch.tensor([1.0, 10.0, 100.0])
+    x_scale[:, :3] = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    for of_x in (x_scale, x_scale.t().contiguous().t(), torch.stack([x_scale, -x_scale], -1)[..., 0]):
+        out = wgrad(dy, dy_scale, x, of_x, offs, out_dtype=torch.bfloat16, check_offs=True)
+        assert out.dtype == torch.bfloat16
+        # 2 + 10 * 2 * 2 and 0 + 10 * 1 * 5; 100 * 2 * 3 and 100 * 2 * 6
+        assert out.tolist() == [[[42.0, 50.0]], [[0.0, 0.0]], [[600.0, 1200.0]]]
 
 
 def test_golden_of_several_features_each_has_its_row():
@@ -71,8 +72,8 @@ def test_golden_a_nan_stays_with_its_expert():
 def test_the_size_of_the_buffers_changes_nothing():
     """Codes and scales cut to the tokens that groups have, and with more of nothing behind them."""
     given = operands()
-    cut = [given[0][:, :384], given[1][:, :3], given[2].view(-1)[:768].view(2, 384), given[3].view(-1)[:6].view(2, 3)]
-    assert wgrad(*(t.contiguous() for t in cut), given[4]).equal(wgrad(*given))
+    cut = [given[0][:, :384], given[1][:, :3], given[2].view(-1)[:768].view(2, 384), given[3][:, :3]]
+    assert wgrad(*cut, given[4]).equal(wgrad(*given))
 
 
 def test_it_is_the_gradient_of_a_grouped_linear():

@@ -38,17 +38,16 @@ def test_golden_each_group_is_a_matrix_of_its_own():
     places = [0, 129, 256 + 127, 256 + 128, 512, 512 + 128]
     assert codes.nonzero().flatten().tolist() == places
     assert codes[places].tolist() == [0x7E, 0xFE, 0x7E, 0x7E, 0x7E, 0xFE]
-    assert scale.flatten()[:6].tolist() == [1.0] * 6  # two features of three blocks
-    assert scale.flatten()[6:].view(torch.int32).tolist() == [0] * 4
+    assert scale.tolist() == [[1.0, 1.0, 1.0, 0.0, 0.0]] * 2
 
 
-def test_golden_scales_are_one_matrix_with_as_many_in_a_row_as_blocks_are_used():
+def test_golden_scales_are_mn_major():
     x = torch.zeros(130, 2)
     x[:, 0], x[:, 1] = 448.0 * 2, 448.0 / 4
     x[128:130] *= 16
     _, scale, *_ = quantize(x, i32(128, 130))
-    assert scale.shape == (2, 4)  # 130 + 2 * 128, rounded up; two blocks are used, and come first
-    assert scale.tolist() == [[2.0, 32.0, 0.25, 4.0], [0.0] * 4]
+    assert (scale.shape, scale.stride()) == ((2, 4), (1, 2))  # 130 + 2 * 128, rounded up; two blocks are used
+    assert scale.tolist() == [[2.0, 32.0, 0.0, 0.0], [0.25, 4.0, 0.0, 0.0]]
 
 
 def test_golden_zeros_and_what_is_past_the_last_group():
@@ -87,11 +86,10 @@ def test_each_group_is_quantized_as_if_alone(sizes, rest, scale_format):
     tokens = sum(len(t) for t in groups)
     if sizes:
         assert u8(qdata).flatten()[: D * tokens].equal(torch.cat([u8(q.mT).flatten() for q, _ in made]))
-        flat = torch.cat([s for _, s in made], 1).flatten()
-        assert scale.flatten()[: D * tokens // 128].equal(flat)
+        assert scale[:, : tokens // 128].equal(torch.cat([s for _, s in made], 1))
         assert end[-1] == tokens
     assert not u8(qdata).flatten()[D * tokens :].any()
-    assert not scale.flatten()[D * tokens // 128 :].any()
+    assert not scale[:, tokens // 128 :].any()
 
 
 def test_rows_and_bounds_are_those_of_the_mx_quantizer_of_groups():

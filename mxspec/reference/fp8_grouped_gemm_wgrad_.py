@@ -64,7 +64,9 @@ def with_nan() -> Any:
 
 
 def cases() -> Iterator[Case]:
-    yield Case("three groups", partial(onto, [128, 384, 256], 128, 72, 136))
+    for major in ("k", "mn"):
+        of_three = partial(onto, [128, 384, 256], 128, 72, 136, major=major)
+        yield Case(f"three groups, {major}-major scales", of_three)
     yield Case("large matrices", partial(onto, [256, 128], 0, 264, 144))
     yield Case("many tokens", partial(onto, [128, 1280], 0, 40, 72))
     yield Case("rows of acc far apart", partial(onto, [128, 256], 0, 72, 136, row=160))

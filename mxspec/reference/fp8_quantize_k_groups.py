@@ -100,8 +100,7 @@ def fp8_quantize_k_groups(
     `pad_token_groups(x, offs, 128)`, then `fp8_quantize_1x128` along the tokens. Then the codes of each group are
     transposed by themselves: with `w = end[g] - start[g]`, code d of the group's token t lies at
     `D * start[g] + d * w + t` of the flat codes, so that a group is a row-major `(D, w)` and the groups follow one
-    another. The scales are one row-major `(D, end[-1] / 128)`: that of `(d, t)` lies at
-    `d * end[-1] / 128 + (start[g] + t) / 128` of the flat scales.
+    another. Its scale is `scale[d, (start[g] + t) // 128]`.
 
     Args:
         x: `(M, D)`, the tokens of each group together; bfloat16, float16 or float32; any strides.
@@ -112,11 +111,11 @@ def fp8_quantize_k_groups(
             nothing waits; an offs out of order gives bytes that mean nothing, and no access outside x and the results.
 
     Returns:
-        `(qdata, scale, start, end)`. With `R` the multiple of 128 at or above `M + G*128`: qdata `(D, R)` float8_e4m3fn
-        and scale `(D, R/128)` float32, both contiguous, whose own rows and columns only say how many there are: the
-        first `D * end[-1]` codes and `D * end[-1] / 128` scales hold the groups, the rest are 0. start, end: `(G,)`
-        int32, the tokens at which a group begins, and ends with its padding; empty groups take none. Codes of padding
-        are 0, except beside a NaN or an Inf.
+        `(qdata, scale, start, end)`. With `R` the multiple of 128 at or above `M + G*128`, qdata: `(D, R)`
+        float8_e4m3fn, contiguous, whose own rows and columns only say how many there are: the first `D * end[-1]` codes
+        hold the groups, the rest are 0. scale: `(D, R/128)` float32, MN-major (strides `(1, D)`), as DeepGEMM wants it;
+        0 from column `end[-1] / 128` on. start, end: `(G,)` int32, the tokens at which a group begins, and ends with
+        its padding; empty groups take none. Codes of padding are 0, except beside a NaN or an Inf.
 
     Special values: as for `fp8_quantize_1x128`. Padding never changes a scale: it is never larger than what stands
         beside it. It is quantized as zeros are, so that a NaN in its block makes it NaN.
@@ -133,22 +132,20 @@ def fp8_quantize_k_groups(
         >>> first, second = qdata.flatten()[: 2 * 256].float().view(2, 2, 128)
         >>> first[:, :3].tolist(), second[:, :3].tolist()
         ([[448.0, 224.0, 0.0], [224.0, 448.0, 0.0]], [[-448.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-        >>> scale.flatten()[0].item(), scale.flatten()[1].item(), scale.flatten()[4:].tolist()
-        (1.0, 2.0, [0.0, 0.0])
+        >>> scale[0].tolist(), scale.stride()
+        ([1.0, 2.0, 0.0], (1, 2))
 
     Source: DeepSeek-V3 technical report, section 3.3.2; DeepGEMM, `k_grouped_fp8_gemm_nt_contiguous`, for the codes.
     """
     check_args(x, offs, scale_format=scale_format, eps=eps, check_offs=check_offs)
     padded, start, end = pad_token_groups(x, offs, FP8_BLOCK_SIZE)  # (R, D)
-    options: dict[str, Any] = {"scale_format": scale_format, "eps": eps}
-    codes, scales = fp8_quantize_1x128(padded, axis=-2, **options)  # (R, D), (D, R/128)
+    options: dict[str, Any] = {"scale_format": scale_format, "scale_major": "mn", "eps": eps}
+    codes, scale = fp8_quantize_1x128(padded, axis=-2, **options)  # (R, D), (D, R/128)
     R, D = padded.shape
 
     qdata = torch.zeros(D, R, dtype=torch.uint8, device=x.device)
     qdata.view(-1)[flat_places(end, D, R)] = codes.mT.view(torch.uint8)
 
-    blocks = first_tokens(end)[-1:] // FP8_BLOCK_SIZE  # of all groups; the rest hold nothing but padding
-    used = torch.arange(R // FP8_BLOCK_SIZE, device=x.device) < blocks
-    scale = torch.zeros_like(scales)
-    scale.view(-1)[flat_places(blocks, D, R // FP8_BLOCK_SIZE)] = torch.where(used, scales, 0.0)
+    unused = torch.arange(0, R, FP8_BLOCK_SIZE, device=x.device) >= first_tokens(end)[-1]
+    scale.masked_fill_(unused, 0.0)
     return qdata.view(torch.float8_e4m3fn), scale, start, end
