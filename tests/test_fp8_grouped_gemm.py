@@ -73,6 +73,13 @@ def test_forward_and_dgrad_of_unpadded_groups_are_those_of_each_expert():
         assert out[50:].count_nonzero() == 0
 
 
+def test_alignment_changes_nothing_and_is_checked_where_offs_is():
+    args = tokens_and_weights()
+    assert fp8_grouped_gemm(*args, ends(2, 2, 4), alignment=2).equal(fp8_grouped_gemm(*args, ends(2, 2, 4)))
+    with pytest.raises(ValueError, match=r"offs\[1\] = 3; needs multiples of 2"):
+        fp8_grouped_gemm(*args, ends(2, 3, 4), alignment=2, check_offs=True)
+
+
 @pytest.mark.parametrize("offs", [(4, 2, 5), (-5, 3, 9), (2**31 - 1, 3, 5)])
 def test_an_offs_out_of_order_does_no_harm(offs):
     assert fp8_grouped_gemm(*tokens_and_weights(), ends(*offs)).shape == (5, 130)
@@ -83,6 +90,7 @@ def test_bench_cases_are_the_grouped_shapes():
     even, ragged = op.spec.bench_cases(Shapes(grouped=((64, 40, 256, 4),)))
     args = even.args()
     assert (even.name, args[4].tolist()) == ("64x40x256, E 4, even", [16, 32, 48, 64])
+    assert (even.kwargs, ragged.kwargs) == ({}, {"alignment": 128})
     assert op.spec.flops(args, ()) == 2 * 64 * 40 * 256
     assert args[1].stride() == (1, 64)
     assert op(*args).count_nonzero(1).min() > 0

@@ -42,6 +42,7 @@ def check_args(
     offs: Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
+    alignment: int = 1,
     check_offs: bool = False,
 ) -> None:
     op = "fp8_grouped_gemm"
@@ -52,6 +53,7 @@ def check_args(
     _checks.shape(op, "offs", offs, (E,), f"for {E} experts of b")
     _checks.multiple(op, "K", K, FP8_BLOCK_SIZE)
     _checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
+    _checks.positive(op, "alignment", alignment)
     for name, operand in (("a", a), ("b", b)):
         if K > 1 and operand.stride(-1) != 1:
             last = operand.ndim - 1
@@ -61,7 +63,7 @@ def check_args(
     _checks.shape(op, "b_scale", b_scale, (E, -(-N // FP8_BLOCK_SIZE), C), f"(128x128 blocks) for b {(E, N, K)}")
     _checks.fits_int32(op, f"the padded rows of {E} groups", M + FP8_BLOCK_SIZE * E)
     if check_offs:
-        _checks.offs_in_order(op, offs, "M", M)
+        _checks.offs_in_order(op, offs, "M", M, alignment)
 
 
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -137,6 +139,9 @@ def refused() -> Iterator[Case]:
     yield case("a_scale of 128x128", ValueError, "needs (50, 2) (1x128 blocks)", a_scale=a_scale[:1])
     yield case("b_scale of 1x128", ValueError, "needs (3, 2, 2) (128x128", b_scale=b_scale.repeat(1, 100, 1))
     yield case("offs elsewhere", ValueError, "needs one device", offs=offs.to("meta"))
+    yield case("alignment 0", ValueError, "alignment = 0; needs at least 1", alignment=0)
+    unaligned = "offs[0] = 5; needs multiples of 128"
+    yield case("offs of 5 where 128 is said", ValueError, unaligned, alignment=128, check_offs=True)
     yield case("offs that decrease", ValueError, "offs[1] = 5 after 45", offs=offs.flip(0), check_offs=True)
     yield case("offs past M", ValueError, "offs[-1] = 51 is past M = 50", offs=offs + 6, check_offs=True)
 
@@ -149,11 +154,13 @@ def cases() -> Iterator[Case]:
                 f"three groups, {major}-major, {end}", partial(made, [5, 33, 64], 10, 136, 384, 1, major), kwargs
             )
         yield Case(f"large groups, {end}", partial(made, [150, 129], 0, 264, 256, 1, "mn"), kwargs)
-        yield Case(f"aligned groups, {end}", partial(made, [128, 256], 0, 256, 256, 1, "mn"), kwargs)
+        aligned = partial(made, [128, 0, 256], 128, 256, 256, 1, "mn")
+        yield Case(f"aligned groups, {end}", aligned, kwargs | {"alignment": 128})
         yield Case(f"as quantized, {end}", partial(quantized, [40, 0, 72], 200, 256), kwargs)
         yield Case(f"dgrad, {end}", partial(of_dgrad, [33, 91], 256, 128), kwargs)
     yield Case("few tokens and a long K", partial(made, [3, 1, 8], 0, 136, 2048, 1, "mn"))
     yield Case("checked", partial(made, [30, 0, 10], 3, 40, 128), {"check_offs": True})
+    yield Case("checked, aligned", partial(made, [30, 0, 10], 3, 40, 128), {"alignment": 10, "check_offs": True})
     for name, sizes, M, _, _ in grouped():
         if len(sizes) < 300 and name not in ("three groups", "aligned groups"):
             yield Case(name, partial(made, sizes, M - sum(sizes), 40, 128), flags={"edge"})
@@ -178,9 +185,11 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         return *fp8_quantize_1x128(x, scale_major="mn"), b, b_scale, offs
 
     for M, N, K, E in shapes.grouped:
-        yield Case(f"{M}x{N}x{K}, E {E}, even", partial(args, M, N, K, E, False))
+        blocks = {"alignment": FP8_BLOCK_SIZE}
+        even = {} if M % (FP8_BLOCK_SIZE * E) else blocks
+        yield Case(f"{M}x{N}x{K}, E {E}, even", partial(args, M, N, K, E, False), even)
         if E > 1:
-            yield Case(f"{M}x{N}x{K}, E {E}, ragged, padded", partial(args, M, N, K, E, True))
+            yield Case(f"{M}x{N}x{K}, E {E}, ragged, padded", partial(args, M, N, K, E, True), blocks)
 
 
 @spec(
@@ -198,6 +207,7 @@ def fp8_grouped_gemm(
     offs: Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
+    alignment: int = 1,
     check_offs: bool = False,
 ) -> Tensor:
     """Multiply the tokens of each group by the weights of its expert, FP8 with scales in blocks of 128.
@@ -214,9 +224,11 @@ def fp8_grouped_gemm(
         offs: `(E,)` int32 on a's device, the exclusive end of each group, of any alignment. Never decreasing, the last
             at most M.
         out_dtype: torch.bfloat16 or torch.float32.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives values that mean nothing, and no access outside the operands and
-            the result.
+        alignment: what the caller says every end of offs is a multiple of. A backend that needs whole blocks of rows,
+            as DeepGEMM, takes the call only then, and where it is not so gives values that mean nothing.
+        check_offs: read offs on the host, which waits for the device, and raise if it is not in order or not of
+            multiples of alignment. Without it nothing waits; an offs out of order gives values that mean nothing, and
+            no access outside the operands and the result.
 
     Returns:
         `(M, N)` of out_dtype, contiguous. Rows from `offs[-1]` on are 0, whatever a and a_scale hold there. Rounding
@@ -226,8 +238,8 @@ def fp8_grouped_gemm(
 
     Raises:
         TypeError: the dtype of an operand, of a scale or of offs; out_dtype.
-        ValueError: a rank, K, E, an operand that is not K-major, a scale of another shape, two devices, 2^31 padded
-            rows or more; with check_offs, offs.
+        ValueError: a rank, K, E, an operand that is not K-major, a scale of another shape, alignment, two devices, 2^31
+            padded rows or more; with check_offs, offs.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0, 4.0])[:, None].expand(3, 128).to(torch.float8_e4m3fn)
@@ -238,7 +250,7 @@ def fp8_grouped_gemm(
 
     Source: DeepSeek-V3 technical report, section 3.3.2; DeepGEMM, `m_grouped_fp8_gemm_nt_contiguous`.
     """
-    check_args(a, a_scale, b, b_scale, offs, out_dtype=out_dtype, check_offs=check_offs)
+    check_args(a, a_scale, b, b_scale, offs, out_dtype=out_dtype, alignment=alignment, check_offs=check_offs)
     M, (E, N, _) = a.shape[0], b.shape
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
     out = torch.zeros(M, N, dtype=out_dtype, device=a.device)
