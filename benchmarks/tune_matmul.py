@@ -28,7 +28,7 @@ from mxspec.bench.measure import load_peers
 from mxspec.bench.timing import MATMUL, Contender, input_sets, race
 from mxspec.shapes import Shapes
 from mxspec.spec import Case
-from mxspec.triton_kernels import fp8_gemm as kernel
+from mxspec.triton_kernels import _fp8_sm90 as kernel
 
 SHAPES = ["4096x4096x7168", "8192x8192x8192", "4096x7168x2048", "32768x2048x7168", "wgrad:7168x4096x4096"]
 LARGE, SQUARE, FLAT, SMALL = (tile for _, tile in kernel.TILES)
@@ -43,7 +43,7 @@ FOUR_STAGES: Options = {"STAGES": 4, "chunk": 64, "BUFFERS": 1}
 
 def gluon(tile: Options, options: Options) -> Launch:
     def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> Any:
-        return kernel.launch_sm90(a, a_scale, b, b_scale, out, tile, **options)
+        return kernel.fp8_sm90(a, a_scale, b, b_scale, out, tile=tile, **options)
 
     return launch
 

@@ -11,7 +11,8 @@ from mxspec.reference.fp8_gemm_ import fp8_gemm_, onto
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
 
-from mxspec.triton_kernels import fp8_gemm as kernel
+from mxspec.triton_kernels import _fp8_sm90 as kernel
+from mxspec.triton_kernels.fp8_gemm import PTX
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 *_, SMALL = TILES = [tile for _, tile in kernel.TILES]
@@ -23,7 +24,7 @@ each_granularity = pytest.mark.parametrize("rows", [128, 1], ids=["1x128 by 128x
 
 def launch(a, a_scale, b, b_scale, tile, out_dtype):
     out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    kernel.launch_sm90(a, a_scale, b, b_scale, out, tile)
+    kernel.fp8_sm90(a, a_scale, b, b_scale, out, tile=tile)
     return out
 
 
@@ -35,12 +36,12 @@ def test_every_tile_compiles_without_spilling(tile, out_dtype, rows, major):
     made = operands(300, 264, 256, rows, major=major)
     code = compile_call(launch, *made, tile=tile, out_dtype=out_dtype, target="sm90")
     assert not problems(code, (), (), edge=False)
-    for pattern in (*kernel.PTX["sm90"], r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"):
+    for pattern in (*PTX["sm90"], r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"):
         assert not problems(code, (pattern,), (), edge=False) or tile["WARPGROUPS"] == 1
 
 
 def add(acc, a, a_scale, b, b_scale, tile):
-    kernel.launch_sm90(a, a_scale, b, b_scale, acc, tile, ACCUMULATE=True)
+    kernel.fp8_sm90(a, a_scale, b, b_scale, acc, tile=tile, accumulate=True)
 
 
 @each_granularity

@@ -1,4 +1,4 @@
-"""fp8_gemm on Hopper, in Gluon: persistent programs of math warpgroups, a warp that loads and a warp that scales.
+"""FP8 matmuls on Hopper, in Gluon: persistent programs of math warpgroups, a warp that loads and two that scale.
 
 A stage of shared memory holds 128 of K: a tile of a, one of b, and their scales. One warp fills the tiles by TMA; one
 reads the scales, whatever their strides, and writes what a row of the tile is to be multiplied by. Each math warpgroup
@@ -7,6 +7,10 @@ accumulators. A barrier per stage says that it is full, another that the math wa
 
 What a stage is used for is counted by `i`, blocks of K since the program began, over all its tiles: every warp counts
 for itself, stage `i % STAGES`, phase `i // STAGES % 2`.
+
+GROUPS says what `offs` divides. "M": rows of a, the tokens of each expert, whose rows of b lie one matrix below the
+other. "K": the dimension that is summed over, the tokens of each expert, each a matrix of its own in a and in b. A warp
+finds the group of its next tile from that of its last, so that nothing is planned beforehand and any offs will do.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mxspec.triton_kernels._math_warpgroup_sm90 import my_turn, promote, write, your_turn
+from mxspec.triton_kernels._math_warpgroup_sm90 import my_turn, promote, write, write_rows, your_turn
 
 # As it is called since Triton 3.7, and before.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -38,23 +42,130 @@ def _place(tile, M_tiles, N_tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+def _next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M: gl.constexpr):
+    """The group of rows that has a tile, from that of an earlier one: its number, its first tile, its rows.
+
+    The rows of no group are one more, G; past them there is G + 1, which has none. Whatever offs holds, no row is
+    outside of a.
+    """
+    group, first, begin, end = at
+    while (group <= G) & (tile >= first + gl.cdiv(end - begin, BLOCK_M) * N_tiles):
+        first += gl.cdiv(end - begin, BLOCK_M) * N_tiles
+        group += 1
+        begin = end
+        end = gl.minimum(gl.maximum(gl.load(offs + group * offs_stride, mask=group < G, other=M), begin), M)
+    return group, first, begin, end
+
+
+@gluon.jit
+def _blocks_of_group(group, offs, offs_stride, K_blocks):
+    """The first block of K of a group, and how many it has: none outside of a and b, whatever offs holds."""
+    begin = gl.load(offs + (group - 1) * offs_stride, mask=group > 0, other=0) // 128
+    end = gl.load(offs + group * offs_stride) // 128
+    begin = gl.minimum(gl.maximum(begin, 0), K_blocks)
+    return begin, gl.maximum(gl.minimum(end, K_blocks) - begin, 0)
+
+
+@gluon.jit
+def _geometry(
+    tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks,
+    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Of a tile: its group, its first row and the end of the group's, its column among tiles, its blocks of K."""
+    if GROUPS == "M":
+        group, first, begin, end = at
+        m, n = _place(tile - first, gl.maximum(gl.cdiv(end - begin, BLOCK_M), 1), N_tiles, GROUP)
+        return group, begin + m * BLOCK_M, end, n, 0, K_blocks * (group < G)
+    elif GROUPS == "K":
+        group = tile // (M_tiles * N_tiles)
+        m, n = _place(tile % (M_tiles * N_tiles), M_tiles, N_tiles, GROUP)
+        begin, blocks = _blocks_of_group(group, offs, offs_stride, K_blocks)
+        return group, m * BLOCK_M, M, n, begin, blocks
+    else:
+        m, n = _place(tile, M_tiles, N_tiles, GROUP)
+        return 0, m * BLOCK_M, M, n, 0, K_blocks
+
+
+@gluon.jit
+def _load_tile(
+    a_desc, b_desc, a_tiles, b_tiles, full, empty, i, row, b_row, blocks,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     # Of few rows only those are read, and what the tile's others hold is multiplied for nothing.
     ROWS: gl.constexpr = a_desc.block_shape[0]
+    for k in range(blocks):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), i // STAGES & 1)
+        bar = full.index(stage)
+        mbarrier.expect(bar, (ROWS + BLOCK_N) * 128)
+        tma.async_copy_global_to_shared(a_desc, [row, k * 128], bar, a_tiles.index(stage).slice(0, ROWS))
+        tma.async_copy_global_to_shared(b_desc, [b_row, k * 128], bar, b_tiles.index(stage))
+        i += 1
+    return i
+
+
+@gluon.jit
+def _load_group(
+    group, a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, M, N, M_tiles, N_tiles, K_blocks, i, last,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The tiles of a group, which is a matrix of its own in a and in b, by descriptors of its own.
+
+    They are written where those of the group before last are, whose last block was loaded before block `last`.
+    """
+    begin, blocks = _blocks_of_group(group, offs, offs_stride, K_blocks)
+    of_group = M_tiles * N_tiles
+    programs = gl.num_programs(0)
+    own = gl.program_id(0) + gl.cdiv(gl.maximum(group * of_group - gl.program_id(0), 0), programs) * programs
+    if (blocks > 0) & (own < (group + 1) * of_group):
+        if (last > 0) & (i - last < STAGES):  # it may still be on its way
+            mbarrier.wait(full.index((last - 1) % STAGES), (last - 1) // STAGES & 1)
+        width = blocks * 128
+        a_desc = tma.make_tensor_descriptor(
+            a + begin.to(gl.int64) * 128 * M, [M, width], [width, 1], [BLOCK_M, 128], a_tiles.layout
+        )
+        b_desc = tma.make_tensor_descriptor(
+            b + begin.to(gl.int64) * 128 * N, [N, width], [width, 1], [BLOCK_N, 128], b_tiles.layout
+        )
+        for tile in range(own, (group + 1) * of_group, programs):
+            m, n = _place(tile - group * of_group, M_tiles, N_tiles, GROUP)
+            i = _load_tile(
+                a_desc, b_desc, a_tiles, b_tiles, full, empty, i, m * BLOCK_M, n * BLOCK_N, blocks, BLOCK_N, STAGES
+            )
+        last = i
+    return i, last
+
+
+@gluon.jit
+def _load(
+    a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
     i = 0
-    for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
-        m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        for k in range(K_blocks):
-            stage = i % STAGES
-            mbarrier.wait(empty.index(stage), i // STAGES & 1)
-            bar = full.index(stage)
-            mbarrier.expect(bar, (ROWS + BLOCK_N) * 128)
-            tma.async_copy_global_to_shared(a_desc, [m * BLOCK_M, k * 128], bar, a_tiles.index(stage).slice(0, ROWS))
-            tma.async_copy_global_to_shared(b_desc, [n * BLOCK_N, k * 128], bar, b_tiles.index(stage))
-            i += 1
+    if GROUPS == "K":  # a and b are the codes themselves; while one pair of descriptors is written, the other is read
+        even, odd = 0, 0
+        for group in range(0, G, 2):
+            i, even = _load_group(
+                group, a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, M, N, M_tiles, N_tiles, K_blocks,
+                i, even, BLOCK_M, BLOCK_N, STAGES, GROUP,
+            )  # fmt: skip
+            if group + 1 < G:
+                i, odd = _load_group(
+                    group + 1, a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, M, N, M_tiles, N_tiles,
+                    K_blocks, i, odd, BLOCK_M, BLOCK_N, STAGES, GROUP,
+                )  # fmt: skip
+    else:
+        at = (-1, 0, 0, 0)
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            if GROUPS == "M":
+                at = _next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
+            group, row, _, n, _, blocks = _geometry(
+                tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks, BLOCK_M, GROUP, GROUPS
+            )
+            b_row = n * BLOCK_N
+            if GROUPS == "M":
+                b_row += group * N
+            i = _load_tile(a, b, a_tiles, b_tiles, full, empty, i, row, b_row, blocks, BLOCK_N, STAGES)
     # The math warpgroups look one block ahead, after the last one too.
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), i // STAGES & 1)
@@ -63,39 +174,49 @@ def _load(
 
 @gluon.jit
 def _scale(
-    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales, full, empty,
-    M, N, M_tiles, N_tiles, K_blocks,
+    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_e, b_stride_n, b_stride_k, row_scales, column_scales,
+    full, empty, offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    VECTOR: gl.constexpr, AHEAD: gl.constexpr,
+    GROUPS: gl.constexpr, VECTOR: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     i = 0
     rows = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 64], [32], [2], [0]))
     columns = gl.arange(0, BLOCK_N, gl.BlockedLayout([max(BLOCK_N // 64, 1)], [32], [2], [0]))
-    for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
-        m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        a_there = rows < M - m * BLOCK_M
-        a_at = a_scale + (m * BLOCK_M + rows).to(gl.int64) * a_stride_m
+    at = (-1, 0, 0, 0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        if GROUPS == "M":
+            at = _next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
+        group, row, end, n, begin, blocks = _geometry(
+            tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks, BLOCK_M, GROUP, GROUPS
+        )
+        a_there = rows < end - row
+        a_at = a_scale + (row + rows).to(gl.int64) * a_stride_m
         if VECTOR:  # a scale for each row of b
             b_there = columns < N - n * BLOCK_N
             b_at = b_scale + (n * BLOCK_N + columns).to(gl.int64) * b_stride_n
         else:  # one for its 128 rows
             b_there = True
             b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n
+        if GROUPS == "M":
+            b_at += group.to(gl.int64) * b_stride_e
+        if GROUPS == "K":
+            a_at += begin.to(gl.int64) * a_stride_k
+            b_at += begin.to(gl.int64) * b_stride_k
         # AHEAD blocks' are on their way while a block's wait for a stage; none has a register that is handed on.
         of_a, of_b = (), ()
         for j in gl.static_range(AHEAD):
-            of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (j < K_blocks), other=0.0),)
-            of_b = of_b + (gl.load(b_at + j * b_stride_k, mask=b_there & (j < K_blocks), other=0.0),)
-        for first in range(0, K_blocks, AHEAD):
+            of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (j < blocks), other=0.0),)
+            of_b = of_b + (gl.load(b_at + j * b_stride_k, mask=b_there & (j < blocks), other=0.0),)
+        for first in range(0, blocks, AHEAD):
             next_a, next_b = (), ()
             for j in gl.static_range(AHEAD):
                 k = first + j
-                more = k + AHEAD < K_blocks
+                more = k + AHEAD < blocks
                 next_a = next_a + (gl.load(a_at + AHEAD * a_stride_k, mask=a_there & more, other=0.0),)
                 next_b = next_b + (gl.load(b_at + AHEAD * b_stride_k, mask=b_there & more, other=0.0),)
                 a_at += a_stride_k
                 b_at += b_stride_k
-                if k < K_blocks:
+                if k < blocks:
                     stage = i % STAGES
                     mbarrier.wait(empty.index(stage), i // STAGES & 1)
                     if VECTOR:
@@ -113,9 +234,10 @@ def _scale(
 
 @gluon.jit
 def _multiply(
-    out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty, M_tiles, N_tiles, K_blocks,
+    out_desc, out, out_stride, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
+    offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
     WARPGROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, CHUNKS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
@@ -133,10 +255,18 @@ def _multiply(
         s_upper = row_scales.index(0).slice(first, 64).load(per_row)
         s_lower = row_scales.index(0).slice(first + (HALVES - 1) * 64, 64).load(per_row)
     _barrier()
-    for tile in range(gl.program_id(0), M_tiles * N_tiles, gl.num_programs(0)):
+    at = (-1, 0, 0, 0)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         upper = gl.zeros([64, BLOCK_N], gl.float32, mma)
         lower = gl.zeros([64, BLOCK_N], gl.float32, mma)
-        for _ in range(K_blocks):
+        if GROUPS == "M":
+            at = _next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
+        blocks = K_blocks
+        if GROUPS == "M":
+            blocks = K_blocks * (at[0] < G)
+        if GROUPS == "K":
+            _begin, blocks = _blocks_of_group(tile // (M_tiles * N_tiles), offs, offs_stride, K_blocks)
+        for _ in range(blocks):
             stage, before, after = i % STAGES, (i + STAGES - 1) % STAGES, (i + 1) % STAGES
             a, b = a_tiles.index(stage), b_tiles.index(stage).permute((1, 0))
 
@@ -176,12 +306,30 @@ def _multiply(
             if not ONCE:
                 s_upper, s_lower = next_upper, next_lower
             i += 1
-        m, n = _place(tile, M_tiles, N_tiles, GROUP)  # only now, since registers are scarce in the loop
-        row, column = m * BLOCK_M + first, n * BLOCK_N
-        write(out_desc, out_tiles, row, column, upper, own_buffer, BUFFERS, CHUNKS, ACCUMULATE)
-        if HALVES == 2:
-            next_buffer = own_buffer + CHUNKS % BUFFERS
-            write(out_desc, out_tiles, row + 64, column, lower, next_buffer, BUFFERS, CHUNKS, ACCUMULATE)
+        # Only now, since registers are scarce in the loop.
+        group, row, end, n, _begin, _blocks = _geometry(
+            tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks, BLOCK_M, GROUP, GROUPS
+        )
+        row, column, next_buffer = row + first, n * BLOCK_N, own_buffer + CHUNKS % BUFFERS
+        if GROUPS == "":
+            write(out_desc, out_tiles, row, column, upper, own_buffer, BUFFERS, CHUNKS, ACCUMULATE)
+            if HALVES == 2:
+                write(out_desc, out_tiles, row + 64, column, lower, next_buffer, BUFFERS, CHUNKS, ACCUMULATE)
+        else:
+            above = 0
+            if GROUPS == "K":  # the groups' matrices lie one below the other
+                above = group * M
+                if ACCUMULATE:  # nothing is not added: it would make -0 of the output +0
+                    end *= blocks > 0
+            write_rows(
+                out_desc, out, out_stride, out_tiles, above, row, end, column, N, upper, own_buffer,
+                BUFFERS, CHUNKS, ACCUMULATE,
+            )  # fmt: skip
+            if HALVES == 2:
+                write_rows(
+                    out_desc, out, out_stride, out_tiles, above, row + 64, end, column, N, lower, next_buffer,
+                    BUFFERS, CHUNKS, ACCUMULATE,
+                )  # fmt: skip
     tma.store_wait(0)
     if WARPGROUP == 0:
         my_turn(WARPGROUP, TURNS)
@@ -189,15 +337,17 @@ def _multiply(
 
 @gluon.jit
 def fp8_gemm_sm90(
-    a_desc, b_desc, out_desc, a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, M, N, K_blocks,
+    a, b, out_desc, out, out_stride, a_scale, a_stride_m, a_stride_k, b_scale, b_stride_e, b_stride_n, b_stride_k,
+    offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
+    GROUPS: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr, BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[1]
-    a_tiles = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, 128], a_desc.layout)
-    b_tiles = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, 128], b_desc.layout)
+    codes: gl.constexpr = gl.NVMMASharedLayout(128, 8)
+    a_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_M, 128], codes)
+    b_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_N, 128], codes)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], flat)
     column_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N if VECTOR else 4], flat)
@@ -207,38 +357,38 @@ def fp8_gemm_sm90(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=2)  # the warp that loads and the one that scales
+        mbarrier.init(full.index(stage), count=2)  # the warp that loads and those that scale
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
     for stage in gl.static_range(
         STAGES - 1
     ):  # all but the last are free; that one is when block 0 runs, like any other
         mbarrier.arrive(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    M_tiles, N_tiles = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     # Each tuple stands where it is passed: one that has a name, or is put together, keeps no constants.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
-                    M_tiles, N_tiles, K_blocks,
-                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS,
+                    out_desc, out, out_stride, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
+                    offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, GROUPS, TURNS, VECTOR, ONCE, BUFFERS,
                     CHUNKS, ACCUMULATE,
                 )),
                 (_multiply, (
-                    out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
-                    M_tiles, N_tiles, K_blocks,
-                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS,
+                    out_desc, out, out_stride, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
+                    offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
+                    1, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, GROUPS, TURNS, VECTOR, ONCE, BUFFERS,
                     CHUNKS, ACCUMULATE,
                 )),
                 (_load, (
-                    a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP,
+                    a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, GROUPS,
                 )),
                 (_scale, (
-                    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
-                    full, empty, M, N, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR, AHEAD,
+                    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_e, b_stride_n, b_stride_k,
+                    row_scales, column_scales, full, empty,
+                    offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, GROUPS, VECTOR, AHEAD,
                 )),
             ],
             [4, 1, 2],
@@ -248,21 +398,22 @@ def fp8_gemm_sm90(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    out_desc, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
-                    M_tiles, N_tiles, K_blocks,
-                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, TURNS, VECTOR, ONCE, BUFFERS,
+                    out_desc, out, out_stride, a_tiles, b_tiles, row_scales, column_scales, out_tiles, full, empty,
+                    offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
+                    0, BLOCK_M, BLOCK_N, HALVES, STAGES, GROUP, GROUPS, TURNS, VECTOR, ONCE, BUFFERS,
                     CHUNKS, ACCUMULATE,
                 )),
                 (_load, (
-                    a_desc, b_desc, a_tiles, b_tiles, full, empty, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP,
+                    a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, GROUPS,
                 )),
                 (_scale, (
-                    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_n, b_stride_k, row_scales, column_scales,
-                    full, empty, M, N, M_tiles, N_tiles, K_blocks,
-                    BLOCK_M, BLOCK_N, STAGES, GROUP, VECTOR, AHEAD,
+                    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_e, b_stride_n, b_stride_k,
+                    row_scales, column_scales, full, empty,
+                    offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
+                    BLOCK_M, BLOCK_N, STAGES, GROUP, GROUPS, VECTOR, AHEAD,
                 )),
             ],
             [1, 2],
-            [56, 56],
+            [64, 64],
         )  # fmt: skip

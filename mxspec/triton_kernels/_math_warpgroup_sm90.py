@@ -81,6 +81,30 @@ def write(
 
 
 @gluon.jit
+def write_rows(
+    out_desc, out, out_stride, out_tiles, above, row, end, column, N, acc, buffer,
+    BUFFERS: gl.constexpr, CHUNKS: gl.constexpr, ACCUMULATE: gl.constexpr,
+):  # fmt: skip
+    """`write` of 64 rows of which those from `end` on, and columns from N on, are another group's.
+
+    A group's first row is row `above` of the output.
+    """
+    if row + 64 <= end:
+        write(out_desc, out_tiles, above + row, column, acc, buffer, BUFFERS, CHUNKS, ACCUMULATE)
+    else:
+        if row < end:
+            r = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+            c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+            at, there = (
+                out + ((above + r).to(gl.int64) * out_stride)[:, None] + c[None, :],
+                (r < end)[:, None] & (c < N)[None, :],
+            )
+            if ACCUMULATE:
+                acc += gl.load(at, mask=there, other=0.0)
+            gl.store(at, acc.to(out.dtype.element_ty), mask=there)
+
+
+@gluon.jit
 def write_turned(out_desc, out_tiles, row, column, acc, buffer, CHUNKS: gl.constexpr):
     """64 rows of the output's transpose, whose columns are rows of the output."""
     CHUNK: gl.constexpr = out_desc.block_shape[0]

@@ -1,0 +1,111 @@
+"""FP8 matmuls in plain Triton: one tile of the output a program, operands of any strides, whole or in groups."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import FP8_BLOCK_SIZE
+from mxspec.triton_kernels._groups import chunk, group_of, tokens_of
+from mxspec.triton_kernels._launch import for_device
+
+CONFIGS = {
+    (9, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3},
+    (10, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3},
+}
+
+
+@triton.jit
+def _tiles(
+    a, a_stride, a_scale, a_scale_stride_m, a_scale_stride_k,
+    b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
+    out, out_stride_e, out_stride, offs, offs_stride, E, M_tiles, M, N, K_blocks,
+    GROUPS: tl.constexpr, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    # Programs run down GROUP tiles of M, then along N, so that those which run at a time share rows of a and b.
+    N_tiles = tl.cdiv(N, BLOCK_N)
+    of_group = GROUP * N_tiles
+    tile = tl.program_id(0)
+    group = tile * 0
+    if GROUPS == "K":
+        group, tile = tile // (M_tiles * N_tiles), tile % (M_tiles * N_tiles)
+    first = tile // of_group * GROUP
+    tall = tl.minimum(M_tiles - first, GROUP)
+    inside = tile % of_group
+    m_tile, n_tile = first + inside % tall, inside // tall
+    row_begin, row_end = m_tile * BLOCK_M, M
+    if GROUPS == "M":  # rows of one group, or of none: zeros
+        group, begin, stop, padded = group_of(m_tile * BLOCK_M, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
+        if group >= E:
+            begin, stop, K_blocks = tl.load(offs + (E - 1) * offs_stride), M, 0
+        row_begin = tl.maximum(begin + m_tile * BLOCK_M - padded, 0)
+        row_end = tl.minimum(stop, M)
+        group = tl.minimum(group, E - 1)
+    elif GROUPS == "K":  # a matrix of its own in a and b; none outside of them, whatever offs holds
+        begin, stop = tokens_of(group, offs, offs_stride, E)
+        begin = tl.minimum(tl.maximum(begin // 128, 0), K_blocks)
+        K_blocks = tl.maximum(tl.minimum(stop // 128, K_blocks) - begin, 0)
+        a += begin.to(tl.int64) * 128 * M
+        b += begin.to(tl.int64) * 128 * N
+        a_stride, b_stride = K_blocks * 128, K_blocks * 128
+        a_scale += begin.to(tl.int64) * a_scale_stride_k
+        b_scale += begin.to(tl.int64) * b_scale_stride_k
+        out += group.to(tl.int64) * out_stride_e
+    if GROUPS == "M":
+        b += group.to(tl.int64) * b_stride_e
+        b_scale += group.to(tl.int64) * b_scale_stride_e
+    row = (row_begin + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = (n_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = tl.arange(0, 128)
+    a_at, b_at = a + row[:, None] * a_stride + k[None, :], b + column[:, None] * b_stride + k[None, :]
+    a_scale_at = a_scale + row * a_scale_stride_m
+    if VECTOR:  # a scale for each row of b
+        b_scale_at = b_scale + column * b_scale_stride_n
+    else:  # one for 128 of them, and so one a tile
+        b_scale_at = b_scale + (n_tile * BLOCK_N // 128).to(tl.int64) * b_scale_stride_n
+    in_row, in_column = row < row_end, column < N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(K_blocks):
+        x, w = tl.load(a_at, mask=in_row[:, None], other=0.0), tl.load(b_at, mask=in_column[:, None], other=0.0)
+        partial = tl.dot(x, w.T)  # tensor cores keep about 14 bits of a sum, so it is moved to fp32 every 128 of K
+        of_row = tl.load(a_scale_at, mask=in_row, other=0.0)
+        if VECTOR:
+            of_column = tl.load(b_scale_at, mask=in_column, other=0.0)
+            acc += partial * (of_row[:, None] * of_column[None, :])
+        else:
+            acc += partial * (of_row * tl.load(b_scale_at))[:, None]
+        a_at += 128
+        b_at += 128
+        a_scale_at += a_scale_stride_k
+        b_scale_at += b_scale_stride_k
+    at, there = out + row[:, None] * out_stride + column[None, :], in_row[:, None] & in_column[None, :]
+    if ACCUMULATE:
+        there &= K_blocks > 0  # a sum of nothing is not added: it would make -0 of the output +0
+        acc += tl.load(at, mask=there)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=there)
+
+
+def fp8_tiles(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
+    *, offs: Tensor | None = None, groups: str = "", accumulate: bool = False,
+) -> None:  # fmt: skip
+    """Multiply `(M, K)` by `(N, K)` into `out`, or add the product to it: whole, or in groups of rows of a, each with a
+    b of its own, "M", or of K, "K", laid out as `fp8_quantize_k_groups` does it, each with an output of its own.
+    """
+    (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
+    config = for_device(CONFIGS, a.device)
+    if accumulate:  # a tile of the output needs registers as well
+        config = {**config, "BLOCK_M": 64}
+    M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
+    if groups == "M":  # each group, and the rows of none, may begin a tile
+        M_tiles += E
+    of_b, of_out = ((0, *t.stride()[-2:]) if t.ndim == 2 else t.stride() for t in (b, out))
+    of_b_scale = (0, *b_scale.stride()) if b_scale.ndim == 2 else b_scale.stride()
+    _tiles[(M_tiles * N_tiles * (E if groups == "K" else 1),)](
+        a, a.stride(0), a_scale, *a_scale.stride(), b, *of_b[:2], b_scale, *of_b_scale, out, *of_out[:2],
+        offs, 0 if offs is None else offs.stride(0), E, M_tiles, M, N, K // FP8_BLOCK_SIZE,
+        GROUPS=groups, VECTOR=groups == "K" or (not groups and b_scale.shape[0] == N != 1), ACCUMULATE=accumulate,
+        CHUNK=chunk(E), **config,
+    )  # fmt: skip

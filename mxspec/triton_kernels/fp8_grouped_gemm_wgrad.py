@@ -1,0 +1,38 @@
+"""fp8_grouped_gemm_wgrad in Triton: fp8_gemm's kernels, each tile a sum over the tokens of one group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels._fp8_gemm_tiles import fp8_tiles
+from mxspec.triton_kernels._fp8_sm90 import fp8_sm90, reads
+from mxspec.triton_kernels.fp8_gemm import PTX
+
+__all__ = ["PTX", "fp8_grouped_gemm_wgrad", "multiply"]
+
+
+def multiply(
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, out: Tensor, accumulate: bool
+) -> None:
+    """The products, written to matrices that may lie apart, or added to them."""
+    if reads(dy, x, out):
+        fp8_sm90(dy, dy_scale, x, x_scale, out, offs=offs, groups="K", accumulate=accumulate)
+    else:
+        fp8_tiles(dy, dy_scale, x, x_scale, out, offs=offs, groups="K", accumulate=accumulate)
+
+
+def fp8_grouped_gemm_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    check_offs: bool = False,
+) -> Tensor:
+    out = torch.empty((offs.shape[0], dy.shape[0], x.shape[0]), dtype=out_dtype, device=dy.device)
+    if out.numel():
+        multiply(dy, dy_scale, x, x_scale, offs, out, accumulate=False)
+    return out

@@ -1,0 +1,16 @@
+"""fp8_grouped_gemm_wgrad_ in Triton: fp8_grouped_gemm_wgrad's kernels, which add to their output."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.triton_kernels.fp8_grouped_gemm_wgrad import PTX, multiply
+
+__all__ = ["PTX", "fp8_grouped_gemm_wgrad_"]
+
+
+def fp8_grouped_gemm_wgrad_(
+    acc: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, *, check_offs: bool = False
+) -> None:
+    if acc.numel() and dy.shape[1]:
+        multiply(dy, dy_scale, x, x_scale, offs, acc, accumulate=True)

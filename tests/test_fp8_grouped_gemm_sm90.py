@@ -1,0 +1,177 @@
+"""The Gluon kernel on token groups, with each of its tiles, which the cases of the ops are too small to choose."""
+
+import pytest
+import torch
+import triton
+
+from mxspec import check
+from mxspec.compile import compile_call, problems, unavailable
+from mxspec.reference import fp8_grouped_gemm as rows
+from mxspec.reference import fp8_grouped_gemm_wgrad as tokens
+from mxspec.reference import fp8_grouped_gemm_wgrad_ as in_place
+from mxspec.reference.fp8_gemm import MIN_SQNR_DB
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+from mxspec.triton_kernels import _fp8_sm90 as kernel
+from mxspec.triton_kernels.fp8_gemm import PTX
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+TILES = [tile for _, tile in kernel.TILES]
+each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "x".join(map(str, t.values())))
+each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
+F32 = torch.float32
+
+
+def forward(a, a_scale, b, b_scale, offs, tile, out_dtype=torch.bfloat16):
+    out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+    kernel.fp8_sm90(a, a_scale, b, b_scale, out, offs=offs, groups="M", tile=tile)
+    return out
+
+
+def wgrad(dy, dy_scale, x, x_scale, offs, tile, out_dtype=F32):
+    out = torch.empty(offs.shape[0], dy.shape[0], x.shape[0], dtype=out_dtype, device=dy.device)
+    kernel.fp8_sm90(dy, dy_scale, x, x_scale, out, offs=offs, groups="K", tile=tile)
+    return out
+
+
+def add(acc, dy, dy_scale, x, x_scale, offs, tile):
+    kernel.fp8_sm90(dy, dy_scale, x, x_scale, acc, offs=offs, groups="K", accumulate=True, tile=tile)
+
+
+def on_gpu(args):
+    return check.on_device(torch.device("cuda"), args)
+
+
+@each_output
+@each_tile
+def test_every_tile_compiles_without_spilling(tile, out_dtype):
+    for call, args in (
+        (forward, rows.made([150, 129], 7, 264, 256, 1, "mn")),
+        (wgrad, tokens.made([128, 384, 256], 128, 264, 144)),
+    ):
+        code = compile_call(call, *args, tile=tile, out_dtype=out_dtype, target="sm90")
+        assert [c.kernel for c in code] == ["fp8_gemm_sm90"]
+        assert not problems(code, PTX["sm90"], (), edge=False)
+    assert not problems(code, (r"tensormap\.replace",), (), edge=False), "a group's matrix has a stride of its own"
+
+
+@each_tile
+def test_every_tile_adds_without_spilling(tile):
+    code = compile_call(add, *in_place.onto([128, 384, 256], 128, 264, 144), tile=tile, target="sm90")
+    adding = r"cp\.reduce\.async\.bulk\.tensor\.2d\.global\.shared::cta\.add"
+    assert not problems(code, (adding,), (), edge=False)
+    assert problems(code, (r"cp\.async\.bulk\.tensor\.2d\.global",), (), edge=False), "it writes as well"
+
+
+SIZES = {
+    "ragged": [257, 0, 1, 64, 300, 128, 0, 77],
+    "aligned": [256, 512, 0, 256],
+    "one group": [700],
+    "all to the last": [0, 0, 0, 640],
+    "none": [0, 0, 0],
+    "many": [3, 0, 17, 140] * 20,
+}
+each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
+
+
+@on_hopper
+@each_size
+@each_output
+@each_tile
+def test_tokens_of_any_groups(tile, out_dtype, sizes, monkeypatch):
+    """On three processors, so that each has tiles of several groups; what lies past the last group holds NaN."""
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    for blocks in (1, tile["STAGES"], 2 * tile["STAGES"] + 1):
+        args = on_gpu(rows.made(sizes, 70, 264, 128 * blocks, 1, "mn"))
+        with check.poisoned(0xFF):
+            out = forward(*args, tile, out_dtype)
+        expected = rows.fp8_grouped_gemm(*args, out_dtype=out_dtype)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None, f"{blocks} blocks"
+        assert forward(*args, tile, out_dtype).equal(out)
+
+
+BLOCKS = {
+    "some": [3, 0, 1, 5, 2],
+    "one each": [1] * 40,  # fewer than stages, so that descriptors are written over while loads are on their way
+    "one group": [9],
+    "none": [0, 0],
+    "the last": [0, 0, 0, 7],
+    "long": [20, 30],
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=list(BLOCKS))
+@each_output
+@each_tile
+def test_sums_over_the_tokens_of_any_groups(tile, out_dtype, blocks, monkeypatch):
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    for N, K in ((264, 400), (64, 136), (520, 128)):
+        args = on_gpu(tokens.made([128 * b for b in blocks], 256, N, K))
+        with check.poisoned(0xFF):
+            out = wgrad(*args, tile, out_dtype)
+        expected = tokens.fp8_grouped_gemm_wgrad(*args, out_dtype=out_dtype)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None, f"{N}x{K}"
+        assert wgrad(*args, tile, out_dtype).equal(out)
+
+
+@on_hopper
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=list(BLOCKS))
+@each_tile
+def test_sums_are_added_once(tile, blocks, monkeypatch):
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    made = on_gpu(in_place.onto([128 * b for b in blocks], 128, 264, 400, row=404))
+    made[0].view(-1)[0] = -0.0
+    spec = in_place.fp8_grouped_gemm_wgrad_.spec
+    expected, got, again = (spec.own(made) for _ in range(3))
+    in_place.fp8_grouped_gemm_wgrad_(*expected)
+    add(*got, tile=tile)
+    assert check.difference(got[:1], expected[:1], spec.min_sqnr_db) is None
+    add(*again, tile=tile)
+    assert again[0].equal(got[0])
+    assert check._strayed(got[0], made[0]) is None
+
+
+@on_hopper
+@pytest.mark.parametrize("ends", [[90, 30, 60], [-128, 640, 10**6], [10**6, -(10**6), 0]], ids=str)
+def test_offs_out_of_order_stay_inside(ends):
+    """Values mean nothing; no access is outside of the operands and the result, as compute-sanitizer would say."""
+    for call, args in (
+        (forward, rows.made([30, 30, 30], 30, 264, 256)),
+        (wgrad, tokens.made([128, 256, 128], 128, 264, 144)),
+    ):
+        args = on_gpu(args)
+        args[4].copy_(torch.tensor(ends, dtype=torch.int32))
+        call(*args, kernel.TILES[0][1])
+        torch.cuda.synchronize()
+
+
+@on_hopper
+def test_the_callers_allocator_is_left_alone():
+    asked = []
+
+    def allocator(size, alignment, stream):
+        asked.append(size)
+
+    triton.set_allocator(allocator)
+    args = on_gpu(tokens.made([128, 256], 0, 64, 64))
+    assert wgrad(*args, TILES[-1]).isfinite().all()
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "E", "groups", "tile"),
+    [
+        (32768, 2048, 8, "M", (256, 128)),
+        (512, 2048, 8, "M", (128, 128)),
+        (64, 2048, 1, "M", (64, 64)),
+        (2048, 7168, 8, "K", (256, 128)),
+        (64, 64, 2, "K", (64, 64)),
+    ],
+)
+def test_the_tile_follows_the_shape(M, N, E, groups, tile):
+    chosen = kernel.tile_for(M, N, 132, E, groups)
+    assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
