@@ -135,7 +135,10 @@ def test_what_check_offs_costs_is_asked_for():
             mxspec.pad_token_groups(x, offs, 8, check_offs=True)
 
 
-OUT_OF_ORDER = [(5, 3, 9), (30, 10, 99), (-5, 3, 2), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1), (0, 400, 380)]
+OUT_OF_ORDER = [
+    (5, 3, 9), (30, 10, 99), (-5, 3, 2), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1), (0, 400, 380),
+    (100, -(2**31), 20),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("ends", OUT_OF_ORDER, ids=str)
@@ -165,6 +168,7 @@ def test_offs_out_of_order_do_no_harm(backend, ends, monkeypatch):
         ("to_blocked_k_groups", (scale, offs)),
         ("to_blocked_k_groups", (scale.mT, offs)),
         ("mx_quantize_groups", (x, offs)),
+        ("fp8_quantize_k_groups", (x, offs)),
     ]
     runs = [(name, args, {}) for name, args in calls]
     runs += [("mx_quantize_groups", (x, offs), {"axis": -2, "scale_layout": layout}) for layout in ("plain", "blocked")]
@@ -189,6 +193,7 @@ def test_nothing_waits_for_the_device():
             lambda b=backend: mxspec.to_blocked_k_groups(x.view(torch.uint8).mT, offs, backend=b),
             lambda b=backend: mxspec.mx_quantize_groups(x, offs, backend=b),
             lambda b=backend: mxspec.mx_quantize_groups(x, offs, axis=-2, backend=b),
+            lambda b=backend: mxspec.fp8_quantize_k_groups(x, offs, backend=b),
         ]
         for call in calls:
             call()  # compiled here, which may wait

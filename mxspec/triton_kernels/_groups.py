@@ -49,6 +49,12 @@ def tokens_of(group, offs, stride, G):
 
 
 @triton.jit
+def tokens_left(token, stop, tokens):
+    """How many tokens of a group that ends at `stop` there are from each on, of `tokens` in all; for any offs."""
+    return tl.where(token >= 0, tl.maximum(tl.minimum(stop, tokens), 0) - token, 0)
+
+
+@triton.jit
 def group_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
     """The group that holds one padded row, its first token and its end, and its first padded row.
 

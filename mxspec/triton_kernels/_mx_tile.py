@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mxspec.formats import ElementFormat, exponent_rule
 from mxspec.triton_kernels._blocked import blocked_shape
-from mxspec.triton_kernels._groups import chunk, group_of, grouped_tile
+from mxspec.triton_kernels._groups import chunk, group_of, grouped_tile, tokens_left
 from mxspec.triton_kernels._launch import for_device
 from mxspec.triton_kernels._numerics import (
     magnitude_bits,
@@ -87,7 +87,7 @@ def _mx_tile(
         writes = tl.program_id(0) + tl.program_id(1) == 0
         group, token0, stop, begin = group_of(m0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
         token = (token0 + m0 - begin + g)[:, None, None]
-        left = tl.where(token >= 0, tl.minimum(stop, tokens) - token, 0)
+        left = tokens_left(token, stop, tokens)
         x_rows = x + token.to(tl.int64) * stride_m
     x_rows += (b * stride_k)[None, :, :]
     values = load16(x_rows, stride_m, inside, left) if RUN == 16 else load8(x_rows, stride_m, inside, left, 0, 1)
