@@ -1,5 +1,7 @@
 """fp8_quantize_k_groups: where each code and scale lies, and the ops that it is made of."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -105,6 +107,26 @@ def test_an_offs_out_of_order_does_no_harm(offs):
     x = random_normal(200, 3)
     qdata, scale, *_ = quantize(x, i32(*offs))
     assert (qdata.shape, scale.shape) == ((3, 512), (3, 4))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("tokens", [7, 2**20 + 130])
+def test_codes_past_2_to_the_31_lie_where_their_group_says(tokens, monkeypatch):
+    """The last block of a group that begins, or of one that ends past 2^31, without the programs of the others."""
+    from triton.runtime import interpreter
+
+    before, D = 2**20 + 256 if tokens < 128 else 0, 2176
+    last = (before + tokens - 1) // 128
+    only = lambda n, *rest: range(n, *rest) if rest or n < 2**13 else [last]  # noqa: E731
+    monkeypatch.setattr(interpreter, "range", only, raising=False)
+    row = random_normal(1, D)
+    x, offs = row.expand(before + tokens, D), i32(before, before + tokens)
+    qdata, scale, *_ = mxspec.fp8_quantize_k_groups(x, offs, backend="triton")
+    flat, width = qdata.view(-1), (last + 1) * 128 - before
+    lines = flat[D * before : D * (before + width)].view(D, width)[:, -128:]  # of each feature
+    codes, scales, *_ = quantize(row.expand(tokens % 128, D), i32(tokens % 128))
+    assert u8(lines).equal(u8(codes.view(-1)[: D * 128].view(D, 128)))
+    assert scale[:, last].equal(scales[:, 0])
 
 
 def test_bench_cases_are_the_matrices():

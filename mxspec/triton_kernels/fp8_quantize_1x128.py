@@ -14,8 +14,8 @@ from torch import Tensor
 from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
 from mxspec.triton_kernels import _launch
 from mxspec.triton_kernels._fp8_numerics import factors
+from mxspec.triton_kernels._fp8_tile import turn, turned_index
 from mxspec.triton_kernels._numerics import magnitude_bits, saturating_cast, widened
-from mxspec.triton_kernels._runs import load16
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 # ROWS blocks a program where all is contiguous, ROWS rows of one block elsewhere; BLOCKS by COLS blocks of 128x1.
@@ -58,24 +58,15 @@ def _across(
     POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # BLOCKS blocks of each of COLS rows, which are columns of memory; programs run along the row first, whose bytes
-    # they write. A thread has 16 elements of each of 8 neighbouring rows: 16 loads of 16 bytes of memory that become,
-    # within its registers, 8 stores of 16 bytes of a row. A warp is 8 threads along the block by 4 across.
+    # they write.
     r0 = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * COLS
     k0 = tl.program_id(0).to(tl.int64) * (BLOCKS * 128)
-    thread, warp, row = tl.arange(0, 4) * 8, tl.arange(0, COLS // 32) * 32, tl.arange(0, 8)
-    r = thread[:, None, None, None] + warp[None, :, None, None] + row[None, None, None, :]
-    k, run = (tl.arange(0, BLOCKS) * 128)[None, None, :, None], tl.arange(0, 8)[None, :, None, None, None] * 16
+    r, k, run = turned_index(WIDE, BLOCKS, COLS)
     inside = ((r0 + r < R) & (k0 + k < K)) | EVEN  # (4, COLS // 32, BLOCKS, 8)
-    if WIDE:  # the products with strides pass 2^31
-        r, k, run = r.to(tl.int64), k.to(tl.int64), run.to(tl.int64)
-    x += r0 * stride_r + k0 * stride_k
-    x += (r * stride_r + k * stride_k)[:, None, :, :, :] + run * stride_k
-    wide = widened(load16(x, stride_k, inside[:, None, :, :, :], None)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)
-    s, back = factors(tl.max(tl.max(magnitude_bits(wide), axis=5), axis=1), eps_bits, POW2)
-    q = saturating_cast(wide * s[:, None, :, :, :, None], qdata.dtype.element_ty)
-    qdata += r0 * K + k0
-    qdata += ((r * K + k)[:, None, :, :, :] + run)[:, :, :, :, :, None] + tl.arange(0, 16)
-    tl.store(qdata, q, mask=inside[:, None, :, :, :, None])
+    back = turn(
+        x + r0 * stride_r + k0 * stride_k, qdata + r0 * K + k0, r, k, run, stride_r, stride_k, K,
+        inside, inside, None, eps_bits, POW2, BLOCKS, COLS,
+    )  # fmt: skip
     scale += r0 * scale_stride_r + tl.program_id(0).to(tl.int64) * BLOCKS * scale_stride_c
     tl.store(scale + (r * scale_stride_r + k // 128 * scale_stride_c), back, mask=inside)
 

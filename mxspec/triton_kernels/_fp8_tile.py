@@ -1,0 +1,48 @@
+"""FP8 blocks that lie across memory: they turn in registers, so that codes are stored along the blocks.
+
+A thread has 16 elements of each of 8 neighbouring rows, which are columns of memory: 16 loads of 16 bytes of memory
+that become, within its registers, 8 stores of 16 bytes of a row. A warp is 8 threads along a block by 4 across, so that
+amax is taken by shuffles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxspec.triton_kernels._fp8_numerics import factors
+from mxspec.triton_kernels._numerics import magnitude_bits, saturating_cast, widened
+from mxspec.triton_kernels._runs import load16
+
+
+@triton.jit
+def turned_index(WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr):
+    """In a tile of BLOCKS blocks of each of COLS rows: the row, where its block begins, and the element of a block.
+
+    `(4, COLS // 32, 1, 8)` and `(1, 1, BLOCKS, 1)`, and of every 16 elements the first, `(1, 8, 1, 1, 1)`.
+    """
+    thread, warp, row = tl.arange(0, 4) * 8, tl.arange(0, COLS // 32) * 32, tl.arange(0, 8)
+    r = thread[:, None, None, None] + warp[None, :, None, None] + row[None, None, None, :]
+    k, run = (tl.arange(0, BLOCKS) * 128)[None, None, :, None], tl.arange(0, 8)[None, :, None, None, None] * 16
+    if WIDE:  # the products with strides pass 2^31
+        r, k, run = r.to(tl.int64), k.to(tl.int64), run.to(tl.int64)
+    return r, k, run
+
+
+@triton.jit
+def turn(
+    x, qdata, r, k, run, stride_r, stride_k, K, inside, owned, left, eps_bits,
+    POW2: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile that begins at x, store its codes in rows of K from `qdata` on, and give the factors back.
+
+    `inside` says which of `turned_index`'s blocks are read, `owned` which are stored; with `left`, of the elements from
+    each `run` on only so many are there.
+    """
+    x += (r * stride_r + k * stride_k)[:, None, :, :, :] + run * stride_k
+    wide = widened(load16(x, stride_k, inside[:, None, :, :, :], left)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)
+    s, back = factors(tl.max(tl.max(magnitude_bits(wide), axis=5), axis=1), eps_bits, POW2)
+    q = saturating_cast(wide * s[:, None, :, :, :, None], qdata.dtype.element_ty)
+    qdata += ((r * K + k)[:, None, :, :, :] + run)[:, :, :, :, :, None] + tl.arange(0, 16)
+    tl.store(qdata, q, mask=owned[:, None, :, :, :, None])
+    return back

@@ -1,0 +1,68 @@
+"""fp8_quantize_k_groups in Triton: the tile of fp8_quantize_1x128's transposed codes, read where its group says.
+
+A program owns a block of 128 padded tokens of COLS features. The block is one group's, and its codes of a feature are
+128 bytes of the result, aligned to 128. What lies past the last group is one more group, of zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
+from mxspec.triton_kernels import _launch
+from mxspec.triton_kernels._fp8_tile import turn, turned_index
+from mxspec.triton_kernels._groups import chunk, group_of, padded_rows, tokens_left
+
+_HOPPER = {"COLS": 128, "num_warps": 4}  # of fp8_quantize_1x128, "across, mn"
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # compiled, not run
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+
+
+@triton.jit(do_not_specialize=["tokens", "eps_bits"])  # for what ptxas makes of a 1, see mx_quantize_groups
+def _fp8_quantize_k_groups(
+    x, qdata, scale, start, end, offs,
+    tokens, D, blocks, stride_m, stride_d, G, stride_offs, eps_bits,
+    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # Along the tokens first: neighbouring programs then write neighbouring bytes of a feature's codes.
+    block, down = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    writes = (block == 0) & (down == 0)
+    group, token0, stop, begin = group_of(block * 128, offs, stride_offs, G, start, end, writes, 128, CHUNK)
+    first = begin // 128  # block of the group, which has `count`
+    count = tl.where(group < G, (stop - token0 + 127) // 128, blocks - first)
+    d0 = down.to(tl.int64) * COLS
+    d, k, run = turned_index(WIDE, 1, COLS)
+    inside = (d0 + d < D) | EVEN  # where it is known, 128 registers, not 148
+    owned = inside & (count > block - first) & (count <= blocks - first)  # all, of an offs that is in order
+    token = token0 + (block - first) * 128
+    back = turn(
+        x + token.to(tl.int64) * stride_m + d0 * stride_d,
+        qdata + (first.to(tl.int64) * D + d0 * count + (block - first)) * 128,
+        d, k, run, stride_d, stride_m, count * 128, inside, owned, tokens_left(token + run, stop, tokens),
+        eps_bits, POW2, 1, COLS,
+    )  # fmt: skip
+    tl.store(scale + block.to(tl.int64) * D + d0 + d, tl.where(group < G, back, 0.0), mask=inside)
+
+
+def fp8_quantize_k_groups(
+    x: Tensor, offs: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, check_offs: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (M, D), G = x.shape, offs.shape[0]
+    R = padded_rows(M, G, FP8_BLOCK_SIZE)
+    blocks = R // FP8_BLOCK_SIZE
+    qdata = x.new_empty((D, R), dtype=torch.float8_e4m3fn)
+    scale = x.new_empty((blocks, D), dtype=torch.float32)
+    start, end = (offs.new_empty(G) for _ in range(2))
+    config = _launch.for_device(CONFIGS, x.device)
+    wide = max(config["COLS"] * max(x.stride(1), R), FP8_BLOCK_SIZE * x.stride(0)) >= 2**31
+    if blocks:
+        grid = _launch.grid(blocks, max(1, -(-D // config["COLS"])))  # one down if only start and end are written
+        even = config["COLS"] * grid[1] * grid[2] == D
+        _fp8_quantize_k_groups[grid](
+            x, qdata, scale, start, end, offs, M, D, blocks, *x.stride(), G, offs.stride(0),
+            fp32_bits(eps), scale_format == "pow2", even, wide, chunk(G), **config,
+        )  # fmt: skip
+    return qdata, scale.mT, start, end
