@@ -56,6 +56,18 @@ def passed(group: Tensor, begin: Tensor, row: Tensor, g: Tensor, end: Tensor, G:
     return group + ended.sum(1, dtype=torch.int32), torch.where(last > begin, last, begin)
 
 
+def tokens_of_tile(
+    row: Tensor, group: Tensor, begin: Tensor, offs: Tensor, stride: int, G: int, M: int
+) -> tuple[Tensor, Tensor]:
+    """The first token of a tile that begins at a padded row, and the one after the last of its group.
+
+    What lies past the last group counts as one group more. Where offs is out of order both may be any.
+    """
+    first = hl.load(offs, [(group - 1) * stride], extra_mask=group > 0)
+    stop = torch.where(group < G, hl.load(offs, [group * stride], extra_mask=group < G), M)
+    return first + row - begin, stop
+
+
 def tokens_of(group: Tensor, offs: Tensor, stride: int, G: int) -> tuple[Tensor, Tensor]:
     """The first token of a group and the one after its last; none past the last group."""
     first = hl.load(offs, [(group - 1) * stride], extra_mask=(group > 0) & (group < G))

@@ -22,10 +22,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # Helion refuses the key where it
     _COMMON["host_tensor_descriptors"] = True
 
 
+def options(indexing: list[str]) -> dict[str, Any]:
+    """What the configurations share, for these accesses to memory."""
+    return {"num_stages": 4, "indexing": indexing, **_COMMON}
+
+
 def configs(indexing: list[str]) -> dict[str, Configs]:
     """The configurations, by what is multiplied, for these accesses to memory."""
-    options = {"num_stages": 4, "indexing": indexing, **_COMMON}
-    large, low, thin = config([128], 8, **options), config([64], 4, **options), config([64], 8, **options)
+    large, low, thin = (config([rows], warps, **options(indexing)) for rows, warps in ((128, 8), (64, 4), (64, 8)))
     return {
         "1x128 by 128x128": {(9, 0): large, (10, 0): large},
         # On Blackwell a tile of 128 rows has no registers left for a scale of each column.

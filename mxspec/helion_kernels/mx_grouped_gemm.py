@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mxspec.helion_kernels._blocked import blocked_shape
-from mxspec.helion_kernels._groups import chunk, padded_ends, passed
+from mxspec.helion_kernels._groups import chunk, padded_ends, passed, tokens_of_tile
 from mxspec.helion_kernels._launch import config, flat, launch
 from mxspec.helion_kernels._mx_gemm import PTX as PTX
 from mxspec.helion_kernels._mx_gemm import multiplied, scale_arguments, scale_place, step_for
@@ -31,12 +31,10 @@ def _mx_grouped_gemm(
         for i in range(0, G, chunk):
             g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
             group, begin = passed(group, begin, row0, g, ends, G)
-        # What lies past the last group counts as one group more, of which nothing is summed.
-        first = hl.load(offs, [(group - 1) * stride_offs], extra_mask=group > 0)
-        stop = torch.where(group < G, hl.load(offs, [group * stride_offs], extra_mask=group < G), M)
-        row = (first + row0 - begin + hl.arange(128)).unsqueeze(1)
+        first, stop = tokens_of_tile(row0, group, begin, offs, stride_offs, G, M)
+        row = (first + hl.arange(128)).unsqueeze(1)
         there = (row >= 0) & (row < stop.unsqueeze(1)) & (row < M)
-        # A tile past what the scales' rows hold is one only where offs is out of order.
+        # Nothing is summed past the last group, nor past what the scales' rows hold, where offs is out of order.
         expert = group.sum(0)
         summed = torch.where((expert < G) & (tile.id * 128 + 128 <= M + G * 128), K, 0)
         acc = hl.zeros([128, n], dtype=torch.float32)
