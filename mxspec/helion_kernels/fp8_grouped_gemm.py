@@ -54,6 +54,7 @@ def fp8_grouped_gemm(
     offs: Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
+    alignment: int = 1,
     check_offs: bool = False,
 ) -> Tensor:
     (M, K), (E, N, _) = a.shape, b.shape

@@ -1,0 +1,16 @@
+"""fp8_grouped_gemm_wgrad_ in Helion: the kernel that writes, which reads a tile of its output and adds to it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.helion_kernels.fp8_grouped_gemm_wgrad import PTX, sum_tokens
+
+__all__ = ["PTX", "fp8_grouped_gemm_wgrad_"]
+
+
+def fp8_grouped_gemm_wgrad_(
+    acc: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, *, check_offs: bool = False
+) -> None:
+    if acc.numel() and dy.shape[1]:
+        sum_tokens(dy, dy_scale, x, x_scale, offs, acc, accumulate=True)
