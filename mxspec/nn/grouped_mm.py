@@ -4,7 +4,7 @@
 |---|---|---|---|
 | forward | x, along K | w, along K | `(M, N)` |
 | dgrad | dO, along N | w^T, along N | `(M, K)` |
-| wgrad | dO^T, along the tokens of each group | x^T, likewise | `(E, N, K)`, in fp32 |
+| wgrad | dO^T, along the tokens of each group | x^T, likewise | `(E, N, K)` of w's dtype |
 
 Tokens are padded group by group as they are quantized, in one pass; nothing is read on the host. The weights are
 read once for both of their operands. What is saved of x are its codes along the tokens, a byte an element.
@@ -128,8 +128,8 @@ class _GroupedMX(torch.autograd.Function):
             grad_w = _wgrad_bf16(grad.bfloat16(), x.bfloat16(), offs).to(ctx.w_dtype)
         elif wgrad:
             grad_w = mxspec.mx_grouped_gemm_wgrad(
-                dy.columns, dy.columns_scale, columns, columns_scale, dy.end, backend=backend
-            ).to(ctx.w_dtype)
+                dy.columns, dy.columns_scale, columns, columns_scale, dy.end, out_dtype=ctx.w_dtype, backend=backend
+            )
         return grad_x, grad_w, *(None,) * 13
 
 
@@ -193,7 +193,7 @@ def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mx
 
     Returns:
         `(M, N)` of x's dtype, contiguous. Rows from `offs[-1]` on are 0, and so are their gradients. The gradient of w
-        is summed in fp32 and cast to w's dtype; that of an expert without tokens is 0.
+        is summed in fp32 and rounded once, to w's dtype; that of an expert without tokens is 0.
 
     Special values: as for `mx_grouped_gemm`: a NaN stays within its group.
 

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | forward | x, along K | weight, along K | `(tokens, N)` |
 | dgrad | dO, along N | weight^T, along N | `(tokens, K)` |
-| wgrad | dO^T, along the tokens | x^T, along the tokens | `(N, K)`, in fp32 |
+| wgrad | dO^T, along the tokens | x^T, along the tokens | `(N, K)` of the weight's dtype |
 
 Each tensor is read once and quantized along both of its dimensions: x and the weight in the forward, dO in the
 backward. What is saved of x are its codes along the tokens, a byte an element.
@@ -102,7 +102,7 @@ class _Linear(torch.autograd.Function):
         if wgrad and recipe.wgrad_bf16:
             grad_weight = (grad.bfloat16().mT @ x.bfloat16()).to(ctx.weight_dtype)
         elif wgrad:
-            grad_weight = _gemm(columns, (xt, xt_scale), torch.float32, backend).to(ctx.weight_dtype)
+            grad_weight = _gemm(columns, (xt, xt_scale), ctx.weight_dtype, backend)
         return grad_x, grad_weight, *(None,) * 10
 
 
@@ -124,7 +124,8 @@ class MXLinear(QuantizedLinear):
 
     Shapes:
         x: `(..., K)`, bfloat16 or float32, any number of tokens; under autocast it is cast as `nn.Linear` would.
-        Returns `(..., N)` of that dtype. The gradient of the weight is summed in fp32 and cast to the weight's dtype.
+        Returns `(..., N)` of that dtype. The gradient of the weight is summed in fp32 and rounded once, to the
+            weight's dtype.
 
     Special values: a NaN or an Inf in a token makes the token's output NaN; one in the weight its column.
 
