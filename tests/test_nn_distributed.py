@@ -21,11 +21,13 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linear = MXLinear(64, 64)
-        self.experts = GroupedExperts(2, 64, 32)
+        self.linear = MXLinear(64, 128)
+        self.experts = GroupedExperts(2, 128, 32)
+        self.fp8_experts = GroupedExperts(2, 128, 128, "fp8_128")
 
     def forward(self, x, offs):
-        return self.experts(self.linear(x).relu(), offs)
+        x = self.experts(self.linear(x).relu(), offs)
+        return x + self.fp8_experts(x, offs)
 
 
 def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +52,7 @@ def _wrapped(model: nn.Module, kind: str) -> nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (WORLD,))
-    for part in (model.linear, model.experts, model):
+    for part in (model.linear, model.experts, model.fp8_experts, model):
         fully_shard(part, mesh=mesh)
     with pytest.raises(TypeError, match="has sharded weights"), cache_weights(model):
         pass

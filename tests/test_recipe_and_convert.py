@@ -83,11 +83,16 @@ def test_convert_to_mx():
     assert model.experts.recipe == RECIPES["mxfp8_rceil"]
 
 
-def test_convert_to_fp8_leaves_experts_and_says_so():
+def test_convert_to_fp8():
     model = Block()
+    model.wide = GroupedExperts(2, 128, 256)
+    parameters = dict(model.named_parameters())
     report = convert(model, "fp8_128")
-    assert report.swapped == dict.fromkeys(("up", "layers.0", "same"), "Float8BlockwiseLinear")
-    assert report.left["experts"].startswith("GroupedExperts: there is no grouped matmul of fp8_128 yet")
+    linears = dict.fromkeys(("up", "layers.0", "same"), "Float8BlockwiseLinear")
+    assert report.swapped == {**linears, "wide": "GroupedExperts of fp8_128"}
+    assert model.wide.recipe == RECIPES["fp8_128"]
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert report.left["experts"].startswith("GroupedExperts: hidden_dim = 64 is no multiple of 128")
     assert report.left["head"].startswith("Float8BlockwiseLinear: out_features = 10 is no multiple of 128")
     assert type(model.same) is Float8BlockwiseLinear
     assert model.experts.recipe == RECIPES["bf16"]

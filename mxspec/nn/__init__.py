@@ -4,7 +4,7 @@ from mxspec.nn._cache import cache_weights
 from mxspec.nn.conversion import Conversion, convert
 from mxspec.nn.experts import GroupedExperts
 from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
-from mxspec.nn.grouped_mm import mx_grouped_mm
+from mxspec.nn.grouped_mm import fp8_grouped_mm, mx_grouped_mm
 from mxspec.nn.mx_linear import MXLinear
 from mxspec.nn.recipe import RECIPES, Recipe
 
@@ -17,5 +17,6 @@ __all__ = [
     "Recipe",
     "cache_weights",
     "convert",
+    "fp8_grouped_mm",
     "mx_grouped_mm",
 ]

@@ -10,7 +10,6 @@ from torch import nn
 from mxspec.nn._cache import QuantizesWeights
 from mxspec.nn.experts import GroupedExperts
 from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
-from mxspec.nn.grouped_mm import recipe_of_groups
 from mxspec.nn.mx_linear import MXLinear
 from mxspec.nn.recipe import Recipe, recipe_of
 
@@ -86,7 +85,7 @@ def convert(
 def _converted(layer: nn.Linear | GroupedExperts, recipe: Recipe) -> nn.Module:
     """The layer in another kind, or an error that says why it cannot be had."""
     if isinstance(layer, GroupedExperts):
-        layer.recipe = recipe_of_groups(recipe, "GroupedExperts")
+        layer.set_recipe(recipe)
         return layer
     if type(layer) is not nn.Linear:
         raise TypeError(f"is a {type(layer).__name__}, not a plain nn.Linear")

@@ -8,23 +8,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.nn._cache import Quantized, QuantizesWeights
+from mxspec.nn._grouped import product, quantize_experts, quantize_input
+from mxspec.nn._grouped_formats import BLOCK_SIZES
 from mxspec.nn._linear import as_autocast, backend_now, check_features, check_input, check_parameters
-from mxspec.nn.grouped_mm import check_offs, product, quantize_experts, quantize_input, recipe_of_groups
-from mxspec.nn.recipe import Recipe
+from mxspec.nn.grouped_mm import check_offs
+from mxspec.nn.recipe import Recipe, recipe_of
 
 
 class GroupedExperts(QuantizesWeights):
     """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
 
-    Three grouped matmuls as `mx_grouped_mm` does them; gate and up read the same codes of x. The weights are quantized
-    once a forward; `cache_weights` stretches that over several. Nothing waits for the device.
+    Three grouped matmuls as `mx_grouped_mm` or `fp8_grouped_mm` does them; gate and up read the same codes of x. The
+    weights are quantized once a forward; `cache_weights` stretches that over several. Nothing waits for the device.
 
     Args:
         num_experts: E.
-        dim, hidden_dim: the width of a token and of what the gate works on; multiples of 32.
-        recipe: a `Recipe` of mxfp8 or bf16, or its name; as for `mx_grouped_mm`.
+        dim, hidden_dim: the width of a token and of what the gate works on; multiples of 32, of 128 for fp8_128.
+        recipe: a `Recipe` or its name, as for `mx_grouped_mm` and `fp8_grouped_mm`; `set_recipe` takes another.
         device, dtype: of the parameters; bfloat16 or float32.
 
     Parameters: `w_gate` and `w_up`, `(E, hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`, drawn as an
@@ -35,11 +36,11 @@ class GroupedExperts(QuantizesWeights):
         offs: `(E,)` int32 on x's device, the exclusive end of each expert's tokens, the last at most M.
         Returns `(M, dim)` of x's dtype; rows from `offs[-1]` on are 0.
 
-    Special values: as for `mx_grouped_gemm`: a NaN stays with its expert.
+    Special values: as for `mx_grouped_gemm` and `fp8_grouped_gemm`: a NaN stays with its expert.
 
     Raises:
         TypeError: a dtype other than those.
-        ValueError: sizes, a shape, a device, or a recipe of fp8_128.
+        ValueError: sizes, a shape, a device, or an unknown recipe.
         RuntimeError: a weight that changed while `cache_weights` held its codes.
 
     Example:
@@ -64,11 +65,10 @@ class GroupedExperts(QuantizesWeights):
         name = "GroupedExperts"
         if num_experts <= 0:
             raise ValueError(f"{name}: num_experts = {num_experts}; needs at least 1")
-        check_features(name, MX_BLOCK_SIZE, dim=dim, hidden_dim=hidden_dim)
         check_parameters(name, dtype or torch.get_default_dtype())
         super().__init__()
         self.num_experts, self.dim, self.hidden_dim = num_experts, dim, hidden_dim
-        self.recipe = recipe_of_groups(recipe, name)
+        self.set_recipe(recipe)
         wide, narrow = (num_experts, hidden_dim, dim), (num_experts, dim, hidden_dim)
         self.w_gate, self.w_up, self.w_down = (
             nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for shape in (wide, wide, narrow)
@@ -79,6 +79,15 @@ class GroupedExperts(QuantizesWeights):
         for weight in self._weights():
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
+
+    def set_recipe(self, recipe: Recipe | str) -> None:
+        """Train by this recipe from now on; the parameters stay. Not while `cache_weights` holds their codes."""
+        name = type(self).__name__
+        found = recipe_of(recipe, name)
+        check_features(name, BLOCK_SIZES[found.format], dim=self.dim, hidden_dim=self.hidden_dim)
+        if self._cached:
+            raise RuntimeError(f"{name}: cache_weights holds the codes of another recipe; leave its with-block first")
+        self.recipe = found
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, dim={self.dim}, hidden_dim={self.hidden_dim}, {self.recipe}"

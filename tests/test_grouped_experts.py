@@ -1,0 +1,174 @@
+"""GroupedExperts: three grouped matmuls, by each recipe, and the weights that are held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
+
+import mxspec
+from mxspec.check import default_device, sqnr_db
+from mxspec.nn import RECIPES, GroupedExperts, cache_weights, fp8_grouped_mm, mx_grouped_mm
+
+DEVICE = default_device()
+K, N = 128, 256  # dim and hidden_dim
+FORMATS = ["mxfp8_rceil", "fp8_128"]
+QUANTIZERS = {  # of weights; of tokens, along their features and along the tokens
+    "mxfp8_rceil": ["mx_quantize_rowcol", "mx_quantize_groups", "mx_quantize_groups"],
+    "fp8_128": ["fp8_quantize_128x128", "fp8_quantize_1x128", "fp8_quantize_k_groups"],
+}
+
+
+def experts(recipe="mxfp8_rceil") -> GroupedExperts:
+    torch.manual_seed(3)
+    return GroupedExperts(3, K, N, recipe, device=DEVICE)
+
+
+def tokens(sizes=(33, 0, 30), rest=4):
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes) + rest, K, device=DEVICE, requires_grad=True)
+    return x, torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
+
+
+def trained(module, x, offs):
+    x.grad = None
+    module.zero_grad()
+    out = module(x, offs)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_rceil_wgrad_bf16", "fp8_128", "bf16"])
+def test_experts_are_three_grouped_matmuls(recipe):
+    module, (x, offs) = experts(recipe), tokens()
+    got = trained(module, x, offs)
+    grouped_mm = fp8_grouped_mm if recipe == "fp8_128" else mx_grouped_mm
+
+    def by_hand(x, offs):
+        gate, up = (grouped_mm(x, w, offs, recipe) for w in (module.w_gate, module.w_up))
+        return grouped_mm(silu(gate) * up, module.w_down, offs, recipe)
+
+    module.forward = by_hand
+    assert all(map(torch.equal, got, trained(module, x, offs)))
+
+
+def test_experts_are_swiglu():
+    module, (x, offs) = experts("bf16").requires_grad_(False), tokens()
+    x, first, out = x.detach(), 0, torch.zeros_like(x)
+    for e, end in enumerate(offs.tolist()):
+        t, rows = x[first:end], slice(first, end)
+        out[rows] = (silu(t @ module.w_gate[e].T) * (t @ module.w_up[e].T)) @ module.w_down[e].T
+        first = end
+    assert sqnr_db(module(x, offs), out) >= 40
+    for recipe in FORMATS:
+        assert sqnr_db(experts(recipe)(x, offs).detach(), out) >= 22  # three matmuls' noise
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_gate_and_up_read_the_same_codes_and_weights_are_held(recipe, monkeypatch):
+    module, (x, offs) = experts(recipe), tokens()
+    once, ran = trained(module, x, offs), []
+    weights, rows, columns = QUANTIZERS[recipe]
+    for name in {weights, rows, columns}:
+        op = getattr(mxspec, name)
+        monkeypatch.setattr(mxspec, name, lambda *a, op=op, name=name, **kw: ran.append(name) or op(*a, **kw))
+    module(x, offs)
+    assert ran == [weights] * 3 + [rows, columns] * 2
+    with cache_weights(module):
+        ran.clear()
+        assert all(map(torch.equal, trained(module, x, offs), once))
+        assert weights not in ran
+    with pytest.raises(RuntimeError, match="a weight has changed"), cache_weights(module), torch.no_grad():
+        module.w_up.mul_(2)
+    ran.clear()
+    module.requires_grad_(False)(x, offs)
+    assert ran == [weights] * 3 + [rows] * 2
+
+
+def test_another_recipe_may_be_set_but_not_while_codes_are_held():
+    module, (x, offs) = experts("bf16"), tokens()
+    module.set_recipe("fp8_128")
+    assert module.recipe == RECIPES["fp8_128"]
+    assert torch.equal(module(x, offs), experts("fp8_128")(x, offs))
+    with cache_weights(module), pytest.raises(RuntimeError, match="GroupedExperts: cache_weights holds the codes"):
+        module.set_recipe("mxfp8_rceil")
+    narrow = GroupedExperts(2, 128, 64)
+    with pytest.raises(ValueError, match="GroupedExperts: hidden_dim = 64 is no multiple of 128"):
+        narrow.set_recipe("fp8_128")
+    assert narrow.recipe == RECIPES["mxfp8_rceil"]
+    with cache_weights(experts("bf16")):  # which holds nothing
+        pass
+
+
+@pytest.mark.parametrize("recipe", FORMATS)
+def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe):
+    torch._dynamo.reset()
+    module, (x, offs) = experts(recipe), tokens()
+    once = trained(module, x, offs)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, trained(compiled, x, offs), once))
+    whole = module.forward
+    module.forward = lambda x, offs: checkpoint(whole, x, offs, use_reentrant=False)
+    assert all(map(torch.equal, trained(module, x, offs), once))
+
+
+def test_experts_state_and_what_they_refuse():
+    module = experts()
+    assert {name: tuple(p.shape) for name, p in module.state_dict().items()} == {
+        "w_gate": (3, N, K),
+        "w_up": (3, N, K),
+        "w_down": (3, K, N),
+    }
+    for arguments, error, words in (
+        ((0, K, N), ValueError, "num_experts = 0"),
+        ((3, 40, N), ValueError, "dim = 40 is no multiple of 32"),
+        ((3, K, 40), ValueError, "hidden_dim = 40 is no multiple of 32"),
+        ((3, K, 96, "fp8_128"), ValueError, "GroupedExperts: hidden_dim = 96 is no multiple of 128"),
+        ((3, K, N, "fp8"), ValueError, "GroupedExperts: unknown recipe 'fp8'"),
+        ((3, K, N, "bf16", None, torch.float16), TypeError, "parameters of torch.float16"),
+    ):
+        with pytest.raises(error, match=words):
+            GroupedExperts(*arguments)
+    x, offs = tokens()
+    with pytest.raises(ValueError, match=r"input has shape \(1, 67, 128\); needs \(M, 128\)"):
+        module(x[None], offs)
+    with pytest.raises(ValueError, match="needs \\(3,\\) for 3 experts"):
+        module(x, offs[:2])
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_waits_for_the_device(recipe):
+    module, (x, offs) = experts(recipe), tokens()
+    expected = trained(module, x, offs)  # which compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = trained(module, x, offs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_captured_in_a_cuda_graph_it_trains_on_other_tokens_and_groups(recipe):
+    module, (x, offs) = experts(recipe), tokens()
+    expected = trained(module, x, offs)
+    torch.cuda.synchronize()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        trained(module, x, offs)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        captured = trained(module, x, offs)
+    others, (y, other_offs) = offs.clone(), tokens((1, 60, 2))
+    with torch.no_grad():  # other tokens and other groups in the same memory
+        x.copy_(y)
+        offs.copy_(other_offs)
+    graph.replay()
+    got = [t.clone() for t in captured]
+    assert not torch.equal(got[0], expected[0])
+    assert all(map(torch.equal, got, trained(module, x, offs)))
+    offs.copy_(others)
