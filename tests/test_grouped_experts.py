@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 import mxspec
+from mxspec.bench import timing
 from mxspec.check import default_device, sqnr_db
 from mxspec.nn import RECIPES, GroupedExperts, cache_weights, fp8_grouped_mm, mx_grouped_mm
 
@@ -172,3 +176,38 @@ def test_captured_in_a_cuda_graph_it_trains_on_other_tokens_and_groups(recipe):
     assert not torch.equal(got[0], expected[0])
     assert all(map(torch.equal, got, trained(module, x, offs)))
     offs.copy_(others)
+
+
+def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monkeypatch):
+    path = Path(__file__).parents[1] / "benchmarks" / "experts.py"
+    spec = importlib.util.spec_from_file_location("experts", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    paces, recipe, shape = (benchmark.Pace(0, 1, 1),) * 2, RECIPES["fp8_128"], "40x256x128x2"
+
+    monkeypatch.setattr(benchmark, "torchao", lambda recipe: benchmark.bf16)
+    result = benchmark.measure("grouped linear", recipe, shape, DEVICE, paces)
+    assert result.times_as_fast.keys() == {"bf16", "torchao"}
+    assert result.quantizing > 0
+    out = capsys.readouterr().out
+    for line in (
+        "fp8_quantize_128x128 2x256x128 -> 2x256x128",
+        "fp8_quantize_1x128 40x128 -> 40x128",
+        "fp8_quantize_k_groups 40x256 -> 256x384",
+        "fp8_grouped_gemm 40x256 -> 40x128",
+        "fp8_grouped_gemm_wgrad 256x384 -> 2x256x128",
+    ):
+        assert f"{line} " in out
+
+    monkeypatch.setattr(benchmark, "torchao", lambda recipe: lambda x, w, offs: 2 * benchmark.bf16(x, w, offs))
+    result = benchmark.measure("SwiGLU experts", recipe, shape, DEVICE, paces, ragged=False)
+    assert result.times_as_fast.keys() == {"bf16"}
+    out = capsys.readouterr().out
+    assert "torchao is not in the race: AssertionError: y: " in out
+    (row,) = (line for line in out.splitlines() if "fp8_quantize_1x128 40x256" in line)
+    assert row.split("│")[2].strip() == "3"  # hidden, and the gradients of gate and up
+
+    monkeypatch.setitem(benchmark.MIN_SQNR_DB, "grouped linear", 60)
+    with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB beside bfloat16's; needs 60"):
+        benchmark.measure("grouped linear", recipe, shape, DEVICE, paces)

@@ -1,0 +1,220 @@
+"""Grouped matmuls that train, beside bfloat16.
+
+    python benchmarks/experts.py [--recipe fp8_128] [--even] [MxNxKxE ...]
+
+M tokens of E experts, K wide, by weights `(E, N, K)`: forward and backward of one grouped linear, and of SwiGLU experts
+of hidden width N. The whole step is timed as a program makes it, quantizing and padding included, in one race with
+PyTorch's grouped matmul in bfloat16 and, where it can be imported, torchao's in the recipe's format; then each kernel
+of the step, as it was called there, by itself. Outputs and gradients have first been compared with bfloat16's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import grouped_mm, silu
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxspec.bench.timing import Contender, Pace, race
+from mxspec.check import sqnr_db
+from mxspec.console import console
+from mxspec.nn import RECIPES, GroupedExperts, Recipe, fp8_grouped_mm, mx_grouped_mm
+from mxspec.reference._mx_gemm_cases import bench_sizes
+
+SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two of torchao's: DeepSeek-V3, Llama 4; it has 128000 tokens too
+MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # beside what bfloat16 gives; of experts the noise adds up
+STEPS, PARTS = Pace(0.6, 60_000, 1_000), Pace(0.3, 15_000, 500)
+REST = "the rest: activations, sums, zeros"
+Layer = Callable[[Tensor, Tensor], Tensor]  # tokens and offs to the output
+GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens, weights, offs
+
+
+class Result(NamedTuple):
+    times_as_fast: dict[str, float]  # as bfloat16, and as torchao
+    quantizing: float  # its share of the step
+
+
+def linear(mm: GroupedMM, weights: list[Tensor]) -> Layer:
+    return lambda x, offs: mm(x, weights[0], offs)
+
+
+def experts(mm: GroupedMM, weights: list[Tensor]) -> Layer:
+    gate, up, down = weights
+    return lambda x, offs: mm(silu(mm(x, gate, offs)) * mm(x, up, offs), down, offs)
+
+
+def bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return grouped_mm(x, w.mT, offs=offs)
+
+
+def torchao(recipe: Recipe) -> GroupedMM:
+    """torchao's grouped matmul of such a recipe, emulated where its kernels need Blackwell or DeepGEMM's K-groups."""
+    if recipe.format == "fp8_128":
+        from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm as fp8
+
+        return lambda x, w, offs: fp8._to_fp8_blockwise_then_scaled_grouped_mm(x, w.mT, offs)
+    from torchao.prototype.moe_training import mxfp8_grouped_mm as mx
+
+    options: dict[str, Any] = {
+        "kernel_preference": mx.KernelPreference.EMULATED,
+        "wgrad_with_hp": recipe.wgrad_bf16,
+        "scale_calculation_mode": mx.ScaleCalculationMode[recipe.scaling.upper()],
+        "pad_token_groups_for_grouped_mm": True,
+    }
+    return lambda x, w, offs: mx._to_mxfp8_then_scaled_grouped_mm(x, w.mT, offs, **options)
+
+
+def step(layer: Layer, x: Tensor, weights: list[Tensor], offs: Tensor, dy: Tensor) -> list[Tensor]:
+    """The output and the gradients of one forward and backward."""
+    leaves = [x, *weights]
+    for leaf in leaves:
+        leaf.grad = None
+    out = layer(x, offs)
+    out.backward(dy)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def compare(got: list[Tensor], expected: list[Tensor], least: float) -> None:
+    for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        if (measured := sqnr_db(mine, theirs)) < least:
+            what = ("y", "dx")[i] if i < 2 else f"dw {i - 1}"
+            raise AssertionError(f"{what}: {measured:.1f} dB beside bfloat16's; needs {least}")
+
+
+class Calls(TorchDispatchMode):
+    """Every kernel that runs, with its operands: equal ones by one name, what neither quantizes nor multiplies as REST.
+
+    Backward's thread on a GPU sees the mode too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[partial[Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        result = call()
+        self.found.setdefault(self._name(call, result), []).append(call)
+        return result
+
+    def _name(self, call: partial[Any], result: Any) -> str:
+        name = call.func.name().split("::")[1]  # type: ignore[attr-defined]
+        if call.func.namespace != "mxspec" and "grouped_mm" not in name:  # type: ignore[attr-defined]
+            return REST
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        shapes = " -> ".join("x".join(map(str, t.shape)) for t in (call.args[0], first))
+        axis = f", axis {call.keywords['axis']}" if "axis" in call.keywords else ""
+        return f"{name.removesuffix('.default')} {shapes}{axis}"
+
+
+def parts(calls: Calls, anything: Tensor) -> Iterator[Contender]:
+    """One of each kernel; all of REST."""
+    for what, found in calls.found.items():
+
+        def run(_: Tensor, found: list[partial[Any]] = found if what == REST else found[:1]) -> Tensor:
+            for call in found:
+                call()
+            return anything
+
+        yield Contender(what, run, [(anything,)], waits=what == REST)
+
+
+def raced(
+    kind: str, layers: dict[str, Layer], x: Tensor, weights: list[Tensor], offs: Tensor, dy: Tensor, pace: Pace
+) -> list[Contender]:
+    """The steps in one race, each first compared with the first one, bfloat16's; a peer that fails is left out."""
+    found: list[Contender] = []
+    expected: list[Tensor] = []
+    for name, layer in layers.items():
+        run = partial(step, layer, x, weights, offs)
+        try:
+            expected = expected or run(dy)
+            compare(run(dy), expected, MIN_SQNR_DB[kind])
+            found.append(Contender(name, run, [(dy,)], waits=True))
+        except Exception as error:
+            if name != "torchao":
+                raise
+            console.print(f"torchao is not in the race: {type(error).__name__}: {error}", markup=False)
+    expected.clear()
+    race(found, pace)
+    return found
+
+
+def measure(
+    kind: str, recipe: Recipe, shape: str, device: torch.device, paces: tuple[Pace, Pace], ragged: bool = True
+) -> Result:
+    """Time one layer of one shape and print it."""
+    M, N, K, E = map(int, shape.split("x"))
+    torch.manual_seed(0)
+    dtype, is_linear = torch.bfloat16, kind == "grouped linear"
+    module = GroupedExperts(E, K, N, recipe, device, dtype)
+    weights: list[Tensor] = [module.w_gate] if is_linear else list(module.parameters())
+    x = torch.randn(M, K, device=device, dtype=dtype, requires_grad=True)
+    dy = torch.randn(M, N if is_linear else K, device=device, dtype=dtype)
+    offs = torch.tensor(bench_sizes(M, E, ragged)[0], device=device).cumsum(0, dtype=torch.int32)
+    of = linear if is_linear else experts
+    own = fp8_grouped_mm if recipe.format == "fp8_128" else mx_grouped_mm
+    layers = {"bf16": of(bf16, weights), "mxspec": of(partial(own, recipe=recipe), weights) if is_linear else module}
+    try:
+        layers["torchao"] = of(torchao(recipe), weights)
+    except ImportError as error:
+        console.print(f"torchao is not in the race: {error}", markup=False)
+
+    steps = {c.name: c.us for c in raced(kind, layers, x, weights, offs, dy, paces[0])}
+    with Calls() as calls:
+        step(layers["mxspec"], x, weights, offs, dy)
+    with torch.no_grad():
+        kernels = list(parts(calls, x))
+        race(kernels, paces[1])
+
+    title = f"{kind}, {shape}, {'ragged' if ragged else 'even'}"
+    return report(title, steps, kernels, calls, 2 * M * N * K, len(weights))
+
+
+def report(
+    title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, flops: int, weights: int
+) -> Result:
+    """Print each kernel's share of the step, and the steps; each matmul takes `flops`, three for each weight."""
+    table, us = Table("kernel", "calls", "us", "share", "TFLOP/s", title=title), steps["mxspec"]
+    for column in table.columns[1:]:
+        column.justify = "right"
+    quantizing = total = 0.0
+    for kernel in kernels:
+        count = 1 if kernel.name == REST else len(calls.found[kernel.name])
+        part = count * kernel.us
+        total += part
+        quantizing += part if "quantize" in kernel.name else 0
+        rate = f"{flops / kernel.us / 1e6:.0f}" if "grouped_gemm" in kernel.name or "grouped_mm" in kernel.name else ""
+        table.add_row(kernel.name, str(count), f"{part:.1f}", f"{part / us:.1%}", rate)
+    table.add_row("between them", "", f"{us - total:.1f}", f"{1 - total / us:.1%}", "")
+    table.add_section()
+    for name, other in steps.items():
+        table.add_row(name, "", f"{other:.1f}", f"{other / us:.1%}", f"{3 * weights * flops / other / 1e6:.0f}")
+    console.print(table)
+    result = Result({name: other / us for name, other in steps.items() if name != "mxspec"}, quantizing / us)
+    for name, times in result.times_as_fast.items():
+        console.print(f"{times:.2f} times as fast as {name}")
+    console.print(f"quantizing: {result.quantizing:.1%} of the step\n")
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("shapes", nargs="*", default=SHAPES, metavar="MxNxKxE")
+    p.add_argument("--recipe", choices=[name for name in RECIPES if name != "bf16"], default="mxfp8_rceil")
+    p.add_argument("--even", action="store_true", help="as many tokens for each expert; else ragged groups")
+    options = p.parse_args(argv)
+    for shape in options.shapes:
+        for kind in MIN_SQNR_DB:
+            measure(kind, RECIPES[options.recipe], shape, torch.device("cuda"), (STEPS, PARTS), not options.even)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
