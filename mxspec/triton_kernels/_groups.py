@@ -120,3 +120,15 @@ def grouped_tile(tile, row_tile, group, begin, size, G, row_tiles, col_tiles):
     place = begin.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * width + tile - begin
     there = (tile < col_tiles) & (row_tile < row_tiles)
     return place, there & (place >= 0) & (place < col_tiles.to(tl.int64) * row_tiles)
+
+
+@triton.jit
+def store_in_order(offs, stride, G, M, ends, CHUNK: tl.constexpr):
+    """Write offs to `ends`, each at least the one before, 0 and at most M: as it is, where offs is in order."""
+    last = 0
+    for i in range(0, G, CHUNK):
+        g = i + tl.arange(0, CHUNK)
+        end = tl.load(offs + g * stride, mask=g < G, other=0)
+        end = tl.maximum(tl.associative_scan(end, 0, _later), last)
+        tl.store(ends + g, tl.minimum(end, M), mask=g < G)
+        last = tl.max(end, 0)

@@ -115,12 +115,15 @@ def _tile(
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
     out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, a_flags=None, b_flags=None,
 ):  # fmt: skip
-    """One tile of the output; of K-groups, the row tiles of each group come one after the other."""
+    """One tile of the output; of K-groups, the row tiles of each group come one after the other.
+
+    With flags of 128 rows of a and of b each, only if one of its is raised.
+    """
     # `top` is the tile's first row of a and of the output, `tile` counts its scales'. Where offs is out of order,
     # nothing has a meaning, but nothing outside the operands is read.
-    blocks, tile = K // 32, row_tile
+    blocks, tile, group = K // 32, row_tile, row_tile * 0
     if GROUPS == "M":  # rows are in groups, each padded to whole tiles; past the last group they are zeros
         start = row_tile * BLOCK_M
         group, _, stop, begin = group_of(start, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
@@ -154,6 +157,10 @@ def _tile(
             b_scale += (first // 32).to(tl.int64) * b_scale_stride_c
     else:
         top, end = (row_tile * BLOCK_M).to(tl.int64), M
+    if a_flags is not None:
+        of_b = b_flags + group * tl.cdiv(N, 128) + n_tile * BLOCK_N // 128
+        raised = tl.load(a_flags + row_tile) + tl.load(of_b, mask=group < E, other=0) > 0
+        blocks, end = tl.where(raised, blocks, 0), tl.where(raised, end, 0)
     row, left = tl.arange(0, BLOCK_M).to(tl.int64), n_tile.to(tl.int64) * BLOCK_N
     column = tl.arange(0, BLOCK_N).to(tl.int64)
     in_a, in_b = (top + row >= 0) & (top + row < end), left + column < N
@@ -217,21 +224,48 @@ def _marked_tiles(
         )  # fmt: skip
 
 
+@triton.jit
+def _flagged_tiles(
+    a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
+    b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
+    out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
+    row_tiles, flags,
+    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    if GROUPS == "M":  # the rows of none, which whoever computed the others left as they were
+        n, size = tl.arange(0, 2048), tl.cast(M, tl.int64) * N
+        first = tl.load(offs + (E - 1) * offs_stride).to(tl.int64) * N + tl.program_id(0) * 2048
+        for start in range(first, size, tl.num_programs(0) * 2048):
+            tl.store(out + start + n, 0.0, mask=start + n < size)
+    if tl.load(flags) != 0:
+        for i in range(tl.program_id(0), row_tiles * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
+            _tile(
+                i % row_tiles, i // row_tiles,
+                a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
+                b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
+                out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
+                GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED, flags + 1, flags + 1 + row_tiles,
+            )  # fmt: skip
+
+
 def _aligned(codes: Tensor) -> bool:
     return (codes.data_ptr() | codes.stride(-2)) % 16 == 0 and (codes.ndim < 3 or codes.stride(0) % 16 == 0)
 
 
 def mx_tiles(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
-    *, offs: Tensor | None = None, groups: str = "", marks: Tensor | None = None, width: int = 0, programs: int = 0,
-    **options: Any,
+    *, offs: Tensor | None = None, groups: str = "", marks: Tensor | None = None, width: int = 0,
+    flags: Tensor | None = None, programs: int = 0, **options: Any,
 ) -> None:  # fmt: skip
     """Multiply `(M, K)` by `(N, K)` into `out`: whole, M in groups, each with a b of its own, or K in groups.
 
     `out` may be the transpose of contiguous matrices.
 
     With `marks`, int32, only tiles of 128 rows and `width` columns that are written there, by so many programs: how
-    many, then the row and the column of each. `options` change the configuration.
+    many, then the row and the column of each. With `flags`, int32, only tiles of 128 rows of a, or 128 of b, whose flag
+    is not 0, and rows of no group: one flag for all, those of a, of each group's rows anew, and those of each b.
+    `options` change the configuration.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     if not K:
@@ -248,14 +282,17 @@ def mx_tiles(
         out, *out.stride()[-2:], offs, 0 if offs is None else offs.stride(0), E, M, N, K,
     )  # fmt: skip
     config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E), **options}
-    if marks is not None:  # a loop over tiles takes registers as well
-        del config["GROUP"]
-        config["BLOCK_N"] = 32
-        _marked_tiles[(programs,)](*operands, marks, WIDTH=width, **config)
-        return
-    row_tiles, col_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
+    row_tiles = -(-M // config["BLOCK_M"])
     if groups == "M":
         row_tiles += E  # each group, and the rows of none, may begin a tile
     elif groups == "K":
         row_tiles *= E
-    _tiles[(row_tiles * col_tiles,)](*operands, row_tiles, **config)
+    if marks is None and flags is None:
+        _tiles[(row_tiles * -(-N // config["BLOCK_N"]),)](*operands, row_tiles, **config)
+        return
+    del config["GROUP"]
+    config["BLOCK_N"] = 32  # a loop over tiles takes registers as well
+    if marks is not None:
+        _marked_tiles[(programs,)](*operands, marks, WIDTH=width, **config)
+    else:
+        _flagged_tiles[(programs,)](*operands, row_tiles, flags, **config)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.triton_kernels import _mx_gemm_tiles
+from mxspec.triton_kernels._mx_bf16_sm90 import mx_bf16, pays
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
 
@@ -24,6 +25,8 @@ def mx_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
+    if a.shape[1] and pays(a.shape[0], b.shape[0], a.device):
+        return mx_bf16(a, a_scale, b, b_scale, out_dtype, scale_layout)
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out

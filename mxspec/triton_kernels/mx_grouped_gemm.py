@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.triton_kernels import _mx_gemm_tiles
+from mxspec.triton_kernels._mx_bf16_sm90 import mx_bf16, pays_for_groups
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
 
@@ -26,7 +27,10 @@ def mx_grouped_gemm(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> Tensor:
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    (M, K), (E, N, _) = a.shape, b.shape
+    if K and E and pays_for_groups(M, N, E, out_dtype, a.device):
+        return mx_bf16(a, a_scale, b, b_scale, out_dtype, scale_layout, offs)
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if out.numel():
         multiply = mx_sm90 if reads(a, b, out) else mx_tiles
         multiply(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups="M")

@@ -1,0 +1,134 @@
+"""MX matmuls on Hopper by way of memory: both operands become bf16 values, which cuBLAS or PyTorch's grouped matmul
+multiplies.
+
+Values have few mantissa bits, so that tensor cores that the power limit slows multiply them faster than others: where
+the output is large this gains more than the bytes cost. A code times its scale is exactly a bf16 number unless the
+scale is near either end. A block with such a scale, and a code that is not 0, raises a flag for its 128 rows, and tiles
+of the output with a flag of either operand are computed once more by `mx_tiles`; with none, its programs only look. NaN
+and Inf need no flag.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.triton_kernels._blocked import row_col_in_tile
+from mxspec.triton_kernels._groups import chunk, group_of, store_in_order
+from mxspec.triton_kernels._launch import capability, grid, processors
+from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
+from mxspec.triton_kernels._numerics import scale_value
+
+# By code format, the scale bytes from the first to the last under which every code is 0, a normal bf16 number, Inf or
+# NaN: the smallest code is 2^-9 or 2^-16, the largest just below 2^9 or 2^16.
+EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
+VALUES = {"BLOCKS": 64, "num_warps": 4}  # as mx_dequantize's
+GROUP_VALUES = {"BLOCKS": 128, "num_warps": 8}  # a program finds its group, which a larger one does less often; not run
+WAVES = 2  # of tiles of 128 x 128, from which on the output is large: cuBLAS splits K of smaller ones, rounding to bf16
+WEIGHTS = 2  # rows of weights a token, up to which it pays to write the weights' values as well
+MAX_GROUPS = 1023  # of PyTorch's grouped matmul
+
+
+@triton.jit
+def _bf16_values(
+    codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, flags, first_flag,
+    R, C, tiles, all_tiles, offs, offs_stride, G, ends,
+    BLOCKED: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The values of BLOCKS blocks of 128 rows, in the order of their scale bytes."""
+    place = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    # A thread reads as many codes at once as make 16 bytes of values; see mx_dequantize.
+    i, j = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS), tl.max_contiguous(tl.arange(0, 32), 8)
+    if BLOCKED:
+        row, col = row_col_in_tile(i % 512)
+        c = i // 512 * 4 + col
+    else:
+        row, c = i // C, i % C
+    if offs is None:
+        e, top, end = (place // tiles).to(tl.int64), place % tiles * 128, R
+    else:  # each group's rows begin a tile; where offs is out of order, nothing outside is read or written
+        if place + tl.program_id(0) == 0:
+            store_in_order(offs, offs_stride, G, R, ends, CHUNK)
+        _, first, stop, begin = group_of(place * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
+        e, top, end = tl.cast(0, tl.int64), first + place * 128 - begin, tl.minimum(stop, R)
+        if BLOCKED:
+            end = tl.where(place * 128 <= R + 128 * G - 128, end, 0)
+    r = (top + row).to(tl.int64)
+    there = (r >= 0) & (r < end) & (row < 128) & (c < C) & (place < all_tiles)
+    if BLOCKED:
+        of_place = (place % tiles if offs is None else place).to(tl.int64)
+        scale_at = scale + e * scale_stride_e + of_place * (tl.cdiv(C, 4) * 512) + i
+    else:
+        scale_at = scale + e * scale_stride_e + r * scale_stride_r + c.to(tl.int64) * scale_stride_c
+    byte = tl.load(scale_at, mask=there, other=127).to(tl.int32)
+    k = c[:, None] * 32 + j[None, :]
+    code = tl.load(codes + (e * stride_e + r * stride_r)[:, None] + k, mask=there[:, None], other=0.0)
+    value = code.to(tl.float32) * scale_value(byte)[:, None]
+    out += ((e * R + r) * (C * 32))[:, None] + k
+    tl.store(out, value.to(tl.bfloat16), mask=there[:, None])
+    beyond = ((byte < FIRST) | ((byte > LAST) & (byte < 255))) & (tl.max(tl.abs(value), 1) > 0)
+    tl.store(flags + i * 0, 1, mask=beyond)
+    tl.store(flags + first_flag + place + i * 0, 1, mask=beyond)
+
+
+def bf16_values(
+    codes: Tensor, scale: Tensor, scale_layout: str, flags: Tensor, first_flag: int,
+    offs: Tensor | None = None, ends: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The values of codes `(R, K)` or `(E, R, K)`, and where among the flags those of 128 rows each come to stand.
+
+    With `offs`, of rows in groups, each of which begins anew to count 128 rows; `ends` gets offs, put in order.
+    """
+    *lead, R, K = codes.shape
+    C, blocked = K // MX_BLOCK_SIZE, scale_layout == "blocked"
+    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    tiles, G = -(-R // 128), 0 if offs is None else offs.shape[0]
+    all_tiles = tiles * lead[0] if lead else tiles + G
+    config = VALUES if offs is None else GROUP_VALUES
+    of_scale = (scale.stride(0) if lead else 0, *((0, 0) if blocked else scale.stride()[-2:]))
+    across = -(-128 * (-(-C // 4) * 4 if blocked else C) // config["BLOCKS"])
+    _bf16_values[grid(across, all_tiles)](
+        codes, codes.stride(0) if lead else 0, codes.stride(-2), scale.view(torch.uint8), *of_scale,
+        out, flags, first_flag, R, C, tiles, all_tiles, offs, 0 if offs is None else offs.stride(0), G, ends,
+        blocked, chunk(G), *EXACT[codes.dtype], **config,
+    )  # fmt: skip
+    return out
+
+
+def pays(M: int, N: int, device: torch.device) -> bool:
+    """Whether this is the way to an output: a large one, on Hopper."""
+    hopper = device.type != "cpu" and capability(device) == (9, 0)
+    return hopper and -(-M // 128) * -(-N // 128) >= WAVES * processors(device)
+
+
+def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torch.device) -> bool:
+    """As `pays`, for what PyTorch's grouped matmul takes: rows of the output at multiples of 16 bytes, in bf16."""
+    takes = out_dtype == torch.bfloat16 and N % 8 == 0 and E <= MAX_GROUPS
+    return takes and E * N <= WEIGHTS * M and pays(M, N, device)
+
+
+def mx_bf16(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, scale_layout: str,
+    offs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`mx_gemm`, or with `offs` `mx_grouped_gemm` in bf16, of operands with at least one element."""
+    E, groups = (1, "") if offs is None else (b.shape[0], "M")
+    row_tiles = -(-a.shape[0] // 128) + (0 if offs is None else E)
+    # One flag for all, then those of a and of b.
+    flags = torch.zeros(1 + row_tiles + E * -(-b.shape[-2] // 128), dtype=torch.int32, device=a.device)
+    ends = None if offs is None else torch.empty(E, dtype=torch.int32, device=offs.device)
+    x = bf16_values(a, a_scale, scale_layout, flags, 1, offs, ends)
+    w = bf16_values(b, b_scale, scale_layout, flags, 1 + row_tiles)
+    if offs is not None:
+        out = grouped_mm(x, w.mT, offs=ends)
+    elif out_dtype == torch.bfloat16:
+        out = torch.mm(x, w.t())
+    else:
+        out = torch.mm(x, w.t(), out_dtype=out_dtype)
+    only = {"flags": flags, "programs": processors(a.device)}
+    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=ends, groups=groups, **only)
+    return out
