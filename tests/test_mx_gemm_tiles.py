@@ -68,6 +68,37 @@ def test_only_marked_tiles_are_written(op):
 
 
 @runs
+@pytest.mark.parametrize("op", OPS[:2])
+def test_only_flagged_tiles_are_written(op):
+    """Row tiles of 128, 2, 20 and, past the groups, 6 rows, and of 128 and 12 columns of either expert."""
+    a, a_scale, b, b_scale = operands((156, 96), (140, 96))
+    options, offs, tops = {"out_dtype": torch.float32, "scale_layout": "plain"}, [], [0, 128]
+    if op == "mx_grouped_gemm":
+        b, b_scale, tops = torch.stack([b, b.flip(0)]), torch.stack([b_scale, b_scale]), [0, 128, 130, 150]
+        offs = [offs_of([130, 20]).to(a.device)]
+    only = {"offs": offs[0], "groups": "M"} if offs else {}
+    expected, bottoms = dispatch.reference(op)(a, a_scale, b, b_scale, *offs, **options), [*tops[1:], 156]
+    for raised in [[], [1], [3], [0, 3]] + ([[2], [6]] if offs else []):  # of 2 and 2, or of 4 and 4
+        flags = torch.zeros(1 + (8 if offs else 4), dtype=torch.int32, device=a.device)
+        flags[[1 + i for i in raised]], flags[0] = 1, len(raised)
+        out = torch.full_like(expected, -1.0)
+        kernel.mx_tiles(a, a_scale, b, b_scale, out, "plain", **only, flags=flags, programs=3)
+        written = torch.zeros_like(expected, dtype=torch.bool)
+        for i in raised:
+            if i < len(tops):
+                written[tops[i] : bottoms[i]] = True
+            elif i == 3:  # the second of the only matrix
+                written[:, 128:] = True
+            else:  # the first of the second expert, whose rows are 130 to 150
+                written[130:150, :128] = True
+        if offs:
+            written[150:] = True
+        untouched = torch.where(written, expected, -1.0)
+        assert check.difference((out,), (untouched,), MIN_SQNR_DB) is None, raised
+        assert (out == -1.0).equal(~written), raised
+
+
+@runs
 @pytest.mark.parametrize("values", [(0.0, 0.0), (2.0**-9, -(2.0**-9)), (448.0, 448.0)], ids=str)
 def test_every_pair_of_scale_bytes(values):
     """A single product under each pair, so that fp32 holds it exactly, rounds it once, or has Inf or 0 for it."""

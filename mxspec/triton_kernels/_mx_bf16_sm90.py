@@ -10,6 +10,8 @@ and Inf need no flag.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,7 +35,7 @@ WEIGHTS = 2  # rows of weights a token, up to which it pays to write the weights
 MAX_GROUPS = 1023  # of PyTorch's grouped matmul
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_flag", "tiles", "all_tiles", "G"])  # nothing is compiled anew for them
 def _bf16_values(
     codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, flags, first_flag,
     R, C, tiles, all_tiles, offs, offs_stride, G, ends,
@@ -101,8 +103,8 @@ def bf16_values(
 
 def pays(M: int, N: int, device: torch.device) -> bool:
     """Whether this is the way to an output: a large one, on Hopper."""
-    hopper = device.type != "cpu" and capability(device) == (9, 0)
-    return hopper and -(-M // 128) * -(-N // 128) >= WAVES * processors(device)
+    tiles = -(-M // 128) * -(-N // 128)
+    return device.type != "cpu" and capability(device) == (9, 0) and tiles >= WAVES * processors(device)
 
 
 def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torch.device) -> bool:
@@ -129,6 +131,6 @@ def mx_bf16(
         out = torch.mm(x, w.t())
     else:
         out = torch.mm(x, w.t(), out_dtype=out_dtype)
-    only = {"flags": flags, "programs": processors(a.device)}
+    only: Any = {"flags": flags, "programs": processors(a.device)}
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=ends, groups=groups, **only)
     return out

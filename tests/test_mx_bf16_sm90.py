@@ -1,0 +1,185 @@
+"""MX matmuls by way of bf16 values: which values bf16 has not, what is done over for them, when this way is taken."""
+
+import os
+
+import pytest
+import torch
+
+from mxspec import check, dispatch
+from mxspec.compile import compile_call, problems, unavailable
+from mxspec.reference import mx_gemm as dense
+from mxspec.reference import mx_grouped_gemm as grouped
+from mxspec.reference._groups_cases import offs_of
+from mxspec.reference._mx_gemm import MIN_SQNR_DB, values
+from mxspec.reference._mx_gemm_cases import E4M3FN, E5M2
+
+pytest.importorskip("triton")
+
+from mxspec.triton_kernels import _mx_bf16_sm90 as kernel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1")
+on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+compiles = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
+each_layout = pytest.mark.parametrize("layout", ["plain", "blocked"])
+OPS = "mx_gemm", "mx_grouped_gemm"
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+    """Three, so that each has several tiles; and a CPU's matmul gives no fp32 from bf16."""
+    if not unavailable():
+        return
+    mm = torch.mm
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    if check.default_device().type == "cpu":
+        monkeypatch.setattr(torch, "mm", lambda x, w, out_dtype=torch.bfloat16: mm(x.to(out_dtype), w.to(out_dtype)))
+
+
+def multiply(*args, out_dtype=torch.bfloat16, scale_layout=None, check_offs=False):
+    """Either op, however small."""
+    a, a_scale, b, b_scale, *offs = args
+    scale_layout = scale_layout or ("blocked" if offs else "plain")
+    return kernel.mx_bf16(a, a_scale, b, b_scale, out_dtype, scale_layout, *offs)
+
+
+def cases(op):
+    """Those with a sum to compute; of groups, where PyTorch's matmul takes them. The interpreter is slow: its edges."""
+    for case in dispatch.reference(op).spec.cases():
+        if not case.raises and ("edge" in case.flags or not INTERPRETED):
+            a, _, b, *_ = case.args()
+            if a.numel() and b.numel() and (op == "mx_gemm" or b.shape[1] % 8 == 0):
+                yield pytest.param(op, case, id=f"{op}, {case.name}")
+
+
+@runs
+@pytest.mark.parametrize(("op", "case"), [param for op in OPS for param in cases(op)])
+def test_every_case_gives_the_reference(op, case):
+    options = dict(case.kwargs)
+    if op == "mx_grouped_gemm":
+        options["out_dtype"] = torch.bfloat16
+    args = check.on_device(check.default_device(), case.args())
+    expected = dispatch.reference(op)(*args, **options)
+    embedded = check._embedded(args, dispatch.reference(op), options)
+    for given in (embedded,) if INTERPRETED else (args, args, embedded):
+        with check.poisoned(0xFF):
+            out = multiply(*given, **options)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
+
+
+@runs
+@pytest.mark.parametrize("dtype", [E4M3FN, E5M2], ids=str)
+def test_flags_say_which_scales_lead_out_of_bf16(dtype):
+    """The 256 codes, which are the rows of two flags, under each scale: a flag for those only that bf16 has not."""
+    device = check.default_device()
+    codes = torch.zeros(256 * 256, 32, dtype=torch.uint8, device=device)
+    codes[:, 7] = torch.arange(256, device=device).repeat(256)
+    scale = torch.arange(256, dtype=torch.uint8, device=device).repeat_interleave(256)[:, None]
+    codes, scale = codes.view(dtype), scale.view(torch.float8_e8m0fnu)
+    flags = torch.zeros(3 + 512, dtype=torch.int32, device=device)
+    got, exact = kernel.bf16_values(codes, scale, "plain", flags, 2), values(codes, scale)
+    given = codes.double()
+    normal = (exact.abs() >= 2.0**-126) & (exact.abs() < 2.0**128)
+    needed = ~normal & given.isfinite() & (given != 0) & ~exact.isnan()
+    of_scale = flags[2:-1].view(256, 2).amax(1)  # the codes of either sign come to the same
+    assert of_scale.bool().equal(needed.view(256, -1).any(1))
+    assert flags[:2].tolist() == [1, 0]
+    assert flags[-1] == 0
+    same = (got.double() == exact) | (got.isnan() & exact.isnan())
+    assert (same | needed).all()
+
+
+@runs
+@each_layout
+def test_blocks_of_zeros_raise_no_flag(layout, monkeypatch):
+    seen = []
+    real = kernel.mx_tiles
+    monkeypatch.setattr(kernel, "mx_tiles", lambda *a, **kw: (seen.append(kw["flags"]), real(*a, **kw)))
+    a, a_scale, b, b_scale, offs = grouped.made([130, 0, 20], 6, 136, 96, "plain")
+    a[7, 32:64], b[2, 130, :32] = 0.0, 0.0
+    a_scale.view(torch.uint8)[7, 1], b_scale.view(torch.uint8)[2, 130, 0] = 0, 0
+    operands = check.on_device(check.default_device(), (a, a_scale, b, b_scale))
+
+    def flags():
+        args = grouped.arguments(tuple(t.clone() for t in operands), offs.to(operands[0].device), layout)
+        multiply(*args, scale_layout=layout)
+        return seen.pop().nonzero().flatten().tolist()
+
+    assert flags() == []
+    operands[0][7, 33], operands[0][140, 3] = 2.0**-9, torch.nan
+    operands[1].view(torch.uint8)[140, 1] = 255
+    assert flags() == [0, 1]  # one for all; the first of five of tokens
+    operands[1].view(torch.uint8)[133, 2] = 254  # row 3 of the last group, before which are two tiles
+    operands[2][2, 130, 5] = 1.0  # the second tile of the last expert
+    assert flags() == [0, 1, 3, 11]
+
+
+@runs
+@pytest.mark.parametrize("groups", [4, 300])
+def test_offs_out_of_order_are_put_in_order(groups, monkeypatch):
+    ends = []
+    real = kernel.grouped_mm
+    monkeypatch.setattr(kernel, "grouped_mm", lambda x, w, offs: (ends.append(offs), real(x, w, offs=offs))[1])
+    a, a_scale, b, b_scale, _ = grouped.made([70] + [0] * (groups - 1), 0, 8, 32, "plain")
+    wild = torch.full((groups,), 45, dtype=torch.int32)
+    wild[:2], wild[-2:] = torch.tensor([-3, 50]), torch.tensor([2**30, 7])
+    args = check.on_device(check.default_device(), (a, a_scale, b, b_scale, wild))
+    assert multiply(*args, scale_layout="plain").shape == (70, 8)
+    assert ends.pop().tolist() == [0, *[50] * (groups - 3), 70, 70]
+
+
+@on_gpu
+@pytest.mark.parametrize("op", OPS)
+def test_a_graph_replays_with_other_values(op):
+    """Nothing reads on the host; flags of one run are none of the next's."""
+    made = dense.made(300, 528, 352) if op == "mx_gemm" else grouped.made([130, 0, 200], 20, 528, 352, "plain")
+    args = check.on_device(torch.device("cuda"), made)
+    multiply(*args, scale_layout="plain")  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = multiply(*args, scale_layout="plain")
+    byte = args[1].view(torch.uint8)
+    for beyond in (0, 254, 127):
+        byte[129] = beyond
+        graph.replay()
+        expected = dispatch.reference(op)(*args, scale_layout="plain")
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
+
+
+def taken(op, *shapes, out_dtype=torch.bfloat16):
+    """Which kernels an op launches on Hopper for codes of two shapes."""
+    codes = [torch.empty(shape, dtype=E4M3FN, device="meta") for shape in shapes]
+    scales = [torch.empty(*c.shape[:-1], c.shape[-1] // 32, dtype=torch.float8_e8m0fnu, device="meta") for c in codes]
+    offs = [offs_of([0] * shapes[1][0])] if op == "mx_grouped_gemm" else []
+    run = getattr(dispatch.kernel_module(op, "triton"), op)
+    options = {"out_dtype": out_dtype, "scale_layout": "plain", "target": "sm90"}
+    code = compile_call(run, codes[0], scales[0], codes[1], scales[1], *offs, **options)
+    assert not problems(code, (), (), edge=False)
+    return {c.kernel for c in code}
+
+
+@compiles
+def test_large_outputs_take_this_way():
+    by_bf16, itself = {"_bf16_values", "_flagged_tiles"}, {"_mx_values", "mx_gemm_sm90", "_marked_tiles"}
+    for out_dtype in MIN_SQNR_DB:  # 264 tiles are two for each of 132 processors
+        assert taken("mx_gemm", (128 * 24, 64), (128 * 11, 64), out_dtype=out_dtype) == by_bf16
+    assert taken("mx_gemm", (128 * 24, 64), (128 * 10, 64)) == itself
+    assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1024, 64)) == by_bf16
+    assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1024, 64), out_dtype=torch.float32) == itself
+    assert taken("mx_grouped_gemm", (128 * 64, 64), (17, 1024, 64)) == itself  # the weights outweigh the tokens
+    assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1026, 64)) == {"_tiles"}  # whose rows TMA cannot write either
+
+
+@compiles
+@each_layout
+@pytest.mark.parametrize("op", OPS)
+def test_values_are_read_and_written_in_wide_words(op, layout):
+    args = dense.made(300, 528, 352, layout) if op == "mx_gemm" else grouped.made([130, 0, 200], 20, 528, 352, layout)
+    for out_dtype in MIN_SQNR_DB if op == "mx_gemm" else (torch.bfloat16,):
+        code = compile_call(multiply, *args, out_dtype=out_dtype, scale_layout=layout, target="sm90")
+        assert not problems(code, (r"wgmma\.mma_async.*\.f32\.f16\.f16", r"mul\.(rn\.)?f32"), (), edge=False)
+        wide = {(c.load_bytes, c.store_bytes) for c in code if c.kernel == "_bf16_values"}
+        assert wide == {(8, 16)}
+        options = {"out_dtype": out_dtype, "scale_layout": layout}
+        odd = check._embedded(args, dispatch.reference(op), {"scale_layout": layout})
+        assert not problems(compile_call(multiply, *odd, **options, target="sm90"), (), (), edge=False)
