@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 
-from mxspec import check
+from mxspec import check, dispatch
 from mxspec.compile import compile_call, problems, unavailable
 from mxspec.reference import fp8_grouped_gemm as rows
 from mxspec.reference import fp8_grouped_gemm_wgrad as tokens
@@ -124,7 +124,7 @@ def test_sums_over_the_tokens_of_any_groups(tile, out_dtype, blocks, monkeypatch
 def test_sums_are_added_once(tile, blocks, monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
     made = on_gpu(in_place.onto([128 * b for b in blocks], 128, 264, 400, row=404))
-    made[0].view(-1)[0] = -0.0
+    made[0][0, 0, 0] = -0.0
     spec = in_place.fp8_grouped_gemm_wgrad_.spec
     expected, got, again = (spec.own(made) for _ in range(3))
     in_place.fp8_grouped_gemm_wgrad_(*expected)
@@ -160,6 +160,20 @@ def test_the_callers_allocator_is_left_alone():
     args = on_gpu(tokens.made([128, 256], 0, 64, 64))
     assert wgrad(*args, TILES[-1]).isfinite().all()
     assert not asked
+
+
+def test_what_tma_does_not_read_takes_plain_tiles():
+    """One block of K is a constant to the compiler."""
+    a, a_scale, b, b_scale, offs = rows.made([5, 30], 3, 40, 128)
+    apart = torch.zeros(2, 41, 128, dtype=torch.uint8).view(b.dtype)[:, :40]
+    fn = dispatch.kernel_module("fp8_grouped_gemm", "triton").fp8_grouped_gemm
+    code = [compile_call(fn, a, a_scale, w, b_scale, offs, target="sm90")[0] for w in (b, apart)]
+    assert [c.kernel for c in code] == ["fp8_gemm_sm90", "_tiles"]
+    assert not problems(code, (), (), edge=False)
+    fn = dispatch.kernel_module("fp8_grouped_gemm_wgrad_", "triton").fp8_grouped_gemm_wgrad_
+    code = [compile_call(fn, *in_place.onto([128], 0, 40, 72, row=row), target="sm90")[0] for row in (76, 75)]
+    assert [c.kernel for c in code] == ["fp8_gemm_sm90", "_tiles"]
+    assert not problems(code, (), (), edge=False)
 
 
 @pytest.mark.parametrize(

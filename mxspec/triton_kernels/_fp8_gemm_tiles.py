@@ -38,10 +38,11 @@ def _tiles(
     row_begin, row_end = m_tile * BLOCK_M, M
     if GROUPS == "M":  # rows of one group, or of none: zeros
         group, begin, stop, padded = group_of(m_tile * BLOCK_M, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
-        if group >= E:
-            begin, stop, K_blocks = tl.load(offs + (E - 1) * offs_stride), M, 0
+        none = group >= E
+        begin = tl.where(none, tl.load(offs + (E - 1) * offs_stride), begin)
         row_begin = tl.maximum(begin + m_tile * BLOCK_M - padded, 0)
-        row_end = tl.minimum(stop, M)
+        row_end = tl.where(none, M, tl.minimum(stop, M))
+        K_blocks = tl.where(none, 0, K_blocks)
         group = tl.minimum(group, E - 1)
     elif GROUPS == "K":  # a matrix of its own in a and b; none outside of them, whatever offs holds
         begin, stop = tokens_of(group, offs, offs_stride, E)

@@ -18,6 +18,7 @@ from mxspec.triton_kernels._groups import chunk, group_of, padded_rows, tokens_l
 
 _HOPPER = {"COLS": 128, "num_warps": 4}  # of fp8_quantize_1x128, "across, mn"
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # compiled, not run
+RANK = {(9, 0): 1, (10, 0): 1}
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
