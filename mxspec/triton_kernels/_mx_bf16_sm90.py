@@ -29,17 +29,33 @@ from mxspec.triton_kernels._numerics import scale_value
 # NaN: the smallest code is 2^-9 or 2^-16, the largest just below 2^9 or 2^16.
 EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
 VALUES = {"BLOCKS": 64, "num_warps": 4}  # as mx_dequantize's
-GROUP_VALUES = {"BLOCKS": 128, "num_warps": 8}  # a program finds its group, which a larger one does less often; not run
 WAVES = 2  # of tiles of 128 x 128, from which on the output is large: cuBLAS splits K of smaller ones, rounding to bf16
 WEIGHTS = 2  # rows of weights a token, up to which it pays to write the weights' values as well
 MAX_GROUPS = 1023  # of PyTorch's grouped matmul
 
 
-@triton.jit(do_not_specialize=["first_flag", "tiles", "all_tiles", "G"])  # nothing is compiled anew for them
+@triton.jit
+def _prepare(flags, count, plan, tiles, offs, offs_stride, G, R, ends, CHUNK: tl.constexpr):
+    """Flags of 0. Of rows in groups also offs, put in order, and of each tile, 128 rows counted anew in each group, the
+    first row and the end: none outside of the operand, whatever offs holds.
+    """
+    tile, at = tl.program_id(0), tl.program_id(0) * 128 + tl.arange(0, 128)
+    tl.store(flags + at, 0, mask=at < count)
+    if plan is not None:
+        if tile == 0:
+            store_in_order(offs, offs_stride, G, R, ends, CHUNK)
+        if tile < tiles:
+            _, first, stop, begin = group_of(tile * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
+            in_scale = tile * 128 <= R + 128 * G - 128
+            tl.store(plan + 2 * tile, first + tile * 128 - begin)
+            tl.store(plan + 2 * tile + 1, tl.where(in_scale, tl.minimum(stop, R), 0))
+
+
+@triton.jit(do_not_specialize=["first_flag", "tiles", "all_tiles"])  # nothing is compiled anew for them
 def _bf16_values(
     codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, flags, first_flag,
-    R, C, tiles, all_tiles, offs, offs_stride, G, ends,
-    BLOCKED: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
+    R, C, tiles, all_tiles, plan,
+    BLOCKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The values of BLOCKS blocks of 128 rows, in the order of their scale bytes."""
     place = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -50,20 +66,16 @@ def _bf16_values(
         c = i // 512 * 4 + col
     else:
         row, c = i // C, i % C
-    if offs is None:
-        e, top, end = (place // tiles).to(tl.int64), place % tiles * 128, R
-    else:  # each group's rows begin a tile; where offs is out of order, nothing outside is read or written
-        if place + tl.program_id(0) == 0:
-            store_in_order(offs, offs_stride, G, R, ends, CHUNK)
-        _, first, stop, begin = group_of(place * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
-        e, top, end = tl.cast(0, tl.int64), first + place * 128 - begin, tl.minimum(stop, R)
-        if BLOCKED:
-            end = tl.where(place * 128 <= R + 128 * G - 128, end, 0)
+    if plan is None:
+        e, of_e, top, end = (place // tiles).to(tl.int64), place % tiles, place % tiles * 128, R
+    else:  # each group's rows begin a tile
+        e, of_e = tl.cast(0, tl.int64), place
+        top = tl.load(plan + 2 * place, mask=place < all_tiles, other=0)
+        end = tl.load(plan + 2 * place + 1, mask=place < all_tiles, other=0)
     r = (top + row).to(tl.int64)
     there = (r >= 0) & (r < end) & (row < 128) & (c < C) & (place < all_tiles)
     if BLOCKED:
-        of_place = (place % tiles if offs is None else place).to(tl.int64)
-        scale_at = scale + e * scale_stride_e + of_place * (tl.cdiv(C, 4) * 512) + i
+        scale_at = scale + e * scale_stride_e + of_e.to(tl.int64) * (tl.cdiv(C, 4) * 512) + i
     else:
         scale_at = scale + e * scale_stride_e + r * scale_stride_r + c.to(tl.int64) * scale_stride_c
     byte = tl.load(scale_at, mask=there, other=127).to(tl.int32)
@@ -78,25 +90,22 @@ def _bf16_values(
 
 
 def bf16_values(
-    codes: Tensor, scale: Tensor, scale_layout: str, flags: Tensor, first_flag: int,
-    offs: Tensor | None = None, ends: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    codes: Tensor, scale: Tensor, scale_layout: str, flags: Tensor, first_flag: int, plan: Tensor | None = None
+) -> Tensor:
     """The values of codes `(R, K)` or `(E, R, K)`, and where among the flags those of 128 rows each come to stand.
 
-    With `offs`, of rows in groups, each of which begins anew to count 128 rows; `ends` gets offs, put in order.
+    `plan` says the first row and the end of each 128 rows, where they are counted anew in each group.
     """
     *lead, R, K = codes.shape
     C, blocked = K // MX_BLOCK_SIZE, scale_layout == "blocked"
     out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    tiles, G = -(-R // 128), 0 if offs is None else offs.shape[0]
-    all_tiles = tiles * lead[0] if lead else tiles + G
-    config = VALUES if offs is None else GROUP_VALUES
+    tiles = -(-R // 128)
+    all_tiles = tiles * (lead[0] if lead else 1) if plan is None else plan.shape[0]
     of_scale = (scale.stride(0) if lead else 0, *((0, 0) if blocked else scale.stride()[-2:]))
-    across = -(-128 * (-(-C // 4) * 4 if blocked else C) // config["BLOCKS"])
+    across = -(-128 * (-(-C // 4) * 4 if blocked else C) // VALUES["BLOCKS"])
     _bf16_values[grid(across, all_tiles)](
         codes, codes.stride(0) if lead else 0, codes.stride(-2), scale.view(torch.uint8), *of_scale,
-        out, flags, first_flag, R, C, tiles, all_tiles, offs, 0 if offs is None else offs.stride(0), G, ends,
-        blocked, chunk(G), *EXACT[codes.dtype], **config,
+        out, flags, first_flag, R, C, tiles, all_tiles, plan, blocked, *EXACT[codes.dtype], **VALUES,
     )  # fmt: skip
     return out
 
@@ -118,14 +127,16 @@ def mx_bf16(
     offs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`mx_gemm`, or with `offs` `mx_grouped_gemm` in bf16, of operands with at least one element."""
-    E, groups = (1, "") if offs is None else (b.shape[0], "M")
+    E, groups, stride = (1, "", 0) if offs is None else (b.shape[0], "M", offs.stride(0))
     row_tiles = -(-a.shape[0] // 128) + (0 if offs is None else E)
     # One flag for all, then those of a and of b.
-    flags = torch.zeros(1 + row_tiles + E * -(-b.shape[-2] // 128), dtype=torch.int32, device=a.device)
-    ends = None if offs is None else torch.empty(E, dtype=torch.int32, device=offs.device)
-    x = bf16_values(a, a_scale, scale_layout, flags, 1, offs, ends)
+    flags = a.new_empty(1 + row_tiles + E * -(-b.shape[-2] // 128), dtype=torch.int32)
+    plan, ends = (None, None) if offs is None else (offs.new_empty(row_tiles, 2), offs.new_empty(E))
+    programs = max(-(-flags.numel() // 128), 0 if plan is None else row_tiles)
+    _prepare[(programs,)](flags, flags.numel(), plan, row_tiles, offs, stride, E, a.shape[0], ends, chunk(E))
+    x = bf16_values(a, a_scale, scale_layout, flags, 1, plan)
     w = bf16_values(b, b_scale, scale_layout, flags, 1 + row_tiles)
-    if offs is not None:
+    if ends is not None:
         out = grouped_mm(x, w.mT, offs=ends)
     elif out_dtype == torch.bfloat16:
         out = torch.mm(x, w.t())
