@@ -32,10 +32,10 @@ def load_run(
 ) -> Tensor:  # fmt: skip
     """The rows m, m + step, ..., `run` of them, along new last dimensions of 2: the highest bit of a number first.
 
-    With a mask and `left`, of the rows from each first one on only so many are there; m is i after it.
+    With `left`, of the rows from each first one on only so many are there; m is i after it.
     """
     if run == 1:
-        there = mask if mask is None or left is None else mask & (left > i)
+        there = mask if left is None else left > i if mask is None else mask & (left > i)
         return hl.load(x, [m * stride + k], extra_mask=there)
     evens = load_run(x, m, stride, k, mask, run // 2, 2 * step, left, i)
     return hl.join(evens, load_run(x, m + step, stride, k, mask, run // 2, 2 * step, left, i + step))

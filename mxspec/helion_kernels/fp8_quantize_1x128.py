@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, fp32_bits
 from mxspec.helion_kernels._fp8_numerics import factors
+from mxspec.helion_kernels._fp8_tile import turn, turned_index
 from mxspec.helion_kernels._launch import config, flat, for_device, launch, on_grid
 from mxspec.helion_kernels._numerics import magnitude_bits, saturating_cast, widened
-from mxspec.helion_kernels._runs import dimension, load_run
+from mxspec.helion_kernels._runs import dimension
 
 
 class Tile(NamedTuple):
@@ -70,23 +71,14 @@ def _tile(
     scale: Tensor, scale_stride_r: int, scale_stride_c: int, eps_bits: int, pow2: bool,
     even: bool, blocks: int, cols: int, r_tile: int, c_tile: int,
 ) -> None:  # fmt: skip
-    """`blocks` blocks of each of `cols` rows, which are columns of memory, as Triton holds them.
-
-    A thread has 16 elements of each of 8 neighbouring rows; a warp is 8 threads along the block by 4 across.
-    """
-    r = dimension(4, 0, 4) * 8 + dimension(cols // 32, 1, 4) * 32 + dimension(8, 3, 4)  # (4, cols // 32, 1, 8)
+    """`blocks` blocks of each of `cols` rows, which are columns of memory."""
+    r, run = turned_index(cols)
     r, c = r_tile * cols + r, c_tile * blocks + dimension(blocks, 2, 4)
-    k = c.unsqueeze(1) * 128 + dimension(8, 1, 5) * 16
-    inside = mask = owned = None
-    if not even:
-        inside = (r < R) & (c * 128 < K)
-        mask = inside.unsqueeze(1)
-        owned = mask.unsqueeze(-1).expand(4, 8, cols // 32, blocks, 8, 16)
-    wide = widened(load_run(x, k, stride_k, r.unsqueeze(1) * stride_r, mask, 16))
-    wide = wide.reshape(4, 8, cols // 32, blocks, 8, 16)
-    s, back = factors(magnitude_bits(wide).amax(-1).amax(1), eps_bits, pow2)
-    codes = saturating_cast(wide * s.unsqueeze(1).unsqueeze(-1), E4M3FN)
-    hl.store(qdata, [(r.unsqueeze(1) * K + k).unsqueeze(-1) + dimension(16, 5, 6)], codes, extra_mask=owned)
+    inside = None if even else (r < R) & (c * 128 < K)
+    back = turn(
+        x, r * stride_r, c.unsqueeze(1) * 128 + run, stride_k, qdata, r * K + c * 128, inside, None, None, eps_bits,
+        pow2,
+    )  # fmt: skip
     hl.store(scale, [r * scale_stride_r + c * scale_stride_c], back, extra_mask=inside)
 
 

@@ -1,0 +1,47 @@
+"""FP8 blocks that lie across memory, as Triton holds them: they turn in registers, not through shared memory.
+
+A thread has 16 elements of each of 8 neighbouring rows, which are columns of memory; a warp is 8 threads along a block
+by 4 across.
+"""
+
+from __future__ import annotations
+
+import helion.language as hl
+from torch import Tensor
+
+from mxspec.formats import E4M3FN
+from mxspec.helion_kernels._fp8_numerics import factors
+from mxspec.helion_kernels._numerics import magnitude_bits, saturating_cast, widened
+from mxspec.helion_kernels._runs import dimension, load_run
+
+
+def turned_index(cols: int) -> tuple[Tensor, Tensor]:
+    """The rows of a tile of `cols`, `(4, cols // 32, 1, 8)`, and the first of every 16 of a block, 5-D, (, 8, , , )."""
+    r = dimension(4, 0, 4) * 8 + dimension(cols // 32, 1, 4) * 32 + dimension(8, 3, 4)
+    return r, dimension(8, 1, 5) * 16
+
+
+def turn(
+    x: Tensor, row: Tensor, k: Tensor, stride_k: int, qdata: Tensor, place: Tensor, inside: Tensor | None,
+    owned: Tensor | None, left: Tensor | None, eps_bits: int, pow2: bool,
+) -> Tensor:  # fmt: skip
+    """Quantize a tile, store its codes and give the factors back, `(4, cols // 32, blocks, 8)`.
+
+    `row` is where a row of x begins and `k` which elements of it a thread has, the first of each 16; `place` is where
+    the codes of a block begin. `inside` says which blocks there are, `owned` of which codes are stored; with `left`, of
+    the elements from each k on only so many are there.
+    """
+    _, warps, _, _ = row.shape
+    blocks = place.shape[2]
+    mask = None if inside is None else inside.unsqueeze(1)
+    if left is not None:
+        left = left.expand(4, 8, warps, blocks, 8)
+    wide = widened(load_run(x, k, stride_k, row.unsqueeze(1), mask, 16, left=left))
+    wide = wide.reshape(4, 8, warps, blocks, 8, 16)
+    s, back = factors(magnitude_bits(wide).amax(-1).amax(1), eps_bits, pow2)
+    codes = saturating_cast(wide * s.unsqueeze(1).unsqueeze(-1), E4M3FN)
+    owned = inside if owned is None else owned if inside is None else inside & owned
+    mask = None if owned is None else owned.unsqueeze(1).unsqueeze(-1).expand(4, 8, warps, blocks, 8, 16)
+    place = (place.unsqueeze(1) + dimension(8, 1, 5) * 16).unsqueeze(-1) + dimension(16, 5, 6)
+    hl.store(qdata, [place], codes, extra_mask=mask)
+    return back

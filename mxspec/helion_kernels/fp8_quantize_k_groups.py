@@ -1,0 +1,86 @@
+"""fp8_quantize_k_groups in Helion: the tile of fp8_quantize_1x128's transposed codes, read where its group says.
+
+A program owns a block of 128 padded tokens of `cols` features. The block is one group's, and its codes of a feature are
+128 bytes of the result, aligned to 128. What lies past the last group is one more group, of zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
+from mxspec.helion_kernels._fp8_tile import turn, turned_index
+from mxspec.helion_kernels._groups import chunk, padded_ends, padded_rows, passed, tokens_of
+from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
+
+
+class Tile(NamedTuple):
+    cols: int
+    num_warps: int
+
+
+_HOPPER = Tile(128, 4)  # of fp8_quantize_1x128, "across, mn"
+TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # compiled, not run
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+
+
+# The tokens are told as 2 more than there are, for what ptxas makes of a 1: see mx_quantize_groups.
+def _blocks(
+    x: Tensor, stride_m: int, stride_d: int, tokens_2: int, D: int, qdata: Tensor, scale: Tensor, blocks: int,
+    offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
+    pow2: hl.constexpr, even: hl.constexpr, chunk: hl.constexpr, cols: hl.constexpr,
+) -> None:  # fmt: skip
+    for d_tile, block in hl.grid([col_programs, blocks]):
+        tile = block + hl.arange(1)
+        group, begin = tile * 0, tile * 0
+        before = hl.zeros([], dtype=torch.int32)
+        for i in range(0, G, chunk):
+            g, begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
+            group, begin = passed(group, begin, tile * 128, g, ends, G)
+            if d_tile + block == 0:
+                hl.store(start, [g], begins, extra_mask=g < G)
+                hl.store(end, [g], ends, extra_mask=g < G)
+        token0, stop = tokens_of(group, offs, stride_offs, G)
+        first = begin >> 7  # block of the group, which has `count`
+        count = torch.div(stop - token0 + 127, 128, rounding_mode="trunc")
+        count = torch.where(group < G, count, blocks - first)
+        # All of an offs that is in order.
+        there = (count > tile - first) & (count <= blocks - first)
+        token = (token0 + (tile - first) * 128).sum(0)  # a number, which any layout takes
+        limit = torch.where(stop < tokens_2 - 2, stop, tokens_2 - 2).clamp(min=0).sum(0)
+        d, run = turned_index(cols)
+        d = d_tile * cols + d
+        run = token + run
+        inside = None if even else d < D
+        owned = there.reshape(1, 1, 1, 1).expand(4, cols // 32, 1, 8)
+        back = turn(
+            x, d * stride_d, run, stride_m, qdata, (first * D + tile - first + d * count) * 128,
+            inside, owned, torch.where(run >= 0, limit - run, 0), eps_bits, pow2,
+        )  # fmt: skip
+        hl.store(scale, [tile * D + d], torch.where(group < G, back, 0.0), extra_mask=inside)
+
+
+def fp8_quantize_k_groups(
+    x: Tensor, offs: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, check_offs: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (M, D), G = x.shape, offs.shape[0]
+    R = padded_rows(M, G, FP8_BLOCK_SIZE)
+    blocks = R // FP8_BLOCK_SIZE
+    qdata = x.new_empty((D, R), dtype=torch.float8_e4m3fn)
+    scale = x.new_empty((blocks, D), dtype=torch.float32)
+    start, end = (offs.new_empty(G) for _ in range(2))
+    tile = for_device(TILES, x.device)
+    if blocks:
+        col_programs = max(1, -(-D // tile.cols))  # one if only start and end are written
+        # A grid of two dimensions saves the division that undoes a flat one, but holds at most 65535 in the second.
+        pid_type = "xyz" if col_programs < 65536 else "flat"
+        launch(
+            _blocks, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(), M + 2, D,
+            flat(qdata), flat(scale), blocks, flat(offs), offs.stride(0), G, flat(start), flat(end), col_programs,
+            fp32_bits(eps), scale_format == "pow2", col_programs * tile.cols == D, chunk(G), tile.cols,
+        )  # fmt: skip
+    return qdata, scale.mT, start, end
