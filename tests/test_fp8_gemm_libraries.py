@@ -8,6 +8,7 @@ import torch
 
 from mxspec import check, dispatch
 from mxspec.cublas_kernels import fp8_gemm as cublas
+from mxspec.deepgemm_kernels import _library
 from mxspec.deepgemm_kernels import fp8_gemm as deepgemm
 from mxspec.deepgemm_kernels import fp8_gemm_ as deepgemm_
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, as_quantized, fp8_gemm, operands
@@ -36,7 +37,7 @@ def there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt))
-    caches = (cublas._absent, deepgemm._absent, deepgemm._library)
+    caches = (cublas._absent, _library.absent, _library.library)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -113,10 +114,11 @@ def test_what_is_not_there_has_a_reason(there, monkeypatch):
     cublas._absent.cache_clear()
     assert "needs a torch built with CUDA" in cublas.supports(*as_quantized())
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    deepgemm._library.cache_clear()
+    for cache in (_library.library, _library.absent):
+        cache.cache_clear()
     assert "needs the package deep_gemm, which cannot be imported" in deepgemm.supports(*as_quantized())
     monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace())
-    for cache in (deepgemm._library, deepgemm._absent):
+    for cache in (_library.library, _library.absent):
         cache.cache_clear()
     assert deepgemm.supports(*as_quantized()) == "needs fp8_gemm_nt, which this build of deep_gemm lacks"
 

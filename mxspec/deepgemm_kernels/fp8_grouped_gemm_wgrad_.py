@@ -1,0 +1,22 @@
+"""fp8_grouped_gemm_wgrad_ in DeepGEMM, in place. It waits for the device, to read offs on the host."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.deepgemm_kernels._k_groups import acc_reason, add, reason_against
+from mxspec.deepgemm_kernels._library import INTERPRETABLE, PTX
+
+__all__ = ["INTERPRETABLE", "PTX", "fp8_grouped_gemm_wgrad_", "supports"]
+
+
+def supports(
+    acc: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, *, check_offs: bool = False
+) -> str | None:
+    return reason_against(dy, dy_scale, x, x_scale, offs) or acc_reason(acc)
+
+
+def fp8_grouped_gemm_wgrad_(
+    acc: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, *, check_offs: bool = False
+) -> None:
+    add("fp8_grouped_gemm_wgrad_", acc, dy, dy_scale, x, x_scale, offs)
