@@ -5,8 +5,9 @@ from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts ar
 twice. And it calls the own combine function of a reduction or a scan, which Helion's always have, once an element:
 minutes for a few thousand. And it computes whether integers overflow, in order to assert what only its debug mode
 asserts. And it looks through `triton.language` for what to replace at every call of a device function, where once a
-launch is enough, and builds its table of numpy's types at every use. And numpy, on which it computes, warns of Inf and
-NaN, of which a GPU says nothing.
+launch is enough, builds its table of numpy's types at every use, and describes the shape of every value anew, as a
+compiler may, which sees an instruction once. And numpy, on which it computes, warns of Inf and NaN, of which a GPU says
+nothing.
 """
 
 from __future__ import annotations
@@ -105,6 +106,23 @@ def install() -> None:
             numpy_types[scalar.name] = triton_np_dtype(scalar)
         return numpy_types[scalar.name]
 
+    core = interpreter.tl.core
+    triton_block_type_init, block_types = core.block_type.__init__, dict[Any, dict[str, Any]]()
+    triton_tensor_init, tensor_shapes = core.tensor.__init__, dict[Any, dict[str, Any]]()
+
+    def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:  # nothing changes a type once it is made
+        key = str(element_ty), *(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        if key not in block_types:
+            triton_block_type_init(self, element_ty, shape)
+            block_types[key] = vars(self)
+        vars(self).update(block_types[key])
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensor_shapes:
+            triton_tensor_init(self, handle, type)
+            tensor_shapes[type.name] = {name: value for name, value in vars(self).items() if name != "handle"}
+        vars(self).update(tensor_shapes[type.name], handle=handle)
+
     options = interpreter.interpreter_builder.options
     if not options.debug:  # the operands of assertions that nobody hears are half of the interpreter's time
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
@@ -112,6 +130,8 @@ def install() -> None:
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang = patch_lang
     interpreter._get_np_dtype = np_dtype
+    core.block_type.__init__ = block_type_init
+    core.tensor.__init__ = tensor_init
     interpreter.InterpreterBuilder.create_fma = create_fma
     interpreter.ReduceOps.generic_reduce = generic_reduce
     interpreter.ScanOps.generic_scan = generic_scan
