@@ -34,6 +34,8 @@ demo: $(if $(VENV),$(VENV)/demo)
 	$(PYTHON) -m mxspec demo $(if $(WEIGHTS),--weights $(WEIGHTS))
 
 test: lint types pytest interpreted notebooks-test
+# There is a process for every core already. Threads of one process, waiting for each other, would use those cores up.
+pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
