@@ -35,13 +35,15 @@ class Pace:
     warm_up_s: float
     round_us: float
     call_round_us: float  # of plain calls
+    settle_us: float = 0  # how long a contender runs before each of its rounds, untimed
 
 
 # An H200 reads 11% slow for the first 30 ms after a pause.
 MEMORY = Pace(0.1, 6_000, 4_000)
 # Matmuls take it to its power limit: within 100 ms from 800 to 690 bf16 TFLOP/s, and then it steps between two clocks
-# every few tens of milliseconds. Rounds of 20 ms spread by 10%, means of 200 ms by 2 to 5%.
-MATMUL = Pace(1.5, 200_000, 50_000)
+# every few tens of milliseconds. Rounds of 20 ms spread by 10%, longer ones by 2 to 5%; and the clock that one contender
+# needs is what the next one finds: right after bfloat16 it reads up to 10% slow. So each first runs into its own.
+MATMUL = Pace(0.5, 120_000, 50_000, settle_us=80_000)
 
 
 class Contender:
@@ -116,8 +118,11 @@ class Contender:
         """As many replays a round as the pace says, by the faster of two."""
         once = min(self.mean_us(self.replay, 1) for _ in range(2))
         self.replays = max(3 if self.on_gpu else 1, round(pace.round_us / once))
+        self.settling = round(pace.settle_us / once)
 
     def round(self) -> float:
+        for _ in range(self.settling):
+            self.replay()
         return self.mean_us(self.replay, self.replays) / self.calls
 
     def call_round(self, pace: Pace) -> float:
