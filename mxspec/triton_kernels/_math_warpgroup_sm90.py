@@ -92,6 +92,7 @@ def write_rows(
     if row + 64 <= end:
         write(out_desc, out_tiles, above + row, column, acc, buffer, BUFFERS, CHUNKS, ACCUMULATE)
     else:
+        tma.store_wait(0)  # this buffer is left out, and the next one's turn comes sooner
         if row < end:
             r = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
             c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
