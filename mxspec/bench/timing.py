@@ -41,7 +41,7 @@ class Pace:
 # An H200 reads 11% slow for the first 30 ms after a pause.
 MEMORY = Pace(0.1, 6_000, 4_000)
 # Matmuls take it to its power limit: within 100 ms from 800 to 690 bf16 TFLOP/s, and then it steps between two clocks
-# every few tens of milliseconds. Rounds of 20 ms spread by 10%, longer ones by 2 to 5%; and the clock that one contender
+# every few tens of milliseconds. Rounds of 20 ms spread by 10%, longer ones by 2 to 5%. The clock that one contender
 # needs is what the next one finds: right after bfloat16 it reads up to 10% slow. So each first runs into its own.
 MATMUL = Pace(0.5, 120_000, 50_000, settle_us=80_000)
 
