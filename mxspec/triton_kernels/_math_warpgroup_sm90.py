@@ -96,10 +96,8 @@ def write_rows(
         if row < end:
             r = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
             c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-            at, there = (
-                out + ((above + r).to(gl.int64) * out_stride)[:, None] + c[None, :],
-                (r < end)[:, None] & (c < N)[None, :],
-            )
+            at = out + ((above + r).to(gl.int64) * out_stride)[:, None] + c[None, :]
+            there = (r < end)[:, None] & (c < N)[None, :]
             if ACCUMULATE:
                 acc += gl.load(at, mask=there, other=0.0)
             gl.store(at, acc.to(out.dtype.element_ty), mask=there)
