@@ -17,7 +17,8 @@ from mxspec.triton_kernels._fp8_tile import turn, turned_index
 from mxspec.triton_kernels._groups import chunk, group_of, padded_rows, tokens_left
 
 _HOPPER = {"COLS": 128, "num_warps": 4}  # of fp8_quantize_1x128, "across, mn"
-CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # compiled, not run
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+# H200, 8 groups, of a copy's rate: 32768x7168 0.94, 32768x2048 0.91; 64 groups 0.85. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
