@@ -493,6 +493,59 @@ def _(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torc
     return torch.ops.fbgemm.f8f8bf16_groupwise(a, b, a_scale, b_scale)
 
 
+def _fp8_groups_in_bf16(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    return *_in_bf16(a, a_scale, b, b_scale), offs
+
+
+@adapter("fp8_grouped_gemm", "torch bf16", prepare=_fp8_groups_in_bf16)
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    alignment: int = 1,
+    check_offs: bool = False,
+) -> Tensor:
+    need(out_dtype == torch.bfloat16, "gives bfloat16")
+    return torch._grouped_mm(a, b.mT, offs=offs)
+
+
+def _deep_gemm_groups(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    from mxspec.deepgemm_kernels.fp8_grouped_gemm import grouped_layout
+
+    return a, _mn_major(a_scale, multiple=4), b, b_scale.contiguous(), grouped_layout(offs, a.shape[0])
+
+
+@adapter("fp8_grouped_gemm", "DeepGEMM", prepare=_deep_gemm_groups)  # in place of offs, the expert of each row
+def _(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    alignment: int = 1,
+    check_offs: bool = False,
+) -> Tensor:
+    import deep_gemm
+
+    need(hasattr(deep_gemm, "m_grouped_fp8_gemm_nt_contiguous"), "has no m-grouped matmul in this build")
+    need(major(a.device) == 9, "rounds fp32 scales to powers of two except on Hopper")
+    need(alignment % FP8_BLOCK_SIZE == 0, "takes groups in whole blocks of 128 rows")
+    need(out_dtype == torch.bfloat16, "gives bfloat16")
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, offs)
+    return out
+
+
 # --- MX matmuls ------------------------------------------------------------------------------------------------
 
 

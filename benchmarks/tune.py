@@ -23,6 +23,7 @@ from mxspec.helion_kernels import _token_rows as helion_token_rows
 from mxspec.helion_kernels import fp8_dequantize as helion_fp8_dequantize
 from mxspec.helion_kernels import fp8_quantize_1x128 as helion_1x128
 from mxspec.helion_kernels import fp8_quantize_128x128 as helion_128x128
+from mxspec.helion_kernels import fp8_quantize_k_groups as helion_fp8_k_groups
 from mxspec.helion_kernels import mx_quantize as helion_mx_quantize
 from mxspec.helion_kernels import mx_quantize_groups as helion_quantize_groups
 from mxspec.helion_kernels import to_blocked_k_groups as helion_k_groups
@@ -35,6 +36,7 @@ from mxspec.triton_kernels import (
     fp8_dequantize,
     fp8_quantize_1x128,
     fp8_quantize_128x128,
+    fp8_quantize_k_groups,
     mx_quantize_groups,
     to_blocked_k_groups,
 )
@@ -111,6 +113,13 @@ def fp8_columns(which: str, tiles: Collection[tuple[int, int, int]]) -> Iterator
         yield "helion", what, _set(helion_1x128.TILES[GPU], which, helion_1x128.Tile(blocks, cols, warps))
 
 
+def fp8_groups() -> Iterator[Choice]:
+    for cols, warps in [(32, 1), (64, 2), (128, 4), (256, 8)]:
+        what = f"128 x {cols}, {warps} warps"
+        yield "triton", what, _set(fp8_quantize_k_groups.CONFIGS, GPU, {"COLS": cols, "num_warps": warps})
+        yield "helion", what, _set(helion_fp8_k_groups.TILES, GPU, helion_fp8_k_groups.Tile(cols, warps))
+
+
 MN_TILES = [(1, 32, 1), (1, 64, 2), (1, 128, 4), (1, 256, 8), (2, 64, 4), (2, 128, 8)]
 K_TILES = [(1, 128, 4), (2, 64, 4), (4, 32, 4), (4, 64, 8), (8, 32, 8)]
 
@@ -164,6 +173,7 @@ SPACES: dict[str, tuple[list[str], list[tuple[dict[str, Any], Callable[[], Itera
             ({"axis": -2, "scale_major": "k"}, partial(fp8_columns, "across, k", K_TILES)),
         ],
     ),
+    "fp8_quantize_k_groups": (["8192x2048", "32768x2048", "32768x7168", "131072x7168"], [({}, fp8_groups)]),
     "fp8_quantize_128x128": (
         ["4096x2048", "32768x7168", "8x7168x2048"],
         [({}, fp8_squares), ({"with_transpose": True}, fp8_squares_and_transposes)],

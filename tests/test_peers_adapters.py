@@ -136,3 +136,17 @@ def test_bf16_operands_come_as_near_as_their_rounding_allows():
     args = gemm_args(torch.randn(256, 512), torch.randn(256, 512))
     bf16 = peers.ADAPTERS["fp8_gemm"]["cuBLAS bf16"]
     assert 48 < check.sqnr_db(bf16(*bf16.prepare(*args)), mxspec.fp8_gemm(*args)) < 52
+
+
+def test_groups_are_prepared_as_deepgemm_and_torch_read_them():
+    adapters, (case, *_) = peers.ADAPTERS["fp8_grouped_gemm"], dispatch.reference("fp8_grouped_gemm").spec.cases()
+    a, a_scale, b, _, offs = args = case.args()
+    _, prepared, _, prepared_b, layout = adapters["DeepGEMM"].prepare(*args, **case.kwargs)
+    assert prepared.stride() == (1, len(a))
+    assert prepared[: offs[-1]].equal(a_scale[: offs[-1]])  # the rest is NaN
+    assert (prepared_b.stride(), layout.shape) == ((6, 3, 1), (len(a),))
+    a_bf16, _, b_bf16, *_ = adapters["torch bf16"].prepare(*args, **case.kwargs)
+    assert (a_bf16.shape, b_bf16.shape) == (a.shape, b.shape)
+    expected = mxspec.fp8_grouped_gemm(*args)
+    first = a_bf16[: offs[0]].float() @ b_bf16[0].float().T
+    assert check.sqnr_db(first, expected[: offs[0]]) > 45
