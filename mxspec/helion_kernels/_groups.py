@@ -74,6 +74,12 @@ def tokens_of(group: Tensor, offs: Tensor, stride: int, G: int) -> tuple[Tensor,
     return first, hl.load(offs, [group * stride], extra_mask=group < G)
 
 
+def tokens_left(token: Tensor, stop: Tensor, tokens: int) -> Tensor:
+    """How many tokens of a group that ends at `stop` there are from each on, of `tokens` in all; for any offs."""
+    limit = torch.where(stop < tokens, stop, tokens).clamp(min=0).sum(0)  # a number, which a mask in any layout takes
+    return torch.where(token >= 0, limit - token, 0)
+
+
 def at_or_before(ends: Tensor, stride: int, G: int, i: int, chunk: int, row: Tensor) -> Tensor:
     """Of the ends, or beginnings, from i on, a chunk of them, how many are at or before each row (N,)."""
     g = i + hl.arange(chunk)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
 from mxspec.helion_kernels._fp8_tile import turn, turned_index
-from mxspec.helion_kernels._groups import chunk, padded_ends, padded_rows, passed, tokens_of
+from mxspec.helion_kernels._groups import chunk, padded_ends, padded_rows, passed, tokens_left, tokens_of
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 
 
@@ -50,8 +50,7 @@ def _blocks(
         count = torch.where(group < G, count, blocks - first)
         # All of an offs that is in order.
         there = (count > tile - first) & (count <= blocks - first)
-        token = (token0 + (tile - first) * 128).sum(0)  # a number, which any layout takes
-        limit = torch.where(stop < tokens_2 - 2, stop, tokens_2 - 2).clamp(min=0).sum(0)
+        token = (token0 + (tile - first) * 128).sum(0)  # a number: a mask in any layout takes it without shared memory
         d, run = turned_index(cols)
         d = d_tile * cols + d
         run = token + run
@@ -59,7 +58,7 @@ def _blocks(
         owned = there.reshape(1, 1, 1, 1).expand(4, cols // 32, 1, 8)
         back = turn(
             x, d * stride_d, run, stride_m, qdata, (first * D + tile - first + d * count) * 128,
-            inside, owned, torch.where(run >= 0, limit - run, 0), eps_bits, pow2,
+            inside, owned, tokens_left(run, stop, tokens_2 - 2), eps_bits, pow2,
         )  # fmt: skip
         hl.store(scale, [tile * D + d], torch.where(group < G, back, 0.0), extra_mask=inside)
 

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from mxspec.formats import element
 from mxspec.helion_kernels._blocked import blocked_to_row_col
-from mxspec.helion_kernels._groups import chunk, grouped_tile, padded_ends, padded_rows, passed, tokens_of
+from mxspec.helion_kernels._groups import (
+    chunk,
+    grouped_tile,
+    padded_ends,
+    padded_rows,
+    passed,
+    tokens_left,
+    tokens_of,
+)
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels._mx_tile import TILES, column_codes, column_scale, load_run, tile_index
 from mxspec.helion_kernels._numerics import widened
@@ -95,10 +103,9 @@ def _columns(
                 hl.store(start, [g], begins, extra_mask=g < G)
                 hl.store(end, [g], ends, extra_mask=g < G)
         first, stop = tokens_of(group, offs, stride_offs, G)
-        # As numbers, which a mask in any layout takes without a turn through shared memory.
-        token0, limit = (first + tile * 128 - begin).sum(0), torch.where(stop < tokens_2 - 2, stop, tokens_2 - 2).sum(0)
+        token0 = (first + tile * 128 - begin).sum(0)  # a number: a mask in any layout takes it without shared memory
         token = (token0 + hl.arange(groups) * run).unsqueeze(1).unsqueeze(2)
-        left = torch.where(token >= 0, limit - token, 0)
+        left = tokens_left(token, stop, tokens_2 - 2)
         _m, k = tile_index(m_tile, k_tile, groups, 1, cols, run)
         wide = widened(load_run(x, token, stride_m, k * stride_k, k < K, run, left=left)).reshape(groups, 1, cols, run)
         byte = column_scale(wide, qdata.dtype, scaling, x.dtype)
