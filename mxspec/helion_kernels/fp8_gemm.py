@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # Helion refuses the key where it
     _COMMON["host_tensor_descriptors"] = True
 
 
-def options(indexing: list[str]) -> dict[str, Any]:
+def options(indexing: list[str] | str) -> dict[str, Any]:
     """What the configurations share, for these accesses to memory."""
     return {"num_stages": 4, "indexing": indexing, **_COMMON}
 

@@ -7,22 +7,15 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._launch import Configs, flat, launch
+from mxspec.helion_kernels._launch import flat, launch
 from mxspec.helion_kernels.fp8_gemm import PTX as PTX
 from mxspec.helion_kernels.fp8_gemm import options
 
-
-def configs(indexing: list[str]) -> Configs:
-    """The configurations, for these accesses to memory: tiles as of `fp8_gemm`, 1x128 by 1x128."""
-    of_one_group = {"loop_orders": [[1, 2, 0]], **options(indexing)}  # programs that run at a time share its operands
-    large = helion.Config(block_sizes=[128, 128], num_warps=8, **of_one_group)
-    low = helion.Config(block_sizes=[64, 128], num_warps=4, **of_one_group)
-    return {(9, 0): large, (10, 0): low}
-
-
-# Not run on a GPU yet, so without a rank. TMA reads no rows whose distance is another for each group, as of the codes.
-_READ = 6 * ["pointer"]
-CONFIGS = {False: configs([*_READ, "tensor_descriptor"]), True: configs([*_READ, *2 * ["tensor_descriptor"]])}
+# Not run on a GPU yet, so without a rank. TMA has the output, asked for by one word as in fp8_grouped_gemm; it reads no
+# codes, whose rows are another distance apart in each group. Programs that run at a time share a group's operands.
+_OPTIONS = {"num_warps": 8, "loop_orders": [[1, 2, 0]], **options("tensor_descriptor")}
+_LARGE, _LOW = (helion.Config(block_sizes=[rows, 128], **_OPTIONS) for rows in (128, 64))
+CONFIGS = {(9, 0): _LARGE, (10, 0): _LOW}  # on Blackwell 128 rows need more registers than there are
 
 
 def _wgrad(
@@ -56,7 +49,7 @@ def sum_tokens(
 ) -> None:
     """The sums of each group, written to a matrix of its own or added to it."""
     launch(
-        _wgrad, CONFIGS[accumulate], flat(dy), dy_scale, flat(x), x_scale, out,
+        _wgrad, CONFIGS, flat(dy), dy_scale, flat(x), x_scale, out,
         dy.shape[1], flat(offs), offs.stride(0), accumulate,
     )  # fmt: skip
 

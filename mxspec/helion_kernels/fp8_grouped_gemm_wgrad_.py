@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm_wgrad_ in Helion: the kernel that writes, which reads a tile of its output and adds to it."""
+"""fp8_grouped_gemm_wgrad_ in Helion: the kernel of fp8_grouped_gemm_wgrad, which adds to a tile of its output."""
 
 from __future__ import annotations
 

@@ -1,0 +1,140 @@
+"""The kernels of the FP8 grouped matmuls: an offs out of order, an empty group, odd strides, and places past 2^31."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+import mxspec
+from mxspec import check, dispatch
+from mxspec.compile import fake_gpu, unavailable
+from mxspec.reference._groups_cases import far_apart
+from mxspec.reference.fp8_gemm import codes, scales
+
+BACKENDS = [b for b in ("triton", "helion") if dispatch.has_kernel("fp8_grouped_gemm", b)]
+DEVICE = check.default_device()
+OUT_OF_ORDER = [(5, 3, 9), (30, 10, 999), (-5, 3, 2), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1), (256, 128, 384)]
+runs_kernels = pytest.mark.skipif(
+    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+)
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def run(backend, op, *args, **options):
+    args = check.on_device(DEVICE, args)
+    if reason := dispatch.refusal(op, backend, args, options):
+        pytest.skip(reason)
+    out = getattr(mxspec, op)(*args, backend=backend, **options)
+    return (args[0] if out is None else out).cpu()
+
+
+def ends(*offs):
+    return torch.tensor(offs, dtype=torch.int32)
+
+
+def amid_nan(t):
+    """The same values, contiguous on the device, with NaN before and after."""
+    buffer = torch.full((t.numel() + 2**17,), torch.nan).to(t.dtype).to(DEVICE)
+    return buffer[2**16 : 2**16 + t.numel()].view(t.shape).copy_(t)
+
+
+@runs_kernels
+@each_backend
+@pytest.mark.parametrize("offs", OUT_OF_ORDER, ids=str)
+@pytest.mark.parametrize("M", [20, 300])
+def test_an_offs_out_of_order_reads_and_writes_nothing_else(backend, M, offs, monkeypatch):
+    """Outputs lie between bytes that must not change; what no access may pick up is NaN."""
+    N, K, R, margin, guarded = 40, 128, 256, 2**16, []
+    empty = torch.empty
+
+    def guard(*size, dtype=None, **options):
+        out = empty(*size, dtype=dtype, **options)
+        if type(out) is not torch.Tensor or out.is_meta:  # one that a compiler traces with
+            return out
+        guarded.append(torch.full((out.nbytes + 2 * margin,), 0x5A, dtype=torch.uint8, device=out.device))
+        return guarded[-1][margin : margin + out.nbytes].view(out.dtype).view(out.shape)
+
+    tokens = [amid_nan(t) for t in (codes(M, K), scales(M, 1), codes(3 * N, K).view(3, N, K), scales(3, 1)[..., None])]
+    features = [amid_nan(t) for t in (codes(N, R), scales(N, 2), codes(K, R), scales(K, 2))]
+    acc = amid_nan(torch.zeros(3, N, K))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", guard)
+        outputs = [
+            run(backend, "fp8_grouped_gemm", *tokens, ends(*offs)),
+            run(backend, "fp8_grouped_gemm_wgrad", *features, ends(*offs)),
+            run(backend, "fp8_grouped_gemm_wgrad_", acc, *features, ends(*offs)),
+        ]
+    assert not any(out.isnan().any() for out in outputs)
+    assert guarded
+    assert all((b[:margin] == 0x5A).all() and (b[-margin:] == 0x5A).all() for b in guarded)
+    around = acc.new_empty(0).set_(acc.untyped_storage())
+    assert around[:margin].isnan().all()
+    assert around[-margin:].isnan().all()
+
+
+@runs_kernels
+@each_backend
+def test_the_matrix_of_a_group_without_tokens_stays_as_it_is(backend):
+    acc = torch.full((2, 40, 128), -0.0)
+    operands = codes(40, 128), scales(40, 1), codes(128, 128), scales(128, 1)
+    assert run(backend, "fp8_grouped_gemm_wgrad_", acc, *operands, ends(0, 0)).signbit().all()
+
+
+@runs_kernels
+@each_backend
+def test_tokens_and_experts_past_2_to_31(backend):
+    """Rows of a 2^24 elements apart, so that row 128 begins there, and matrices of b 2^30, so that the third does."""
+    sizes, N, K = [70, 65, 40], 40, 128
+    a = far_apart(sum(sizes), K, torch.float8_e4m3fn)
+    b = torch.empty(2 * 2**30 + N * K, dtype=a.dtype).as_strided((3, N, K), (2**30, K, 1))
+    b.copy_(codes(3 * N, K, seed=2).view(3, N, K))
+    a_scale, b_scale, offs = scales(sum(sizes), 1), scales(3, 1)[..., None], ends(70, 135, 175)
+    got = run(backend, "fp8_grouped_gemm", a, a_scale, b, b_scale, offs, out_dtype=torch.float32)
+    expected = dispatch.reference("fp8_grouped_gemm")(a, a_scale, b, b_scale, offs, out_dtype=torch.float32)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def last_programs(count, *rest):
+    """`range`, of a long one only the end."""
+    return range(count, *rest) if rest or count < 2**10 else range(count - 64, count)
+
+
+@runs_kernels
+@each_backend
+@pytest.mark.parametrize("in_place", [False, True])
+def test_features_past_2_to_31(backend, in_place):
+    """dy of one block of 128 tokens and 2^24 features and a few: interpreted, only the programs of the last ones."""
+    N, R = 2**24 + 40, 128
+    dy = torch.zeros(N, R, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    dy[-64:] = codes(64, R)
+    x, dy_scale, x_scale = codes(1, R, seed=2), torch.full((1, 1), 0.5).expand(N, 1), torch.full((1, 1), 3.0)
+    args = dy, dy_scale, x, x_scale, ends(R)
+    op = "fp8_grouped_gemm_wgrad_" if in_place else "fp8_grouped_gemm_wgrad"
+    with mock.patch("triton.runtime.interpreter.range", last_programs, create=True):  # a GPU runs them all
+        got = run(backend, op, *([torch.ones(1, N, 1)] if in_place else []), *args)
+    expected = dispatch.reference("fp8_grouped_gemm_wgrad")(dy[-64:], dy_scale[-64:], *args[2:]) + int(in_place)
+    torch.testing.assert_close(got[:, -64:], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@each_backend
+@pytest.mark.parametrize("target", ["sm90", "sm100"])
+def test_what_is_compiled_for_tma_serves_no_strides_that_it_does_not_read(backend, target):
+    def meta(*shape, dtype=torch.float32, odd=0):
+        return torch.empty(*shape[:-1], shape[-1] + odd, dtype=dtype, device="meta")[..., : shape[-1]]
+
+    E, N, K, M, e4m3 = 2, 264, 256, 384, torch.float8_e4m3fn
+    offs, b_scale = meta(E, dtype=torch.int32), meta(E, 3, K // 128)
+    features = meta(N, M, dtype=e4m3), meta(N, M // 128), meta(K, M, dtype=e4m3), meta(K, M // 128)
+    kernel, in_place = (dispatch.kernel_module(op, backend) for op in ("fp8_grouped_gemm", "fp8_grouped_gemm_wgrad_"))
+    with fake_gpu(target):
+        for odd in (0, 3):
+            a, b = meta(M, K, dtype=e4m3, odd=odd), meta(E, N, K, dtype=e4m3, odd=odd)
+            for module, args in (
+                (kernel, (a, meta(M, K // 128), b, b_scale, offs)),
+                (in_place, (meta(E, N, K, odd=odd), *features, offs)),
+            ):
+                name = module.__name__.rpartition(".")[2]
+                if not hasattr(module, "supports") or module.supports(*args) is None:
+                    getattr(module, name)(*args)  # a descriptor refuses such strides
