@@ -42,11 +42,11 @@ def check_args(
 def cases() -> Iterator[Case]:
     bf16, fp16, fp32 = _checks.FLOAT_DTYPES
     e5m2 = {"elem_dtype": torch.float8_e5m2}
-    for dtype in (bf16, fp16, fp32):
-        for scaling in SCALINGS:
-            for fmt in ({}, e5m2):
-                name = f"random bit patterns, {str(dtype)[6:]}, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
-                yield Case(name, given(random_bits, 64, 128, dtype=dtype), {"scaling": scaling, **fmt})
+    for i, (dtype, scaling) in enumerate(product((bf16, fp16, fp32), SCALINGS)):
+        # Only under rceil do the dtypes of x and elements act on each other; else every value meets every other.
+        for fmt in ({}, e5m2) if scaling == "rceil" else (({}, e5m2)[(i + i // 4) % 2],):
+            name = f"random bit patterns, {str(dtype)[6:]}, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
+            yield Case(name, given(random_bits, 64, 128, dtype=dtype), {"scaling": scaling, **fmt})
     for scaling in SCALINGS:
         for fmt in ({}, e5m2):
             name = f"edge blocks, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
