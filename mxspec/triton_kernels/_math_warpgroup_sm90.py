@@ -116,7 +116,10 @@ def write_turned(
         tma.store_wait(0)  # the store that last read this buffer
         target.permute((1, 0)).store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
         first = column + c * CHUNK
-        if out is None or first + CHUNK <= column_end:
+        if out is None:
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [first, row], target)
+        elif first + CHUNK <= column_end:  # noqa: SIM114  # not known when this is compiled
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [first, row], target)
         else:  # TMA knows no end but the output's
