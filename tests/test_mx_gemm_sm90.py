@@ -66,7 +66,7 @@ def reference(call, *args, **kwargs):
 @each_output
 @each_call
 def test_every_tile_compiles_without_spilling(call, out_dtype, layout, tile):
-    if (call, tile["BLOCK_N"]) == ("mx_grouped_gemm swapped", 256):
+    if (call, out_dtype, tile["BLOCK_N"]) == ("mx_grouped_gemm swapped", torch.float32, 256):
         pytest.skip("is never taken, since it spills")
     args = made(call, layout, (E4M3FN, E5M2))
     code = compile_call(launch, *args, call=call, layout=layout, out_dtype=out_dtype, target="sm90", **tile)

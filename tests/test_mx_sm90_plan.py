@@ -31,8 +31,9 @@ class Multiply:
         for group, first, end, _ in plan.view(-1, 4)[:col_tiles].tolist():
             last = min(end, first + b_desc.block_shape[0])
             rows = b_desc.base[first:last].double()
-            unshift = options["UNSHIFT"] * 2 ** options["A_SHIFT"]
-            out[:, first:last] = (a[group] @ rows.T * unshift).to(out.dtype) if group >= 0 else 0.0
+            out[:, first:last] = (
+                (a[group] @ rows.T * options["UNSHIFT"] * 2 ** options["A_SHIFT"]).to(out.dtype) if group >= 0 else 0.0
+            )
 
 
 @pytest.mark.parametrize("tile", [tile for _, tile in kernel.TILES], ids=lambda t: str(t["BLOCK_N"]))

@@ -119,14 +119,15 @@ def write_turned(
         if out is None:
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [first, row], target)
-        elif first + CHUNK <= column_end:  # noqa: SIM114  # not known when this is compiled
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [first, row], target)
-        else:  # TMA knows no end but the output's
-            words: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            r = row + gl.arange(0, 64, gl.SliceLayout(0, words))
-            for i in gl.static_range(CHUNK // 32):
-                n = first + 32 * i + gl.arange(0, 32, gl.SliceLayout(1, words))
-                at = out + (n.to(gl.int64) * width)[:, None] + r[None, :]
-                there = (n < column_end)[:, None] & (r < width)[None, :]
-                gl.store(at, target.slice(32 * i, 32).load(words), mask=there)
+        else:
+            if first + CHUNK <= column_end:
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out_desc, [first, row], target)
+            else:  # TMA knows no end but the output's
+                words: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+                r = row + gl.arange(0, 64, gl.SliceLayout(0, words))
+                for i in gl.static_range(CHUNK // 32):
+                    n = first + 32 * i + gl.arange(0, 32, gl.SliceLayout(1, words))
+                    at = out + (n.to(gl.int64) * width)[:, None] + r[None, :]
+                    there = (n < column_end)[:, None] & (r < width)[None, :]
+                    gl.store(at, target.slice(32 * i, 32).load(words), mask=there)

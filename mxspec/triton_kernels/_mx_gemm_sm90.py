@@ -272,10 +272,11 @@ def _multiply(
         column, column_end = n * BLOCK_N, N
         if GROUPS == "N":
             column, column_end = gl.load(plan + 4 * n + 1), gl.load(plan + 4 * n + 2)
+        magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
         if GROUPS == "M" or GROUPS == "N":  # past the group's rows and its expert's is what others are judged by
-            c = gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
-            acc = gl.where((c < column_end - column)[None, :], acc, 0.0)
-        largest = gl.max(acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+            c = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
+            magnitude = gl.where((c < column_end)[None, :], magnitude, 0)
+        largest = gl.max(magnitude, 1)
         if GROUPS == "M" or GROUPS == "N":
             r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
             largest = gl.where(r < row_end, largest, 0)

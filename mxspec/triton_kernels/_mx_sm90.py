@@ -64,12 +64,13 @@ def _mx_values(
         if plan is not None:
             _plan(plan, plan_tiles, offs, offs_stride, G, plan_rows, TILE, CHUNK)
     r, tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    in_r, padded = r < R, r
+    e, n, in_r = r // N, r % N, r < R
     if GROUPS == "N":  # padded to 128, so that a program's rows are of one group
         _, row, stop, begin = group_of(tl.program_id(0) * ROWS, offs, offs_stride, G, None, None, False, 128, CHUNK)
-        r = row + padded - begin
-        in_r = (r >= 0) & (r < tl.minimum(stop, R)) & (padded // 128 * 128 + 128 <= R + 128 * G)
-    e, n = r // N, r % N
+        e, n, r = e * 0, r, row + r - begin
+        in_r = (r >= 0) & (r < tl.minimum(stop, R)) & (n // 128 * 128 + 128 <= R + 128 * G)
+        if not BLOCKED:
+            n = r
     first, end = tile * 128, K
     tiles_before, across = tile * 0, tl.cdiv(K, 128)
     if GROUPS == "K":  # a tile's 128 tokens are of one group
@@ -82,8 +83,7 @@ def _mx_values(
     in_c = (first >= 0) & (first + 32 * c < end)
     in_k = (first >= 0) & (first + k < end)
     if BLOCKED:
-        m = padded if GROUPS == "N" else n
-        of_row = (m // 128 * across + tile - tiles_before) * 512 + m % 32 * 16 + m % 128 // 32 * 4
+        of_row = (n // 128 * across + tile - tiles_before) * 512 + n % 32 * 16 + n % 128 // 32 * 4
         if GROUPS == "K":
             of_row += tiles_before.to(tl.int64) * tl.cdiv(N, 128) * 512
             in_c &= (tiles_before + across) * 4 <= K // 32 + 4 * G
@@ -111,14 +111,18 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return rows_fit and a.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
 
 
-def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
-    """The tile with which the output takes the least time, in waves of as many tiles as there are processors."""
+def tile_for(row_tiles: int, N: int, processors: int, more: int, tiles: Any = TILES) -> dict[str, int]:
+    """The tile with which the output takes the least time, in waves of as many tiles as there are processors.
+
+    `more` columns of tiles there are than N needs.
+    """
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
         of_element, tile = choice
-        return -(-row_tiles * -(-N // tile["BLOCK_N"]) // processors) * tile["BLOCK_N"] * of_element
+        count = row_tiles * (-(-N // tile["BLOCK_N"]) + more)
+        return -(-count // processors) * tile["BLOCK_N"] * of_element
 
-    return min(TILES, key=cost)[1]
+    return min(tiles, key=cost)[1]
 
 
 def mx_sm90(
@@ -136,8 +140,9 @@ def mx_sm90(
     # Each group, and the rows of none, may begin a tile.
     all_tiles = {"": row_tiles, "M": row_tiles + E, "N": row_tiles, "K": row_tiles * E}[groups]
     programs = processors(a.device)
-    # Of tokens in columns the larger tile would spill, by one register.
-    config = {"GROUP": 8, **(TILES[1][1] if groups == "N" else tile_for(all_tiles, N, programs)), **options}
+    wasted = E // 2 if groups == "N" else 0  # on average half of each group's last tile
+    choices = TILES[1:] if groups == "N" and out.dtype == torch.float32 else TILES  # the largest would spill
+    config = {"GROUP": 8, **tile_for(all_tiles, N, programs, wasted, choices), **options}
     BLOCK_N = config.pop("BLOCK_N")
     col_tiles = -(-N // BLOCK_N) + (E if groups == "N" else 0)
     tiles = all_tiles * col_tiles
