@@ -29,7 +29,7 @@ MADE = {
     "mx_grouped_gemm": partial(grouped.made, [130, 0, 200, 1], 20, 528, 352),
     "mx_grouped_gemm_wgrad": partial(wgrad.made, [96, 0, 320, 32], 64, 304, 512),
 }
-SWAPPED = "mx_gemm swapped", "mx_grouped_gemm swapped", "mx_grouped_gemm_wgrad swapped"
+SWAPPED = "mx_gemm swapped", "mx_grouped_gemm_wgrad swapped"
 each_call = pytest.mark.parametrize("call", [*MADE, *SWAPPED])
 
 
@@ -50,7 +50,6 @@ def launch(*args, call, layout, out_dtype, **options):
         shape = first.shape[0], second.shape[-2]
     out = torch.empty(shape, dtype=out_dtype, device=first.device)
     if "swapped" in call:
-        kw["groups"] = {"M": "N"}.get(kw.get("groups"), kw.get("groups", ""))
         kernel.mx_sm90(second, second_scale, first, first_scale, out.mT, layout, **kw, **options)
     else:
         kernel.mx_sm90(first, first_scale, second, second_scale, out, layout, **kw, **options)
@@ -66,8 +65,6 @@ def reference(call, *args, **kwargs):
 @each_output
 @each_call
 def test_every_tile_compiles_without_spilling(call, out_dtype, layout, tile):
-    if (call, out_dtype, tile["BLOCK_N"]) == ("mx_grouped_gemm swapped", torch.float32, 256):
-        pytest.skip("is never taken, since it spills")
     args = made(call, layout, (E4M3FN, E5M2))
     code = compile_call(launch, *args, call=call, layout=layout, out_dtype=out_dtype, target="sm90", **tile)
     assert [c.kernel for c in code] == ["_mx_values", "mx_gemm_sm90", "_marked_tiles"]

@@ -104,10 +104,8 @@ def write_rows(
 
 
 @gluon.jit
-def write_turned(
-    out_desc, out_tiles, row, column, acc, buffer, CHUNKS: gl.constexpr, out=None, width=0, column_end=0
-):  # fmt: skip
-    """64 rows of the output's transpose, whose columns are rows of the output: with `out`, only those up to an end."""
+def write_turned(out_desc, out_tiles, row, column, acc, buffer, CHUNKS: gl.constexpr):
+    """64 rows of the output's transpose, whose columns are rows of the output."""
     CHUNK: gl.constexpr = out_desc.block_shape[0]
     parts = (acc,) if CHUNKS == 1 else acc.reshape([64, 2, CHUNK]).permute([0, 2, 1]).split()
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHUNK, 16])
@@ -115,19 +113,5 @@ def write_turned(
         target = out_tiles.index(buffer)
         tma.store_wait(0)  # the store that last read this buffer
         target.permute((1, 0)).store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
-        first = column + c * CHUNK
-        if out is None:
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [first, row], target)
-        else:
-            if first + CHUNK <= column_end:
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [first, row], target)
-            else:  # TMA knows no end but the output's
-                words: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-                r = row + gl.arange(0, 64, gl.SliceLayout(0, words))
-                for i in gl.static_range(CHUNK // 32):
-                    n = first + 32 * i + gl.arange(0, 32, gl.SliceLayout(1, words))
-                    at = out + (n.to(gl.int64) * width)[:, None] + r[None, :]
-                    there = (n < column_end)[:, None] & (r < width)[None, :]
-                    gl.store(at, target.slice(32 * i, 32).load(words), mask=there)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [column + c * CHUNK, row], target)

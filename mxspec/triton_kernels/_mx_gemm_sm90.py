@@ -41,12 +41,8 @@ def _geometry(tile, plan, plan_stride, M, M_tiles, N_tiles, K, GROUP: gl.constex
     """Of a tile: its row and column among tiles, its first row and the end of its group's, its group and part of K."""
     if GROUPS == "M":  # the plan says it for each row of tiles
         m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        group, row, end = gl.load(plan + 4 * m), gl.load(plan + 4 * m + 1), gl.load(plan + 4 * m + 2)
+        group, row, end = gl.load(plan + 3 * m), gl.load(plan + 3 * m + 1), gl.load(plan + 3 * m + 2)
         return m, n, row, end, group, 0, K * (group >= 0)
-    elif GROUPS == "N":  # the plan says of each column of tiles whose rows they are, and which of b's
-        m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        group = gl.load(plan + 4 * n)
-        return m, n, m * 128, M, group, 0, K * (group >= 0)
     elif GROUPS == "K":  # the plan is offs
         of_group = M_tiles * N_tiles
         group = tile // of_group
@@ -71,9 +67,6 @@ def _load(
         b_row = n * BLOCK_N
         if GROUPS == "M":  # the experts' matrices lie one below the other
             b_row += group * N
-        elif GROUPS == "N":
-            row += group * M
-            b_row = gl.load(plan + 4 * n + 1)
         for k in range(begin, end, 64):
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), i // STAGES & 1)
@@ -107,7 +100,7 @@ def _tiles_before(group, offs, stride, CHUNK: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def _scale(
-    scale, stride_e, stride_m, stride_k, factors, full, empty, plan, plan_stride, tiles, M, M_tiles, N_tiles, K, C,
+    scale, stride_m, stride_k, factors, full, empty, plan, plan_stride, tiles, M, M_tiles, N_tiles, K, C,
     STAGES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCKED: gl.constexpr, CHUNK: gl.constexpr,
     SHIFT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -119,9 +112,8 @@ def _scale(
         m, _, row, row_end, group, begin, end = place
         there = (row + rows < row_end)[:, None]
         first, blocks = begin // 32, gl.minimum(end // 32, C)
-        matrix = scale + group.to(gl.int64) * stride_e if GROUPS == "N" else scale
         if BLOCKED:  # a row of tiles is a row of the scales' tiles, in token groups too
-            of_rows = matrix + (rows % 32 * 16 + rows // 32 * 4)[:, None]
+            of_rows = scale + (rows % 32 * 16 + rows // 32 * 4)[:, None]
             if GROUPS == "K":  # a group's tiles are together, row by row
                 before = _tiles_before(group, plan, plan_stride, CHUNK, layout)
                 across = gl.cdiv(end - begin, 128)
@@ -131,7 +123,7 @@ def _scale(
             else:
                 of_rows += m.to(gl.int64) * (gl.cdiv(C, 4) * 512)
         else:
-            of_rows = matrix + ((row + rows).to(gl.int64) * stride_m)[:, None]
+            of_rows = scale + ((row + rows).to(gl.int64) * stride_m)[:, None]
         c = first + gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :]
         # AHEAD steps' are on their way while a step's wait for a stage; none has a register that is handed on.
         bytes = ()
@@ -269,29 +261,20 @@ def _multiply(
                 acc, a = warpgroup_mma_wait(0, deps=[running, a])
                 values = _values(a_tiles.index(after), factors.index(after), first, SPAN, FORMAT)
                 i += 1
-        column, column_end = n * BLOCK_N, N
-        if GROUPS == "N":
-            column, column_end = gl.load(plan + 4 * n + 1), gl.load(plan + 4 * n + 2)
         magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        if GROUPS == "M" or GROUPS == "N":  # past the group's rows and its expert's is what others are judged by
-            c = column + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
-            magnitude = gl.where((c < column_end)[None, :], magnitude, 0)
-        largest = gl.max(magnitude, 1)
-        if GROUPS == "M" or GROUPS == "N":
+        if GROUPS == "M":  # past the group's rows and its expert's columns is what others are to be judged by
             r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
-            largest = gl.where(r < row_end, largest, 0)
-        if gl.max(largest, 0) >= 0x7F800000:
+            c = n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
+            magnitude = gl.where((r < row_end)[:, None] & (c < N)[None, :], magnitude, 0)
+        if gl.max(gl.max(magnitude, 1), 0) >= 0x7F800000:
+            if GROUPS == "K":
+                m += group * M_tiles
             mark = marks + 1 + 2 * gl.atomic_add(marks, 1)
-            if GROUPS == "N":  # as the other kernel counts tokens
-                gl.store(mark, gl.load(plan + 4 * n + 3))
-                gl.store(mark + 1, m)
-            else:
-                gl.store(mark, m + group * M_tiles if GROUPS == "K" else m)
-                gl.store(mark + 1, n)
+            gl.store(mark, m)
+            gl.store(mark + 1, n)
         acc *= UNSHIFT
-        if GROUPS == "N":
-            write_turned(out_desc, out_tiles, row + first, column, acc, WARPGROUP, CHUNKS, out, M, column_end)
-        elif TURNED:  # the output's rows are b's; of K-groups' matrices each has whole tiles of them
+        column = n * BLOCK_N
+        if TURNED:  # the output's rows are b's; of K-groups' matrices each has whole tiles of them
             if GROUPS == "K":
                 column += group * N
             write_turned(out_desc, out_tiles, row + first, column, acc, WARPGROUP, CHUNKS)
@@ -311,7 +294,7 @@ def _multiply(
 
 @gluon.jit
 def mx_gemm_sm90(
-    a_desc, b_desc, out_desc, out, a_scale, a_stride_e, a_stride_m, a_stride_k, marks, plan, plan_stride,
+    a_desc, b_desc, out_desc, out, a_scale, a_stride_m, a_stride_k, marks, plan, plan_stride,
     tiles, M, M_tiles, N, N_tiles, K, C,
     STAGES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCKED: gl.constexpr, CHUNK: gl.constexpr,
     SPAN: gl.constexpr, FORMAT: gl.constexpr, TURNED: gl.constexpr, A_SHIFT: gl.constexpr, UNSHIFT: gl.constexpr,
@@ -351,7 +334,7 @@ def mx_gemm_sm90(
                 STAGES, GROUP, GROUPS,
             )),
             (_scale, (
-                a_scale, a_stride_e, a_stride_m, a_stride_k, factors, full, empty, plan, plan_stride,
+                a_scale, a_stride_m, a_stride_k, factors, full, empty, plan, plan_stride,
                 tiles, M, M_tiles, N_tiles, K, C,
                 STAGES, GROUP, GROUPS, BLOCKED, CHUNK, A_SHIFT, AHEAD,
             )),

@@ -209,15 +209,14 @@ def _marked_tiles(
     out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     marks,
     GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # Another kernel has counted them, and says the row of each, in tiles of BLOCK_M, and the column, in those of WIDTH.
-    across: tl.constexpr = WIDTH // BLOCK_N
-    parts: tl.constexpr = HEIGHT // BLOCK_M * across
+    # Another kernel has counted them, and says the row and the column of each, in tiles of WIDTH columns.
+    parts: tl.constexpr = WIDTH // BLOCK_N
     for i in range(tl.program_id(0), tl.load(marks) * parts, tl.num_programs(0)):
         mark = marks + 1 + i // parts * 2
         _tile(
-            tl.load(mark) + i % parts // across, tl.load(mark + 1) * across + i % across,
+            tl.load(mark), tl.load(mark + 1) * parts + i % parts,
             a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
             b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
             out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
@@ -256,18 +255,16 @@ def _aligned(codes: Tensor) -> bool:
 
 def mx_tiles(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
-    *, offs: Tensor | None = None, groups: str = "", marks: Tensor | None = None, height: int = 128,
-    width: int = 0, flags: Tensor | None = None, programs: int = 0, **options: Any,
+    *, offs: Tensor | None = None, groups: str = "", marks: Tensor | None = None, width: int = 0,
+    flags: Tensor | None = None, programs: int = 0, **options: Any,
 ) -> None:  # fmt: skip
     """Multiply `(M, K)` by `(N, K)` into `out`: whole, M in groups, each with a b of its own, or K in groups.
 
     `out` may be the transpose of contiguous matrices.
 
-    With `marks`, int32, only tiles of `height` rows and `width` columns that are written there, by so many programs:
-    how many, then the first row of each, in tiles of 128, and the column. With `flags`, int32, only tiles of 128 rows
-    of a, or 128 of b, whose flag is not 0, and rows of no group: one flag for all, those of a, of each group's rows
-    anew, and those of each b.
-
+    With `marks`, int32, only tiles of 128 rows and `width` columns that are written there, by so many programs: how
+    many, then the row and the column of each. With `flags`, int32, only tiles of 128 rows of a, or 128 of b, whose flag
+    is not 0, and rows of no group: one flag for all, those of a, of each group's rows anew, and those of each b.
     `options` change the configuration.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
@@ -296,6 +293,6 @@ def mx_tiles(
     del config["GROUP"]
     config["BLOCK_N"] = 32  # a loop over tiles takes registers as well
     if marks is not None:
-        _marked_tiles[(programs,)](*operands, marks, HEIGHT=height, WIDTH=width, **config)
+        _marked_tiles[(programs,)](*operands, marks, WIDTH=width, **config)
     else:
         _flagged_tiles[(programs,)](*operands, row_tiles, flags, **config)

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.triton_kernels._groups import chunk, group_of, rows_before
+from mxspec.triton_kernels._groups import chunk, group_of
 from mxspec.triton_kernels._launch import capability, processors, shared_layout
 from mxspec.triton_kernels._mx_gemm_sm90 import E4M3, E5M2, mx_gemm_sm90
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
@@ -34,21 +34,19 @@ VALUES = {"ROWS": 32, "num_warps": 8}  # a program's rows, of 128 codes each
 
 
 @triton.jit
-def _plan(plan, tiles, offs, offs_stride, G, M, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """For each TILE padded rows of token groups: the group, the first row, the end of the group's, their tile of 128.
+def _plan(plan, tiles, offs, offs_stride, G, M, CHUNK: tl.constexpr):
+    """For each 128 padded rows of token groups: the group, the first row and the end of the group's.
 
     Rows of no group have the group -1: their tiles are zeros. Whatever offs holds, no row is outside the operand.
     """
     rows_of_groups = tl.load(offs + (G - 1) * offs_stride)
     for m in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        group, first, stop, begin = group_of(m * TILE, offs, offs_stride, G, None, None, False, TILE, CHUNK)
-        none = (group >= G) | (m * TILE + TILE > M + TILE * G)
-        row = tl.where(none, rows_of_groups, first) + m * TILE - begin
-        tl.store(plan + 4 * m, tl.where(none, -1, group))
-        tl.store(plan + 4 * m + 1, tl.minimum(tl.maximum(row, 0), M))
-        tl.store(plan + 4 * m + 2, tl.where(none, M, tl.minimum(stop, M)))
-        of_128 = (rows_before(group, offs, offs_stride, 128, CHUNK) + m * TILE - begin) // 128
-        tl.store(plan + 4 * m + 3, tl.maximum(of_128, 0))
+        group, first, stop, begin = group_of(m * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
+        none = (group >= G) | (m * 128 + 128 > M + 128 * G)
+        row = tl.where(none, rows_of_groups, first) + m * 128 - begin
+        tl.store(plan + 3 * m, tl.where(none, -1, group))
+        tl.store(plan + 3 * m + 1, tl.minimum(tl.maximum(row, 0), M))
+        tl.store(plan + 3 * m + 2, tl.where(none, M, tl.minimum(stop, M)))
 
 
 @triton.jit
@@ -56,21 +54,15 @@ def _mx_values(
     codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, out_stride,
     R, N, K, offs, offs_stride, G, plan, plan_tiles, plan_rows, marks,
     GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SHIFT: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """2^SHIFT times the values of ROWS x 128 codes; R rows, of which N are a matrix, or in groups that count anew."""
+    """2^SHIFT times the values of ROWS x 128 codes; R rows, of which N are a matrix."""
     if tl.program_id(1) == 0:
         tl.store(marks, 0, mask=tl.program_id(0) == 0)
         if plan is not None:
-            _plan(plan, plan_tiles, offs, offs_stride, G, plan_rows, TILE, CHUNK)
+            _plan(plan, plan_tiles, offs, offs_stride, G, plan_rows, CHUNK)
     r, tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    e, n, in_r = r // N, r % N, r < R
-    if GROUPS == "N":  # padded to 128, so that a program's rows are of one group
-        _, row, stop, begin = group_of(tl.program_id(0) * ROWS, offs, offs_stride, G, None, None, False, 128, CHUNK)
-        e, n, r = e * 0, r, row + r - begin
-        in_r = (r >= 0) & (r < tl.minimum(stop, R)) & (n // 128 * 128 + 128 <= R + 128 * G)
-        if not BLOCKED:
-            n = r
+    e, n = r // N, r % N
     first, end = tile * 128, K
     tiles_before, across = tile * 0, tl.cdiv(K, 128)
     if GROUPS == "K":  # a tile's 128 tokens are of one group
@@ -80,7 +72,7 @@ def _mx_values(
         tiles_before = begin // 128
         first = (first + tile * 128 - begin) // 32 * 32  # as it is, and the compiler knows
     c, k = tl.arange(0, 4), tl.arange(0, 128)
-    in_c = (first >= 0) & (first + 32 * c < end)
+    in_r, in_c = r < R, (first >= 0) & (first + 32 * c < end)
     in_k = (first >= 0) & (first + k < end)
     if BLOCKED:
         of_row = (n // 128 * across + tile - tiles_before) * 512 + n % 32 * 16 + n % 128 // 32 * 4
@@ -105,83 +97,68 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether the Gluon kernel can run: on Hopper, where TMA reads a and writes out, rows at multiples of 16 bytes."""
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or not a.numel() or not b.numel():
         return False
-    if a.ndim == 3 and a.stride(0) != a.shape[1] * a.stride(1):  # of experts, not one below the other
-        return False
-    rows_fit = a.stride(-2) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
+    rows_fit = a.stride(0) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
     return rows_fit and a.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
 
 
-def tile_for(row_tiles: int, N: int, processors: int, more: int, tiles: Any = TILES) -> dict[str, int]:
-    """The tile with which the output takes the least time, in waves of as many tiles as there are processors.
-
-    `more` columns of tiles there are than N needs.
-    """
+def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
+    """The tile with which the output takes the least time, in waves of as many tiles as there are processors."""
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
         of_element, tile = choice
-        count = row_tiles * (-(-N // tile["BLOCK_N"]) + more)
-        return -(-count // processors) * tile["BLOCK_N"] * of_element
+        return -(-row_tiles * -(-N // tile["BLOCK_N"]) // processors) * tile["BLOCK_N"] * of_element
 
-    return min(tiles, key=cost)[1]
+    return min(TILES, key=cost)[1]
 
 
 def mx_sm90(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
     *, offs: Tensor | None = None, groups: str = "", **options: Any,
 ) -> Any:  # fmt: skip
-    """`mx_tiles` by Hopper's bf16 tensor cores; `options` change the tile. Gives what was compiled.
-
-    With groups "N" b has the tokens, in groups, each with an a of its own, and `out` is the transpose of their rows.
-    """
-    (M, K), N, E = a.shape[-2:], b.shape[-2], 1 if offs is None else offs.shape[0]
+    """`mx_tiles` by Hopper's bf16 tensor cores; `options` change the tile. Gives what was compiled."""
+    (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     C, blocked, row_tiles = K // MX_BLOCK_SIZE, scale_layout == "blocked", -(-M // 128)
     (a_format, a_shift), (_, b_shift) = FORMATS[a.dtype], FORMATS[b.dtype]
     a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-    # Each group, and the rows of none, may begin a tile.
-    all_tiles = {"": row_tiles, "M": row_tiles + E, "N": row_tiles, "K": row_tiles * E}[groups]
+    plan, plan_tiles, offs_stride, all_tiles = None, 0, 0 if offs is None else offs.stride(0), row_tiles
+    if groups == "M" and offs is not None:
+        all_tiles = plan_tiles = row_tiles + E  # each group, and the rows of none, may begin a tile
+        plan = offs.new_empty(3 * plan_tiles)
+    elif groups == "K":
+        all_tiles = row_tiles * E
     programs = processors(a.device)
-    wasted = E // 2 if groups == "N" else 0  # on average half of each group's last tile
-    choices = TILES[1:] if groups == "N" and out.dtype == torch.float32 else TILES  # the largest would spill
-    config = {"GROUP": 8, **tile_for(all_tiles, N, programs, wasted, choices), **options}
+    config = {"GROUP": 8, **tile_for(all_tiles, N, programs), **options}
     BLOCK_N = config.pop("BLOCK_N")
-    col_tiles = -(-N // BLOCK_N) + (E if groups == "N" else 0)
+    col_tiles = -(-N // BLOCK_N)
     tiles = all_tiles * col_tiles
-    plan, offs_stride = None, 0 if offs is None else offs.stride(0)
-    plan_tiles, plan_rows, tile = {"M": (all_tiles, M, 128), "N": (col_tiles, N, BLOCK_N)}.get(groups, (0, 0, 0))
-    if plan_tiles and offs is not None:
-        plan = offs.new_empty(4 * plan_tiles)
     marks = out.new_empty(1 + 4 * tiles, dtype=torch.int32)  # either math warpgroup may mark a tile
     span = 32 if groups == "K" else 64  # groups of tokens begin at multiples of 32
     R = b.numel() // K
     values = b.new_empty(R, K if groups == "K" else -(-K // 64) * 64, dtype=torch.bfloat16)
     of_b = b_scale.stride(0) if b.ndim == 3 else 0, *((0, 0) if blocked else b_scale.stride()[-2:])
     tokens = offs if groups else None
-    rows, columns = -(-R // 128) * 128 + 128 * E if groups == "N" else R, -(-K // 128) + (E if groups == "K" else 0)
-    _mx_values[(-(-rows // VALUES["ROWS"]), columns)](
+    columns = -(-K // 128) + (E if groups == "K" else 0)
+    _mx_values[(-(-R // VALUES["ROWS"]), columns)](
         b, b.stride(0) if b.ndim == 3 else 0, b.stride(-2), b_scale, *of_b, values, values.stride(0),
-        R, N, K, tokens, offs_stride, E, plan, plan_tiles, plan_rows, marks,
-        groups, blocked, chunk(E), span, b_shift, tile, **VALUES,
+        R, N, K, tokens, offs_stride, E, plan, plan_tiles, M, marks, groups, blocked, chunk(E), span, b_shift, **VALUES,
     )  # fmt: skip
 
     turned, size, chunk_size = out.stride(-2) == 1 and M > 1, out.element_size(), min(128, BLOCK_N)
-    out_rows = out.mT.reshape(-1, M) if turned else out.view(-1, N)
+    rows = out.mT.reshape(-1, M) if turned else out.view(-1, N)
     descriptors = (
-        TensorDescriptor.from_tensor(a.view(-1, K).view(torch.int8), [128, 64], shared_layout(64, 8)),
+        TensorDescriptor.from_tensor(a.view(torch.int8), [128, 64], shared_layout(64, 8)),
         TensorDescriptor.from_tensor(values, [BLOCK_N, 64], shared_layout(128, 16)),
         TensorDescriptor.from_tensor(
-            out_rows, [chunk_size, 64] if turned else [64, chunk_size], shared_layout(128, 8 * size)
+            rows, [chunk_size, 64] if turned else [64, chunk_size], shared_layout(128, 8 * size)
         ),
     )
-    of_a = a_scale.stride(0) if a.ndim == 3 else 0, *((0, 0) if blocked else a_scale.stride()[-2:])
+    of_a = (0, 0) if blocked else a_scale.stride()
     compiled = mx_gemm_sm90[(min(tiles, programs),)](
-        *descriptors, out, a_scale, *of_a, marks, tokens if plan is None else plan, offs_stride,
-        tiles, M, all_tiles if groups == "M" else row_tiles, N, col_tiles, K, C,
+        *descriptors, out, a_scale, *of_a, marks, plan if groups == "M" else tokens, offs_stride,
+        tiles, M, plan_tiles or row_tiles, N, col_tiles, K, C,
         GROUPS=groups, BLOCKED=blocked, CHUNK=chunk(E), SPAN=span, FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
         UNSHIFT=2.0 ** -(a_shift + b_shift), **config, num_warps=4,
     )  # fmt: skip
-    only: Any = {"offs": offs, "marks": marks, "programs": programs}
-    if groups == "N":  # of a tile past its group's rows no harm is done: what is computed once more is the same
-        mx_tiles(b, b_scale, a, a_scale, out.mT, scale_layout, groups="M", height=BLOCK_N, width=128, **only)
-    else:
-        mx_tiles(a, a_scale, b, b_scale, out, scale_layout, groups=groups, width=BLOCK_N, **only)
+    only: Any = {"marks": marks, "width": BLOCK_N, "programs": programs}
+    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups=groups, **only)
     return compiled

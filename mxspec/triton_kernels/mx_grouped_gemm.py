@@ -32,9 +32,7 @@ def mx_grouped_gemm(
     if K and E and pays_for_groups(M, N, E, out_dtype, a.device):
         return mx_bf16(a, a_scale, b, b_scale, out_dtype, scale_layout, offs)
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
-    if E * N > M and reads(b, a, out.mT):  # fewer tokens are turned into bf16 than weights would be
-        mx_sm90(b, b_scale, a, a_scale, out.mT, scale_layout, offs=offs, groups="N")
-    elif out.numel():
+    if out.numel():
         multiply = mx_sm90 if reads(a, b, out) else mx_tiles
         multiply(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups="M")
     return out
