@@ -138,12 +138,14 @@ def test_a_graph_replays_with_other_values(op):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = multiply(*args, scale_layout="plain")
-    byte = args[1].view(torch.uint8)
-    for beyond in (0, 254, 127):
-        byte[129] = beyond
+    byte, others = args[1].view(torch.uint8), args[3].view(torch.uint8)
+    for beyond, other in ((0, 200), (250, 80), (127, 127)):  # products of both are numbers again
+        byte[129], others[:] = beyond, other
         graph.replay()
         expected = dispatch.reference(op)(*args, scale_layout="plain")
         assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
+        assert check.difference((out[129],), (expected[129],), MIN_SQNR_DB) is None
+        assert expected[129].any()
 
 
 def taken(op, *shapes, out_dtype=torch.bfloat16):
@@ -166,7 +168,7 @@ def test_large_outputs_take_this_way():
     assert taken("mx_gemm", (128 * 24, 64), (128 * 10, 64)) == itself
     assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1024, 64)) == by_bf16
     assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1024, 64), out_dtype=torch.float32) == itself
-    assert taken("mx_grouped_gemm", (128 * 64, 64), (17, 1024, 64)) == itself  # the weights outweigh the tokens
+    assert taken("mx_grouped_gemm", (128 * 64, 64), (33, 1024, 64)) == itself  # the weights outweigh the tokens
     assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1026, 64)) == {"_tiles"}  # whose rows TMA cannot write either
 
 

@@ -27,8 +27,9 @@ def _wgrad(
         group = e.id + hl.arange(1)
         first = hl.load(offs, [(group - 1) * stride_offs], extra_mask=group > 0).sum(0)
         stop = hl.load(offs, [group * stride_offs]).sum(0)
-        # Shifted, so that Triton knows of multiples of 128 that they are.
-        first, stop = torch.where(first > 0, first >> 7 << 7, 0), torch.where(stop < R, stop >> 7 << 7, R)
+        # Both inside of the operands: whether a loop has a next step is asked ahead, and must not overflow. Shifted, so
+        # that Triton knows of multiples of 128 that they are.
+        first, stop = torch.clamp(first, 0, R) >> 7 << 7, torch.clamp(stop, 0, R) >> 7 << 7
         acc = hl.zeros([n, k], dtype=torch.float32)
         for t in hl.tile(first, stop, block_size=128):
             # The codes of a group are row-major, as wide as it has tokens, one group after the other.

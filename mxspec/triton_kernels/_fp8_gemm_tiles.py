@@ -40,7 +40,7 @@ def _tiles(
         group, begin, stop, padded = group_of(m_tile * BLOCK_M, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
         none = group >= E
         begin = tl.where(none, tl.load(offs + (E - 1) * offs_stride), begin)
-        row_begin = tl.maximum(begin + m_tile * BLOCK_M - padded, 0)
+        row_begin = tl.minimum(tl.maximum(begin + m_tile * BLOCK_M - padded, 0), M)  # whatever offs holds
         row_end = tl.where(none, M, tl.minimum(stop, M))
         K_blocks = tl.where(none, 0, K_blocks)
         group = tl.minimum(group, E - 1)

@@ -30,7 +30,7 @@ from mxspec.triton_kernels._numerics import scale_value
 EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
 VALUES = {"BLOCKS": 64, "num_warps": 4}  # as mx_dequantize's
 WAVES = 2  # of tiles of 128 x 128, from which on the output is large: cuBLAS splits K of smaller ones, rounding to bf16
-WEIGHTS = 2  # rows of weights a token, up to which it pays to write the weights' values as well
+WEIGHTS = 4  # rows of weights a token, up to which it pays to write the weights' values as well
 MAX_GROUPS = 1023  # of PyTorch's grouped matmul
 
 

@@ -10,9 +10,9 @@ from mxspec.triton_kernels._mx_bf16_sm90 import mx_bf16, pays_for_groups
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
 
-# H200, sustained, of the rate of torch._grouped_mm on unquantized operands, values of both, by mx_dequantize, and
-# grouped_mm, with the Gluon kernel's beside it: 32768x2048x7168, 8 experts, even 0.94 (0.90), ragged 0.96 (0.90), 64
-# experts 0.70 (0.60); 32768x8192x5120, 8 experts 1.00 (0.89), one 1.04 (0.99). Blackwell: compiled, not run.
+# H200, each by itself for 150 ms, of the rate of torch._grouped_mm on unquantized operands: 32768x2048x7168, 8 experts,
+# even 0.91, ragged 0.90; 32768x8192x5120, 8 experts 0.96, one 1.04. With 64 experts of 512 tokens, whose weights' values
+# are most of the bytes, 0.70. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = _mx_gemm_tiles.PTX
 
