@@ -11,8 +11,8 @@ from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
 
 # H200, each by itself for 150 ms, of the rate of torch._grouped_mm on unquantized operands: 32768x2048x7168, 8 experts,
-# even 0.91, ragged 0.90; 32768x8192x5120, 8 experts 0.96, one 1.04. With 64 experts of 512 tokens, whose weights' values
-# are most of the bytes, 0.70. Blackwell: compiled, not run.
+# even 0.91, ragged 0.90; 32768x8192x5120, 8 experts 0.96, one 1.04. 64 experts of 512 tokens, whose weights' values are
+# most of the bytes, 0.70. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = _mx_gemm_tiles.PTX
 
