@@ -43,6 +43,14 @@ def test_golden_1x128_by_1x128():
     assert fp8_gemm(a, a_scale, b, b_scale).tolist() == [[6.0, 1.0, -32.0]]
 
 
+def test_golden_not_by_way_of_fp32():
+    """1 + 2^-8 + 2^-39 is nearer to 1 + 2^-7; in fp32 it would be the tie 1 + 2^-8, which goes to 1."""
+    a, a_scale, b, b_scale = zeros(1, 1, 256)
+    a[0, 0] = a[0, 128] = b[0, 0] = b[0, 128] = 1.0
+    a_scale[0] = torch.tensor([1 + 2**-8, 2**-39])
+    assert fp8_gemm(a, a_scale, b, b_scale).item() == 1 + 2**-7
+
+
 def test_golden_sums_are_rounded_once_to_even():
     a, a_scale, b, b_scale = zeros(1, 2, 256)
     a[0, 0] = a[0, 128] = b[0, 0] = b[0, 128] = b[1, 0] = b[1, 128] = 1.0

@@ -12,6 +12,7 @@ from torch import Tensor
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._fp8_numerics import square_values, values
+from mxspec.reference._numerics import round_once
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.mx_dequantize import OUT_DTYPES
@@ -201,4 +202,4 @@ def fp8_gemm(
     Source: DeepSeek-V3 technical report, section 3.3.2.
     """
     check_args(a, a_scale, b, b_scale, out_dtype=out_dtype)
-    return product(a, a_scale, b, b_scale).to(out_dtype)
+    return round_once(product(a, a_scale, b, b_scale), out_dtype)
