@@ -26,64 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mxspec.triton_kernels._math_warpgroup_sm90 import my_turn, promote, write, write_rows, your_turn
+from mxspec.triton_kernels._tile_order_sm90 import blocks_of_group, geometry, next_group, place
 
 # As it is called since Triton 3.7, and before.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-
-
-@gluon.jit
-def _place(tile, M_tiles, N_tiles, GROUP: gl.constexpr):
-    """Tiles run down GROUP tiles of M, then along N: what runs at a time shares rows of a and of b in the L2."""
-    of_group = GROUP * N_tiles
-    first = tile // of_group * GROUP
-    rows = gl.minimum(M_tiles - first, GROUP)
-    inside = tile % of_group
-    return first + inside % rows, inside // rows
-
-
-@gluon.jit
-def _next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M: gl.constexpr):
-    """The group of rows that has a tile, from that of an earlier one: its number, its first tile, its rows.
-
-    The rows of no group are one more, G; past them there is G + 1, which has none. Whatever offs holds, no row is
-    outside of a.
-    """
-    group, first, begin, end = at
-    while (group <= G) & (tile >= first + gl.cdiv(end - begin, BLOCK_M) * N_tiles):
-        first += gl.cdiv(end - begin, BLOCK_M) * N_tiles
-        group += 1
-        begin = end
-        end = gl.minimum(gl.maximum(gl.load(offs + group * offs_stride, mask=group < G, other=M), begin), M)
-    return group, first, begin, end
-
-
-@gluon.jit
-def _blocks_of_group(group, offs, offs_stride, K_blocks):
-    """The first block of K of a group, and how many it has: none outside of a and b, whatever offs holds."""
-    begin = gl.load(offs + (group - 1) * offs_stride, mask=group > 0, other=0) // 128
-    end = gl.load(offs + group * offs_stride) // 128
-    begin = gl.minimum(gl.maximum(begin, 0), K_blocks)
-    return begin, gl.maximum(gl.minimum(end, K_blocks) - begin, 0)
-
-
-@gluon.jit
-def _geometry(
-    tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Of a tile: its group, its first row and the end of the group's, its column among tiles, its blocks of K."""
-    if GROUPS == "M":
-        group, first, begin, end = at
-        m, n = _place(tile - first, gl.maximum(gl.cdiv(end - begin, BLOCK_M), 1), N_tiles, GROUP)
-        return group, begin + m * BLOCK_M, end, n, 0, K_blocks * (group < G)
-    elif GROUPS == "K":
-        group = tile // (M_tiles * N_tiles)
-        m, n = _place(tile % (M_tiles * N_tiles), M_tiles, N_tiles, GROUP)
-        begin, blocks = _blocks_of_group(group, offs, offs_stride, K_blocks)
-        return group, m * BLOCK_M, M, n, begin, blocks
-    else:
-        m, n = _place(tile, M_tiles, N_tiles, GROUP)
-        return 0, m * BLOCK_M, M, n, 0, K_blocks
 
 
 @gluon.jit
@@ -113,7 +59,7 @@ def _load_group(
 
     They are written where those of the group before last are, whose last block was loaded before block `last`.
     """
-    begin, blocks = _blocks_of_group(group, offs, offs_stride, K_blocks)
+    begin, blocks = blocks_of_group(group, offs, offs_stride, K_blocks)
     of_group = M_tiles * N_tiles
     programs = gl.num_programs(0)
     own = gl.program_id(0) + gl.cdiv(gl.maximum(group * of_group - gl.program_id(0), 0), programs) * programs
@@ -128,7 +74,7 @@ def _load_group(
             b + begin.to(gl.int64) * 128 * N, [N, width], [width, 1], [BLOCK_N, 128], b_tiles.layout
         )
         for tile in range(own, (group + 1) * of_group, programs):
-            m, n = _place(tile - group * of_group, M_tiles, N_tiles, GROUP)
+            m, n = place(tile - group * of_group, M_tiles, N_tiles, GROUP)
             i = _load_tile(
                 a_desc, b_desc, a_tiles, b_tiles, full, empty, i, m * BLOCK_M, n * BLOCK_N, blocks, BLOCK_N, STAGES
             )
@@ -158,8 +104,8 @@ def _load(
         at = (-1, 0, 0, 0)
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
             if GROUPS == "M":
-                at = _next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
-            group, row, _, n, _, blocks = _geometry(
+                at = next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
+            group, row, _, n, _, blocks = geometry(
                 tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks, BLOCK_M, GROUP, GROUPS
             )
             b_row = n * BLOCK_N
@@ -185,8 +131,8 @@ def _scale(
     at = (-1, 0, 0, 0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         if GROUPS == "M":
-            at = _next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
-        group, row, end, n, begin, blocks = _geometry(
+            at = next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
+        group, row, end, n, begin, blocks = geometry(
             tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks, BLOCK_M, GROUP, GROUPS
         )
         a_there = rows < end - row
@@ -260,12 +206,12 @@ def _multiply(
         upper = gl.zeros([64, BLOCK_N], gl.float32, mma)
         lower = gl.zeros([64, BLOCK_N], gl.float32, mma)
         if GROUPS == "M":
-            at = _next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
+            at = next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
         blocks = K_blocks
         if GROUPS == "M":
             blocks = K_blocks * (at[0] < G)
         if GROUPS == "K":
-            _begin, blocks = _blocks_of_group(tile // (M_tiles * N_tiles), offs, offs_stride, K_blocks)
+            _begin, blocks = blocks_of_group(tile // (M_tiles * N_tiles), offs, offs_stride, K_blocks)
         for _ in range(blocks):
             stage, before, after = i % STAGES, (i + STAGES - 1) % STAGES, (i + 1) % STAGES
             a, b = a_tiles.index(stage), b_tiles.index(stage).permute((1, 0))
@@ -307,7 +253,7 @@ def _multiply(
                 s_upper, s_lower = next_upper, next_lower
             i += 1
         # Only now, since registers are scarce in the loop.
-        group, row, end, n, _begin, _blocks = _geometry(
+        group, row, end, n, _begin, _blocks = geometry(
             tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks, BLOCK_M, GROUP, GROUPS
         )
         row, column, next_buffer = row + first, n * BLOCK_N, own_buffer + CHUNKS % BUFFERS

@@ -108,9 +108,9 @@ def fp8_sm90(
     row_bytes = config["chunk"] * out.element_size()
     codes, rows = shared_layout(128, 8), shared_layout(min(row_bytes, 128), 8 * out.element_size())
     of_rows, of_a, of_b = out.view(-1, N), a, b.view(-1, K)
-    if groups != "K":
-        of_a = TensorDescriptor.from_tensor(a, [config["rows"], FP8_BLOCK_SIZE], codes)
-        of_b = TensorDescriptor.from_tensor(b.view(-1, K), [config["BLOCK_N"], FP8_BLOCK_SIZE], codes)
+    if groups != "K":  # whose matrices have strides that only the device knows
+        of_a = TensorDescriptor.from_tensor(of_a, [config["rows"], FP8_BLOCK_SIZE], codes)
+        of_b = TensorDescriptor.from_tensor(of_b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes)
     operands = of_a, of_b, TensorDescriptor.from_tensor(of_rows, [64, config.pop("chunk")], rows)
     config.pop("rows")
     scales = a_scale, *a_scale.stride(), b_scale, *((0,) if b_scale.ndim == 2 else ()), *b_scale.stride()

@@ -26,8 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mxspec.triton_kernels._fp8_gemm_sm90 import _barrier, _place
+from mxspec.triton_kernels._fp8_gemm_sm90 import _barrier
 from mxspec.triton_kernels._math_warpgroup_sm90 import write, write_turned
+from mxspec.triton_kernels._tile_order_sm90 import place as tile_place
 
 # For an element format: how a code, in the upper byte of 16 bits, is moved to where bf16 has its bits, which of them
 # these are, the factor that makes this number the code's, and one with which all finite codes stay finite and Inf and
@@ -40,18 +41,18 @@ E5M2 = gl.constexpr((3, 0x0FE00FE0, 0x77807780, 0x77807780))
 def _geometry(tile, plan, plan_stride, M, M_tiles, N_tiles, K, GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Of a tile: its row and column among tiles, its first row and the end of its group's, its group and part of K."""
     if GROUPS == "M":  # the plan says it for each row of tiles
-        m, n = _place(tile, M_tiles, N_tiles, GROUP)
+        m, n = tile_place(tile, M_tiles, N_tiles, GROUP)
         group, row, end = gl.load(plan + 3 * m), gl.load(plan + 3 * m + 1), gl.load(plan + 3 * m + 2)
         return m, n, row, end, group, 0, K * (group >= 0)
     elif GROUPS == "K":  # the plan is offs
         of_group = M_tiles * N_tiles
         group = tile // of_group
-        m, n = _place(tile % of_group, M_tiles, N_tiles, GROUP)
+        m, n = tile_place(tile % of_group, M_tiles, N_tiles, GROUP)
         begin = gl.load(plan + (group - 1) * plan_stride, mask=group > 0, other=0)
         end = gl.minimum(gl.load(plan + group * plan_stride), K)
         return m, n, m * 128, M, group, gl.maximum(begin, 0), end
     else:
-        m, n = _place(tile, M_tiles, N_tiles, GROUP)
+        m, n = tile_place(tile, M_tiles, N_tiles, GROUP)
         return m, n, m * 128, M, 0, 0, K
 
 
