@@ -10,10 +10,10 @@ from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.triton_kernels._groups import chunk, group_of, tokens_of
 from mxspec.triton_kernels._launch import for_device
 
-CONFIGS = {
-    (9, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3},
-    (10, 0): {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3},
-}
+_TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+CONFIGS = {(9, 0): _TILE, (10, 0): _TILE}
+# Rows that are as far apart as a group has tokens take more registers for their addresses.
+K_GROUPS = {(9, 0): _TILE, (10, 0): _TILE | {"BLOCK_N": 64}}
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def fp8_tiles(
     b of its own, "M", or of K, "K", laid out as `fp8_quantize_k_groups` does it, each with an output of its own.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
-    config = for_device(CONFIGS, a.device)
+    config = for_device(K_GROUPS if groups == "K" else CONFIGS, a.device)
     if accumulate:  # a tile of the output needs registers as well
         config = {**config, "BLOCK_M": 64}
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
