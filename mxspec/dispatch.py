@@ -196,10 +196,10 @@ def _unranked(module: ModuleType, device: torch.device) -> str | None:
     """Why `auto` never takes a kernel on a device; None where it may."""
     if device.type != "cuda":
         return f"is only taken by name on {device.type} tensors"
-    if _capability(device) not in getattr(module, "RANK", {}):
-        return f"has no rank on compute capability {'.'.join(map(str, _capability(device)))}, so it is taken by name"
     if waits := getattr(module, "HOST_SYNC", None):
         return f"waits for the device ({waits}), so it is taken by name"
+    if _capability(device) not in getattr(module, "RANK", {}):
+        return f"has no rank on compute capability {'.'.join(map(str, _capability(device)))}, so it is taken by name"
     return None
 
 

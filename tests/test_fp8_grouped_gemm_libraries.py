@@ -177,6 +177,13 @@ def test_sums_that_do_not_fit_are_refused_with_the_reason(there, monkeypatch):
     assert supports(*(t.to("meta") for t in wgrad_cases.made([128], 0, 2048, 1536))) is None
 
 
+@pytest.mark.parametrize("end", ["_wgrad", "_wgrad_"])
+def test_auto_never_takes_sums_that_wait_for_the_device(end):
+    module = dispatch.kernel_module(f"fp8_grouped_gemm{end}", "deepgemm")
+    reason = "waits for the device (it wants the groups' sizes on the host), so it is taken by name"
+    assert dispatch._unranked(module, torch.device("cuda", 0)) == reason
+
+
 # --- what is not there --------------------------------------------------------------------------------------------
 
 

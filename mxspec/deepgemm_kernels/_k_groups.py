@@ -10,9 +10,10 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from mxspec.deepgemm_kernels._library import absent, given, layout_reason, library, mn_major, processors, row_major
+from mxspec.deepgemm_kernels._library import absent, given, layout_reason, library, mn_major, processors
 from mxspec.formats import FP8_BLOCK_SIZE
 
+HOST_SYNC = "it wants the groups' sizes on the host"
 FUNCTION = "k_grouped_fp8_gemm_nt_contiguous"
 _TILE = 128, 160  # the largest that it takes
 
@@ -53,7 +54,3 @@ def add(op: str, acc: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: 
         operands.append((used[0], given(used[1], mn_major(D))))
     on_device = offs.diff(prepend=offs.new_zeros(1))
     getattr(library(), FUNCTION)(*operands, acc, sizes, on_device, c=acc, recipe=(1, 1, FP8_BLOCK_SIZE))
-
-
-def acc_reason(acc: Tensor) -> str | None:
-    return layout_reason(("acc", acc, row_major(acc.shape)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.deepgemm_kernels._k_groups import add, reason_against
+from mxspec.deepgemm_kernels._k_groups import HOST_SYNC, add, reason_against
 from mxspec.deepgemm_kernels._library import INTERPRETABLE, PTX
 
-__all__ = ["INTERPRETABLE", "PTX", "fp8_grouped_gemm_wgrad", "supports"]
+__all__ = ["HOST_SYNC", "INTERPRETABLE", "PTX", "fp8_grouped_gemm_wgrad", "supports"]
 
 
 def supports(

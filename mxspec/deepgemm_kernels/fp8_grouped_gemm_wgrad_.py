@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mxspec.deepgemm_kernels._k_groups import acc_reason, add, reason_against
-from mxspec.deepgemm_kernels._library import INTERPRETABLE, PTX
+from mxspec.deepgemm_kernels._k_groups import HOST_SYNC, add, reason_against
+from mxspec.deepgemm_kernels._library import INTERPRETABLE, PTX, layout_reason, row_major
 
-__all__ = ["INTERPRETABLE", "PTX", "fp8_grouped_gemm_wgrad_", "supports"]
+__all__ = ["HOST_SYNC", "INTERPRETABLE", "PTX", "fp8_grouped_gemm_wgrad_", "supports"]
 
 
 def supports(
     acc: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, *, check_offs: bool = False
 ) -> str | None:
-    return reason_against(dy, dy_scale, x, x_scale, offs) or acc_reason(acc)
+    return reason_against(dy, dy_scale, x, x_scale, offs) or layout_reason(("acc", acc, row_major(acc.shape)))
 
 
 def fp8_grouped_gemm_wgrad_(
