@@ -181,6 +181,18 @@ def test_of_the_tokens_one_byte_an_element_is_kept(recipe):
     assert not any(t.dtype == torch.bfloat16 for t in out.grad_fn.saved_tensors if t is not None)
 
 
+def test_bfloat16_keeps_the_operand_that_a_gradient_needs():
+    x, w, offs, dy = operands("bf16", [33, 30], 0, torch.bfloat16, torch.bfloat16)
+    expected = step("bf16", x, w, offs, dy)
+    x.grad = w.grad = None
+    for inputs, kept in (((x.detach(), w), x), ((x, w.detach()), w)):
+        out = grouped_mm(*inputs, offs, "bf16")
+        assert [t.shape for t in out.grad_fn.saved_tensors if t is not None] == [kept.shape, offs.shape]
+        out.backward(dy)
+    assert torch.equal(x.grad, expected[1])
+    assert torch.equal(w.grad, expected[2])
+
+
 # Those of mxfp8_rceil and fp8_128 are compiled in GroupedExperts.
 @pytest.mark.parametrize("recipe", ["mxfp8_rceil_wgrad_bf16", "bf16"])
 def test_compiled_whole_it_gives_the_same_bits(recipe):

@@ -119,7 +119,8 @@ class _GroupedBf16(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w, offs)
+        dgrad, wgrad = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if wgrad else None, w if dgrad else None, offs)
         return _by_experts(x, w.mT, offs)
 
     @staticmethod
