@@ -12,7 +12,7 @@ from mxspec.helion_kernels.fp8_gemm import PTX as PTX
 from mxspec.helion_kernels.fp8_gemm import options
 
 _ROWS = 128
-# Not run on a GPU yet, so without a rank. TMA reads a and b, of which it takes tiles that begin at any row. It is asked
+# Not timed yet, so without a rank. TMA reads a and b, of which it takes tiles that begin at any row. It is asked
 # for by one word, for all that it can access: of a list, Helion's guard on strides counts the accesses of inner loops
 # first, so that what is compiled for TMA would serve strides that TMA does not read.
 _TILE = config([], 8, **options("tensor_descriptor"))

@@ -15,9 +15,9 @@ from mxspec.helion_kernels._mx_gemm import multiplied, scale_arguments, scale_pl
 _LARGE, _NARROW, _LOW = (
     config([rows, cols], 8, num_stages=4, l2_groupings=[8]) for rows, cols in ((128, 128), (128, 64), (64, 128))
 )
-# Run on an H200 with tiles twice as wide, of which some spilled; with these not yet, so without a rank.
-# On Hopper the scales of a tile's columns take as many registers as its sums: more
-# would spill. Blackwell's scaled products are of 128 rows.
+# Run on an H200 with tiles twice as wide, of which some spilled; not timed with these, so without a rank. On Hopper the
+# scales of a tile's columns take as many registers as its sums: more would spill. Blackwell's scaled products are of
+# 128 rows.
 CONFIGS = {
     "large": {(9, 0): _NARROW, (10, 0): _LARGE},
     "at most 64 rows": {(9, 0): _LOW, (10, 0): _LARGE},

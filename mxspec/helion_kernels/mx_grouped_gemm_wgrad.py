@@ -13,7 +13,7 @@ from mxspec.helion_kernels._launch import flat, launch
 from mxspec.helion_kernels._mx_gemm import PTX as PTX
 from mxspec.helion_kernels._mx_gemm import multiplied, scale_arguments, scale_place, step_for
 
-# Run on an H200 with tiles twice as wide, of which some spilled; with these not yet, so without a rank.
+# Run on an H200 with tiles twice as wide, of which some spilled; not timed with these, so without a rank.
 _NARROW, _LARGE = (helion.Config(block_sizes=[128, cols], num_warps=8, num_stages=4) for cols in (64, 128))
 CONFIGS = {(9, 0): _NARROW, (10, 0): _LARGE}  # as of mx_gemm
 

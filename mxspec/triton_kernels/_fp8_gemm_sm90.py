@@ -305,9 +305,7 @@ def fp8_gemm_sm90(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2)  # the warp that loads and those that scale
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
-    for stage in gl.static_range(
-        STAGES - 1
-    ):  # all but the last are free; that one is when block 0 runs, like any other
+    for stage in gl.static_range(STAGES - 1):  # all but the last are free; that one is when block 0 runs
         mbarrier.arrive(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
     # Each tuple stands where it is passed: one that has a name, or is put together, keeps no constants.

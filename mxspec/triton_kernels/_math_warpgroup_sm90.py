@@ -1,4 +1,4 @@
-"""What a warpgroup of Hopper's fp8_gemm does beside its matmuls: adding up, taking turns, writing."""
+"""What a warpgroup of Hopper's matmuls does beside them: adding up, taking turns, writing."""
 
 from __future__ import annotations
 
