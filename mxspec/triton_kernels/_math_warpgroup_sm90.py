@@ -10,6 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+# As it is called since Triton 3.7, and before.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 
 @gluon.jit
 def promote(partial, of_row, of_column, acc, VECTOR: gl.constexpr):

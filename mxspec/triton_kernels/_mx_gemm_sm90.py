@@ -26,8 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mxspec.triton_kernels._fp8_gemm_sm90 import _barrier
-from mxspec.triton_kernels._math_warpgroup_sm90 import write, write_turned
+from mxspec.triton_kernels._math_warpgroup_sm90 import barrier, write, write_turned
 from mxspec.triton_kernels._tile_order_sm90 import place as tile_place
 
 # For an element format: how a code, in the upper byte of 16 bits, is moved to where bf16 has its bits, which of them
@@ -230,7 +229,7 @@ def _multiply(
     i = 0
     mbarrier.wait(full.index(0), 0)
     values = _values(a_tiles.index(0), factors.index(0), first, SPAN, FORMAT)
-    _barrier()
+    barrier()
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         place = _geometry(tile, plan, plan_stride, M, M_tiles, N_tiles, K, GROUP, GROUPS)
         m, n, row, row_end, group, begin, end = place
@@ -244,7 +243,7 @@ def _multiply(
             running = warpgroup_mma(a, b_tiles.index(stage).permute((1, 0)), acc, is_async=True)
             # An arrival is a barrier of the warpgroup before and one after, which here cost nothing: a matmul runs.
             mbarrier.arrive(empty.index(before), count=1)
-            _barrier()
+            barrier()
             mbarrier.wait(full.index(after), (i + 1) // STAGES & 1)
             acc, a = warpgroup_mma_wait(0, deps=[running, a])
             values = _values(a_tiles.index(after), factors.index(after), first, SPAN, FORMAT)
@@ -257,7 +256,7 @@ def _multiply(
                 b = b_tiles.index(stage).slice(0, 32, dim=1).permute((1, 0))
                 running = warpgroup_mma(a, b, acc, is_async=True)
                 mbarrier.arrive(empty.index(before), count=1)
-                _barrier()
+                barrier()
                 mbarrier.wait(full.index(after), (i + 1) // STAGES & 1)
                 acc, a = warpgroup_mma_wait(0, deps=[running, a])
                 values = _values(a_tiles.index(after), factors.index(after), first, SPAN, FORMAT)
