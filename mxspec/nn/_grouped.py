@@ -133,9 +133,9 @@ class _GroupedBf16(torch.autograd.Function):
 
 def _by_experts(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     of_none = torch.arange(x.shape[0], device=x.device) >= offs[-1:]
-    return grouped_mm(x, w, offs=offs).masked_fill(of_none[:, None], 0)
+    return grouped_mm(x, w, offs=offs).masked_fill_(of_none[:, None], 0)
 
 
 def _wgrad_bf16(grad: Tensor, x: Tensor, offs: Tensor) -> Tensor:
     empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
-    return grouped_mm(grad.contiguous().mT, x.contiguous(), offs=offs).masked_fill(empty[:, None, None], 0)
+    return grouped_mm(grad.contiguous().mT, x.contiguous(), offs=offs).masked_fill_(empty[:, None, None], 0)

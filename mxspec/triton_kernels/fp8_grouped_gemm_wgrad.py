@@ -12,7 +12,7 @@ from mxspec.triton_kernels.fp8_gemm import PTX
 __all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad", "multiply"]
 
 # H200, 32768 tokens of 8 experts, N 2048, K 7168: 842 TFLOP/s to fp32, 871 to bf16, 1.28 and 1.33 times bf16's rate.
-# Blackwell: compiled, not run.
+# 64 experts, 3.8 GB of fp32: 531, to bf16 673, bf16's own 529. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 
 
