@@ -19,6 +19,7 @@ class Device:
     memory_gbps: float
     bf16_tflops: float
     fp8_tflops: float
+    mx: bool = False  # whether its tensor cores take MX codes with their scales
     measured: bool = False  # whether the shares above were read on it; on the others they are a guess
 
     def is_matmul(self, flops: float, bytes_moved: float) -> bool:
@@ -29,7 +30,7 @@ class Device:
 DEVICES = {
     "NVIDIA H100 80GB HBM3": Device(3350, 989, 1979),  # NVIDIA H100 data sheet, SXM column, halved for dense
     "NVIDIA H200": Device(4800, 989, 1979, measured=True),  # NVIDIA H200 data sheet, SXM column, halved for dense
-    "NVIDIA B200": Device(8000, 2250, 4500),  # NVIDIA DGX B200 data sheet, an eighth, halved for dense
+    "NVIDIA B200": Device(8000, 2250, 4500, mx=True),  # NVIDIA DGX B200 data sheet, an eighth, halved for dense
 }
 
 

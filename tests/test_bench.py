@@ -478,7 +478,7 @@ def test_the_cost_of_a_call_needs_no_memory():
     case = Case("", given(torch.randn, 2**20, 2**15, dtype=torch.bfloat16))  # 64 GiB
     elements = 2**35
     cost = model.cost(dispatch.reference("mx_quantize"), case)
-    assert cost == (elements * 3 + elements // 32, 2 * elements, False)
+    assert cost == (elements * 3 + elements // 32, 2 * elements, False, False)
 
 
 def test_the_expected_time_is_the_larger_of_two_and_a_start():
@@ -487,8 +487,11 @@ def test_the_expected_time_is_the_larger_of_two_and_a_start():
         (model.Cost(4_800_000_000, 0, False), 2.0 + 1e3 / 0.91),
         (model.Cost(0, 989 * 10**12, False), 2.0 + 1e6 / 0.68),
         (model.Cost(0, 1979 * 10**12, True), 2.0 + 1e6 / 0.62),
+        (model.Cost(0, 989 * 10**12, True, mx=True), 2.0 + 1e6 / 0.68),  # as bf16
     ]:
         assert model.expected_us(h200, cost) == pytest.approx(us)
+    mx = model.Cost(0, 4500 * 10**12, True, mx=True)
+    assert model.expected_us(devices.DEVICES["NVIDIA B200"], mx) == pytest.approx(2.0 + 1e6 / 0.62)
     assert h200.is_matmul(2 * 8192**3, 3 * 2 * 8192**2)
     assert not h200.is_matmul(2 * 8192**2, 2 * 8192**2)  # one row: every weight is read for two flops
 

@@ -323,3 +323,18 @@ def test_captured_in_a_cuda_graph_it_gives_the_same_bits():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("make", [lambda: MXLinear(128, 128), lambda: Float8BlockwiseLinear(128, 128)])
+def test_what_half_made_of_the_parameters_is_refused(make):
+    layer = make().half()
+    with pytest.raises(
+        TypeError, match=r"Linear: parameters of torch\.float16; needs torch\.bfloat16 or torch\.float32"
+    ):
+        layer(torch.zeros(2, 128))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_autocast_leaves_what_it_leaves(dtype):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"MXLinear: input has dtype {dtype}"):
+        MXLinear(128, 128)(torch.zeros(2, 128, dtype=dtype))

@@ -1,8 +1,9 @@
 """What to expect of a call before it is measured: from the GPU's data sheet and the op's `@spec` alone.
 
 `us = KERNEL_US + max(bytes / memory, flops / matmul)`, each rate the data sheet's times the share of it that an H200
-reaches (`devices.py`). There it is within 15% where memory decides and more than 100 MB move, and for large matmuls;
-below that a launch's own time decides, which it does not know. On an H100 and a B200 nobody has compared it.
+reaches (`devices.py`). There it is within 15% where memory decides and more than 100 MB move, and for large matmuls,
+but for FP8 with a scale for each row of both operands, which takes 1.4 times as long; below that a launch's own time
+decides, which it does not know. On an H100 and a B200 nobody has compared it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxspec import devices
 from mxspec.devices import Device
+from mxspec.formats import E8M0FNU
 from mxspec.spec import Case, Reference
 
 
@@ -23,6 +25,7 @@ class Cost(NamedTuple):
     bytes_moved: int
     flops: int
     fp8: bool
+    mx: bool = False  # and have E8M0 scales
 
 
 def cost(reference: Reference[..., object], case: Case) -> Cost:
@@ -31,7 +34,7 @@ def cost(reference: Reference[..., object], case: Case) -> Cost:
         args = case.args()
         spec = reference.spec
         outputs = spec.outputs(args, reference(*args, **case.kwargs))
-        return Cost(spec.bytes_moved(args, outputs), spec.flops(args, outputs), is_fp8(args))
+        return Cost(spec.bytes_moved(args, outputs), spec.flops(args, outputs), is_fp8(args), is_mx(args))
 
 
 def is_fp8(args: tuple[Any, ...]) -> bool:
@@ -39,10 +42,16 @@ def is_fp8(args: tuple[Any, ...]) -> bool:
     return any(arg.element_size() == 1 for arg in args if isinstance(arg, Tensor))
 
 
+def is_mx(args: tuple[Any, ...]) -> bool:
+    """Whether a call has E8M0 scales."""
+    return any(arg.dtype == E8M0FNU.dtype for arg in args if isinstance(arg, Tensor))
+
+
 def expected_us(device: Device, cost: Cost) -> float:
     """How long a kernel of these bytes and flops should take, in microseconds."""
-    share = devices.FP8_SHARE if cost.fp8 else devices.BF16_SHARE
-    peak_tflops = device.fp8_tflops if cost.fp8 else device.bf16_tflops
+    fp8 = cost.fp8 and (device.mx or not cost.mx)  # other tensor cores multiply the values of MX codes as bf16
+    share = devices.FP8_SHARE if fp8 else devices.BF16_SHARE
+    peak_tflops = device.fp8_tflops if fp8 else device.bf16_tflops
     memory_us = cost.bytes_moved / (devices.MEMORY_SHARE * device.memory_gbps * 1e3)
     matmul_us = cost.flops / (share * peak_tflops * 1e6)
     return devices.KERNEL_US + max(memory_us, matmul_us)

@@ -62,6 +62,8 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
 
     For micro-batches whose gradients add up: the codes then serve them all. They are wrong as soon as a weight
     changes, so that a forward after that raises, and so does leaving the block, since a compiled forward cannot look.
+    What is written through `weight.data` PyTorch does not count, and nobody sees. Neither copy nor save a model in the
+    block: the codes would come along.
 
     Raises:
         RuntimeError: a weight changed in the block, or a block inside another one.

@@ -43,8 +43,9 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         return new.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        x = as_autocast(input)
-        check_input(type(self).__name__, x, self.in_features)
+        x, name = as_autocast(input), type(self).__name__
+        check_parameters(name, self.weight.dtype)  # `half()` may have been called since
+        check_input(name, x, self.in_features)
         backend = backend_now()
         (codes,) = self._quantized(backend)
         out = self._product(x.reshape(-1, self.in_features), codes, backend)
@@ -60,9 +61,10 @@ def backend_now() -> str | None:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Under autocast, cast as `nn.Linear` would."""
+    """Under autocast, cast as `nn.Linear` would: floats, but for float64."""
     kind = x.device.type
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):  # where it is; a meta tensor has none
+    casts = x.dtype.is_floating_point and x.dtype != torch.float64
+    if casts and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):  # where it is; a meta tensor has none
         return x.to(torch.get_autocast_dtype(kind))
     return x
 

@@ -97,6 +97,7 @@ class GroupedExperts(QuantizesWeights):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         x, recipe = as_autocast(x), self.recipe
+        check_parameters("GroupedExperts", self.w_gate.dtype)  # `half()` may have been called since
         check_input("GroupedExperts", x, self.dim)
         if x.ndim != 2:
             raise ValueError(f"GroupedExperts: input has shape {tuple(x.shape)}; needs (M, {self.dim})")
