@@ -20,10 +20,8 @@ def multiply(
     dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, out: Tensor, accumulate: bool
 ) -> None:
     """The products, written to matrices that may lie apart, or added to them."""
-    if reads(dy, x, out):
-        fp8_sm90(dy, dy_scale, x, x_scale, out, offs=offs, groups="K", accumulate=accumulate)
-    else:
-        fp8_tiles(dy, dy_scale, x, x_scale, out, offs=offs, groups="K", accumulate=accumulate)
+    by = fp8_sm90 if reads(dy, x, out) else fp8_tiles
+    by(dy, dy_scale, x, x_scale, out, offs=offs, groups="K", accumulate=accumulate)
 
 
 def fp8_grouped_gemm_wgrad(
