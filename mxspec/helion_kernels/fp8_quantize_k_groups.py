@@ -34,7 +34,7 @@ def _blocks(
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
     pow2: hl.constexpr, even: hl.constexpr, chunk: hl.constexpr, cols: hl.constexpr,
 ) -> None:  # fmt: skip
-    for d_tile, block in hl.grid([col_programs, blocks]):
+    for block, d_tile in hl.grid([blocks, col_programs]):  # along the features first, as in Triton
         tile = block + hl.arange(1)
         group, begin = tile * 0, tile * 0
         before = hl.zeros([], dtype=torch.int32)
@@ -76,7 +76,7 @@ def fp8_quantize_k_groups(
     if blocks:
         col_programs = max(1, -(-D // tile.cols))  # one if only start and end are written
         # A grid of two dimensions saves the division that undoes a flat one, but holds at most 65535 in the second.
-        pid_type = "xyz" if col_programs < 65536 else "flat"
+        pid_type = "xyz" if blocks < 65536 else "flat"
         launch(
             _blocks, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(), M + 2, D,
             flat(qdata), flat(scale), blocks, flat(offs), offs.stride(0), G, flat(start), flat(end), col_programs,
