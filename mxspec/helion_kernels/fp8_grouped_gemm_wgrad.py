@@ -11,8 +11,10 @@ from mxspec.helion_kernels._launch import flat, launch
 from mxspec.helion_kernels.fp8_gemm import PTX as PTX
 from mxspec.helion_kernels.fp8_gemm import options
 
-# Not timed yet, so without a rank. TMA has the output, asked for by one word as in fp8_grouped_gemm; it reads no
-# codes, whose rows are another distance apart in each group. Programs that run at a time share a group's operands.
+# H200, 32768 tokens of 8 experts, N 2048, K 7168: 467 TFLOP/s to fp32, 547 to bf16. Blackwell: compiled, not run.
+RANK = {(9, 0): 2, (10, 0): 2}
+# TMA has the output, asked for by one word as in fp8_grouped_gemm; it reads no codes, whose rows are another distance
+# apart in each group. Programs that run at a time share a group's operands.
 _OPTIONS = {"num_warps": 8, "loop_orders": [[1, 2, 0]], **options("tensor_descriptor")}
 _LARGE, _LOW = (helion.Config(block_sizes=[rows, 128], **_OPTIONS) for rows in (128, 64))
 CONFIGS = {(9, 0): _LARGE, (10, 0): _LOW}  # on Blackwell 128 rows need more registers than there are

@@ -6,7 +6,10 @@ from torch import Tensor
 
 from mxspec.helion_kernels.fp8_grouped_gemm_wgrad import PTX, sum_tokens
 
-__all__ = ["PTX", "fp8_grouped_gemm_wgrad_"]
+__all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad_"]
+
+# H200, 32768 tokens of 8 experts, N 2048, K 7168: 457 TFLOP/s. Blackwell: compiled, not run.
+RANK = {(9, 0): 2, (10, 0): 2}
 
 
 def fp8_grouped_gemm_wgrad_(
