@@ -1,6 +1,6 @@
-"""Train a small mixture of experts in bfloat16 and by each recipe, from one seed, and compare the losses.
+"""Train a small mixture of experts in bfloat16 and by each recipe, from the same seeds, and compare the losses.
 
-    python examples/train_moe.py [--steps 1000] [--recipes mxfp8_rceil bf16 ...] [--plot losses.png] [--device cuda]
+    python examples/train_moe.py [--steps 1000] [--seeds 3] [--recipes mxfp8_rceil bf16 ...] [--plot losses.png]
 
 The text is that of `train_char_model.py`: the model predicts a character from the CONTEXT ones before, by an embedding,
 a Linear, layers of EXPERTS experts of which a router takes TOP for each token, and a Linear. `mxspec.nn.convert` makes
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import pydoc_data.topics
 import time
+from statistics import mean, median
 from typing import NamedTuple
 
 import torch
@@ -67,9 +68,9 @@ def text() -> Tensor:
     return torch.tensor(list(characters.encode("ascii", "replace")))
 
 
-def model() -> nn.Module:
+def model(seed: int) -> nn.Module:
     """The same parameters, in float32, whatever the recipe will be."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return nn.Sequential(
         nn.Embedding(CHARACTERS, WIDTH),
         nn.Flatten(),
@@ -80,15 +81,15 @@ def model() -> nn.Module:
     )
 
 
-def train(recipe: str, characters: Tensor, steps: int, batch: int) -> Outcome:
-    device, net = characters.device, model().to(characters.device)
+def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0) -> Outcome:
+    device, net = characters.device, model(seed).to(characters.device)
     report = convert(net, recipe)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed + 1)
     window = torch.arange(CONTEXT + 1, device=device)
     losses: list[Tensor] = []
     began = time.perf_counter()
-    for step in track(range(steps), recipe, transient=True):
+    for step in track(range(steps), f"{recipe}, seed {seed}", transient=True):
         start = torch.randint(len(characters) - CONTEXT, (batch, 1), generator=generator).to(device)
         samples = characters[start + window]
         with torch.autocast(device.type, torch.bfloat16):
@@ -105,16 +106,17 @@ def train(recipe: str, characters: Tensor, steps: int, batch: int) -> Outcome:
     return Outcome(values, (time.perf_counter() - began) / max(1, steps - 1), report)
 
 
-def plot(outcomes: dict[str, Outcome], file: str) -> None:
+def plot(outcomes: dict[str, list[Outcome]], file: str) -> None:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5))
-    for recipe, outcome in outcomes.items():
-        width = max(1, len(outcome.losses) // 100)  # means of so many steps, for curves rather than noise
-        means = torch.tensor(outcome.losses).unfold(0, width, width).mean(1)
+    for recipe, each in outcomes.items():
+        losses = torch.tensor([outcome.losses for outcome in each]).mean(0)
+        width = max(1, len(losses) // 100)  # means of so many steps, for curves rather than noise
+        means = losses.unfold(0, width, width).mean(1)
         axes.plot([width * (i + 1) for i in range(len(means))], means, label=recipe)
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
@@ -125,19 +127,25 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=1000)
     p.add_argument("--batch", type=int, default=1024)
+    p.add_argument("--seeds", type=int, default=1, help="how many: of the parameters and of the batches")
     p.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="RECIPE")
     p.add_argument("--plot", metavar="FILE", help="the loss curves, as a picture; needs matplotlib")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = p.parse_args(argv)
     characters, console = text().to(options.device), Console()
     recipes = ["bf16", *(name for name in options.recipes if name != "bf16")]  # what the others are compared with
-    outcomes = {recipe: train(recipe, characters, options.steps, options.batch) for recipe in recipes}
-    table = Table("recipe", f"loss at step {options.steps}", "against bf16", "seconds per step")
-    for recipe, outcome in outcomes.items():
-        apart = outcome.last / outcomes["bf16"].last - 1
-        table.add_row(recipe, f"{outcome.last:.4f}", f"{apart:+.2%}", f"{outcome.seconds:.4f}")
+    outcomes: dict[str, list[Outcome]] = {recipe: [] for recipe in recipes}
+    for seed in range(options.seeds):
+        for recipe in recipes:
+            outcomes[recipe].append(train(recipe, characters, options.steps, options.batch, seed))
+    table = Table("recipe", f"loss at step {options.steps}", "against bf16", "seed by seed", "seconds per step")
+    for recipe, each in outcomes.items():
+        apart = [mine.last / bf16.last - 1 for mine, bf16 in zip(each, outcomes["bf16"], strict=True)]
+        loss, seconds = mean(outcome.last for outcome in each), median(outcome.seconds for outcome in each)
+        every = " ".join(f"{a:+.2%}" for a in apart)
+        table.add_row(recipe, f"{loss:.4f}", f"{mean(apart):+.2%}", every, f"{seconds:.4f}")
     console.print(table)
-    for recipe, outcome in outcomes.items():
+    for recipe, (outcome, *_) in outcomes.items():
         if recipe != "bf16":
             console.print(f"{recipe}: {outcome.report}", highlight=False, soft_wrap=True)
     if options.plot:

@@ -49,7 +49,7 @@ def test_a_mixture_of_experts_trains_by_each_recipe_as_in_bfloat16(moe, capsys, 
     arguments = ["--steps", "10", "--batch", "64", "--device", "cpu", "--plot", str(picture)]
     assert moe.main([*arguments, "--recipes", *recipes]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[1] for line in out.splitlines() if line.count("│") == 5] == ["bf16", *recipes]
+    assert [line.split()[1] for line in out.splitlines() if line.count("│") == 6] == ["bf16", *recipes]
     assert "2: Float8BlockwiseLinear" in out
     assert "3.experts: GroupedExperts of mxfp8" in out
     assert "3.experts: GroupedExperts of fp8_128" in out
