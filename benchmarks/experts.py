@@ -29,7 +29,7 @@ from mxspec.reference._mx_gemm_cases import bench_sizes
 
 SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two of torchao's: DeepSeek-V3, Llama 4; it has 128000 tokens too
 MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # beside what bfloat16 gives; of experts the noise adds up
-STEPS, PARTS = Pace(0.3, 60_000, 1_000, 60_000), Pace(0.3, 15_000, 500, 15_000)
+STEPS, PARTS = Pace(0.3, 60_000, 1_000, 60_000), Pace(0.3, 30_000, 500, 30_000, rounds=3)
 REST = "the rest: activations, sums, zeros"
 Layer = Callable[[Tensor, Tensor], Tensor]  # tokens and offs to the output
 GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens, weights, offs

@@ -1,8 +1,8 @@
 """The stored results: publish a run as the page that the README links to, and hold a new run against it.
 
-python -m mxspec bench --complete --json new.json      # on the GPU
+python -m mxspec bench --complete --json new.json      # on the GPU; or a part of it, --complete matmuls
 python benchmarks/results.py compare new.json          # what fell since the stored run?
-python benchmarks/results.py publish new.json          # its page, pictures and the README's table
+python benchmarks/results.py publish new.json          # its page, pictures and the README's tables
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mxspec.bench import plots, tables
+from mxspec.bench.cli import PARTS
 from mxspec.bench.record import Race, Run, read
 from mxspec.console import console
 
@@ -23,21 +24,28 @@ README = ROOT / "README.md"
 FALL = 0.05  # a ratio that falls by more than this is flagged; a ratio's own spread is under 0.01 at large sizes
 
 COMPLETE = "python -m mxspec bench --complete"
+# An op that every run of a part has timed.
+QUANTIZERS, MATMULS = "mx_quantize", "fp8_gemm"
 MATMUL_PEERS = ("DeepGEMM", "cuBLAS fp8", "FBGEMM", "torchao", "cuBLAS bf16")
 _BEGIN, _END = "<!-- written by benchmarks/results.py publish -->", "<!-- end -->"
 
 
 def name_of(run: Run) -> str:
-    """What the files of a run are called: `h200-2026-11-21`."""
-    return f"{'-'.join(run.device.removeprefix('NVIDIA ').lower().split())}-{run.date}"
+    """What the files of a run are called: `h200-2026-11-21`, `h200-2026-11-22-matmuls`."""
+    part = run.command.removeprefix(COMPLETE).split()
+    return "-".join([*run.device.removeprefix("NVIDIA ").lower().split(), run.date, *part])
 
 
-def stored(device: str | None = None) -> Path:
-    """The newest stored run, of this device if one is named."""
+def stored(op: str, device: str | None = None) -> Path:
+    """The newest stored run that timed an op, on this device if one is named."""
     runs = [(read(path), path) for path in RESULTS.glob("*.json")]
-    dated = [(run.date, path) for run, path in runs if device in (None, run.device)]
+    dated = [
+        (run.date, path)
+        for run, path in runs
+        if device in (None, run.device) and any(race.op == op for race in run.races)
+    ]
     if not dated:
-        raise ValueError(f"results: no stored run of {device or 'any device'} in {RESULTS}")
+        raise ValueError(f"results: no stored run of {op} on {device or 'any device'} in {RESULTS}")
     return max(dated)[1]
 
 
@@ -56,20 +64,40 @@ README_ROWS = {
 }
 
 
-def readme_table(run: Run) -> str:
-    """The README's table: our kernels beside the machine's limits and the peers, at one large size."""
+# Of token groups and MX, what the README shows; the op, its case, and the peer that multiplies in bfloat16.
+README_MATMULS = {
+    "FP8, 8 experts": ("fp8_grouped_gemm", "32768x2048x7168, E 8, even", "torch bf16"),
+    "FP8, 8 experts, ragged": ("fp8_grouped_gemm", "32768x2048x7168, E 8, ragged, padded", "torch bf16"),
+    "FP8, 64 experts": ("fp8_grouped_gemm", "32768x2048x7168, E 64, even", "torch bf16"),
+    "FP8 wgrad, 8 experts": ("fp8_grouped_gemm_wgrad", "32768x2048x7168, E 8, even, padded, bfloat16", "torch bf16"),
+    "MXFP8, dense": ("mx_gemm", "32768x2048x7168", "cuBLAS bf16"),
+    "MXFP8, 8 experts": ("mx_grouped_gemm", "32768x2048x7168, E 8, even", "torch bf16"),
+    "MXFP8, 64 experts": ("mx_grouped_gemm", "32768x2048x7168, E 64, even", "torch bf16"),
+    "MXFP8 wgrad, 8 experts": ("mx_grouped_gemm_wgrad", "32768x2048x7168, E 8, even, padded, bfloat16", "torch bf16"),
+}
+
+
+def readme_tables(quantizers: Run, matmuls: Run) -> str:
+    """The README's tables, each from the newest run of its part."""
+    parts = [*quantizer_table(quantizers), "", *matmul_table(matmuls), "", *group_table(matmuls)]
+    return "\n".join([*parts, *(run.note for run in (quantizers, matmuls) if run.note)])
+
+
+def quantizer_table(run: Run) -> Iterator[str]:
+    """Our quantizers beside the machine's limits and the peers, at one large size."""
     races = {(race.op, race.case): race for race in run.races}
     chosen = {row: races[op, case.format("32768x7168")] for row, (op, case) in README_ROWS.items()}
     columns = {"Triton": "triton", "Helion": "helion", "bare cast": "bare cast", "copy": "copy"}
     columns |= {e.name: e.name for race in chosen.values() for e in race.entries if e.kind == "peer"}
-    lines = [f"| 32768 x 7168 bfloat16 to MXFP8 | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
-    lines += [f"| {row} | {' | '.join(_cells(race, columns))} |" for row, race in chosen.items()]
+    yield f"| 32768 x 7168 bfloat16 to MXFP8 | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for row, race in chosen.items():
+        yield f"| {row} | {' | '.join(_cells(race, columns))} |"
     host = run.overhead_us["mx_quantize, triton"]
-    caption = f"""\
+    yield f"""
 GB/s of bytes read and written on one {run.device}; in brackets the share of a bare bfloat16 -> e4m3 cast, which writes
 no scales. `{run.command}`, {run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md). A call
 of 64 x 128 takes that host {host["the op, auto"]:.0f} us, {host["bare launch"]:.0f} of them the bare Triton launch."""
-    return "\n".join([*lines, "", caption, "", *matmul_table(run), *([run.note] if run.note else [])])
 
 
 def matmul_table(run: Run) -> Iterator[str]:
@@ -81,8 +109,26 @@ def matmul_table(run: Run) -> Iterator[str]:
     for race in races:
         entries = [race.entry(name) for name in columns.values()]
         yield f"| {race.case.replace('x', ' x ', 2)} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} |"
-    yield ""
-    yield "TFLOP/s in the same run, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands."
+    yield f"""
+TFLOP/s, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands. `{run.command}`,
+{run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md)."""
+
+
+def group_table(run: Run) -> Iterator[str]:
+    """Token groups by experts, and MX: our matmuls beside DeepGEMM's and bfloat16's."""
+    races = {(race.op, race.case): race for race in run.races}
+    yield "| 32768 tokens x 2048 x 7168 | Triton | Helion | DeepGEMM | bf16 | Triton to bf16 |"
+    yield "|---" * 6 + "|"
+    for row, (op, case, bf16) in README_MATMULS.items():
+        race = races[op, case]
+        entries = [race.entry(name) for name in ("triton", "helion", "DeepGEMM", bf16)]
+        ours, *_, theirs = entries
+        share = f"{race.ratio(ours, bf16):.2f}" if ours and theirs else ""
+        yield f"| {row} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} | {share} |"
+    yield """
+TFLOP/s in that run. Hopper multiplies no MX codes: what is compared there is their use with bfloat16's own speed, of
+operands whose values are those of the codes, which the card multiplies faster than random ones. DeepGEMM's groups are
+padded to 128 rows, and its padding is not in its time."""
 
 
 def _cells(race: Race, columns: dict[str, str]) -> Iterator[str]:
@@ -104,48 +150,52 @@ us: a CUDA graph's replay, so the kernels without their launches; buffers rotate
 them. Plain call: as a program makes it, launches and allocations included, and a peer's adapter, some 5 us. Bytes:
 inputs and outputs, each once. Every timed launch, the copy's and the cast's too, first wrote all of a poisoned output,
 ours with the reference's bytes; of a peer the last column says whether its bytes are the reference's, or by how much
-they differ. Contenders are timed in turn, seven rounds each, once they have warmed the card up together; us is the
-median of the rounds, spread their (max - min) / median. Matmuls run at the card's power limit, so compare them inside
-one table only. Of torchao's autotuned Triton kernels each chooses, after its first shape, among the four
-configurations that were best there.
+they differ. Contenders are timed in turn, round after round; us is the median of the rounds, spread their (max - min) /
+median. Matmuls run at the card's power limit, so compare them inside one table only. Of torchao's autotuned Triton
+kernels each chooses, after its first shape, among the four configurations that were best there.
 """
     note = [f"{run.note}\n"] if run.note else []
     return "\n".join([head, *note, tables.markdown(run), *pictures])
 
 
-def in_readme(run: Run, text: str) -> str:
-    """The README with this run's table in its place."""
+def in_readme(quantizers: Run, matmuls: Run, text: str) -> str:
+    """The README with these runs' tables in their place."""
     found = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
     if len(found.findall(text)) != 1:
         raise ValueError(f"results: the README needs one place between {_BEGIN!r} and {_END!r}")
-    return found.sub(lambda _: f"{_BEGIN}\n{readme_table(run)}\n{_END}", text)
+    return found.sub(lambda _: f"{_BEGIN}\n{readme_tables(quantizers, matmuls)}\n{_END}", text)
 
 
 def publish(path: Path) -> None:
-    """Write a run's files and the README's table."""
+    """Write a run's files and the README's tables."""
     run = read(path)
-    if run.command != COMPLETE:
-        raise ValueError(f"results: {path} is of `{run.command}`; only one of `{COMPLETE}` is published")
+    if run.command.removeprefix(COMPLETE).strip() not in ("", *PARTS):
+        raise ValueError(f"results: {path} is of `{run.command}`; only one of `{COMPLETE}` or a part is published")
     if run.wrong:
         raise ValueError(f"results: {path} found something wrong, so it is not published: {'; '.join(run.wrong)}")
     try:  # everything is rendered before anything is written
-        readme, text = in_readme(run, README.read_text()), page(run)
+        timed = {race.op for race in run.races}
+        quantizers, matmuls = (run if op in timed else read(stored(op)) for op in (QUANTIZERS, MATMULS))
+        readme, text = in_readme(quantizers, matmuls, README.read_text()), page(run)
     except KeyError as error:
         raise ValueError(f"results: {path} has no figure for {error}") from error
     plots.draw(run, RESULTS / name_of(run))
     run.write(RESULTS / f"{name_of(run)}.json")
     (RESULTS / f"{name_of(run)}.md").write_text(text)
     README.write_text(readme)
-    console.print(f"published: benchmarks/results/{name_of(run)}.md, .json and pictures; the README's table")
+    console.print(f"published: benchmarks/results/{name_of(run)}.md, .json and pictures; the README's tables")
 
 
 # --- compare ----------------------------------------------------------------------------------------------------
 
 
 def falls(new: Run, old: Run) -> Iterator[str]:
-    """Every ratio of ours to a limit or a peer that fell by more than FALL, or that is gone."""
+    """Every ratio of ours to a limit or a peer that fell by more than FALL, or that is gone; a part's, of its ops."""
     now = {(race.op, race.case): race for race in new.races}
+    ops = {race.op for race in new.races}
     for race in old.races:
+        if new.command != COMPLETE and race.op not in ops:
+            continue
         other = now.get((race.op, race.case))
         for e in (e for e in race.entries if e.kind == "backend"):
             what = f"{race.op}, {race.case}, {e.name}"
@@ -164,7 +214,7 @@ def falls(new: Run, old: Run) -> Iterator[str]:
 def compare(new: Path, old: Path | None) -> int:
     """Print what fell or is gone; 1 if anything did."""
     run = read(new)
-    path = old or stored(run.device)
+    path = old or stored(MATMULS if run.command == f"{COMPLETE} matmuls" else QUANTIZERS, run.device)
     before = read(path)
     if run.device != before.device:
         raise ValueError(f"results: {new} is of {run.device} and {path} of {before.device}; needs one device")

@@ -69,10 +69,11 @@ _TORCHAO = Shapes(
     padding=tuple(product((16384,), (1536, 2048, 5120, 7168), (1, 4, 8, 16))),
     # ../blockwise_fp8_training/bench_1x128_128x128_gemms.py and bench_linear_roofline.py; ../../float8/utils.py, pow2
     linear=((16640, 5120, 8192), (4096, 18432, 7168), (8192, 8192, 8192)),
-    # benchmark_scaled_grouped_mm_dq.py: Llama 4 and DeepSeek-V3, what is left of the experts on one GPU
+    # benchmark_scaled_grouped_mm_dq.py: of Llama 4 and DeepSeek-V3, by how many experts are left on one GPU
     grouped=(
-        *((M, 8192, 5120, E) for M, E in product((32768, 128000), (1, 2))),
-        *((M, 2048, 7168, E) for M, E in product((32768, 128000), (4, 8))),
+        *((32768, 8192, 5120, E) for E in (1, 8)),
+        *((32768, 2048, 7168, E) for E in (4, 8)),
+        (128000, 2048, 7168, 8),
     ),
 )
 # Where a launch and not the memory decides: decoding, one prompt, sizes that are ragged against every tile.
@@ -81,16 +82,18 @@ _SMALL = Shapes(
     experts=((5, 160, 1408), (8, 1408, 2048)),
     padding=((1024, 2048, 8), (128, 7168, 64)),
     linear=tuple(product((16, 64, 128), (7168,), (2048, 7168))),
-    grouped=((512, 2048, 7168, 8), (4096, 2048, 7168, 8)),
+    grouped=((4096, 2048, 7168, 8),),
 )
 # As many experts as are routed to today.
 _GROUPS = Shapes(
     experts=((64, 8192, 5120), (64, 7168, 2048)),
     padding=(*product((16384,), (2048, 5120, 7168), (64, 256)), *((131072, 7168, G) for G in (1, 8, 64, 256))),
+    grouped=((32768, 2048, 7168, 64),),
 )
 # The layers of DeepSeek-V3, and the gradient of a weight.
 _DEEPSEEK = Shapes(
     linear=((4096, 4096, 7168), (4096, 7168, 2048), (32768, 2048, 7168)),
     wgrad=((7168, 4096, 4096),),
+    grouped=((32768, 7168, 2048, 8),),  # the dgrad of (32768, 2048, 7168), and down's forward
 )
 SETS = {"torchao": _TORCHAO, "small": _SMALL, "groups": _GROUPS, "deepseek": _DEEPSEEK}

@@ -12,7 +12,7 @@ import torch
 from mxspec import devices, dispatch
 from mxspec.bench import cli, measure, model, moe, plots, tables, timing
 from mxspec.bench.record import Entry, Race, Run, Step, read
-from mxspec.bench.timing import Contender, baselines, bytes_of_call, input_sets, race
+from mxspec.bench.timing import Contender, Pace, baselines, bytes_of_call, input_sets, race
 from mxspec.reference.fp8_gemm_ import onto
 from mxspec.shapes import Shapes
 from mxspec.spec import Case, given
@@ -62,6 +62,14 @@ def a_run(**more) -> Run:
 
 def x_of(*shape):
     return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
+
+
+def test_the_rounds_of_a_race_go_forward_and_back():
+    contenders, order = [Contender(name, lambda x: x + x, [(x_of(8),)]) for name in "abc"], []
+    for c in contenders:
+        c.round = lambda c=c: order.append(c.name) or 1.0
+    race(contenders, Pace(0, 1, 1, rounds=3))
+    assert "".join(order) == "abccbaabc"
 
 
 def test_a_race_times_every_contender_of_the_same_inputs():
@@ -523,12 +531,17 @@ STORED = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 @pytest.fixture(scope="module")
 def stored() -> Run:
-    return read(results.stored())
+    return read(results.stored(results.QUANTIZERS))
 
 
-def test_the_readmes_table_is_that_of_the_newest_stored_run(stored):
+@pytest.fixture(scope="module")
+def newest(stored) -> tuple[Run, Run]:
+    return stored, read(results.stored(results.MATMULS))
+
+
+def test_the_readmes_tables_are_those_of_the_newest_stored_runs(newest):
     readme = (ROOT / "README.md").read_text()
-    assert results.in_readme(stored, readme) == readme, "run `python benchmarks/results.py publish <the stored run>`"
+    assert results.in_readme(*newest, readme) == readme, "run `python benchmarks/results.py publish <the stored run>`"
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
@@ -541,19 +554,20 @@ def test_a_results_page_is_written_from_its_json(path):
     assert all((path.parent / picture).exists() for picture in linked)
 
 
-def test_the_stored_run_is_complete_and_steady(stored):
-    assert stored.command == "python -m mxspec bench --complete"
-    assert stored.seconds < 12 * 60  # 334 races, of which each takes two seconds
-    assert not any(race.wrong for race in stored.races)
-    timed = {race.op for race in stored.races if any(e.kind == "backend" for e in race.entries)}
+def test_the_stored_runs_are_complete_and_steady(stored, newest):
+    assert {run.command.removeprefix(results.COMPLETE) for run in newest} <= {"", " quantizers", " matmuls"}
+    assert max(run.seconds for run in newest) < 15 * 60
+    races = [race for run in newest for race in run.races]
+    assert not any(race.wrong for race in races)
+    timed = {race.op for race in races if any(e.kind == "backend" for e in race.entries)}
     modules = {op: [dispatch.kernel_module(op, b) for b in dispatch.backends()] for op in dispatch.ops()}
     ranked = {op for op, kernels in modules.items() if any(hasattr(kernel, "RANK") for kernel in kernels)}
     # A kernel without a rank has not run on a GPU yet; an op that is newer than the run is timed by the next one.
-    known = timed | {what.partition(",")[0] for what in stored.not_timed}
+    known = timed | {what.partition(",")[0] for run in newest for what in run.not_timed}
     assert timed >= ranked & known >= {"mx_quantize", "to_blocked"}
     assert {step.layer for step in stored.moe} == set(map(moe.label, moe.LAYERS))
     spreads: dict[bool, list[float]] = {}
-    for timed_case in stored.races:
+    for timed_case in races:
         large = [e.spread for e in timed_case.entries if e.kind == "backend" and e.us > 100]
         spreads.setdefault(timed_case.is_matmul(stored.device), []).extend(large)
     assert max(spreads[False]) < 0.03
@@ -621,4 +635,4 @@ def test_only_a_complete_right_run_is_published(stored, tmp_path, capsys):
 
 def test_the_readme_needs_one_place_for_its_table():
     with pytest.raises(ValueError, match="one place"):
-        results.in_readme(a_run(), "no place")
+        results.in_readme(a_run(), a_run(), "no place")

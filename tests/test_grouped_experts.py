@@ -11,7 +11,6 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 import mxspec
-from mxspec.bench import timing
 from mxspec.check import default_device, sqnr_db
 from mxspec.nn import RECIPES, GroupedExperts, cache_weights, fp8_grouped_mm, mx_grouped_mm
 
@@ -183,8 +182,7 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
     spec = importlib.util.spec_from_file_location("experts", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    monkeypatch.setattr(timing, "ROUNDS", 1)
-    paces, recipe, shape = (benchmark.Pace(0, 1, 1),) * 2, RECIPES["fp8_128"], "40x256x128x2"
+    paces, recipe, shape = (benchmark.Pace(0, 1, 1, rounds=1),) * 2, RECIPES["fp8_128"], "40x256x128x2"
 
     monkeypatch.setattr(benchmark, "torchao", lambda recipe: benchmark.bf16)
     result = benchmark.measure("grouped linear", recipe, shape, DEVICE, paces)

@@ -7,6 +7,7 @@ and makes the exit code 1. Without a GPU the references are timed, which says no
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import time
 import warnings
@@ -28,6 +29,9 @@ from mxspec.console import console, notices, progress
 from mxspec.shapes import KINDS, SETS, Shapes
 from mxspec.spec import Case, Reference
 
+# A complete run in parts: the ops that are held to the memory's speed, and those whose sums take any order.
+PARTS = {"quantizers": False, "matmuls": True}
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m mxspec bench", description=__doc__)
@@ -44,7 +48,14 @@ def parser() -> argparse.ArgumentParser:
     what = p.add_mutually_exclusive_group()
     what.add_argument("--moe", action="store_true", help="the kernels of a grouped linear of an MoE layer, one by one")
     what.add_argument("--model", action="store_true", help="what to expect on each GPU, from its data sheet")
-    what.add_argument("--complete", action="store_true", help="everything: all shapes, peers, host time, MoE")
+    what.add_argument(
+        "--complete",
+        nargs="?",
+        const="everything",
+        choices=("everything", *PARTS),
+        metavar="PART",
+        help=f"all shapes, peers, host time, MoE: of everything, or of one part, {' or '.join(PARTS)}",
+    )
     what.add_argument("--from", dest="stored", type=Path, metavar="FILE", help="show a run that --json stored")
     p.add_argument("--json", type=Path, metavar="FILE", help="store the run in this file")
     p.add_argument("--markdown", action="store_true", help="print Markdown")
@@ -109,11 +120,9 @@ def shapes_of(names: list[str] | None, default: Iterable[str]) -> Shapes:
 
 
 def show_model(options: argparse.Namespace) -> int:
-    if options.op not in (None, *dispatch.ops()):
-        raise ValueError(f"bench: unknown op {options.op!r}; needs one of {', '.join(dispatch.ops())}")
-    shapes = shapes_of(options.shapes, ("torchao",))
+    ops, shapes = ops_of(options), shapes_of(options.shapes, ("torchao",))
     layers = () if options.op else (shapes.grouped if options.shapes else moe.LAYERS)
-    for sheet in tables.model_sheets(shapes, [options.op] if options.op else dispatch.ops(), layers):
+    for sheet in tables.model_sheets(shapes, ops, layers):
         if options.markdown:
             print(sheet.markdown())
         else:
@@ -125,7 +134,17 @@ def asked(options: argparse.Namespace) -> list[str]:
     """The options that decide what is timed, as they are typed."""
     words = [f"--{name} {value}" for name in ("op", "backend") if (value := getattr(options, name))]
     words += [f"--shapes {' '.join(options.shapes)}"] if options.shapes else []
-    return words + [f"--{name}" for name in ("peers", "moe", "complete") if getattr(options, name)]
+    words += [f"--{name}" for name in ("peers", "moe") if getattr(options, name)]
+    return words + ([f"--complete {options.complete}".removesuffix(" everything")] if options.complete else [])
+
+
+def ops_of(options: argparse.Namespace) -> list[str]:
+    """The ops that are timed: the one named, those of a part, or all."""
+    if options.op not in (None, *dispatch.ops()):
+        raise ValueError(f"bench: unknown op {options.op!r}; needs one of {', '.join(dispatch.ops())}")
+    matmuls = PARTS.get(options.complete)
+    of_part = (op for op in dispatch.ops() if matmuls in (None, dispatch.reference(op).spec.min_sqnr_db != math.inf))
+    return [options.op] if options.op else list(of_part)
 
 
 def run_all(options: argparse.Namespace) -> Run:
@@ -141,7 +160,8 @@ def run_all(options: argparse.Namespace) -> Run:
     shapes = shapes_of(options.shapes, SETS if gpu else ("small",))
     peers = load_peers() if options.peers or options.complete else None
     work, not_timed = ([], {}) if options.moe else cases_of(options, shapes, gpu, peers)
-    layers = (shapes.grouped if options.shapes else moe.LAYERS) if options.moe or options.complete else ()
+    with_layers = options.moe or options.complete in ("everything", "quantizers")
+    layers = (shapes.grouped if options.shapes else moe.LAYERS) if with_layers else ()
 
     rates = machine(device)
     races: list[Race] = []
@@ -198,14 +218,10 @@ def cases_of(
     options: argparse.Namespace, shapes: Shapes, gpu: bool, peers: ModuleType | None
 ) -> tuple[list[tuple[Reference[..., Any], Case, list[str]]], dict[str, str]]:
     """Every case of every op that was asked for, with the backends to time; and what is left out, with the reason."""
-    references = {op: dispatch.reference(op) for op in dispatch.ops()}
-    if options.op not in (None, *references):
-        raise ValueError(f"bench: unknown op {options.op!r}; needs one of {', '.join(references)}")
     work: list[tuple[Reference[..., Any], Case, list[str]]] = []
     not_timed: dict[str, str] = {}
-    for name, reference in references.items():
-        if options.op not in (None, name):
-            continue
+    for name in ops_of(options):
+        reference = dispatch.reference(name)
         known = [b for b in dispatch.backends() if b != "reference" and dispatch.has_kernel(name, b)]
         if peers:  # a backend that is another library's kernel races once, as that library
             known = [b for b in known if not any(label.lower().startswith(b) for label in peers.ADAPTERS.get(name, ()))]
@@ -229,8 +245,8 @@ def cases_of(
 def overheads_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Host time of a call of each op that has kernels, on a case so small that the device is never waited for."""
     found = {}
-    for op in [options.op] if options.op else dispatch.ops():
+    for op in ops_of(options):
         for name in [options.backend] if options.backend else dispatch.backends():
-            if name != "reference" and op in dispatch.ops() and dispatch.has_kernel(op, name):
+            if name != "reference" and dispatch.has_kernel(op, name):
                 found[f"{op}, {name}"] = overhead_us(op, name)
     return {name: parts for name, parts in found.items() if parts}

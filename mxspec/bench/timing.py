@@ -21,7 +21,6 @@ from mxspec import check
 from mxspec.bench import model
 from mxspec.spec import Case, MinSqnr, Reference, Spec, bytes_of, outputs_of
 
-ROUNDS = 7  # interleaved, so that a drift of the clocks meets every contender
 MAX_SETS = 32  # of inputs; a call that moves less than 1/32 of four times the L2 finds its inputs there, as in decoding
 
 
@@ -36,14 +35,16 @@ class Pace:
     round_us: float
     call_round_us: float  # of plain calls
     settle_us: float = 0  # how long a contender runs before each of its rounds, untimed
+    rounds: int = 7  # interleaved, so that a drift of the clocks meets every contender
 
 
 # An H200 reads 11% slow for the first 30 ms after a pause.
 MEMORY = Pace(0.1, 6_000, 4_000)
 # Matmuls take it to its power limit: within 100 ms from 800 to 690 bf16 TFLOP/s, and then it steps between two clocks
 # every few tens of milliseconds. Rounds of 20 ms spread by 10%, longer ones by 2 to 5%. The clock that one contender
-# needs is what the next one finds: right after bfloat16 it reads up to 10% slow. So each first runs into its own.
-MATMUL = Pace(0.5, 120_000, 50_000, settle_us=80_000)
+# needs is what the next one finds: right after bfloat16 it reads up to 10% slow, and after 80 ms still some. So each
+# first runs into its own.
+MATMUL = Pace(0, 120_000, 20_000, settle_us=200_000, rounds=3)
 
 
 class Contender:
@@ -239,12 +240,12 @@ def race(contenders: Sequence[Contender], pace: Pace | None = None) -> None:
     while time.perf_counter() < warm:
         for c in contenders:
             c.round()
-    for _ in range(ROUNDS):
-        for c in contenders:
+    for i in range(pace.rounds):  # forward and back: none is always read after the same one
+        for c in contenders if i % 2 == 0 else reversed(contenders):
             c.rounds.append(c.round())
     for c in contenders:
         c.call_round(pace)
-    for _ in range(ROUNDS):
+    for _ in range(pace.rounds):
         for c in contenders:
             c.call_rounds.append(c.call_round(pace))
 

@@ -171,15 +171,14 @@ def bench_args(M: int, N: int, K: int, E: int, ragged: bool) -> Arguments:
     return dy, dy_scale, *quantized(K)[:2], end
 
 
-def bench_names(shapes: Shapes) -> Iterator[tuple[str, tuple[int, int, int, int, bool]]]:
-    for M, N, K, E in shapes.grouped:
-        for ragged in (False, True) if E > 1 else (False,):
-            yield f"{M}x{N}x{K}, E {E}, {'ragged' if ragged else 'even'}, padded", (M, N, K, E, ragged)
-
-
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
-    for name, sizes in bench_names(shapes):
-        yield Case(name, partial(bench_args, *sizes))
+    for M, N, K, E in shapes.grouped:
+        even, ragged = (partial(bench_args, M, N, K, E, ragged) for ragged in (False, True))
+        bf16 = {"out_dtype": torch.bfloat16}
+        yield Case(f"{M}x{N}x{K}, E {E}, even, padded, float32", even)
+        yield Case(f"{M}x{N}x{K}, E {E}, even, padded, bfloat16", even, bf16)
+        if E > 1:
+            yield Case(f"{M}x{N}x{K}, E {E}, ragged, padded, bfloat16", ragged, bf16)
 
 
 def group_values(flat: Tensor, scale: Tensor, offs: Tensor) -> Tensor:

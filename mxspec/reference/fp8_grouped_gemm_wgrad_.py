@@ -16,7 +16,6 @@ from mxspec.reference.fp8_grouped_gemm_wgrad import (
     FEATURES,
     SIZES,
     bench_args,
-    bench_names,
     check_groups,
     made,
     products,
@@ -98,11 +97,11 @@ def cases() -> Iterator[Case]:
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
-    def args(M: int, N: int, K: int, E: int, ragged: bool) -> tuple[Tensor, ...]:
-        return torch.randn(E, N, K), *bench_args(M, N, K, E, ragged)
+    def args(M: int, N: int, K: int, E: int) -> tuple[Tensor, ...]:
+        return torch.randn(E, N, K), *bench_args(M, N, K, E, ragged=False)
 
-    for name, sizes in bench_names(shapes):
-        yield Case(name, partial(args, *sizes))
+    for sizes in shapes.grouped:
+        yield Case("{}x{}x{}, E {}, even, padded".format(*sizes), partial(args, *sizes))
 
 
 @spec(
