@@ -5,6 +5,7 @@ bit-identical kernel instead: `use_backend`, the `backend=` of a call, or the en
 """
 
 from mxspec import dispatch as _dispatch
+from mxspec import layouts
 from mxspec.dispatch import current_backend, explain, use_backend
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_gemm import fp8_gemm
@@ -48,6 +49,7 @@ __all__ = [
     "fp8_quantize_128x128",
     "fp8_quantize_k_groups",
     "from_blocked",
+    "layouts",
     "mx_dequantize",
     "mx_gemm",
     "mx_grouped_gemm",

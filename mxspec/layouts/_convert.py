@@ -1,0 +1,176 @@
+"""From any layout to any other, by way of the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from mxspec.layouts._table import E8M0, FP32, LAYOUTS, Shape, layout_named
+from mxspec.reference import _checks
+
+
+def _converted(plain: Tensor, dtype: torch.dtype, to: str) -> Tensor:
+    """The same scales in another dtype, exactly; uint8 holds the bytes of E8M0."""
+    if {plain.dtype, dtype} <= set(E8M0):
+        return plain.view(dtype)
+    if plain.dtype == torch.uint8:
+        plain = plain.view(torch.float8_e8m0fnu)
+    if plain.dtype == dtype:
+        return plain
+    if dtype in FP32:
+        return plain.to(dtype)
+    scales = plain.to(torch.float8_e8m0fnu)  # rounds what is no power of two, and has no 0 and no infinity
+    wrong = (scales.float() != plain) & ~plain.isnan()
+    if not wrong.is_meta and wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"layouts.convert: scale{at} = {plain[tuple(at)].item()} is no power of two from 2^-127 to 2^127; "
+            f"{to} of {dtype} needs such scales, or NaN"
+        )
+    return scales.view(dtype)
+
+
+def _check_stored(stored: Tensor, name: str, shape: Shape, offs: Tensor | None) -> None:
+    """Whether a tensor is what `write` gives for scales of that shape; found by writing one without values."""
+    held = stored.dtype if stored.dtype in LAYOUTS[name].dtypes else LAYOUTS[name].dtypes[0]
+    on_meta = None if offs is None else offs.to("meta")
+    needed = LAYOUTS[name].write(torch.empty(shape, dtype=held, device="meta"), on_meta)
+    what = f"layouts.convert: scale, {name} of {shape},"
+    if stored.dtype != needed.dtype:
+        raise TypeError(f"{what} has dtype {stored.dtype}; needs {needed.dtype}")
+    if stored.shape != needed.shape:
+        raise ValueError(f"{what} has shape {tuple(stored.shape)}; needs {tuple(needed.shape)}")
+    strides = zip(stored.shape, stored.stride(), needed.stride(), strict=True)
+    if stored.numel() and any(got != need for n, got, need in strides if n > 1):
+        raise ValueError(f"{what} has strides {stored.stride()}; needs {needed.stride()}")
+
+
+def convert(
+    scale: Tensor,
+    from_: str = "plain",
+    to: str = "blocked",
+    *,
+    shape: Sequence[int] | None = None,
+    offs: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The same scales in another layout.
+
+    `write_to(read_from(scale))`, with the functions of `LAYOUTS`; back again it gives the scale that came. Values stay:
+    float32 becomes E8M0 where a layout holds nothing else, and the reverse, exactly or not at all. Reads and writes
+    by the ops of the switch, so by the backend in use.
+
+    Args:
+        scale: in the layout `from_`; float32, float8_e8m0fnu, or uint8, the bytes of such; for `deepgemm_packed` int32.
+        from_, to: names in `LAYOUTS`; `print(mxspec.layouts.explain())` describes them.
+        shape: of the scales, `(R, C)` or `(E, R, C)`, without padding; where `from_` does not hold it.
+        offs: of the layouts of groups: `(G,)` int32, the exclusive end of each; read on the host.
+        dtype: of the scales in `to`; scale's, where that layout has such, or else the layout's first.
+
+    Returns:
+        A tensor in the layout `to`, of which every byte is defined: padding is 0.
+
+    Special values: an E8M0 NaN becomes an fp32 NaN and back, its payload is lost; 2^-127 is subnormal in fp32, and
+        DeepGEMM's own packing refuses it. In the layouts of groups what is past offs[-1] is dropped and read as 0.
+
+    Raises:
+        TypeError: a dtype that the layout does not have.
+        ValueError: a name; a rank, shape or strides that are not those of `from_`; a shape or offs that is missing,
+            or is not meant; a float32 scale that is no power of two for a layout of E8M0.
+
+    Example:
+        >>> scale = torch.tensor([[1.0, 2.0], [4.0, 0.5], [8.0, 1.0]])
+        >>> packed = convert(scale, to="deepgemm_packed")
+        >>> [hex(word) for word in packed[:, 0].tolist()], packed.shape, packed.stride()
+        (['0x807f', '0x7e81', '0x7f82'], torch.Size([3, 1]), (1, 4))
+        >>> convert(packed, "deepgemm_packed", "plain", shape=(3, 2), dtype=torch.float32).equal(scale)
+        True
+
+    Source: each layout's, in `explain()`.
+    """
+    op = "layouts.convert"
+    source, target = layout_named(from_, "from_"), layout_named(to, "to")
+    _checks.dense(op, "scale", scale)
+    if shape is None:
+        if not source.holds_shape:
+            raise ValueError(f"{op}: from {from_} needs shape=, that of the scales; {tuple(scale.shape)} has padding")
+        shape = tuple(scale.shape)
+    shape = tuple(shape)
+    for n in shape:
+        _checks.size(op, "shape", n)
+    groups = source.groups + target.groups
+    if len(shape) not in ((2,) if groups else (2, 3)):
+        needs = "(R, C)" if groups else "(R, C) or (E, R, C)"
+        raise ValueError(f"{op}: the scales, from {from_} to {to}, have shape {shape}; needs {needs}")
+    if groups and offs is None:
+        raise ValueError(f"{op}: from {from_} to {to} needs offs=, the end of each group")
+    if offs is not None:
+        if not groups:
+            raise ValueError(f"{op}: offs, but neither {from_} nor {to} has groups; needs none")
+        _checks.offsets(op, "offs", offs, ("scale", scale))
+        for along in groups:
+            _checks.offs_in_order(op, offs, along, shape["RC".index(along)])
+    _check_stored(scale, from_, shape, offs if source.groups else None)
+    if dtype is None:
+        held = scale.dtype if scale.dtype in source.dtypes else source.dtypes[0]
+        dtype = held if held in target.dtypes else target.dtypes[0]
+    elif dtype not in target.dtypes:
+        raise TypeError(f"{op}: dtype = {dtype}; {to} needs one of {', '.join(map(str, target.dtypes))}")
+
+    plain = source.read(scale, shape, offs).contiguous()
+    return target.write(_converted(plain, dtype, to), offs)
+
+
+def _memory(stored: Tensor) -> Tensor:
+    """All places of a tensor that `write` gave, in the order of memory, those of its padding too."""
+    places = max((n * s for n, s in zip(stored.shape, stored.stride(), strict=True)), default=0)
+    return stored.as_strided((places if stored.numel() else 0,), (1,))
+
+
+def _width(layout: str, stored: Tensor) -> int:
+    """Places in a line of memory."""
+    scales_each = stored.element_size() // LAYOUTS[layout].dtypes[0].itemsize
+    return LAYOUTS[layout].line or max(max(stored.stride()[-2:]) * scales_each, 1)
+
+
+def sent(layout: str, numbers: Tensor, offs: Tensor | None) -> tuple[Tensor, int]:
+    """What lies at each place of memory when numbers go through `convert`, and how many places are a line."""
+    numbers = numbers.to(torch.int32)
+    if LAYOUTS[layout].dtypes[0] in FP32:
+        stored = convert(numbers.view(torch.float32), to=layout, offs=offs)
+        return _memory(stored).view(torch.int32).long(), _width(layout, stored)
+    sent, width = torch.zeros(1, dtype=torch.int64, device=numbers.device), 1
+    for i, part in enumerate(numbers.unsqueeze(-1).view(torch.uint8).unbind(-1)):  # a place holds one byte
+        stored = convert(part.clone(memory_format=torch.contiguous_format), to=layout, offs=offs)
+        sent, width = sent + (_memory(stored).view(torch.uint8).long() << 8 * i), _width(layout, stored)
+    return sent, width
+
+
+def scale_at(
+    layout: str, shape: Sequence[int], *, offs: Tensor | None = None, device: torch.device | str | None = None
+) -> Tensor:
+    """Which scale lies at each place of memory.
+
+    The numbers 1, 2, 3, ... go through `convert`, as scales of the shape: what comes out is what it does.
+
+    Args:
+        layout: a name in `LAYOUTS`.
+        shape: of the scales, `(R, C)` or `(E, R, C)`.
+        offs: of the layouts of groups.
+        device: where `convert` runs.
+
+    Returns:
+        `(places,)` int64 on the CPU, a place being a byte for E8M0 and 4 for fp32: the scale's number in row-major
+        order, `C * r + c`, and -1 for padding.
+
+    Example:
+        >>> scale_at("deepgemm_packed", (3, 5)).view(2, 16).tolist()
+        [[0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, -1, -1, -1, -1],
+         [4, -1, -1, -1, 9, -1, -1, -1, 14, -1, -1, -1, -1, -1, -1, -1]]
+    """
+    layout_named(layout, "layout")
+    numbers = torch.arange(1, 1 + prod(shape), device=device).reshape(tuple(shape))
+    return sent(layout, numbers, offs)[0].cpu() - 1
