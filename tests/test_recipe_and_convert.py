@@ -34,6 +34,8 @@ def test_a_recipe_is_frozen_and_checked():
         Recipe(scaling="nearest")
     with pytest.raises(TypeError, match=r"grad_dtype = torch.bfloat16; needs torch.float8_e4m3fn or torch.float8_e5m2"):
         Recipe(grad_dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"wgrad_bf16 = 'no'; needs True or False"):
+        Recipe(wgrad_bf16="no")
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ class Recipe:
         wgrad_bf16: whether mxfp8 computes the gradient of weights from bfloat16 operands.
 
     Raises:
-        TypeError: grad_dtype.
+        TypeError: grad_dtype or wgrad_bf16.
         ValueError: an unknown format or scaling, or an option of mxfp8's for another format.
 
     Example:
@@ -47,6 +47,8 @@ class Recipe:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
         if self.grad_dtype not in GRAD_DTYPES:
             raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, GRAD_DTYPES))}")
+        if not isinstance(self.wgrad_bf16, bool):
+            raise TypeError(f"Recipe: wgrad_bf16 = {self.wgrad_bf16!r}; needs True or False")
         options = self.scaling, self.grad_dtype, self.wgrad_bf16
         if self.format != "mxfp8" and options != ("rceil", torch.float8_e4m3fn, False):
             raise ValueError(f"Recipe: {self.format} has no scaling, grad_dtype or wgrad_bf16; they are mxfp8's")
