@@ -60,3 +60,10 @@ def test_golden_column_blocks_read_the_scale_of_the_transpose():
     out = mx_dequantize(qdata, scale, axis=-2, backend="reference")
     assert out[[0, 63]].tolist() == [[1.0, 4.0], [2.0, 8.0]]
     assert out.is_contiguous()
+
+
+def test_a_packed_byte_counts_as_two_multiplies():
+    flops = mx_dequantize.reference.spec.flops
+    args = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 1)
+    assert flops((args[0].view(torch.float4_e2m1fn_x2), args[1]), ()) == 4 * 32
+    assert flops((args[0].view(torch.float8_e4m3fn), args[1]), ()) == 4 * 16

@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
         square = lambda: (torch.cat([every_exponent(), torch.ones(1, 128)]),)  # noqa: E731
         yield Case(f"every exponent, {scaling}", square, {"scaling": scaling}, flags={"edge"})
     for layout in SCALE_LAYOUTS:
-        kw = {"scale_layout": layout}
+        kw: dict[str, Any] = {"scale_layout": layout}
         for shape in [(32, 32), (288, 160), (160, 416), (2, 96, 160), (3, 160, 32)]:
             yield Case(f"{'x'.join(map(str, shape))}, {layout}", given(random_normal, *shape), kw)
         yield Case(f"transposed input, {layout}", lambda: (random_normal(96, 160).mT,), kw)
@@ -60,7 +60,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"2^31 elements and more, {layout}", large, kw, flags={"large"})
     for fmt in [fmt for fmt in FORMATS if fmt.per_byte > 1]:
         for i, (dtype, scaling) in enumerate(zip((*_checks.FLOAT_DTYPES, torch.bfloat16), SCALINGS, strict=True)):
-            kw: dict[str, Any] = {"elem_dtype": fmt.dtype, "scaling": scaling, "scale_layout": SCALE_LAYOUTS[i % 2]}
+            kw = {"elem_dtype": fmt.dtype, "scaling": scaling, "scale_layout": SCALE_LAYOUTS[i % 2]}
             bits = given(random_bits, *((64, 96) if i < 2 else (2, 32, 160)), dtype=dtype)
             yield Case(f"random bit patterns, {str(dtype)[6:]}, {fmt.name}, {scaling}", bits, kw)
             square = lambda: (torch.cat([edge_blocks(), torch.ones(6, 64)]),)  # noqa: E731
