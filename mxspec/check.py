@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mxspec import dispatch, interpreter, peers
-from mxspec.formats import INT_OF_BYTES
+from mxspec.formats import BY_DTYPE, INT_OF_BYTES, MX_BLOCK_SIZE
 from mxspec.spec import Case, MinSqnr, Reference
 
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
@@ -288,16 +288,18 @@ def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], min_sqnr_db: 
 def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
     bits = INT_OF_BYTES[expected.element_size()]
     wrong = got.view(bits) != expected.view(bits)
-    if wrong.any() and expected.is_floating_point():
+    fmt = BY_DTYPE.get(expected.dtype)
+    if wrong.any() and expected.is_floating_point() and (fmt is None or fmt.nan_code is not None):
         wrong &= ~(got.float().isnan() & expected.float().isnan())
     if not wrong.any():
         return None
     flat, index = wrong.reshape(-1), _first(wrong)
     # The block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
+    size = MX_BLOCK_SIZE // fmt.per_byte if fmt else MX_BLOCK_SIZE
     along = next((d for d, stride in enumerate(expected.stride()) if stride == 1), expected.ndim - 1)
-    start = index[along] // 32 * 32
-    block: tuple[Any, ...] = (*index[:along], slice(start, start + 32), *index[along + 1 :])
-    shown = ", ".join(map(str, (*index[:along], f"{start}:{start + 32}", *index[along + 1 :])))
+    start = index[along] // size * size
+    block: tuple[Any, ...] = (*index[:along], slice(start, start + size), *index[along + 1 :])
+    shown = ", ".join(map(str, (*index[:along], f"{start}:{start + size}", *index[along + 1 :])))
     one, run = ([_hex(t.view(bits)[where]) for t in (got, expected)] for where in (index, block))
     return (
         f"output {i}: {int(flat.sum())} of {flat.numel()} elements differ, first at {list(index)}: "

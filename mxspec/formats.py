@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 
 __all__ = [
+    "BY_DTYPE",
     "E2M1",
     "E2M3",
     "E3M2",
@@ -46,7 +47,8 @@ class ElementFormat:
     largest_code: int
     inf_code: int | None
     nan_code: int | None  # one positive NaN; the payload of a NaN is no part of any contract here
-    dtype: torch.dtype | None  # None where torch has no dtype with one element per storage unit
+    dtype: torch.dtype | None  # None where torch has none: its codes are uint8 then
+    per_byte: int = 1  # elements in a byte of storage, the first in the lowest bits
 
     @property
     def bits(self) -> int:
@@ -109,23 +111,23 @@ E5M2 = ElementFormat("e5m2", 5, 2, 15, 0x7B, 0x7C, 0x7F, torch.float8_e5m2)
 # OCP MX v1.0, section 5.3.2 (FP6) and 5.3.3 (FP4): neither Inf nor NaN, every code is a number.
 E2M3 = ElementFormat("e2m3", 2, 3, 1, 0x1F, None, None, None)
 E3M2 = ElementFormat("e3m2", 3, 2, 3, 0x1F, None, None, None)
-E2M1 = ElementFormat("e2m1", 2, 1, 1, 0x7, None, None, None)  # torch.float4_e2m1fn_x2 packs two in a byte
+E2M1 = ElementFormat("e2m1", 2, 1, 1, 0x7, None, None, torch.float4_e2m1fn_x2, per_byte=2)
 # OCP MX v1.0, section 5.4.1. `fnu`: finite, NaN, unsigned.
 E8M0FNU = ScaleFormat("e8m0fnu", 8, 127, 254, 255, torch.float8_e8m0fnu)
 
 ELEMENTS = {f.name: f for f in (E4M3FN, E5M2, E2M3, E3M2, E2M1)}
-_BY_DTYPE = {f.dtype: f for f in ELEMENTS.values() if f.dtype is not None}
+BY_DTYPE = {f.dtype: f for f in ELEMENTS.values() if f.dtype is not None}
 
 
 def element(elem_dtype: torch.dtype | str) -> ElementFormat:
-    """The format of a torch dtype, or of a name where torch has no dtype for it.
+    """The format of a torch dtype, or of a name.
 
     >>> element(torch.float8_e4m3fn).max, element("e2m1").max
     (448.0, 6.0)
     """
-    found = ELEMENTS.get(elem_dtype) if isinstance(elem_dtype, str) else _BY_DTYPE.get(elem_dtype)
+    found = ELEMENTS.get(elem_dtype) if isinstance(elem_dtype, str) else BY_DTYPE.get(elem_dtype)
     if found is None:
-        known = ", ".join([*map(str, _BY_DTYPE), *(repr(f.name) for f in ELEMENTS.values())])
+        known = ", ".join([*map(str, BY_DTYPE), *(repr(f.name) for f in ELEMENTS.values())])
         raise TypeError(f"elem_dtype {elem_dtype!r} is no element format; known: {known}")
     return found
 

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from mxspec.formats import INT_OF_BYTES
+from mxspec.formats import BY_DTYPE, INT_OF_BYTES
 from mxspec.shapes import Shapes
 
 P = ParamSpec("P")
@@ -108,7 +108,12 @@ def bytes_of(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> int:
 
 def per_element(operations: int) -> Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]:
     """Flops of an op that does `operations` for each element of its first argument; conversions are not counted."""
-    return lambda args, outputs: operations * args[0].numel()
+
+    def flops(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> int:
+        fmt = BY_DTYPE.get(args[0].dtype)
+        return operations * args[0].numel() * (fmt.per_byte if fmt else 1)
+
+    return flops
 
 
 def spec(

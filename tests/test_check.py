@@ -1,5 +1,7 @@
 """The engine itself: each kind of mistake turns it red, and says what it is."""
 
+import re
+
 import pytest
 import torch
 
@@ -39,6 +41,23 @@ def test_a_wrong_byte_is_named():
     assert "1 of 32 elements differ, first at [0, 31]: got " in result.message
     assert "block [0, 0:32]" in result.message
     assert result.message.endswith("check --op mx_quantize test_check:off_by_one --case 'one block'")
+
+
+def high_nibble_first(x, **kwargs):
+    qdata, scale = reference(x, **kwargs)
+    codes = qdata.view(torch.uint8)
+    return (codes >> 4 | codes << 4).view(qdata.dtype), scale
+
+
+def test_where_elements_share_a_byte_a_block_is_shown_whole_and_no_code_is_nan():
+    for name, got in (("one block, e2m1, axis -1", "first at [0, 0]"), ("edge blocks, rceil, e2m1", "first at ")):
+        result = check.check_case("mx_quantize", case("mx_quantize", name), high_nibble_first, CPU)
+        assert result.status == "failed"
+        assert got in result.message
+        assert re.search(r"block \[\d+, (0:16|16:32)\]", result.message)
+    # 255 and 127 are NaN in fp8, two elements each here
+    one, other = (torch.full((1, 16), byte, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for byte in (255, 127))
+    assert "16 of 16 elements differ" in (check.difference((one,), (other,)) or "")
 
 
 def drops_nan(x, **kwargs):

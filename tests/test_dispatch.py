@@ -119,6 +119,29 @@ def test_a_backend_asked_for_by_name_never_falls_back():
         mxspec.from_blocked(torch.zeros(512, dtype=torch.uint8), 1, 1)
 
 
+@pytest.mark.parametrize("backend", ["triton", "helion"])
+def test_kernels_say_that_their_elements_have_a_byte_each(backend):
+    checked = 0
+    for op in ("mx_quantize", "mx_quantize_rowcol", "mx_dequantize"):
+        supports = dispatch.kernel_module(op, backend).supports
+        for case in dispatch.reference(op).spec.cases():
+            if not case.raises and "large" not in case.flags:
+                packed = "e2m1" in case.name
+                reason = "takes one element to a byte; torch.float4_e2m1fn_x2 has 2" if packed else None
+                assert supports(*case.args(), **case.kwargs) == reason, case.name
+                checked += packed
+    assert checked > 40
+
+
+@gpu
+def test_auto_takes_the_reference_for_packed_elements():
+    dispatch._warn_of_reference.cache_clear()
+    with pytest.warns(UserWarning, match="mx_quantize: no kernel supports this call on the GPU"):
+        got = mxspec.mx_quantize(X.cuda(), elem_dtype="e2m1")
+    for on_gpu, on_cpu in zip(got, mxspec.mx_quantize(X, elem_dtype="e2m1"), strict=True):
+        assert torch.equal(on_gpu.view(torch.uint8).cpu(), on_cpu.view(torch.uint8))
+
+
 @gpu
 def test_auto_warns_once_when_a_gpu_tensor_meets_the_reference():
     dispatch._warn_of_reference.cache_clear()
@@ -186,6 +209,35 @@ def test_opcheck(op, case):
     ):  # test_schema compares inputs with allclose, which knows no float8
         utils.append("test_schema")
     torch.library.opcheck(getattr(torch.ops.mxspec, op).default, args, kwargs, test_utils=utils)
+
+
+X4, S4 = mxspec.mx_quantize(X, elem_dtype="e2m1")
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs"),
+    [
+        ("mx_quantize", (X,), {"elem_dtype": "e2m1"}),
+        ("mx_quantize_rowcol", (X,), {"elem_dtype": "torch.float4_e2m1fn_x2"}),
+        ("mx_dequantize", (X4, S4), {}),
+    ],
+)
+def test_opcheck_of_packed_elements(op, args, kwargs):
+    utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(getattr(torch.ops.mxspec, op).default, args, kwargs, test_utils=utils)
+
+
+def test_packed_elements_inside_a_graph():
+    def there_and_back(x):
+        q, scale = mxspec.mx_quantize(2 * x, elem_dtype=torch.float4_e2m1fn_x2, axis=-2, scale_layout="blocked")
+        return q, mxspec.mx_dequantize(q, scale, axis=-2, scale_layout="blocked") + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend="aot_eager")
+    (q, out), (own_q, own) = compiled(X), there_and_back(X)
+    assert (q.dtype, q.shape, q.stride()) == (own_q.dtype, own_q.shape, own_q.stride())
+    assert torch.equal(q.view(torch.uint8), own_q.view(torch.uint8))
+    assert torch.equal(out, own)
 
 
 @pytest.mark.parametrize(("op", "case"), FIRST_CASES)

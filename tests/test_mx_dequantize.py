@@ -33,6 +33,21 @@ def test_golden_e5m2():
     assert read(0x01, 0, torch.float8_e5m2) == 2.0**-143
 
 
+def test_golden_e2m1():
+    """The low nibble first: 5 is 3.0, F is -6.0; at 2^-127 what is subnormal in fp32 is exact."""
+    qdata = torch.full((2, 16), 0xF5, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    scale = torch.tensor([[0], [128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    out = mx_dequantize(qdata, scale, out_dtype=torch.float32, backend="reference")
+    assert out.shape == (2, 32)
+    assert out[:, :3].tolist() == [[3 * 2.0**-127, -6 * 2.0**-127, 3 * 2.0**-127], [6.0, -12.0, 6.0]]
+    columns = qdata[:, :1].expand(2, 16).mT  # (16, 2): 32 rows, along which two share a byte
+    out = mx_dequantize(columns, scale, axis=-2, out_dtype=torch.float32, backend="reference")
+    assert (out.shape, out.stride()) == ((32, 2), (2, 1))
+    assert out[:2].tolist() == [[3 * 2.0**-127, 6.0], [-6 * 2.0**-127, -12.0]]
+    nan = torch.tensor([[255], [127]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert mx_dequantize(qdata, nan, backend="reference").isnan().sum(-1).tolist() == [32, 0]
+
+
 def test_golden_nan_and_minus_zero():
     assert math.isnan(read(0x38, 255))
     assert math.isnan(read(0x7F, 127))
@@ -45,3 +60,10 @@ def test_golden_column_blocks_read_the_scale_of_the_transpose():
     out = mx_dequantize(qdata, scale, axis=-2, backend="reference")
     assert out[[0, 63]].tolist() == [[1.0, 4.0], [2.0, 8.0]]
     assert out.is_contiguous()
+
+
+def test_a_packed_byte_counts_as_two_multiplies():
+    flops = mx_dequantize.reference.spec.flops
+    args = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 1)
+    assert flops((args[0].view(torch.float4_e2m1fn_x2), args[1]), ()) == 4 * 32
+    assert flops((args[0].view(torch.float8_e4m3fn), args[1]), ()) == 4 * 16

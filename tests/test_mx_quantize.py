@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mxspec import formats, mx_dequantize, mx_quantize, peers
 from mxspec.reference import _numerics
 
-E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3FN, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 VECTORS = np.load(Path(__file__).parent / "vectors" / "mx_blocks.npz")
 BITS = {"bf16": (np.int16, torch.bfloat16), "f32": (np.int32, torch.float32)}
 
@@ -28,7 +28,8 @@ def quantized(x, count, **kwargs):
     return scale.view(torch.uint8).tolist(), qdata.view(torch.uint8)[0, :count].tolist()
 
 
-# By hand: e4m3fn codes are sign 1, exponent 4 (bias 7), mantissa 3.
+# By hand: e4m3fn codes are sign 1, exponent 4 (bias 7), mantissa 3; e2m1's 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6, and
+# of two that share a byte the first is in the low nibble.
 @pytest.mark.parametrize(
     ("values", "kwargs", "byte", "codes"),
     [
@@ -50,6 +51,21 @@ def quantized(x, count, **kwargs):
         # e5m2: 57344 = 1.75 * 2^15 is 0.11110.11; 61440 = 1.875 * 2^15 saturates under floor
         ((57344.0,), {"elem_dtype": E5M2}, 127, [0x7B]),
         ((61440.0,), {"elem_dtype": E5M2, "scaling": "floor"}, 127, [0x7B]),
+        # e2m1: 6 = 1.5 * 2^2 is the largest: scale 2^0, codes 7, 2, 10 (minus 1) and 1
+        ((6.0, 1.0, -1.0, 0.5), {"elem_dtype": E2M1}, 127, [0x27, 0x1A]),
+        # ties to even: 0.25 -> 0, 0.75 and 1.25 -> 1, 1.75 and 2.5 -> 2, 3.5 and 5 -> 4; -0.2 -> -0
+        ((6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.2), {"elem_dtype": "e2m1"}, 127, [0x07, 0x22, 0x44, 0x66, 8]),
+        # 7 = 1.75 * 2^2: floor keeps 2^0 and saturates; rceil, ceil and even take 2^1, 3.5 is halfway to 4, even is 4
+        ((7.0,), {"elem_dtype": E2M1, "scaling": "floor"}, 127, [0x07]),
+        ((7.0,), {"elem_dtype": E2M1, "scaling": "rceil"}, 128, [0x06]),
+        ((7.0,), {"elem_dtype": E2M1, "scaling": "even"}, 128, [0x06]),
+        # 4.5 = 1.125 * 2^2: ceil alone takes 2^1, 2.25 rounds to 2; at 2^0 it is nearer to 4 than to 6
+        ((4.5,), {"elem_dtype": E2M1, "scaling": "ceil"}, 128, [0x04]),
+        ((4.5,), {"elem_dtype": E2M1, "scaling": "even"}, 127, [0x06]),
+        ((2.0**-126, 0.0, -0.0), {"elem_dtype": E2M1}, 0, [0x04, 0x08]),
+        # NaN and Inf: the scale byte says it, and every code is 7
+        ((torch.nan, 1.0), {"elem_dtype": E2M1}, 255, [0x77] * 16),
+        ((-torch.inf, 1.0), {"elem_dtype": E2M1, "scaling": "floor"}, 255, [0x77] * 16),
         # log2 in fp32 is wrong by one ulp on either side of a power of two
         ((float(np.uint32(0x48E00001).view(np.float32)),), {}, 138, [0x76]),
         ((float(np.uint32(0x447FFFFF).view(np.float32)),), {"scaling": "floor"}, 128, [0x7E]),
@@ -84,11 +100,25 @@ def test_strides_of_both_axes():
     assert (scale.shape, scale.dtype) == ((2, 512), torch.float8_e8m0fnu)
 
 
-def test_one_axis_is_the_other_of_the_transpose():
+@pytest.mark.parametrize("elem_dtype", [E4M3FN, E2M1])
+def test_one_axis_is_the_other_of_the_transpose(elem_dtype):
     x = torch.randn(64, 96)
-    for got, expected in zip(mx_quantize(x, axis=-2), mx_quantize(x.mT, axis=-1), strict=True):
-        got = got.mT if got.shape == x.shape else got
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    qdata, scale = mx_quantize(x, axis=-2, elem_dtype=elem_dtype)
+    expected = mx_quantize(x.mT, axis=-1, elem_dtype=elem_dtype)
+    for got, other in zip((qdata.mT, scale), expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_e2m1_along_the_columns_shares_a_byte_between_rows():
+    x = torch.zeros(64, 3)
+    x[:4] = torch.tensor([[6.0, -6.0, 0.0], [1.0, 0.5, 0.0], [2.0, 3.0, 0.0], [4.0, 1.5, -0.0]])
+    qdata, scale = mx_quantize(x, axis=-2, elem_dtype="e2m1", backend="reference")
+    assert (qdata.dtype, qdata.shape, qdata.stride()) == (E2M1, (32, 3), (1, 32))
+    assert qdata.view(torch.uint8)[:3].tolist() == [[0x27, 0x1F, 0x00], [0x64, 0x35, 0x80], [0, 0, 0]]
+    assert scale.view(torch.uint8).tolist() == [[127, 0], [127, 0], [0, 0]]
+    qdata, scale = mx_quantize(torch.randn(2, 64, 96), axis=-2, elem_dtype=E2M1, scale_layout="blocked")
+    assert (qdata.shape, qdata.stride()) == ((2, 32, 96), (32 * 96, 1, 32))
+    assert (scale.shape, scale.dtype) == ((2, 512), torch.float8_e8m0fnu)
 
 
 @pytest.mark.parametrize("source", BITS)
@@ -118,12 +148,30 @@ def test_rows_of_torchao_main(elem_dtype, scaling):
     assert checked >= 34
 
 
+@pytest.mark.parametrize("scaling", _numerics.SCALINGS)
+def test_e2m1_rows_of_torchao_main(scaling):
+    """The probe blocks of e4m3; torchao packs as we do. What its NaN blocks hold is what its cast makes of NaN."""
+    blocks, compared = peers.load()["mx"], 0
+    for key, entry in blocks.items():
+        name, fmt = key.rsplit("|", 1)
+        if fmt != "e2m1" or (scaling == "even" and name in ("bf16 max", "fp32 max")):
+            continue
+        (x,) = [x for x, (other, *_) in peers.mx_rows(E4M3FN) if other == name]
+        assert all(entry[of] == blocks[f"{name}|e4m3"][of] for of in ("amax_f32_bits", "dtype"))
+        byte, codes = entry["out"][f"aomain.{scaling}"]
+        got, got_codes = peers.bytes_of_block(mx_quantize(x, elem_dtype=E2M1, scaling=scaling), 16)
+        assert got == byte, name
+        assert got_codes[: len(codes)] == ([0x77] * len(codes) if byte == 255 else codes), name
+        compared += 1
+    assert compared >= 34
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.floats(-1.0, 1.0, width=32).filter(lambda v: v == 0 or abs(v) > 2**-20), min_size=1, max_size=32),
     st.integers(-90, 110),
     st.sampled_from(_numerics.SCALINGS),
-    st.sampled_from([E4M3FN, E5M2]),
+    st.sampled_from([E4M3FN, E5M2, E2M1]),
 )
 def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, elem_dtype):
     x = block(*values)
@@ -138,14 +186,19 @@ def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, ele
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(0, 2**31 - 1), st.sampled_from(["floor", "rceil", "even"]), st.sampled_from([E4M3FN, E5M2]))
+@given(st.integers(0, 2**31 - 1), st.sampled_from(["floor", "rceil", "even"]), st.sampled_from([E4M3FN, E5M2, E2M1]))
 def test_what_is_on_the_grid_comes_back(seed, scaling, elem_dtype):
     """Dequantizing and quantizing again changes nothing where the largest element fills its binade."""
-    codes = torch.randint(0, 0x7C, (1, 32), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    codes[0, 0] = formats.element(elem_dtype).largest_code
-    x = codes.view(elem_dtype).float() * 2.0**5
-    back = mx_dequantize(*mx_quantize(x, elem_dtype=elem_dtype, scaling=scaling), out_dtype=torch.float32)
-    assert torch.equal(back, x)
+    fmt = formats.element(elem_dtype)
+    size, codes = 32 // fmt.per_byte, 0x7C if fmt.per_byte == 1 else 256  # positive numbers; of e2m1 every byte is one
+    q = torch.randint(0, codes, (1, size), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    q[0, 0] = fmt.largest_code
+    scale = torch.tensor([[132]], dtype=torch.uint8)
+    x = mx_dequantize(q.view(elem_dtype), scale.view(torch.float8_e8m0fnu), out_dtype=torch.float32)
+    assert x[0, 0] == fmt.max * 2.0**5
+    again, again_scale = mx_quantize(x, elem_dtype=elem_dtype, scaling=scaling)
+    assert torch.equal(again.view(torch.uint8), q)
+    assert torch.equal(again_scale.view(torch.uint8), scale)
 
 
 def test_in_the_cases_every_option_meets_every_other():
@@ -174,7 +227,7 @@ def _exact_rceil(amax_bits: torch.Tensor, fmt: formats.ElementFormat) -> torch.T
     return 126 + exponent + (torch.frexp(ratio).mantissa != 0.5)
 
 
-@pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2, formats.E2M1], ids=lambda fmt: fmt.name)
 def test_rceil_at_every_mantissa(fmt):
     """All 2^23 mantissas at one exponent in float64."""
     amax = torch.arange(0x43800000, 0x44000000, dtype=torch.int32)
@@ -190,11 +243,11 @@ def test_rceil_at_every_mantissa(fmt):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("scaling", _numerics.SCALINGS)
-@pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", formats.ELEMENTS.values(), ids=lambda fmt: fmt.name)
 def test_a_rule_in_integers_is_the_reference(fmt, scaling, dtype):
     """Every magnitude of 16 bits; of fp32, under every exponent, the mantissas beside those that a rule looks at."""
     if dtype == torch.float32:
-        near = [m + d for m in (0, 0x600000, 0x780000, 0x700000, 0x800000) for d in range(-40, 40)]
+        near = [m + d for m in (0, 0x400000, 0x600000, 0x780000, 0x700000, 0x800000) for d in range(-40, 40)]
         mantissas = torch.tensor(sorted({m for m in near if 0 <= m <= 0x7FFFFF}), dtype=torch.int32)
         bits = ((torch.arange(256, dtype=torch.int32) << 23)[:, None] | mantissas).flatten()
     else:

@@ -49,15 +49,28 @@ def test_strides():
     assert (s_row.shape, s_col.shape) == ((2, 64, 3), (2, 96, 2))
 
 
+def test_golden_e2m1_shares_a_byte_along_either_direction():
+    """6 on the diagonal and 1 beside it, codes 7 and 2: in q_row two columns to a byte, in q_col two rows."""
+    x = torch.eye(32) * 6 + torch.eye(32).roll(1, 1)
+    q_row, s_row, q_col, s_col = mxspec.mx_quantize_rowcol(x, elem_dtype="e2m1")
+    assert u8(s_row).tolist() == u8(s_col).tolist() == [[127]] * 32
+    assert (q_row.shape, q_row.stride()) == ((32, 16), (16, 1))
+    assert (q_col.shape, q_col.stride()) == ((16, 32), (1, 16))
+    assert u8(q_row)[:3, :3].tolist() == [[0x27, 0x00, 0x00], [0x70, 0x02, 0x00], [0x00, 0x27, 0x00]]
+    assert u8(q_col)[:3, :4].tolist() == [[0x07, 0x72, 0x20, 0x00], [0x00, 0x00, 0x07, 0x72], [0x00, 0x00, 0x00, 0x00]]
+
+
 @pytest.mark.parametrize("scale_layout", ["plain", "blocked"])
-def test_it_is_the_two_single_ops(scale_layout):
+@pytest.mark.parametrize("elem_dtype", ["e4m3fn", "e2m1"])
+def test_it_is_the_two_single_ops(scale_layout, elem_dtype):
     x = random_bits(96, 160, dtype=torch.bfloat16)
-    both = mxspec.mx_quantize_rowcol(x, scale_layout=scale_layout)
-    single = [*mxspec.mx_quantize(x, scale_layout=scale_layout)]
-    single += mxspec.mx_quantize(x, axis=-2, scale_layout=scale_layout)
+    options = {"scale_layout": scale_layout, "elem_dtype": elem_dtype}
+    both = mxspec.mx_quantize_rowcol(x, **options)
+    single = [*mxspec.mx_quantize(x, **options)]
+    single += mxspec.mx_quantize(x, axis=-2, **options)
     for got, expected in zip(both, single, strict=True):
         assert got.stride() == expected.stride()
-        assert u8(got.contiguous()).equal(u8(expected.contiguous()))
+        assert u8(got).equal(u8(expected))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: what would differ from run to run is a race")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import helion.language as hl
 import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.helion_kernels import _numerics
 from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels._launch import config, extent, launch
 from mxspec.helion_kernels._numerics import scale_value
@@ -26,6 +29,10 @@ CONFIGS = {
 }
 # A multiplication without .ftz, which would lose the subnormals.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e[45]m[32]x2", r"mul\.(rn\.)?f32")
+
+
+def supports(qdata: Tensor, scale: Tensor, **_: Any) -> str | None:
+    return _numerics.supports(qdata.dtype)
 
 
 def _flat(qdata: Tensor, scale: Tensor, out: Tensor) -> None:

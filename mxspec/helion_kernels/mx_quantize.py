@@ -5,11 +5,14 @@ The programs of both run over the scale bytes as they are stored. Blocks along t
 
 from __future__ import annotations
 
+from typing import Any
+
 import helion.language as hl
 import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE, element
+from mxspec.helion_kernels import _numerics
 from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels._launch import config, extent, launch
 from mxspec.helion_kernels._mx_tile import mx_tile
@@ -28,6 +31,10 @@ CONFIGS = {
     "tall": {(9, 0): _TALL, (10, 0): _TALL},  # blocked, more than 65535 row tiles or experts
 }
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+
+
+def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
+    return _numerics.supports(elem_dtype)
 
 
 def quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mxspec.formats import element
+from mxspec.helion_kernels import _numerics
 from mxspec.helion_kernels._mx_tile import mx_tile
 
 RANK = {(9, 0): 2, (10, 0): 2}  # H200: 0.93 to 0.97 of Triton's rate
 # 8-byte loads where tiles reach past x.
 PTX = (r"ld\.global\.v[24]\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+
+
+def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
+    return _numerics.supports(elem_dtype)
 
 
 def mx_quantize_rowcol(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxspec.formats import E4M3FN, ElementFormat
+
 # fp32 bits of the largest magnitude of a block; what goes wrong there is said beside it.
 EDGE_AMAX_BITS = (
     0x00000000,  # zero
@@ -38,9 +40,13 @@ EDGE_AMAX_BITS = (
 FRACTIONS = (1.0, -1.0, 0.53125, -0.59375, 0.5625, 0.6875, 2**-8, -(2**-9), 3 * 2**-10, 2**-17, 2**-24, -0.0, 0.3)
 
 
-def every_exponent() -> Tensor:
-    """`(255, 128)` fp32: a row for each exponent field, its blocks by four mantissas of their largest magnitude."""
-    mantissas = torch.tensor([0x000000, 0x600000, 0x600001, 0x7FFFFF])
+def every_exponent(fmt: ElementFormat = E4M3FN) -> Tensor:
+    """`(255, 128)` fp32: a row for each exponent field, its blocks by four mantissas of their largest magnitude.
+
+    Two of the mantissas are that of the largest element and the next, where rceil goes up. e4m3fn's is e5m2's as well.
+    """
+    largest = int((fmt.max / 2.0**fmt.emax - 1) * 2**23)
+    mantissas = torch.tensor([0x000000, largest, largest + 1, 0x7FFFFF])
     bits = torch.arange(255).unsqueeze(1) << 23 | mantissas  # (255, 4)
     amax = bits.to(torch.int32).view(torch.float32).unsqueeze(-1)
     fractions = torch.cat([torch.ones(1), torch.tensor(FRACTIONS), torch.zeros(31 - len(FRACTIONS))])
@@ -55,3 +61,17 @@ def edge_blocks() -> Tensor:
     rest = torch.where(amax.isfinite(), rest, 1.0)  # 0 * Inf would put a NaN into every block of an Inf
     block = torch.cat([amax, rest, torch.zeros(len(bits), 31 - len(FRACTIONS))], dim=1)
     return torch.cat([block, block.flip(1)], dim=1)
+
+
+def codes_and_ties(fmt: ElementFormat) -> Tensor:
+    """`(rows, 32)` fp32: blocks that begin with the format's largest value, and so have the scale 1.
+
+    After it, in order: every value, what lies halfway to the next, its two neighbours in fp32; then their negatives.
+    """
+    grid = torch.tensor([fmt.value(code) for code in range(fmt.largest_code + 1)])
+    ties = (grid[1:] + grid[:-1]) / 2
+    beside = [ties.nextafter(torch.tensor(end)) for end in (-float("inf"), float("inf"))]
+    values = torch.cat([grid, ties, *beside]).sort().values
+    values = torch.cat([values, -values])
+    rest = torch.cat([values, torch.zeros(-len(values) % 31)]).unflatten(0, (-1, 31))
+    return torch.cat([torch.full((len(rest), 1), fmt.max), rest], dim=1)

@@ -44,12 +44,67 @@ def reciprocal_scale(byte: Tensor) -> Tensor:
 
 
 def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
-    """Round to nearest, ties to even, once; beyond the finite range take its end; NaN stays NaN.
+    """Round fp32 to nearest, ties to even, once; beyond the finite range take its end; NaN stays NaN.
 
+    Codes of a format that has several to a byte are packed along the last dimension, which their number must divide.
     The clamp is explicit because torch's own cast gives Inf for e5m2 and, up to torch 2.11, NaN for e4m3fn.
     """
-    assert fmt.dtype is not None
+    if fmt.dtype is None or fmt.per_byte > 1:  # torch has no cast to it
+        return packed(encoded(x, fmt), fmt)
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
+
+
+def widened(q: Tensor, fmt: ElementFormat) -> Tensor:
+    """What `saturating_cast` gave, as fp32, exactly."""
+    if fmt.dtype is None or fmt.per_byte > 1:
+        return decoded(unpacked(q, fmt), fmt)
+    return q.to(torch.float32)
+
+
+# A magnitude is n * 2^(e - mantissa_bits): e is its exponent, at least that of the smallest normal, and n counts the
+# steps of that binade from 0. As a code it is `((e + bias - 1) << mantissa_bits) + n`: the smallest normal's binade
+# begins at n = 2^mantissa_bits, where the subnormals end, and an n that rounds up to the next power of two is its code.
+
+
+def encoded(x: Tensor, fmt: ElementFormat) -> Tensor:
+    """The codes of fp32 values, uint8, one to a byte: round to nearest, ties to even, once; saturating.
+
+    For a format without NaN, whose code for one is that of the largest value, as `cvt.rn.satfinite` gives it.
+    """
+    magnitude = x.abs().clamp(max=fmt.max)
+    e = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=1 - fmt.bias)
+    n = (magnitude * _power_of_two(fmt.mantissa_bits - e)).round().to(torch.int32)  # exact up to the rounding
+    code = ((e + fmt.bias - 1) << fmt.mantissa_bits) + n + (x.signbit().to(torch.int32) << (fmt.bits - 1))
+    return torch.where(x.isnan(), fmt.largest_code, code).to(torch.uint8)
+
+
+def decoded(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """The values of codes, one to a byte, as fp32: the inverse of `encoded`."""
+    codes = codes.to(torch.int32)
+    magnitude = codes & ((1 << (fmt.bits - 1)) - 1)
+    e = (magnitude >> fmt.mantissa_bits).clamp(min=1) - fmt.bias
+    n = magnitude - ((e + fmt.bias - 1) << fmt.mantissa_bits)
+    value = n * _power_of_two(e - fmt.mantissa_bits)
+    return torch.where(codes == magnitude, value, -value)
+
+
+def packed(codes: Tensor, fmt: ElementFormat) -> Tensor:
+    """Codes, one to a byte, as they are stored: `per_byte` neighbours in a byte, the first in its lowest bits."""
+    stored = codes[..., :: fmt.per_byte]
+    for i in range(1, fmt.per_byte):
+        stored = stored | codes[..., i :: fmt.per_byte] << (i * fmt.bits)
+    return stored.view(fmt.dtype or torch.uint8)
+
+
+def unpacked(q: Tensor, fmt: ElementFormat) -> Tensor:
+    """Codes, uint8, one to a byte: the inverse of `packed`."""
+    shifts, mask = range(0, fmt.bits * fmt.per_byte, fmt.bits), (1 << fmt.bits) - 1
+    return torch.stack([q.view(torch.uint8) >> shift & mask for shift in shifts], -1).flatten(-2)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent as fp32, from int32; normal."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import BY_DTYPE, MX_BLOCK_SIZE, element
 from mxspec.reference import _checks
+from mxspec.reference._numerics import widened
 from mxspec.reference.from_blocked import from_blocked
-from mxspec.reference.mx_quantize import ELEM_DTYPES, SCALE_LAYOUTS
+from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.to_blocked import blocked_bytes
 from mxspec.spec import Case, Shapes, per_element, random_bits, random_normal, spec, these
 
@@ -28,31 +30,34 @@ def check_args(
     scale_layout: str = "plain",
 ) -> None:
     op = "mx_dequantize"
-    _checks.tensor_dtype(op, "qdata", qdata, ELEM_DTYPES)
+    _checks.tensor_dtype(op, "qdata", qdata, BY_DTYPE)
     _checks.tensor_dtype(op, "scale", scale, (torch.float8_e8m0fnu,))
     _checks.rank(op, "qdata", qdata, (2, 3))
     _checks.same_device(op, ("qdata", qdata), ("scale", scale))
     _checks.choice(op, "axis", axis, (-1, -2))
     _checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
-    _checks.multiple(op, "K" if axis == -1 else "M", qdata.shape[axis], MX_BLOCK_SIZE)
+    size = qdata.shape[axis] * element(qdata.dtype).per_byte
+    _checks.multiple(op, "K" if axis == -1 else "M", size, MX_BLOCK_SIZE)
     *lead, R, C = _scale_shape(qdata, axis)
     needed = (*lead, R, C) if scale_layout == "plain" else (*lead, blocked_bytes(R, C))
     _checks.shape(op, "scale", scale, needed, f"for qdata {tuple(qdata.shape)}, axis {axis}, {scale_layout}")
 
 
 def _scale_shape(qdata: Tensor, axis: int) -> tuple[int, ...]:
-    *lead, R, C = qdata.shape if axis == -1 else qdata.mT.shape
-    return *lead, R, C // MX_BLOCK_SIZE
+    *lead, R, stored = qdata.shape if axis == -1 else qdata.mT.shape
+    return *lead, R, stored * element(qdata.dtype).per_byte // MX_BLOCK_SIZE
 
 
 def cases() -> Iterator[Case]:
-    e5m2, e8m0fnu = torch.float8_e5m2, torch.float8_e8m0fnu
+    others, e8m0fnu = [dtype for dtype in BY_DTYPE if dtype != torch.float8_e4m3fn], torch.float8_e8m0fnu
 
     def operands(shape, axis, layout, dtype=torch.float8_e4m3fn):
         """Codes and scales as `mx_quantize` lays them out."""
         *lead, M, K = shape
-        qdata = random_bits(*shape, dtype=dtype) if axis == -1 else random_bits(*lead, K, M, dtype=dtype).mT
+        rows, size = (M, K) if axis == -1 else (K, M)
+        qdata = random_bits(*lead, rows, size // element(dtype).per_byte, dtype=dtype)
+        qdata = qdata if axis == -1 else qdata.mT
         *lead, R, C = _scale_shape(qdata, axis)
         scale_shape = (*lead, R, C) if layout == "plain" else (*lead, blocked_bytes(R, C))
         return qdata, random_bits(*scale_shape, dtype=e8m0fnu, seed=1)
@@ -72,10 +77,10 @@ def cases() -> Iterator[Case]:
     yield Case("neither NaN nor Inf", these(numbers, scale))
     for axis in (-1, -2):
         for layout in SCALE_LAYOUTS:
-            for out_dtype in OUT_DTYPES:
+            for dtype, out_dtype in product(others, OUT_DTYPES):
                 kwargs = {"axis": axis, "scale_layout": layout, "out_dtype": out_dtype}
-                name = f"e5m2, axis {axis}, {layout}, {str(out_dtype)[6:]}"
-                yield Case(name, partial(operands, (2, 64, 96), axis, layout, e5m2), kwargs)
+                name = f"{element(dtype).name}, axis {axis}, {layout}, {str(out_dtype)[6:]}"
+                yield Case(name, partial(operands, (2, 64, 96), axis, layout, dtype), kwargs)
             kwargs, end = {"axis": axis, "scale_layout": layout}, f", axis {axis}, {layout}"
             one, ragged, empty = ((1, 32), (301, 416), (4, 0)) if axis == -1 else ((32, 1), (416, 301), (0, 4))
             q, s = operands((96, 160), axis, layout)
@@ -86,11 +91,13 @@ def cases() -> Iterator[Case]:
             yield Case(f"one expert three times{end}", these(q.expand(3, -1, -1), s.expand(3, *s.shape)), kwargs)
             yield Case(f"codes along the other axis{end}", these(turned, s), kwargs, flags={"edge"})
             yield Case(f"empty{end}", partial(operands, empty, axis, layout), kwargs, flags={"edge"})
-    for dtype in ELEM_DTYPES:
+    for dtype, fmt in BY_DTYPE.items():
         for out_dtype in OUT_DTYPES:  # subnormals, overflow to Inf, NaN
-            codes = torch.arange(256).to(torch.uint8).view(dtype).reshape(8, 1, 32).expand(8, 256, 32).flatten(1)
-            scale = torch.arange(256).to(torch.uint8).view(e8m0fnu).expand(8, 256).contiguous()
-            name = f"every {str(dtype)[13:]} code under every scale, {str(out_dtype)[6:]}"
+            size = MX_BLOCK_SIZE // fmt.per_byte
+            blocks = torch.arange(256).to(torch.uint8).view(dtype).reshape(-1, 1, size)
+            codes = blocks.expand(-1, 256, size).flatten(1)
+            scale = torch.arange(256).to(torch.uint8).view(e8m0fnu).expand(len(blocks), 256).contiguous()
+            name = f"every {fmt.name} code under every scale, {str(out_dtype)[6:]}"
             yield Case(name, these(codes, scale), {"out_dtype": out_dtype}, flags={"edge"})
     yield Case("no rows", partial(operands, (0, 64), -1, "plain"), flags={"edge"})
     blocked = {"scale_layout": "blocked"}
@@ -108,6 +115,7 @@ def cases() -> Iterator[Case]:
 
     ok = operands((64, 64), -1, "plain")
     q, s = ok
+    packed = torch.zeros(64, 24, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     refused: list[tuple[str, tuple[Tensor, Tensor], dict[str, Any], type[Exception], str]] = [
         ("bf16 codes", (q.bfloat16(), s), {}, TypeError, "qdata has dtype torch.bfloat16"),
         ("uint8 scale", (q, s.view(torch.uint8)), {}, TypeError, "scale has dtype torch.uint8"),
@@ -116,6 +124,8 @@ def cases() -> Iterator[Case]:
         ("fp64 out", ok, {"out_dtype": torch.float64}, TypeError, "float64"),
         ("mixed devices", (q, s.to("meta")), {}, ValueError, "needs one device"),
         ("axis 1", ok, {"axis": 1}, ValueError, "axis = 1"),
+        ("48 elements in 24 bytes", (packed, s), {}, ValueError, "K = 48 is not a multiple of block_size 32"),
+        ("half of a packed block", (packed[:, :16], s), {}, ValueError, "needs (64, 1)"),
     ]
     for name, args, options, error, match in refused:
         yield Case(name, these(*args), options, raises=error, match=match)
@@ -157,14 +167,16 @@ def mx_dequantize(
     rounding is the one to out_dtype.
 
     Args:
-        qdata: `(M, K)` or `(E, N, K)`; float8_e4m3fn or float8_e5m2; any strides.
+        qdata: `(M, K)` or `(E, N, K)`; float8_e4m3fn, float8_e5m2 or float4_e2m1fn_x2; any strides. Of the last, whose
+            bytes hold two elements along `axis`, the first in the low nibble, `(..., K/2)` for axis -1 and
+            `(..., M/2, K)` for axis -2.
         scale: float8_e8m0fnu on qdata's device, in the shape that `mx_quantize` gives for axis and scale_layout.
         axis: -1 for 1x32 blocks, -2 for 32x1 blocks.
         out_dtype: torch.bfloat16 or torch.float32.
         scale_layout: `plain` or `blocked`.
 
     Returns:
-        qdata's shape, out_dtype, contiguous.
+        `(M, K)` or `(E, N, K)`, in elements, out_dtype, contiguous.
 
     Special values: byte 255 or a NaN code gives NaN; 448 * 2^127 is past fp32 and gives Inf; minus zero stays.
 
@@ -178,6 +190,9 @@ def mx_dequantize(
         >>> scale = torch.tensor([[128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
         >>> mx_dequantize(qdata, scale)[0, :2].tolist()
         [3.0, -896.0]
+        >>> qdata = torch.full((1, 16), 0xF5, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)  # 5 is 3.0, F is -6.0
+        >>> mx_dequantize(qdata, scale)[0, :2].tolist()
+        [6.0, -12.0]
 
     Source: OCP MX v1.0, section 5.1 (the value of an element of a block).
     """
@@ -185,6 +200,7 @@ def mx_dequantize(
     if scale_layout == "blocked":
         scale = from_blocked(scale, *_scale_shape(qdata, axis)[-2:])
     q = qdata.mT if axis == -2 else qdata
-    blocks = q.to(torch.float32).unflatten(-1, (q.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))  # (..., K/32, 32)
+    values = widened(q, element(q.dtype))
+    blocks = values.unflatten(-1, (values.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))  # (..., K/32, 32)
     out = (blocks * scale.to(torch.float32).unsqueeze(-1)).flatten(-2).to(out_dtype)
     return (out.mT if axis == -2 else out).contiguous()

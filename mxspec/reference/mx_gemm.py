@@ -73,6 +73,8 @@ def refused() -> Iterator[Case]:
 
     uint8 = a_scale.view(torch.uint8)
     yield case("fp16 codes", TypeError, "a has dtype torch.float16; needs torch.float8_e4m3fn or", a.half())
+    fp4 = a.view(torch.float4_e2m1fn_x2)
+    yield case("fp4 codes", TypeError, "a has dtype torch.float4_e2m1fn_x2; needs torch.float8_e4m3fn or", fp4)
     yield case("a uint8 scale", TypeError, "a_scale has dtype torch.uint8; needs torch.float8_e8m0fnu", a_scale=uint8)
     yield case("fp16 out", TypeError, "out_dtype = torch.float16", out_dtype=torch.float16)
     yield case("3-D b", ValueError, "b has shape (1, 200, 64); needs a 2-D tensor", b=b[None])

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE, element
+from mxspec.formats import ELEMENTS, MX_BLOCK_SIZE, ElementFormat, element
 from mxspec.reference import _checks
-from mxspec.reference._mx_cases import edge_blocks, every_exponent
+from mxspec.reference._mx_cases import codes_and_ties, edge_blocks, every_exponent
 from mxspec.reference._numerics import SCALINGS, reciprocal_scale, saturating_cast, shared_exponent
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.spec import Case, Shapes, given, per_element, random_bits, random_normal, spec, these
 
-ELEM_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-ELEM_CHOICES = (*ELEM_DTYPES, "e4m3fn", "e5m2")
+FORMATS = [fmt for fmt in ELEMENTS.values() if fmt.dtype]
+ELEM_CHOICES = (*(fmt.dtype for fmt in FORMATS), *(fmt.name for fmt in FORMATS))
 SCALE_LAYOUTS = ("plain", "blocked")
 
 
@@ -47,12 +48,6 @@ def cases() -> Iterator[Case]:
         for fmt in ({}, e5m2) if scaling == "rceil" else (({}, e5m2)[(i + i // 4) % 2],):
             name = f"random bit patterns, {str(dtype)[6:]}, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
             yield Case(name, given(random_bits, 64, 128, dtype=dtype), {"scaling": scaling, **fmt})
-    for scaling in SCALINGS:
-        for fmt in ({}, e5m2):
-            name = f"edge blocks, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
-            yield Case(name, given(edge_blocks), {"scaling": scaling, **fmt}, flags={"edge"})
-            name = f"every exponent, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
-            yield Case(name, given(every_exponent), {"scaling": scaling, **fmt}, flags={"edge"})
     for scaling, dtype in zip(SCALINGS, (bf16, fp16, fp32, bf16), strict=True):
         kw = {"axis": -2, "scaling": scaling}
         name = f"random bit patterns, {str(dtype)[6:]}, {scaling}, axis -2"
@@ -91,6 +86,8 @@ def cases() -> Iterator[Case]:
             kw = {"axis": axis, "scale_layout": layout}
             yield Case(f"every second row, axis {axis}, {layout}", lambda: (random_normal(192, 64)[::2],), kw)
             yield Case(f"every second column, axis {axis}, {layout}", lambda: (random_normal(96, 320)[:, ::2],), kw)
+    for element_format in FORMATS:
+        yield from _cases_of(element_format)
     large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
     yield Case("2^31 elements and more", large, flags={"large"})
     yield Case("2^31 elements and more, blocked", large, blocked, flags={"large"})
@@ -114,7 +111,33 @@ def cases() -> Iterator[Case]:
     yield refused("unknown scaling", x, ValueError, "'nearest'", scaling="nearest")
     yield refused("unknown layout", x, ValueError, "'swizzled'", scale_layout="swizzled")
     yield refused("int8 elements", x, TypeError, "int8", elem_dtype=torch.int8)
-    yield refused("e2m1 elements", x, TypeError, "e2m1", elem_dtype="e2m1")
+    yield refused("e2m3 elements", x, TypeError, "e2m3", elem_dtype="e2m3")
+
+
+def _cases_of(fmt: ElementFormat) -> Iterator[Case]:
+    """What every element format meets; and, where elements share a byte, what lies where."""
+    elem: dict[str, Any] = {"elem_dtype": fmt.dtype}
+    yield Case(f"every code and tie, {fmt.name}", given(codes_and_ties, fmt), elem, flags={"edge"})
+    for scaling in SCALINGS:
+        kw = {"scaling": scaling, **elem}
+        yield Case(f"edge blocks, {scaling}, {fmt.name}", given(edge_blocks), kw, flags={"edge"})
+        yield Case(f"every exponent, {scaling}, {fmt.name}", given(every_exponent, fmt), kw, flags={"edge"})
+    if fmt.per_byte == 1:
+        return
+    # Every value of an option meets every value of every other.
+    for i, (dtype, scaling) in enumerate(product(_checks.FLOAT_DTYPES, SCALINGS)):
+        axis, layout = (-1, -2)[(i + i // 4) % 2], SCALE_LAYOUTS[(i // 2 + i // 4) % 2]
+        shape = [(96, 160), (2, 160, 64), (64, 96)][i % 3]
+        kw = {"scaling": scaling, "axis": axis, "scale_layout": layout, **elem}
+        name = f"{'x'.join(map(str, shape))}, {str(dtype)[6:]}, {fmt.name}, {scaling}, axis {axis}, {layout} scales"
+        yield Case(f"random bit patterns, {name}", given(random_bits, *shape, dtype=dtype), kw)
+    for axis in (-1, -2):
+        kw, end = {"axis": axis, **elem}, f", {fmt.name}, axis {axis}"
+        yield Case(f"one block{end}", given(random_normal, *((1, 32) if axis == -1 else (32, 1))), kw, flags={"edge"})
+        yield Case(f"ragged{end}", given(random_normal, *((301, 416) if axis == -1 else (416, 301))), kw)
+        yield Case(f"transposed input{end}", lambda: (random_normal(96, 160).mT,), kw)
+        yield Case(f"every second column{end}", lambda: (random_normal(96, 320)[:, ::2],), kw)
+        yield Case(f"empty{end}", given(torch.zeros, 0, 0), kw, flags={"edge"})
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
@@ -159,18 +182,23 @@ def mx_quantize(
     Args:
         x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides.
         axis: -1 for 1x32 blocks, -2 for 32x1 blocks; that dimension must be a multiple of 32.
-        elem_dtype: torch.float8_e4m3fn (largest 448) or torch.float8_e5m2 (57344), or the name.
+        elem_dtype: torch.float8_e4m3fn (largest 448), torch.float8_e5m2 (57344) or torch.float4_e2m1fn_x2 (6), which
+            has two elements to a byte, or a name: "e4m3fn", "e5m2", "e2m1".
         scaling: `rceil`, `floor`, `ceil` or `even`, as above.
         scale_layout: `plain` or `blocked`, the 128x4 tiles of `to_blocked`.
 
     Returns:
         `(qdata, scale)`. qdata: x's shape, elem_dtype, contiguous for axis -1; for axis -2 column-major per
-        matrix (strides `(1, M)` or `(N*K, 1, N)`). scale: float8_e8m0fnu; plain, `(..., K/32)` for axis -1 and
+        matrix (strides `(1, M)` or `(N*K, 1, N)`). Of e2m1 two neighbours along `axis` share a byte, the first in
+        the low nibble, and that dimension is half of x's: `(..., K/2)`, or `(..., M/2, K)` with the strides of the
+        transpose of a contiguous `(..., K, M/2)`. scale: float8_e8m0fnu; plain, `(..., K/32)` for axis -1 and
         `(..., K, M/32)`, the scale of the transpose, for axis -2, row-major; blocked, `to_blocked` of that,
         padding bytes 0.
 
     Special values: a block of zeros has byte 0 and keeps the zeros' signs. A NaN or an Inf makes its block byte
-        255 and all 32 elements NaN. Byte 0 is 2^-127 and counts as such: a block of 2^-126 gives elements 2.0.
+        255 and all 32 elements NaN. e2m1 has no NaN: there the byte alone says it, and all 32 codes are 7, the
+        largest value's, as PTX's `cvt` gives for NaN (torchao's main branch leaves 3). Byte 0 is 2^-127 and counts
+        as such: a block of 2^-126 gives elements 2.0.
 
     Raises:
         TypeError: the dtype of x, or elem_dtype.
@@ -185,8 +213,11 @@ def mx_quantize(
         >>> qdata, scale = mx_quantize(x, scaling="floor")
         >>> qdata[0, :3].float().tolist(), scale.view(torch.uint8).tolist()
         ([448.0, -1.0, 0.3125], [[127]])
+        >>> qdata, scale = mx_quantize(x, elem_dtype="e2m1")  # 500 / 2^7 = 3.9 rounds to 4, whose code is 6
+        >>> qdata.shape, qdata.view(torch.uint8)[0, :2].tolist(), scale.view(torch.uint8).tolist()
+        (torch.Size([1, 16]), [134, 0], [[134]])
 
-    Source: OCP MX v1.0, section 6.3 (floor); PTX ISA, `cvt.rp.satfinite.ue8m0x2.f32` (rceil).
+    Source: OCP MX v1.0, section 6.3 (floor), 5.3.3 (e2m1); PTX ISA, `cvt.rp.satfinite.ue8m0x2.f32` (rceil).
     """
     check_args(x, axis=axis, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
     fmt = element(elem_dtype)

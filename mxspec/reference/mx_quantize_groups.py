@@ -16,7 +16,7 @@ from mxspec.reference._groups import padded_rows
 from mxspec.reference._groups_cases import far_apart, grouped, offs_of, random_offs
 from mxspec.reference._mx_cases import edge_blocks
 from mxspec.reference._numerics import SCALINGS
-from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS, mx_quantize
+from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
@@ -42,7 +42,7 @@ def check_args(
     _checks.positive(op, "pad_to", pad_to)
     if pad_to % 128:
         raise ValueError(f"{op}: pad_to = {pad_to}; needs a multiple of 128, the rows of a tile of scales")
-    _checks.choice(op, "elem_dtype", elem_dtype, ELEM_CHOICES, TypeError)
+    _checks.choice(op, "elem_dtype", elem_dtype, (*_checks.FP8_DTYPES, "e4m3fn", "e5m2"), TypeError)
     _checks.choice(op, "scaling", scaling, SCALINGS)
     _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
     if axis == -1:
@@ -104,6 +104,7 @@ def cases() -> Iterator[Case]:
     yield refused("unknown scaling", ValueError, "'nearest'", scaling="nearest")
     yield refused("unknown layout", ValueError, "'swizzled'", scale_layout="swizzled")
     yield refused("int8 elements", TypeError, "int8", elem_dtype=torch.int8)
+    yield refused("e2m1 elements", TypeError, "float4_e2m1fn_x2; needs one of", elem_dtype=torch.float4_e2m1fn_x2)
     yield refused("offs that decrease", ValueError, "offs[1] = 5 after 45", offs=offs.flip(0), check_offs=True)
 
 

@@ -13,7 +13,7 @@ from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._mx_cases import edge_blocks, every_exponent
 from mxspec.reference._numerics import SCALINGS
-from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS, mx_quantize
+from mxspec.reference.mx_quantize import ELEM_CHOICES, FORMATS, SCALE_LAYOUTS, mx_quantize
 from mxspec.spec import Case, Shapes, given, per_element, random_bits, random_normal, spec, these
 
 
@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
         square = lambda: (torch.cat([every_exponent(), torch.ones(1, 128)]),)  # noqa: E731
         yield Case(f"every exponent, {scaling}", square, {"scaling": scaling}, flags={"edge"})
     for layout in SCALE_LAYOUTS:
-        kw = {"scale_layout": layout}
+        kw: dict[str, Any] = {"scale_layout": layout}
         for shape in [(32, 32), (288, 160), (160, 416), (2, 96, 160), (3, 160, 32)]:
             yield Case(f"{'x'.join(map(str, shape))}, {layout}", given(random_normal, *shape), kw)
         yield Case(f"transposed input, {layout}", lambda: (random_normal(96, 160).mT,), kw)
@@ -58,6 +58,13 @@ def cases() -> Iterator[Case]:
         yield Case(f"no experts, {layout}", given(torch.zeros, 0, 64, 32), kw, flags={"edge"})
         large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
         yield Case(f"2^31 elements and more, {layout}", large, kw, flags={"large"})
+    for fmt in [fmt for fmt in FORMATS if fmt.per_byte > 1]:
+        for i, (dtype, scaling) in enumerate(zip((*_checks.FLOAT_DTYPES, torch.bfloat16), SCALINGS, strict=True)):
+            kw = {"elem_dtype": fmt.dtype, "scaling": scaling, "scale_layout": SCALE_LAYOUTS[i % 2]}
+            bits = given(random_bits, *((64, 96) if i < 2 else (2, 32, 160)), dtype=dtype)
+            yield Case(f"random bit patterns, {str(dtype)[6:]}, {fmt.name}, {scaling}", bits, kw)
+            square = lambda: (torch.cat([edge_blocks(), torch.ones(6, 64)]),)  # noqa: E731
+            yield Case(f"edge blocks, {fmt.name}, {scaling}", square, kw, flags={"edge"})
 
     def refused(name, x, error, match, **kwargs):
         return Case(name, these(x), kwargs, raises=error, match=match)
@@ -101,13 +108,15 @@ def mx_quantize_rowcol(
 
     Args:
         x: `(M, K)` or `(E, N, K)`, the last two multiples of 32; bfloat16, float16 or float32; any strides.
-        elem_dtype: torch.float8_e4m3fn (largest 448) or torch.float8_e5m2 (57344), or the name.
+        elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.float4_e2m1fn_x2, or the name, as for
+            `mx_quantize`.
         scaling: `rceil`, `floor`, `ceil` or `even`, as for `mx_quantize`.
         scale_layout: `plain` or `blocked`, the 128x4 tiles of `to_blocked`; of both scales.
 
     Returns:
         `(q_row, s_row, q_col, s_col)`. q_row and q_col: x's shape, elem_dtype; q_row contiguous, q_col column-major
-        per matrix (strides `(1, M)` or `(N*K, 1, N)`). Scales: float8_e8m0fnu; plain, s_row `(..., M, K/32)` and s_col
+        per matrix (strides `(1, M)` or `(N*K, 1, N)`); of e2m1, two elements to a byte, `(..., K/2)` and
+        `(..., M/2, K)`, as for `mx_quantize`. Scales: float8_e8m0fnu; plain, s_row `(..., M, K/32)` and s_col
         `(..., K, M/32)`, row-major; blocked, `to_blocked` of those, padding bytes 0.
 
     Special values: as for `mx_quantize`, in each direction by itself: a NaN takes its row's block of 32 and its

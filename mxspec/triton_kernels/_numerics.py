@@ -4,8 +4,17 @@ Lay it next to `reference/_numerics.py`: the same functions on the same bits. A 
 three constants of `formats.exponent_rule`.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from mxspec.formats import element
+
+
+def supports(elem_dtype: torch.dtype | str) -> str | None:
+    """Why no kernel here writes or reads an element format: what they point to has a byte or more each."""
+    count = element(elem_dtype).per_byte
+    return f"takes one element to a byte; {elem_dtype} has {count}" if count > 1 else None
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.triton_kernels import _numerics
 from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels._launch import for_device
 from mxspec.triton_kernels._numerics import scale_value
@@ -41,6 +42,8 @@ PTX = (
 
 
 def supports(qdata: Tensor, scale: Tensor, *, axis: int = -1, **_: Any) -> str | None:
+    if reason := _numerics.supports(qdata.dtype):
+        return reason
     if qdata.numel() > 2**35:
         return f"counts blocks in 32 bits, so qdata may have up to 2^35 elements; it has {qdata.numel()}"
     if qdata.shape[axis] >= 2**29:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import element, exponent_rule
-from mxspec.triton_kernels import _mx_tile
+from mxspec.triton_kernels import _mx_tile, _numerics
 from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels._launch import for_device
 from mxspec.triton_kernels._numerics import (
@@ -41,7 +41,9 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[4
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
-def supports(x: Tensor, *, axis: int = -1, **_: Any) -> str | None:
+def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
+    if reason := _numerics.supports(elem_dtype):
+        return reason
     if axis == -2:
         if not _is_transposed(x):
             return _mx_tile.supports(x)

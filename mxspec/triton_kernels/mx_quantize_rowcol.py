@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.triton_kernels import _mx_tile
+from mxspec.triton_kernels import _mx_tile, _numerics
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 
-def supports(x: Tensor, **_: Any) -> str | None:
-    return _mx_tile.supports(x)
+def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
+    return _numerics.supports(elem_dtype) or _mx_tile.supports(x)
 
 
 def mx_quantize_rowcol(

@@ -1,0 +1,97 @@
+"""The element cast of the references: one line for every format, against ml_dtypes and torch."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mxspec import formats, peers
+from mxspec.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2
+from mxspec.reference._numerics import decoded, encoded, packed, saturating_cast, unpacked, widened
+
+ML_DTYPES = {
+    E4M3FN: ml_dtypes.float8_e4m3fn,
+    E5M2: ml_dtypes.float8_e5m2,
+    E2M3: ml_dtypes.float6_e2m3fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
+    E2M1: ml_dtypes.float4_e2m1fn,
+}
+FINITE = (E2M1, E2M3, E3M2)  # neither NaN nor Inf: every code is a number
+
+each = pytest.mark.parametrize("fmt", formats.ELEMENTS.values(), ids=lambda fmt: fmt.name)
+each_finite = pytest.mark.parametrize("fmt", FINITE, ids=lambda fmt: fmt.name)
+
+
+def by_ml_dtypes(x, fmt):
+    return torch.from_numpy(x.clamp(-fmt.max, fmt.max).numpy().astype(ML_DTYPES[fmt]).view(np.uint8))
+
+
+@each_finite
+def test_every_code_is_the_value_that_ml_dtypes_gives_and_comes_back(fmt):
+    codes = torch.arange(2**fmt.bits).to(torch.uint8)
+    got = decoded(codes, fmt)
+    expected = torch.from_numpy(codes.numpy().view(ML_DTYPES[fmt]).astype(np.float32))
+    assert torch.equal(got.view(torch.int32), expected.view(torch.int32))  # the sign of zero too
+    assert torch.equal(encoded(got, fmt), codes)
+
+
+@each
+def test_every_bfloat16_gets_the_code_that_ml_dtypes_gives(fmt):
+    """Of ties, subnormals, zeros, both ends and Inf, which saturates."""
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
+    x = x[~x.isnan()]
+    assert torch.equal(encoded(x, fmt), by_ml_dtypes(x, fmt))
+
+
+@each
+def test_every_tie_goes_to_the_even_code_and_its_neighbours_to_theirs(fmt):
+    codes = torch.arange(fmt.largest_code)
+    below, above = (torch.tensor([fmt.value(int(c) + d) for c in codes]) for d in (0, 1))
+    tie = (below + above) / 2
+    for sign, bit in ((1, 0), (-1, 1 << (fmt.bits - 1))):
+        assert torch.equal(encoded(sign * tie, fmt), (codes + codes % 2 + bit).to(torch.uint8))
+        assert torch.equal(encoded(sign * tie.nextafter(below), fmt), (codes + bit).to(torch.uint8))
+        assert torch.equal(encoded(sign * tie.nextafter(above), fmt), (codes + 1 + bit).to(torch.uint8))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64), st.sampled_from(list(ML_DTYPES)))
+def test_any_fp32_gets_the_code_that_ml_dtypes_gives(values, fmt):
+    x = torch.tensor(values)
+    assert torch.equal(encoded(x, fmt), by_ml_dtypes(x, fmt))
+
+
+def test_e2m1_rounds_as_the_peers_that_round_to_nearest_even():
+    """`fp4` of peers.json: a value, and its code by four peers, of whom the third rounds ties towards zero."""
+    rows = peers.load()["fp4"]
+    got = encoded(torch.tensor([value for value, *_ in rows]), E2M1).tolist()
+    assert [[code] * 3 for code in got] == [[row[1], row[2], row[4]] for row in rows]
+    ties = dict(zip([value for value, *_ in rows], got, strict=True))
+    expected = {0.25: 0, 0.75: 2, 1.25: 2, 1.75: 4, 2.5: 4, 3.5: 6, 5.0: 6, 7.0: 7}
+    assert {value: ties[value] for value in expected} == expected
+
+
+@each_finite
+def test_a_nan_takes_the_largest_code_whatever_its_sign(fmt):
+    nan = torch.tensor([0x7FC00000, -0x400000, 0x7F800001]).to(torch.int32).view(torch.float32)
+    assert encoded(nan, fmt).tolist() == [fmt.largest_code] * 3
+
+
+def test_the_first_of_two_e2m1_lies_in_the_low_nibble():
+    codes = torch.tensor([[0x1, 0x2, 0xF, 0x0], [0x7, 0x8, 0x3, 0xC]], dtype=torch.uint8)
+    stored = packed(codes, E2M1)
+    assert (stored.dtype, stored.view(torch.uint8).tolist()) == (torch.float4_e2m1fn_x2, [[0x21, 0x0F], [0x87, 0xC3]])
+    assert torch.equal(unpacked(stored, E2M1), codes)
+
+
+@each
+def test_the_cast_stores_what_its_reading_gives_back(fmt):
+    """A format without a dtype is stored as uint8, one code to a byte: fp6 needs no line of its own."""
+    values = torch.tensor([fmt.value(code) for code in range(fmt.largest_code + 1)])
+    x = torch.cat([values, -values])
+    stored = saturating_cast(x, fmt)
+    assert stored.dtype == (fmt.dtype or torch.uint8)
+    assert stored.shape == (len(x) // fmt.per_byte,)
+    assert torch.equal(widened(stored, fmt).view(torch.int32), x.view(torch.int32))
