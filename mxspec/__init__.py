@@ -4,8 +4,10 @@ Each op below is a readable PyTorch reference (`mxspec/reference/<op>.py`) behin
 bit-identical kernel instead: `use_backend`, the `backend=` of a call, or the environment variable MXSPEC_BACKEND.
 """
 
+import importlib as _importlib
+from types import ModuleType as _ModuleType
+
 from mxspec import dispatch as _dispatch
-from mxspec import layouts
 from mxspec.dispatch import current_backend, explain, use_backend
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_gemm import fp8_gemm
@@ -36,6 +38,18 @@ __version__ = "0.1.0"
 # Every reference imported above becomes the public op of its name: the same call, behind the switch.
 globals().update({name: _dispatch.op(globals()[name]) for name in _dispatch.ops()})
 
+
+def __getattr__(name: str) -> _ModuleType:
+    """`mxspec.nn`, `mxspec.layouts` and every other module, imported when it is first named."""
+    if not name.startswith("_"):
+        try:
+            return _importlib.import_module(f"mxspec.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"mxspec.{name}":
+                raise
+    raise AttributeError(f"module 'mxspec' has no attribute {name!r}")
+
+
 __all__ = [
     "current_backend",
     "explain",
@@ -49,7 +63,6 @@ __all__ = [
     "fp8_quantize_128x128",
     "fp8_quantize_k_groups",
     "from_blocked",
-    "layouts",
     "mx_dequantize",
     "mx_gemm",
     "mx_grouped_gemm",

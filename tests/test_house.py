@@ -93,3 +93,10 @@ def test_the_readmes_picture_is_the_one_that_the_notebook_draws():
     drawn = [base64.b64decode(o["data"]["image/png"]) for o in outputs]
     assert (root / "docs" / "blocked_scale_tile.png").read_bytes() in drawn
     assert "docs/blocked_scale_tile.png" in (root / "README.md").read_text()
+
+
+def test_a_module_is_imported_when_it_is_first_named():
+    code = "import sys, mxspec; assert 'mxspec.layouts' not in sys.modules; mxspec.layouts.convert; mxspec.nn.Recipe"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="module 'mxspec' has no attribute 'mx_quantise'"):
+        mxspec.mx_quantise  # noqa: B018
