@@ -5,6 +5,7 @@ bit-identical kernel instead: `use_backend`, the `backend=` of a call, or the en
 """
 
 from mxspec import dispatch as _dispatch
+from mxspec import rules
 from mxspec.dispatch import current_backend, explain, use_backend
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_gemm import fp8_gemm
@@ -57,6 +58,7 @@ __all__ = [
     "mx_quantize_rowcol",
     "pad_token_groups",
     "place_token_groups",
+    "rules",
     "to_blocked",
     "to_blocked_k_groups",
     "to_blocked_m_groups",

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxspec import formats, mx_dequantize, mx_quantize, peers
+from mxspec import formats, mx_dequantize, mx_quantize, rules
 from mxspec.reference import _numerics
 
 E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -109,12 +109,13 @@ def test_vectors_of_torchao_main(source, elem, scaling):
 @pytest.mark.parametrize("scaling", _numerics.SCALINGS)
 def test_rows_of_torchao_main(elem_dtype, scaling):
     checked = 0
-    for x, (name, count, by_peer) in peers.mx_rows(elem_dtype):
-        if scaling == "even" and name in ("bf16 max", "fp32 max"):
+    for probe in rules.probes("mx", elem_dtype):
+        if scaling == "even" and probe.name in ("bf16 max", "fp32 max"):
             continue  # finite blocks that torchao's `even` makes NaN
-        got = peers.bytes_of_block(mx_quantize(x, elem_dtype=elem_dtype, scaling=scaling, backend="reference"), count)
-        assert peers.matches(got, by_peer[f"aomain.{scaling}"], elem_dtype), (name, got, by_peer)
-        checked += by_peer[f"aomain.{scaling}"] is not None
+        got = mx_quantize(probe.x, elem_dtype=elem_dtype, scaling=scaling, backend="reference")
+        recorded = probe.recorded[f"aomain.{scaling}"]
+        assert rules.matches(got, recorded), (probe.name, got, recorded)
+        checked += recorded is not None
     assert checked >= 34
 
 
