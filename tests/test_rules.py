@@ -99,6 +99,18 @@ def test_fp8_vectors_of_torchao_main(key):
         assert 0 < (rules.deepgemm.fp8_quantize_1x128(x)[1] != s).sum() < s.numel()
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_the_standard_is_the_contracts_floor_on_numbers_and_silent_on_the_rest(value):
+    x = torch.cat([probe.x.float() for probe in rules.probes("mx") if probe.x.isfinite().all()])
+    ours = mx_quantize(x, scaling="floor", backend="reference")
+    assert check.difference(rules.ocp.mx_quantize(x), ours) is None
+    x[3, 7] = value
+    with pytest.raises(ValueError, match="has no rule for a block with a NaN or an Inf"):
+        rules.ocp.mx_quantize(x)
+    with pytest.raises(NotImplementedError, match="has no scaling = 'rceil'; needs 'floor'"):
+        rules.ocp.mx_quantize(x, scaling="rceil")
+
+
 OPS = ("mx_quantize", "fp8_quantize_1x128", "fp8_quantize_128x128")
 PRESETS = [(peer, op) for peer, module in PEERS.items() for op in OPS if hasattr(module, op)]
 

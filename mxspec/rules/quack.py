@@ -23,8 +23,8 @@ def mx_quantize(
 ) -> tuple[Tensor, Tensor]:
     """The contract's scales, but that rceil takes byte 1 where amax / max is subnormal, and floor takes Inf for 2^128.
 
-    Byte 0 divides by 2^-126 where it says 2^-127, which halves the elements. Beside a NaN, and beside an Inf under
-    rceil, the finite elements become zeros; under floor Inf saturates.
+    Under floor byte 0 divides by 2^-126 where it says 2^-127, which halves the elements, and Inf saturates. Beside a
+    NaN, and beside an Inf under rceil, the finite elements become zeros.
 
     Source: quack/blockscaled/quantize.py (`to_mx`, `_compute_e8m0_scale_rceil`, `_compute_e8m0_scale_floor`).
     """
