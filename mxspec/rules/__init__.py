@@ -77,7 +77,7 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     """Whose rule a quantizer follows: on a call's own inputs, and on the probe blocks of `vectors/peers.json`."""
     reference = dispatch.reference(op)
     numeric = {name: value for name, value in kwargs.items() if name in _NUMERIC}
-    blocks = probes(reference.spec.peer_rules or "", numeric.get("elem_dtype", torch.float8_e4m3fn))
+    blocks = _blocks(op, numeric)
     try:
         on_case = explaining(op, args, kwargs, call(*args, **kwargs))
         got = [outputs_of(call(probe.x.to(args[0].device), **numeric)) for probe in blocks]
@@ -91,8 +91,13 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     on_probes = [
         name
         for peer in peers()
-        for name, rule in _rules(op, peer, numeric)
-        if leaving and all(_agrees(rule, probe, g, probe.name in leaving) for probe, g in zip(blocks, got, strict=True))
+        for name, theirs in _on_probes(op, peer, tuple(numeric.items()))
+        # What a peer refuses is no evidence, and so never for leaving the contract.
+        if leaving
+        and all(
+            probe.name not in leaving if t is None else _same(t, g)
+            for probe, t, g in zip(blocks, theirs, got, strict=True)
+        )
     ]
     named = ", ".join(leaving[:4]) + (", ..." if len(leaving) > 4 else "")
     where = f"{len(blocks)} probe blocks, which leave the contract on {len(leaving)} of them ({named})"
@@ -129,10 +134,19 @@ def _outputs(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tenso
         return None
 
 
-def _agrees(rule: Callable[..., Any], probe: Probe, got: tuple[Tensor, ...], leaves: bool) -> bool:
-    """Whether a rule gives these outputs; what a peer refuses is no evidence, and so never for leaving the contract."""
-    theirs = _outputs(rule, probe.x)
-    return not leaves if theirs is None else _same(theirs, got)
+@functools.cache  # a report is asked for at each case that fails
+def _on_probes(
+    op: str, peer: str, numeric: tuple[tuple[str, Any], ...]
+) -> list[tuple[str, list[tuple[Tensor, ...] | None]]]:
+    """What each rule of a peer makes of the probe blocks."""
+    blocks = _blocks(op, dict(numeric))
+    return [(name, [_outputs(rule, probe.x) for probe in blocks]) for name, rule in _rules(op, peer, dict(numeric))]
+
+
+def _blocks(op: str, numeric: Mapping[str, Any]) -> list[Probe]:
+    """The probe blocks for an op and its element format."""
+    section = dispatch.reference(op).spec.peer_rules
+    return probes(section, numeric.get("elem_dtype", torch.float8_e4m3fn)) if section else []
 
 
 def _same(ours: tuple[Tensor, ...] | None, theirs: tuple[Tensor, ...]) -> bool:
