@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mxspec import dispatch, interpreter, peers
+from mxspec import dispatch, interpreter, rules
 from mxspec.formats import BY_DTYPE, INT_OF_BYTES, MX_BLOCK_SIZE
 from mxspec.spec import Case, MinSqnr, Reference
 
@@ -107,8 +107,8 @@ def check_case(
     if problem is None:
         return result("passed")
     by_rule = spec.peer_rules and "elements differ" in problem
-    rules = peers.whose_rule(reference, call, case, device) if by_rule else None
-    return result("failed", "\n".join(filter(None, [problem, rules, reproduce])))
+    whose = rules.report(op, call, args, case.kwargs) if by_rule else None
+    return result("failed", "\n".join(filter(None, [problem, whose, reproduce])))
 
 
 def load(target: str) -> Callable[..., Any]:

@@ -138,7 +138,7 @@ def spec(
         bytes_moved, flops: of one call, from its arguments and outputs; for the benchmarks.
         bench_cases: the calls that are worth timing, at those of the shapes that are the op's kind; they make
             their tensors on torch's default device.
-        peer_rules: the section of `vectors/peers.json` that holds peers' results for this op.
+        peer_rules: the section of `vectors/peers.json` with blocks for this op; `mxspec.rules` has what peers do.
         gradient: how gradients flow; without it, asking for one raises.
     """
 

@@ -80,7 +80,7 @@ def always_floor(x, **kwargs):
 def test_floor_for_rceil_is_recognised():
     name = "random bit patterns, bfloat16, rceil, e4m3fn"
     result = check.check_case("mx_quantize", case("mx_quantize", name), always_floor, CPU)
-    assert "torchao main's (aomain.floor)" in result.message
+    assert "torchao main's (rules.torchao, scaling='floor')" in result.message
 
 
 def te_rule(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):
@@ -100,7 +100,26 @@ def te_rule(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):
 def test_transformer_engines_nan_rule_is_recognised():
     name = "random bit patterns, bfloat16, rceil, e4m3fn"
     result = check.check_case("mx_quantize", case("mx_quantize", name), te_rule, CPU)
-    assert "your bytes are TransformerEngine's (te.rceil*)" in result.message
+    assert (
+        "your bytes are TransformerEngine's (rules.te) on this case and on all 36 probe blocks, "
+        "which leave the contract on 4 of them (inf + 1, -inf + 1, nan + 1, nan + inf)"
+    ) in result.message
+
+
+def test_deepgemms_fp8_rule_is_recognised():
+    def deepgemm(x, *, eps=1e-12, **kwargs):  # whose own eps stands in it
+        return mxspec.rules.deepgemm.fp8_quantize_1x128(x, **kwargs)
+
+    result = check.check_case("fp8_quantize_1x128", case("fp8_quantize_1x128", "ragged rows"), deepgemm, CPU)
+    assert "your bytes are DeepGEMM's (rules.deepgemm) on this case and on all 10 probe blocks" in result.message
+
+
+def test_a_rule_kept_on_probe_blocks_alone_is_not_claimed_for_the_case():
+    def te_on_single_blocks(x, **kwargs):
+        return mxspec.rules.te.mx_quantize(x, **kwargs) if x.numel() == 32 else off_by_one(x, **kwargs)
+
+    result = check.check_case("mx_quantize", case("mx_quantize", "ragged rows, blocked"), te_on_single_blocks, CPU)
+    assert "your bytes are TransformerEngine's (rules.te) on all 36 probe blocks" in result.message
 
 
 def byte_hole(x, **kwargs):

@@ -97,6 +97,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
     cases=cases,
     check_args=check_args,
     flops=per_element(2),  # a maximum and a multiply
+    peer_rules="blk",
     bench_cases=bench_cases,
 )
 def fp8_quantize_1x128(

@@ -1,0 +1,48 @@
+"""What the FP8 rules share: blocks of 1x128 and 128x128 in the contract's layouts, a peer's arithmetic inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
+from mxspec.reference._numerics import saturating_cast
+from mxspec.reference.fp8_quantize_1x128 import check_args as check_1x128
+from mxspec.reference.fp8_quantize_128x128 import check_args as check_128x128
+
+# From blocks, the dimensions of one block, scale_format and eps to the factor that multiplies and the scale that is
+# stored, both with those dimensions of size 1.
+Rule = Callable[[Tensor, tuple[int, ...], str, float], tuple[Tensor, Tensor]]
+
+
+def quantize_1x128(
+    x: Tensor, axis: int, scale_format: str, scale_major: str, eps: float, rule: Rule
+) -> tuple[Tensor, Tensor]:
+    """`fp8_quantize_1x128` with a peer's rule; the layouts are the contract's, any eps is taken."""
+    check_1x128(x, axis=axis, scale_format=scale_format, scale_major=scale_major)
+    if axis == -2:
+        x = x.mT
+    blocks = x.contiguous().unflatten(-1, (x.shape[-1] // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE))  # (M, K/128, 128)
+    factor, stored = rule(blocks, (-1,), scale_format, eps)
+    qdata, scale = saturating_cast(blocks.float() * factor, E4M3FN).flatten(-2), stored.squeeze(-1)
+    if scale_major == "mn":
+        scale = scale.mT.contiguous().mT
+    return qdata.mT if axis == -2 else qdata, scale
+
+
+def quantize_128x128(w: Tensor, scale_format: str, eps: float, with_transpose: bool, rule: Rule) -> tuple[Tensor, ...]:
+    """`fp8_quantize_128x128` with a peer's rule, likewise."""
+    check_128x128(w, scale_format=scale_format, with_transpose=with_transpose)
+    *lead, N, K = w.shape
+    rows = -(-N // FP8_BLOCK_SIZE)
+    padded = pad(w, (0, 0, 0, rows * FP8_BLOCK_SIZE - N))  # zeros change no amax
+    blocks = padded.reshape(*lead, rows, FP8_BLOCK_SIZE, K // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
+    factor, stored = rule(blocks, (-3, -1), scale_format, eps)
+    codes = saturating_cast(blocks.float() * factor, E4M3FN)
+    outputs: tuple[Tensor, ...] = codes.reshape(*padded.shape)[..., :N, :].contiguous(), stored.squeeze(-1).squeeze(-2)
+    if with_transpose:
+        outputs += tuple(t.mT.clone(memory_format=torch.contiguous_format) for t in outputs)
+    return outputs

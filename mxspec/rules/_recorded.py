@@ -1,0 +1,96 @@
+"""What peers' code gave on probe blocks: `vectors/peers.json`, read into tensors.
+
+Section `mx` has, per block and element format, the fp32 bits of element 0 and the next elements; section `blk`, FP8
+with 128-blocks, the first elements; the rest are 0. Both have, per peer and rule, the stored scale and the codes of
+those elements; null means not run, "ERR" that it raised. A name with a `*` was transcribed from the peer's source, the
+others were run. `given` says in which dtype a peer got a block, where that was not the block's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import ELEMENTS, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A block, `(1, 32)` or `(1, 128)`, and what peers made of it. `elem_dtype` is the name of the element format."""
+
+    name: str
+    x: Tensor
+    elem_dtype: str
+    recorded: dict[str, Any]
+
+    def given(self, entry: str) -> Tensor:
+        """The block as the code behind an entry got it."""
+        dtype = load()["given"].get(entry)
+        return self.x if dtype is None else self.x.to(_DTYPES[dtype])
+
+
+@functools.cache
+def load() -> dict[str, Any]:
+    """The whole of `vectors/peers.json`."""
+    return json.loads((files("mxspec") / "vectors" / "peers.json").read_text())
+
+
+def probes(section: str, elem_dtype: torch.dtype | str = torch.float8_e4m3fn) -> list[Probe]:
+    """The blocks of a section, those for one element format."""
+    name = element(elem_dtype).name
+    return [probe for probe in _all(section) if probe.elem_dtype == name]
+
+
+def _all(section: str) -> Iterator[Probe]:
+    for key, entry in load()[section].items():
+        name, _, short = key.partition("|")
+        elem_dtype = next(fmt for fmt in ELEMENTS if fmt.startswith(short or "e4m3"))
+        if section == "mx":
+            first = torch.tensor([int(entry["amax_f32_bits"], 16)]).to(torch.int32).view(torch.float32)
+            values, size = torch.cat([first, torch.tensor([float(v) for v in entry["probes"]])]), MX_BLOCK_SIZE
+        else:
+            values, size = torch.tensor([float(v) for v in entry["x"]]), FP8_BLOCK_SIZE
+        x = torch.cat([values, torch.zeros(size - len(values))]).to(_DTYPES[entry["dtype"]])
+        x = x.masked_fill(x.isnan(), torch.nan)  # torch's cast may give a NaN a sign
+        yield Probe(name, x.unsqueeze(0), elem_dtype, entry["out"])
+
+
+def codes_of(qdata: Tensor) -> list[int]:
+    """The codes of one block as integers, one for each element."""
+    codes = qdata.contiguous().view(torch.uint8)
+    if qdata.dtype == torch.float4_e2m1fn_x2:  # two to a byte, low nibble first
+        codes = torch.stack((codes & 15, codes >> 4), -1)
+    return codes.flatten().tolist()
+
+
+def matches(result: Any, recorded: Any) -> bool:
+    """Whether a quantizer's `(qdata, scale)` for one block are what was recorded, with NaN as a class."""
+    if recorded is None:  # not run
+        return True
+    stored, codes = recorded
+    qdata, scale = result[:2]
+    if isinstance(stored, str):  # the bits of an fp32 scale
+        want = torch.tensor(int(stored, 16)).to(torch.int32).view(torch.float32).item()
+        if not _same(scale.item(), want):
+            return False
+    elif scale.view(torch.uint8).item() != stored:
+        return False
+    value = element(qdata.dtype).value
+    return codes is None or all(
+        _same(value(got), value(want) if want != "nan" else float("nan"))
+        for got, want in zip(codes_of(qdata), codes, strict=False)  # only the first elements are recorded
+    )
+
+
+def _same(got: float, want: float) -> bool:
+    """Equal numbers, -0 and 0 apart, or both NaN."""
+    return (got != got and want != want) or (got == want and str(got) == str(want))

@@ -1,0 +1,41 @@
+"""gfloat (Graphcore), given float64 arrays: OCP's rule, by log2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import E8M0FNU, ElementFormat
+from mxspec.reference._numerics import saturating_cast
+from mxspec.rules import _mx
+
+NAME = "gfloat"
+RECORDED = {"mx": {"gfloat": {"scaling": "floor"}}}
+
+
+def mx_quantize(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "floor",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    """The contract's floor, but that Inf gives byte 254 and saturates; fp4 elements have no NaN, which is refused.
+
+    A log2 in float64 is exact enough: that of every narrower float falls on its own side of an integer.
+
+    Source: gfloat 0.5.2, block.py (`compute_scale_amax`, `quantize_block`).
+    """
+    _mx.only(NAME, scaling, "floor")
+    return _mx.quantize(x, axis, elem_dtype, scale_layout, lambda blocks, fmt: floor(blocks.double(), fmt))
+
+
+def floor(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+    """The rule in the dtype of the blocks."""
+    amax = blocks.abs().amax(-1, keepdim=True)
+    if fmt.nan_code is None and amax.isnan().any():
+        raise ValueError(f"mx_quantize: {NAME} has no NaN in {fmt.name}; needs numbers")
+    exponent = (torch.log2(amax).floor() - fmt.emax).clamp(-127, 127)  # of 0 it is -127
+    byte = torch.where(amax.isnan(), E8M0FNU.nan_code, exponent + E8M0FNU.bias)
+    return saturating_cast((blocks * (-exponent).exp2()).float(), fmt), byte

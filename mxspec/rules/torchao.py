@@ -1,0 +1,73 @@
+"""torchao's main branch of August 2026: the contract, but for one block that `even` loses and FP8's Inf."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import E4M3FN, E8M0FNU, ElementFormat
+from mxspec.reference._numerics import SCALINGS, reciprocal_scale, saturating_cast, shared_exponent
+from mxspec.rules import _fp8, _mx
+
+NAME = "torchao main"
+RECORDED = {"mx": {f"aomain.{scaling}": {"scaling": scaling} for scaling in SCALINGS}, "blk": {"aoblk": {}}}
+
+
+def mx_quantize(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    """The contract, but that `even` makes NaN of a finite block whose amax rounds past fp32, such as bf16 max.
+
+    In a block of NaN the codes of fp4 elements, which no NaN scale lets count, are those of 1.5.
+
+    Source: torchao/prototype/mx_formats/mx_tensor.py (`to_mx`), 36027d8.
+    """
+    _mx.only(NAME, scaling, *SCALINGS)
+
+    def rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+        blocks = blocks.float()
+        amax = blocks.abs().amax(-1, keepdim=True)
+        byte = shared_exponent(amax, fmt, scaling)
+        if scaling == "even":
+            rounded = (amax.view(torch.int32) + (1 << (22 - fmt.mantissa_bits))).view(torch.float32)
+            byte = torch.where(rounded.isfinite(), byte, E8M0FNU.nan_code)
+        return cast(blocks * reciprocal_scale(byte), fmt), byte
+
+    return _mx.quantize(x, axis, elem_dtype, scale_layout, rule)
+
+
+def cast(x: Tensor, fmt: ElementFormat) -> Tensor:
+    """The contract's, but that a NaN becomes 1.5 where the elements have none (`f32_to_f4_unpacked`)."""
+    if fmt.nan_code is None:
+        x = torch.where(x.isnan(), torch.copysign(torch.full_like(x, 1.5), x), x)
+    return saturating_cast(x, fmt)
+
+
+def fp8_quantize_1x128(
+    x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
+) -> tuple[Tensor, Tensor]:
+    """The contract, but that a block with an Inf stores the scale Inf and keeps its finite elements, as zeros.
+
+    Source: torchao/prototype/blockwise_fp8_training/kernels.py (`torch_blockwise_scale_act_quant_lhs`), 36027d8.
+    """
+    return _fp8.quantize_1x128(x, axis, scale_format, scale_major, eps, _factor)
+
+
+def fp8_quantize_128x128(
+    w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, with_transpose: bool = False
+) -> tuple[Tensor, ...]:
+    """The same over a square (`torch_blockwise_scale_weight_quant`)."""
+    return _fp8.quantize_128x128(w, scale_format, eps, with_transpose, _factor)
+
+
+def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float) -> tuple[Tensor, Tensor]:
+    if scale_format != "fp32":
+        raise NotImplementedError(f"fp8_quantize: {NAME} has no scale_format = {scale_format!r}; needs 'fp32'")
+    amax = blocks.float().abs().amax(dims, keepdim=True).clamp(min=eps)
+    s = torch.full_like(amax, E4M3FN.max) / amax
+    return s, s.reciprocal()

@@ -1,0 +1,53 @@
+"""torchao 0.18 in eager PyTorch: `rceil` by log2, Inf a large number, byte 0 not taken for what it means."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import E8M0FNU, ElementFormat
+from mxspec.reference._numerics import SCALINGS, reciprocal_scale
+from mxspec.rules import _mx
+from mxspec.rules.torchao import cast
+
+NAME = "torchao 0.18"
+RECORDED = {"mx": {f"ao018.{scaling}": {"scaling": scaling} for scaling in SCALINGS}}
+
+
+def mx_quantize(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    """The contract's scales, but for Inf and, under rceil, one ulp above a power of two; and other codes below byte 1.
+
+    Inf: byte 254 under rceil, 247 (e4m3) or 240 (e5m2) otherwise, and it saturates. Byte 0: floor, ceil and even
+    divide by 2^-126 where the byte says 2^-127, which halves the elements; rceil does not scale the block at all,
+    which loses it. NaN: the contract under rceil; otherwise the finite elements of its block become zeros.
+
+    Source: torchao 0.18.0, prototype/mx_formats/mx_tensor.py (`to_mx`, `_to_mx_rceil`).
+    """
+    _mx.only(NAME, scaling, *SCALINGS)
+
+    def rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+        blocks = blocks.float()
+        amax = blocks.abs().amax(-1, keepdim=True)
+        if scaling == "rceil":
+            return _rceil(blocks, amax, fmt)
+        if scaling == "even":  # an amax that rounds past fp32 is Inf
+            rounded = amax.view(torch.int32) + (1 << (22 - fmt.mantissa_bits))
+            amax = torch.where(amax.isnan(), amax, (rounded & 0x7F800000).view(torch.float32))
+        byte = _mx.floor_byte(amax, fmt, ceil=scaling == "ceil")
+        return cast(_mx.divide(blocks, byte), fmt), byte
+
+    return _mx.quantize(x, axis, elem_dtype, scale_layout, rule)
+
+
+def _rceil(blocks: Tensor, amax: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+    exponent = torch.log2(amax / fmt.max).ceil().clamp(-127, 127)  # in fp32, so that log2 of 1024 + 1 ulp is 10
+    byte = torch.where(amax.isinf(), E8M0FNU.largest_code, exponent + E8M0FNU.bias)
+    byte = torch.where(amax.isnan(), E8M0FNU.nan_code, byte).to(torch.uint8)
+    return cast(blocks * torch.where(byte == 0, 1.0, reciprocal_scale(byte)), fmt), byte

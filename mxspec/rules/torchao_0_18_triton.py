@@ -1,0 +1,45 @@
+"""torchao 0.18's Triton kernels for MXFP8: e4m3 only, the rule of bfloat16 inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import E4M3FN, ElementFormat
+from mxspec.reference._numerics import reciprocal_scale, saturating_cast
+from mxspec.rules import _mx
+
+NAME = "torchao 0.18 (Triton)"
+RECORDED = {"mx": {"aotri018.floor*": {"scaling": "floor"}}}
+# The record took amax of these blocks to be NaN. The kernel's tl.max does not propagate one.
+SOURCE_DIFFERS = {"mx": ("nan + 1", "nan + inf")}
+
+
+def mx_quantize(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "floor",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    """floor of amax rounded to bfloat16, dropping a NaN; Inf counts as 2^128; a block of byte 0 is not scaled.
+
+    rceil, on a GPU the instruction `cvt.rp.ue8m0`, is left out: nothing recorded says what it gives.
+
+    Source: torchao 0.18.0, prototype/mx_formats/kernels.py (`_triton_calculate_scale_floor`,
+    `_calculate_reciprocal_scale`).
+    """
+    _mx.only(NAME, scaling, "floor")
+    return _mx.quantize(x, axis, elem_dtype, scale_layout, _floor)
+
+
+def _floor(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+    if fmt is not E4M3FN:
+        raise NotImplementedError(f"mx_quantize: {NAME} has no {fmt.name} elements; needs e4m3fn")
+    magnitude = blocks.abs()
+    number = torch.where(blocks.isnan(), 0, magnitude).amax(-1, keepdim=True)
+    amax = torch.where(blocks.isnan().all(-1, keepdim=True), torch.nan, number)
+    byte = _mx.floor_byte(amax.to(torch.bfloat16).float(), fmt)
+    factor = torch.where(byte == 0, 1.0, reciprocal_scale(byte))
+    return saturating_cast(blocks.float() * factor, fmt), byte

@@ -1,0 +1,167 @@
+"""rules: every preset gives, bit for bit, what is recorded of its peer, and says no to what the peer does not do."""
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mxspec
+from mxspec import check, dispatch, mx_quantize, rules
+from mxspec.rules import _recorded
+
+PEERS = {name: getattr(rules, name) for name in rules.peers()}
+OP_OF = {"mx": "mx_quantize", "blk": "fp8_quantize_1x128"}  # the op that a section of peers.json has blocks for
+ENTRIES = [
+    (peer, section, entry)
+    for peer, module in PEERS.items()
+    for section, entries in module.RECORDED.items()
+    for entry in entries
+]
+VECTORS = {name: np.load(Path(__file__).parent / "vectors" / f"{name}.npz") for name in ("mx_blocks", "fp8_block")}
+
+
+def supported(op, **kwargs):
+    try:
+        dispatch.reference(op)(torch.zeros(1, 128), **kwargs)
+    except TypeError:  # an element format that is recorded and that the op does not have
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("peer", "section", "entry"), ENTRIES, ids=lambda value: value)
+def test_a_preset_gives_what_is_recorded_of_its_peer(peer, section, entry):
+    module, op = PEERS[peer], OP_OF[section]
+    function, options = getattr(module, op), module.RECORDED[section][entry]
+    otherwise = getattr(module, "SOURCE_DIFFERS", {}).get(section, ())
+    checked = 0
+    for probe in _recorded._all(section):
+        recorded = probe.recorded.get(entry)
+        chosen = {"elem_dtype": probe.elem_dtype} if section == "mx" else {}
+        if recorded is None or not supported(op, **chosen):
+            continue
+        if recorded[0] == "ERR":
+            with pytest.raises(ValueError, match="no NaN"):
+                function(probe.given(entry), **options, **chosen)
+            continue
+        result = function(probe.given(entry), **options, **chosen)
+        assert rules.matches(result, recorded) == (probe.name not in otherwise), (probe.name, result, recorded)
+        checked += 1
+    assert checked >= (30 if section == "mx" else 10)
+    assert not otherwise or "*" in entry  # what was run is not to be argued with
+
+
+@pytest.mark.parametrize("section", OP_OF)
+def test_everything_recorded_belongs_to_a_preset(section):
+    recorded = {entry for probe in _recorded._all(section) for entry in probe.recorded}
+    assert recorded == {entry for _, of, entry in ENTRIES if of == section}
+
+
+def test_what_a_preset_does_differently_stays_inside_its_own_block():
+    """A block quantized among others, along either axis and from either layout of x, is what it is alone."""
+    x = torch.cat([probe.x.float() for probe in rules.probes("mx") if probe.x.dtype == torch.bfloat16])[:24].repeat(
+        4, 1
+    )
+    for name, module in PEERS.items():
+        if name == "ocp" or not hasattr(module, "mx_quantize"):
+            continue  # ocp refuses some of these blocks
+        qdata, scale = module.mx_quantize(x)
+        alone = [module.mx_quantize(row.unsqueeze(0)) for row in x]
+        assert torch.equal(scale.view(torch.uint8), torch.cat([s.view(torch.uint8) for _, s in alone])), name
+        down, down_scale = module.mx_quantize(x.mT.contiguous(), axis=-2, scale_layout="blocked")
+        assert down.stride() == (1, 32)
+        assert torch.equal(down.mT.view(torch.uint8), qdata.view(torch.uint8)), name
+        assert torch.equal(down_scale.view(torch.uint8), mxspec.to_blocked(scale.view(torch.uint8))), name
+
+
+@pytest.mark.parametrize("source", ["bf16", "f32"])
+@pytest.mark.parametrize("elem_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("scaling", ["floor", "rceil"])
+def test_vectors_of_torchao_main(source, elem_dtype, scaling):
+    vectors = VECTORS["mx_blocks"]
+    store, dtype = {"bf16": (np.int16, torch.bfloat16), "f32": (np.int32, torch.float32)}[source]
+    x = torch.from_numpy(vectors[f"{source}.x"].view(store)).view(dtype)
+    key = f"{source}.{'e4m3' if elem_dtype == torch.float8_e4m3fn else 'e5m2'}.{scaling}"
+    qdata, scale = rules.torchao.mx_quantize(x, elem_dtype=elem_dtype, scaling=scaling)
+    want = torch.from_numpy(vectors[f"{key}.q"]).view(elem_dtype), torch.from_numpy(vectors[f"{key}.scale"])
+    assert torch.equal(scale.view(torch.uint8)[:, 0], want[1])
+    assert check.difference((qdata,), want[:1]) is None
+
+
+@pytest.mark.parametrize("key", sorted(key[:-2] for key in VECTORS["fp8_block"].files if key.endswith(".q")))
+def test_fp8_vectors_of_torchao_main(key):
+    op = {"act1x128": "fp8_quantize_1x128", "w128x128": "fp8_quantize_128x128"}[key.split(".")[1]]
+    x, q, s = (torch.from_numpy(VECTORS["fp8_block"][name]) for name in (f"{key[0]}.x", f"{key}.q", f"{key}.s"))
+    result = getattr(rules.torchao, op)(x)
+    assert check.difference(result, (q.view(torch.float8_e4m3fn), s.view(result[1].shape))) is None
+    if op == "fp8_quantize_1x128":  # 1 / fp32(448 / a) and a / 448 differ now and then
+        assert 0 < (rules.deepgemm.fp8_quantize_1x128(x)[1] != s).sum() < s.numel()
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_the_standard_is_the_contracts_floor_on_numbers_and_silent_on_the_rest(value):
+    x = torch.cat([probe.x.float() for probe in rules.probes("mx") if probe.x.isfinite().all()])
+    ours = mx_quantize(x, scaling="floor", backend="reference")
+    assert check.difference(rules.ocp.mx_quantize(x), ours) is None
+    x[3, 7] = value
+    with pytest.raises(ValueError, match="has no rule for a block with a NaN or an Inf"):
+        rules.ocp.mx_quantize(x)
+    with pytest.raises(NotImplementedError, match="has no scaling = 'rceil'; needs 'floor'"):
+        rules.ocp.mx_quantize(x, scaling="rceil")
+
+
+OPS = ("mx_quantize", "fp8_quantize_1x128", "fp8_quantize_128x128")
+PRESETS = [(peer, op) for peer, module in PEERS.items() for op in OPS if hasattr(module, op)]
+
+
+@pytest.mark.parametrize(("peer", "op"), PRESETS)
+def test_a_preset_has_the_ops_signature_a_source_and_words_for_what_it_lacks(peer, op):
+    function, reference = getattr(PEERS[peer], op), dispatch.reference(op)
+    ours, theirs = inspect.signature(reference).parameters, inspect.signature(function).parameters
+    assert [(p.name, p.kind, p.annotation) for p in ours.values()] == [
+        (p.name, p.kind, p.annotation) for p in theirs.values()
+    ]
+    module_or_own = (PEERS[peer].__doc__ or "") + (function.__doc__ or "")
+    assert "`" in module_or_own or "Source:" in module_or_own
+    ran, refusals = 0, set()
+    for case in reference.spec.cases():
+        if "large" in case.flags:
+            continue
+        if case.raises and "eps" not in case.name:
+            with pytest.raises((case.raises, NotImplementedError)):
+                function(*case.args(), **case.kwargs)
+        elif not case.raises:
+            try:
+                got = function(*case.args(), **case.kwargs)
+            except (NotImplementedError, ValueError) as error:
+                refusals.add(str(error))
+                continue
+            assert check.form_difference(got, reference(*case.args(), **case.kwargs)) is None, case.name
+            ran += 1
+    assert all(words.startswith(op.split("_1")[0]) and "; needs " in words for words in refusals)
+    assert ran >= 10
+
+
+def test_the_first_word_goes_to_what_was_asked():
+    x = torch.randn(4, 64) * torch.tensor([1.0, 2.0**-130]).repeat_interleave(32)
+    x[1, 3], x[2, 5] = torch.inf, 3.9
+    assert rules.explaining("mx_quantize", (x,), {}, rules.te.mx_quantize(x)) == ["te"]
+    assert rules.explaining("mx_quantize", (x,), {"scaling": "floor"}, rules.te.mx_quantize(x)) == [
+        "te, scaling='rceil'"
+    ]
+    assert rules.explaining("mx_quantize", (x,), {}, mx_quantize(x)) == ["torchao"]
+    nothing = torch.zeros(4, 64, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(4, 2).to(torch.float8_e8m0fnu)
+    assert rules.explaining("mx_quantize", (x,), {}, nothing) == []
+
+
+@pytest.mark.parametrize(("peer", "op"), PRESETS)
+def test_each_preset_explains_itself(peer, op):
+    x = torch.randn(128, 256) * torch.tensor([1.0, 2.0**-120]).repeat_interleave(128)
+    function = getattr(PEERS[peer], op)
+    assert peer in rules.explaining(op, (x,), {}, function(x))
+
+
+def test_an_unknown_peer_is_named():
+    with pytest.raises(AttributeError, match="no peer 'nobody'; it has deepgemm, gfloat"):
+        rules.nobody  # noqa: B018
