@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mxspec import dispatch, interpreter, rules
-from mxspec.formats import BY_DTYPE, INT_OF_BYTES, MX_BLOCK_SIZE
+from mxspec.formats import BY_DTYPE, INT_OF_BYTES, MX_BLOCK_SIZE, may_be_nan
 from mxspec.spec import Case, MinSqnr, Reference
 
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
@@ -288,13 +288,13 @@ def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], min_sqnr_db: 
 def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
     bits = INT_OF_BYTES[expected.element_size()]
     wrong = got.view(bits) != expected.view(bits)
-    fmt = BY_DTYPE.get(expected.dtype)
-    if wrong.any() and expected.is_floating_point() and (fmt is None or fmt.nan_code is not None):
+    if wrong.any() and may_be_nan(expected.dtype):
         wrong &= ~(got.float().isnan() & expected.float().isnan())
     if not wrong.any():
         return None
     flat, index = wrong.reshape(-1), _first(wrong)
     # The block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
+    fmt = BY_DTYPE.get(expected.dtype)
     size = MX_BLOCK_SIZE // fmt.per_byte if fmt else MX_BLOCK_SIZE
     along = next((d for d, stride in enumerate(expected.stride()) if stride == 1), expected.ndim - 1)
     start = index[along] // size * size

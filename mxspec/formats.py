@@ -27,6 +27,7 @@ __all__ = [
     "element",
     "exponent_rule",
     "fp32_bits",
+    "may_be_nan",
 ]
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
@@ -130,6 +131,16 @@ def element(elem_dtype: torch.dtype | str) -> ElementFormat:
         known = ", ".join([*map(str, BY_DTYPE), *(repr(f.name) for f in ELEMENTS.values())])
         raise TypeError(f"elem_dtype {elem_dtype!r} is no element format; known: {known}")
     return found
+
+
+def may_be_nan(dtype: torch.dtype) -> bool:
+    """Whether a number of this dtype may be NaN.
+
+    >>> may_be_nan(torch.float8_e4m3fn), may_be_nan(torch.float4_e2m1fn_x2), may_be_nan(torch.int32)
+    (True, False, False)
+    """
+    fmt = BY_DTYPE.get(dtype)
+    return dtype.is_floating_point and (fmt is None or fmt.nan_code is not None)
 
 
 def exponent_rule(fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> tuple[int, int, int]:

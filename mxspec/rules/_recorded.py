@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import ELEMENTS, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
+from mxspec.reference._numerics import unpacked
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -66,10 +67,7 @@ def _all(section: str) -> Iterator[Probe]:
 
 def codes_of(qdata: Tensor) -> list[int]:
     """The codes of one block as integers, one for each element."""
-    codes = qdata.contiguous().view(torch.uint8)
-    if qdata.dtype == torch.float4_e2m1fn_x2:  # two to a byte, low nibble first
-        codes = torch.stack((codes & 15, codes >> 4), -1)
-    return codes.flatten().tolist()
+    return unpacked(qdata.contiguous(), element(qdata.dtype)).flatten().tolist()
 
 
 def matches(result: Any, recorded: Any) -> bool:
