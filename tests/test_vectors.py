@@ -15,6 +15,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from mxspec import dispatch, vectors
+from mxspec.__main__ import main
 from mxspec.formats import ELEMENTS
 from mxspec.reference._numerics import SCALINGS
 
@@ -298,31 +299,32 @@ def test_what_cannot_be_judged_is_refused(answered):
         vectors.export(answered.folder, ["fp8_gemm"])
 
 
-def test_the_command_line(tmp_path):
-    def run(*arguments):
-        command = [sys.executable, "-m", "mxspec", "vectors", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-
-    done = run("export", "out", "--op", "to_blocked")
-    assert (done.returncode, "to_blocked" in done.stdout) == (0, True), done.stderr
-    done = run("check", "out")
-    assert (done.returncode, done.stderr) == (1, "mxspec: vectors: out/results answers no test\n")
-    manifest, stored = (
-        json.loads((tmp_path / "out/to_blocked.json").read_text()),
-        load_file(tmp_path / "out/to_blocked.safetensors"),
-    )
-    assert manifest["sha256"] == hashlib.sha256((tmp_path / "out/to_blocked.safetensors").read_bytes()).hexdigest()
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["vectors", "export", "out", "--op", "to_blocked"]) == 0
+    assert "to_blocked" in capsys.readouterr().out
+    assert main(["vectors", "check", "out"]) == 1
+    assert capsys.readouterr().err == "mxspec: vectors: out/results answers no test\n"
+    file = tmp_path / "out" / "to_blocked.safetensors"
+    manifest, stored = json.loads(file.with_suffix(".json").read_text()), load_file(file)
+    assert manifest["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     outputs = {f"{t['id']}.out": stored[t["outputs"][0]["stored"]].clone() for t in manifest["tests"] if "outputs" in t}
+    (tmp_path / "out" / "results").mkdir()
+
+    def checked():
+        save_file(outputs, tmp_path / "out" / "results" / "to_blocked.safetensors")
+        code, shown = main(["vectors", "check", "out"]), capsys.readouterr().out
+        [row] = [line for line in shown.splitlines() if "results" in line and "│" in line]
+        return code, shown, [cell.strip() for cell in row.split("│")][3:7]
+
+    missing = str(len(manifest["tests"]) - len(outputs))
+    code, _, counts = checked()
+    assert (code, counts) == (1, [str(len(outputs)), "0", missing, "0"])
     outputs["1.out"].view(torch.uint8)[5] ^= 1
-    (tmp_path / "out/results").mkdir()
-    save_file(outputs, tmp_path / "out/results/to_blocked.safetensors")
-    done = run("check", "out")
-    assert done.returncode == 1
-    assert "FAILED to_blocked, test '128x4': output 0: 1 of 512 elements differ, first at [5]: got" in done.stdout
-    [row] = [line for line in done.stdout.splitlines() if "results" in line and "│" in line]
-    assert [cell.strip() for cell in row.split("│")][3:6] == [
-        str(len(outputs) - 1),
-        "1",
-        str(len(manifest["tests"]) - len(outputs)),
-    ]
+    code, shown, counts = checked()
+    assert (code, counts) == (1, [str(len(outputs) - 1), "1", missing, "0"])
+    assert "FAILED to_blocked, test '128x4': output 0: 1 of 512 elements differ, first at [5]: got" in shown
+    outputs["1.out"].view(torch.uint8)[5] ^= 1
+    rejected = {str(t["id"]): "no" for t in manifest["tests"] if t["result"] == "invalid"}
+    (tmp_path / "out" / "results" / "to_blocked.json").write_text(json.dumps({"rejected": rejected}))
+    assert checked()[0] == 0
