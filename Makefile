@@ -19,7 +19,7 @@ NBVAL = $(PYTHON) -m pytest -q -o addopts= -n $(WORKERS) --dist loadscope \
     --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
 # Where kernels are called by their backend's name, and so run on the CPU only interpreted.
 INTERPRETED = $(addprefix tests/test_,conformance.py int64.py limits.py pad_token_groups.py fp8_factors.py \
-    fp8_quantize_1x128.py fp8_dequantize.py mx_gemm_tiles.py mx_gemm_blackwell.py)
+    fp8_quantize_1x128.py fp8_dequantize.py mx_gemm_tiles.py mx_gemm_blackwell.py mutants.py)
 # An older triton, for kernels to be compiled under it too: a folder put first on PYTHONPATH, no second torch.
 OLD_TRITON := 3.6.0
 export MXSPEC_OLD_TRITON = $(if $(VENV),$(VENV)/triton-$(OLD_TRITON))
@@ -49,7 +49,7 @@ pytest: $(READY)
 
 # The kernels on the CPU: Helion as eager torch, then Triton, and the Triton that Helion generates, tile by tile.
 interpreted: $(READY)
-	HELION_INTERPRET=1 $(PYTEST) tests/test_conformance.py
+	HELION_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_mutants.py
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 notebooks-test: $(READY)

@@ -1,4 +1,4 @@
-"""The command line: `python -m mxspec list | check | explain | compile | bench | demo`."""
+"""The command line: `python -m mxspec list | check | vectors | explain | compile | bench | demo`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def run_check(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
     else:
-        console.print(_check_table(results, device))
+        console.print(_check_table(results, f"conformance on {device}"))
         _print_skips(results)
     asked = options.backend or options.function
     if asked and not any(
@@ -88,11 +89,13 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _check_table(results: list[check.Result], device: torch.device) -> Table:
-    table = Table("op", "backend", "passed", "failed", "skipped", title=f"conformance on {device}")
+def _check_table(
+    results: list[check.Result], title: str, statuses: Sequence[str] = ("passed", "failed", "skipped")
+) -> Table:
+    table = Table("op", "backend", *statuses, title=title)
     for op, backend in dict.fromkeys((r.op, r.backend) for r in results):
         mine = [r.status for r in results if (r.op, r.backend) == (op, backend)]
-        counts = [str(mine.count(s)) for s in ("passed", "failed", "skipped")]
+        counts = [str(sum(status == s for status in mine)) for s in statuses]
         table.add_row(op, escape(backend), *counts, style="red" if mine.count("failed") else None)
     return table
 
@@ -101,6 +104,46 @@ def _print_skips(results: list[check.Result]) -> None:
     for reason in dict.fromkeys(r.message for r in results if r.status == "skipped"):
         count = sum(r.status == "skipped" and r.message == reason for r in results)
         console.print(f"{count} skipped: {escape(reason)}", highlight=False, soft_wrap=True)
+
+
+def run_vectors(options: argparse.Namespace) -> int:
+    """Write the cases as files for programs without Python, or judge what such a program wrote beside them."""
+    from mxspec import vectors
+
+    only = [options.op] if options.op else None
+    if options.action == "export":
+        manifests = vectors.export(options.directory, only)
+        console.print(_vectors_table(manifests, Path(options.directory)))
+        return 0
+    results = list(vectors.check(options.directory, only))
+    for op in dict.fromkeys(r.op for r in results):
+        failed = [r for r in results if r.op == op and r.status == "failed"]
+        for r in failed[:3]:
+            finding = escape(f"{op}, test {r.case!r}: {r.message}")
+            console.print(f"[red]FAILED[/red] {finding}", soft_wrap=True)
+        if len(failed) > 3:
+            console.print(f"and {len(failed) - 3} more of {op}")
+    console.print(_check_table(results, f"results in {options.directory}", ("passed", "failed", "missing", "skipped")))
+    _print_skips(results)
+    if all(r.status in ("skipped", "missing") for r in results):
+        print(f"mxspec: vectors: {options.directory}/results answers no test", file=sys.stderr)
+        return 1
+    return 1 if any(r.status in ("failed", "missing") for r in results) else 0
+
+
+def _vectors_table(manifests: dict[str, dict[str, Any]], directory: Path) -> Table:
+    table = Table("op", "tests", "edge", "invalid", "left out", "MB", title=f"vectors in {directory}")
+    rows = []
+    for op, manifest in manifests.items():
+        flags = [flag for test in manifest["tests"] for flag in test["flags"]]
+        size = sum((directory / f"{op}.{end}").stat().st_size for end in ("json", "safetensors"))
+        left_out = len(manifest["left_out"])
+        rows.append((len(manifest["tests"]), flags.count("edge"), flags.count("invalid"), left_out, size / 1e6))
+        table.add_row(op, *map(str, rows[-1][:4]), f"{rows[-1][4]:.1f}")
+    sums = [sum(column) for column in zip(*rows, strict=True)]
+    table.add_section()
+    table.add_row("all", *map(str, sums[:4]), f"{sums[4]:.1f}")
+    return table
 
 
 def run_explain(options: argparse.Namespace) -> int:
@@ -157,6 +200,9 @@ def parser() -> argparse.ArgumentParser:
     sub = command(run_check, "--op", "--backend", "--case", "--device")
     sub.add_argument("function", nargs="?", help="module:function with the signature of --op: your own code")
     sub.add_argument("--json", action="store_true")
+    sub = command(run_vectors, "--op")
+    sub.add_argument("action", choices=("export", "check"))
+    sub.add_argument("directory", metavar="DIR", help="where the vectors are; what a program answers is in DIR/results")
     sub = command(run_explain, "--case", "--device", "--backend")
     sub.add_argument("op", choices=dispatch.ops())
     for run in (run_compile, run_bench, run_demo):  # these have a parser of their own

@@ -26,6 +26,7 @@ from mxspec.spec import Case, MinSqnr, Reference
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
 
 Candidate = str | Callable[..., Any]  # a backend's name, or a function with the op's signature
+Status = Literal["passed", "failed", "skipped", "missing"]  # missing: a program left no result beside the vectors
 
 # Two different bytes, so that a byte that was never written differs from the expected one in at least one run.
 _POISONS = (0xFF, 0x5A)
@@ -38,7 +39,7 @@ class Result:
     op: str
     backend: str
     case: str
-    status: Literal["passed", "failed", "skipped"]
+    status: Status
     message: str = ""
 
 
@@ -109,6 +110,60 @@ def check_case(
     by_rule = spec.peer_rules and "elements differ" in problem
     whose = rules.report(op, call, args, case.kwargs) if by_rule else None
     return result("failed", "\n".join(filter(None, [problem, whose, reproduce])))
+
+
+def assert_conforms(
+    fn: Candidate,
+    *,
+    op: str,
+    cases: str | Callable[[Case], bool] | None = None,
+    device: torch.device | None = None,
+) -> dict[str, int]:
+    """Assert that a function gives the bytes, or for a matmul the SQNR, that an op promises: a test of one line.
+
+    Args:
+        fn: a function with the op's signature; it may raise NotImplementedError for what it does not support.
+        op: the op that it claims to be, such as `mx_quantize`.
+        cases: the name of one case, or a function that takes a `Case` and says whether to run it; all by default.
+        device: where the tensors are; by default the GPU if there is one.
+
+    Returns:
+        How many cases it passed, and how many it skipped.
+
+    Raises:
+        AssertionError: for the cases that it failed, with a report of each of the first three; or when it ran on none
+            that is to be answered.
+        ValueError: op, or a name that no case has.
+
+    Example:
+        >>> def mine(scale):
+        ...     return torch.zeros(512 * (scale.shape[0] // 128), dtype=scale.dtype)
+        >>> assert_conforms(mine, op="to_blocked", cases="128x4")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        AssertionError: to_blocked: 1 case failed, 0 passed, 0 skipped
+        ...
+        >>> from mxspec import to_blocked
+        >>> assert_conforms(to_blocked, op="to_blocked", cases="128x4")
+        {'passed': 1, 'skipped': 0}
+    """
+    wanted = (lambda case: case.name == cases) if isinstance(cases, str) else cases or (lambda case: True)
+    chosen = [case for case in dispatch.reference(op).spec.cases() if wanted(case)]
+    if isinstance(cases, str) and not chosen:
+        raise ValueError(f"{op} has no case named {cases!r}")
+    results = [check_case(op, case, fn, device) for case in chosen]
+    failed = [r for r in results if r.status == "failed"]
+    counts = {status: sum(r.status == status for r in results) for status in ("passed", "skipped")}
+    said = f"{counts['passed']} passed, {counts['skipped']} skipped"
+    if failed:
+        reports = [f"\ncase {r.case!r}: {r.message}" for r in failed[:3]]
+        if len(failed) > 3:
+            reports.append("\nand " + ", ".join(repr(r.case) for r in failed[3:]))
+        count = f"{len(failed)} case{'s' if len(failed) > 1 else ''} failed"
+        raise AssertionError("\n".join([f"{op}: {count}, {said}", *reports]))
+    if not any(r.status == "passed" and not case.raises for r, case in zip(results, chosen, strict=True)):
+        reasons = dict.fromkeys(r.message for r in results if r.message)
+        raise AssertionError("\n".join([f"{op}: it ran on no case that is to be answered: {said}", *reasons]))
+    return counts
 
 
 def load(target: str) -> Callable[..., Any]:

@@ -175,12 +175,28 @@ def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randint(bits.min, bits.max + 1, shape, generator=generator, dtype=torch.int64).to(store).view(dtype)
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Nearly normal fp32 of mean 0 and variance 1, within -3..3, the same bits on every machine.
+
+    The sum of three uniform integers of 21 bits has the variance 2^40, and 24 bits hold it: nothing is rounded.
+    torch.randn takes logarithms and cosines, whose last bits differ from one kind of CPU to another.
+    """
+    bits = torch.randint(0, 2**63 - 1, shape, generator=torch.Generator().manual_seed(seed))
+    total = (bits & 0x1FFFFF) + ((bits >> 21) & 0x1FFFFF) + (bits >> 42)
+    return (total - 3 * 2**20).to(torch.float32) * 2.0**-20
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """`2^exponent` as fp32, exactly, for integers from -126 to 127: by its bits, where exp2 may be an ulp off."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
 def random_normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
     """Normal values whose size varies from row to row and column to column, over about 2^+-16; all finite."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
+    x = normal(*shape, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
     for dim in range(len(shape)):
         size = [1] * len(shape)
         size[dim] = shape[dim]
-        x = x * torch.randint(-4, 5, size, generator=generator).exp2()
+        x = x * power_of_two(torch.randint(-4, 5, size, generator=generator))
     return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)

@@ -178,6 +178,43 @@ def test_what_a_function_does_not_support_is_skipped():
     assert {r.status for r in results} == {"passed", "skipped"}
 
 
+def test_assert_conforms_counts_what_it_ran():
+    def bytes_only(scale):
+        if scale.dtype != torch.uint8:
+            raise NotImplementedError("uint8 only")
+        return dispatch.reference("to_blocked")(scale)
+
+    cases = [c for c in dispatch.reference("to_blocked").spec.cases() if "large" not in c.flags]
+    counts = check.assert_conforms(bytes_only, op="to_blocked", cases=lambda c: "large" not in c.flags, device=CPU)
+    assert counts == {"passed": len(cases) - 2, "skipped": 2}
+    assert check.assert_conforms(bytes_only, op="to_blocked", cases="127x3", device=CPU) == {"passed": 1, "skipped": 0}
+
+
+def test_assert_conforms_reports_the_first_failures_and_names_the_others():
+    with pytest.raises(AssertionError) as raised:
+        check.assert_conforms(off_by_one, op="mx_quantize", cases=lambda c: c.name.startswith("2x"), device=CPU)
+    text = str(raised.value)
+    assert text.startswith("mx_quantize: 12 cases failed, 0 passed, 0 skipped\n\ncase '2x160x64, ")
+    assert text.count("elements differ, first at [") == text.count("reproduce: ") == 3
+    assert text.count("'2x96x160, axis -2, blocked'") == 1  # the last, by its name only
+
+
+@pytest.mark.parametrize("cases", [lambda c: not c.raises, lambda c: c.raises])
+def test_assert_conforms_to_nothing_is_a_failure(cases):
+    def nothing(scale):
+        raise NotImplementedError("not yet")
+
+    with pytest.raises(AssertionError, match="to_blocked: it ran on no case that is to be answered"):
+        check.assert_conforms(nothing, op="to_blocked", cases=cases, device=CPU)
+
+
+def test_assert_conforms_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match="to_blocked has no case named '127x4'"):
+        check.assert_conforms(leaves_padding, op="to_blocked", cases="127x4")
+    with pytest.raises(ValueError, match="unknown op 'to_bloked'"):
+        check.assert_conforms(leaves_padding, op="to_bloked")
+
+
 def leaves_padding(scale):
     """Blocked scales whose padding is as the allocator gave it."""
     good = dispatch.reference("to_blocked")(scale)
@@ -329,10 +366,12 @@ def adds_twice(acc, *operands):
 
 
 def forgets_an_element(acc, *operands):
-    kept = acc.flatten()[-1:].clone()
+    """The one with the largest product; a product that happens to be small is beyond any bound on the noise."""
+    place = product_of(*operands).nan_to_num(0).abs().flatten().argmax() if acc.numel() else None
+    kept = acc.clone()
     adds(acc, *operands)
-    if acc.numel():
-        acc[-1, -1] = kept[0]
+    if place is not None:
+        acc[place // acc.shape[1], place % acc.shape[1]] = kept.flatten()[place]
 
 
 def forgets_what_was_there_in_a_row(acc, *operands):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mxspec.formats import E8M0FNU, MX_BLOCK_SIZE
 from mxspec.reference._groups import round_up
+from mxspec.spec import normal
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and plain scales of two, with blocks along the last dimension
 E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -19,7 +20,7 @@ E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def codes(*shape: int, dtype: torch.dtype = E4M3FN, seed: int = 0) -> Tensor:
     """Normal values over most of a format's range, all of them finite."""
     largest = torch.finfo(dtype).max
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * largest / 4
+    x = normal(*shape, seed=seed) * largest / 4
     return x.clamp(-largest, largest).to(dtype)
 
 

@@ -16,7 +16,7 @@ from mxspec.reference._numerics import round_once
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.mx_dequantize import OUT_DTYPES
-from mxspec.spec import Case, Shapes, spec, these
+from mxspec.spec import Case, Shapes, normal, spec, these
 
 # Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so that kernels move it to fp32 every 128 of K:
 # emulated, that is 78 dB, and 62 dB once it has changed the rounding of some outputs to bfloat16. Operands that are
@@ -52,17 +52,15 @@ def check_args(
 
 def codes(rows: int, K: int, seed: int = 0) -> Tensor:
     """Normal e4m3fn codes, none of them NaN."""
-    return (
-        (torch.randn(rows, K, generator=torch.Generator().manual_seed(seed)) * 100)
-        .clamp(-448, 448)
-        .to(torch.float8_e4m3fn)
-    )
+    return (normal(rows, K, seed=seed) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def scales(rows: int, cols: int, spread: int = 3, major: str = "k", seed: int = 1) -> Tensor:
     """Scales of any mantissa within 2^-spread .. 2^spread, K-major or MN-major."""
-    exponents = torch.rand(rows, cols, generator=torch.Generator().manual_seed(seed)) * 2 * spread - spread
-    return exponents.exp2() if major == "k" else exponents.exp2().t().contiguous().t()
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint((127 - spread) << 23, (127 + spread) << 23, (rows, cols), generator=generator)  # of fp32
+    values = bits.to(torch.int32).view(torch.float32)
+    return values if major == "k" else values.t().contiguous().t()
 
 
 def operands(M: int, N: int, K: int, rows: int = FP8_BLOCK_SIZE, spread: int = 3, major: str = "k") -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mxspec.reference import _checks
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, check_operands, operands, product, refused
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
-from mxspec.spec import Case, Shapes, spec
+from mxspec.spec import Case, Shapes, normal, spec
 
 
 def check_args(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
@@ -34,7 +34,7 @@ def onto(M: int, N: int, *args: Any, row: int = 0, **options: Any) -> Any:
     Scales within a factor of two of 1 keep every element in sight of the SQNR.
     """
     acc = torch.full((M, row or N), torch.nan)[:, :N]
-    acc.copy_(torch.randn(M, N, generator=torch.Generator().manual_seed(4)) * 2**18)
+    acc.copy_(normal(M, N, seed=4) * 2**18)
     return acc, *operands(M, N, *args, **{"spread": 1, **options})
 
 

@@ -22,7 +22,7 @@ from mxspec.reference.fp8_grouped_gemm_wgrad import (
     refused,
     special,
 )
-from mxspec.spec import Case, Shapes, spec, these
+from mxspec.spec import Case, Shapes, normal, spec, these
 
 
 def check_args(
@@ -51,7 +51,7 @@ def onto(*args: Any, row: int = 0, **options: Any) -> Any:
     operands = made(*args, **options)
     E, N, K = operands[4].shape[0], operands[0].shape[0], operands[2].shape[0]
     acc = torch.full((E, N, row or K), torch.nan)[..., :K]
-    acc.copy_(torch.randn(E, N, K, generator=torch.Generator().manual_seed(4)) * 2**18)
+    acc.copy_(normal(E, N, K, seed=4) * 2**18)
     return acc, *operands
 
 

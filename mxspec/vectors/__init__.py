@@ -1,0 +1,362 @@
+"""The cases of the ops as files, for whoever writes kernels without Python.
+
+`export` writes, for each op that is judged byte for byte, `<op>.safetensors` with the tensors and `<op>.json`, a
+manifest in the manner of Wycheproof; `check` judges what another program has written beside them. `FORMAT`, which
+every manifest repeats, says what the bytes mean and where results go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import mxspec
+from mxspec import dispatch
+from mxspec.check import Result, Status, difference
+from mxspec.formats import E8M0FNU, ELEMENTS, INT_OF_BYTES, ElementFormat, ScaleFormat
+from mxspec.spec import Case
+
+FORMAT = (
+    "A test is one call of the op: `inputs` in their order, `options` by name, all of them written out.",
+    "`stored` names a tensor of <op>.safetensors, which holds its bytes as they lie in memory, without gaps; element "
+    "(i, j, ...) of `shape` is at i * strides[0] + j * strides[1] + ..., in elements. Tensors that are equal are "
+    "stored once.",
+    "`dtype` is torch's name. In the file float8_e4m3fn, float8_e5m2, float8_e8m0fnu and float4_e2m1fn_x2 are F8_E4M3, "
+    "F8_E5M2, F8_E8M0 and F4; of float4_e2m1fn_x2 one element is a byte of two numbers, the first in its low half. "
+    "`formats` says what the bits mean.",
+    "`given_strides` are those that mxspec's own tests give an input that has gaps; a kernel that takes none may be "
+    "given the stored bytes.",
+    "A result `valid` is these outputs, byte for byte; where one is NaN, any NaN of its dtype is right. A NaN that an "
+    "op computes, and does not move, is stored as a positive one.",
+    "A result `invalid` is a refusal, in whatever words; `error` is what mxspec raises.",
+    "Write your outputs to results/<op>.safetensors, each as `<id>.<name of the output>`, in the shape and dtype of "
+    "the stored tensor, or their bytes as U8. Write results/<op>.json as "
+    '{"rejected": {"<id>": "your error"}, "skipped": {"<id>": "why you do not support it"}}, either of them optional. '
+    "Then `python -m mxspec vectors check DIR`.",
+)
+FLAGS = {
+    "edge": "a value or a shape at a limit of the contract",
+    "invalid": "must be refused",
+}
+
+
+def ops() -> tuple[str, ...]:
+    """The ops that are judged byte for byte: those that quantize, dequantize, or lay out."""
+    return tuple(op for op in dispatch.ops() if dispatch.reference(op).spec.min_sqnr_db == math.inf)
+
+
+# --- export -----------------------------------------------------------------------------------------------------
+
+
+def export(directory: Path | str, only: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Write `<op>.safetensors` and `<op>.json` for every op that is judged byte for byte, or for those in `only`.
+
+    The files are the same, byte for byte, on every machine.
+
+    Returns:
+        The manifests, by op.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    manifests = {}
+    for op in _known(only):
+        file = _File(directory / f"{op}.safetensors")
+        manifest = _manifest(op, file)
+        manifest["sha256"] = file.write()
+        (directory / f"{op}.json").write_text(_text(manifest))
+        manifests[op] = manifest
+    return manifests
+
+
+class _File:
+    """The tensors of one op, equal ones once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def add(self, name: str, t: Tensor) -> dict[str, Any]:
+        """Store a tensor as it lies in memory, or row-major where there are gaps; how it is to be read."""
+        order = _order(t)
+        dense = t.resolve_conj().resolve_neg().permute(order).clone(memory_format=torch.contiguous_format)
+        strides = [dense.stride(order.index(d)) for d in range(t.ndim)]
+        key = (t.dtype, dense.shape, hashlib.sha256(_bytes(dense)).digest())
+        stored = self._names.setdefault(key, name)
+        self._tensors.setdefault(stored, dense)
+        return {"dtype": str(t.dtype).removeprefix("torch."), "shape": [*t.shape], "strides": strides, "stored": stored}
+
+    def write(self) -> str:
+        """The digest of what was written."""
+        save_file(self._tensors, self.path)
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+
+
+def _order(t: Tensor) -> list[int]:
+    """The dimensions of a tensor as they follow each other in memory, where it has no gaps; else as they are."""
+    plain = list(range(t.ndim))
+    order = sorted(plain, key=lambda d: -t.stride()[d])
+    return order if not t.is_contiguous() and t.permute(order).is_contiguous() else plain
+
+
+def _bytes(t: Tensor) -> bytes:
+    return t.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _manifest(op: str, file: _File) -> dict[str, Any]:
+    reference = dispatch.reference(op)
+    doc = inspect.getdoc(reference) or ""
+    tests: list[dict[str, Any]] = []
+    left_out = []
+    for number, case in enumerate(reference.spec.cases(), 1):
+        args = case.args()
+        if because := _unstorable(case, args):
+            left_out.append({"comment": case.name, "flags": sorted(case.flags), "because": because})
+        else:
+            tests.append(_test(op, number, case, args, file))
+    dtypes = {t["dtype"] for test in tests for t in (*test["inputs"], *test.get("outputs", ())) if "dtype" in t}
+    return {
+        "format": FORMAT,
+        "version": mxspec.__version__,
+        "op": op,
+        "contract": " ".join(doc.partition("\n\n")[0].split()),
+        "documentation": doc.partition("\nExample:")[0].rstrip(),
+        "formats": _formats(dtypes),
+        "notes": FLAGS,
+        "numberOfTests": len(tests),
+        "tests": tests,
+        "left_out": left_out,
+    }
+
+
+def _unstorable(case: Case, args: tuple[Any, ...]) -> str | None:
+    """Why a case is not among the vectors: what it takes is more than bytes can say, or than a file should hold."""
+    if "large" in case.flags:
+        return "more than 2^31 elements"
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.is_meta:
+            return "a tensor on another device"
+        if isinstance(arg, Tensor) and arg.layout != torch.strided:
+            return f"a tensor of layout {arg.layout}"
+        if not isinstance(arg, (Tensor, int, float)):
+            return f"a {type(arg).__name__} for a tensor"
+    return None
+
+
+def _test(op: str, number: int, case: Case, args: tuple[Any, ...], file: _File) -> dict[str, Any]:
+    reference = dispatch.reference(op)
+    bound = inspect.signature(reference).bind(*args, **case.kwargs)
+    bound.apply_defaults()
+    inputs = []
+    for name, value in zip(bound.signature.parameters, args, strict=False):
+        inputs.append(
+            {"name": name, **(file.add(f"{number}.{name}", value) if _is_tensor(value) else {"value": value})}
+        )
+        if _is_tensor(value) and [*value.stride()] != inputs[-1]["strides"] and value.numel():
+            inputs[-1]["given_strides"] = [*value.stride()]
+    test: dict[str, Any] = {
+        "id": number,
+        "comment": case.name,
+        "flags": sorted(case.flags),
+        "inputs": inputs,
+        "options": {name: _plain(value) for name, value in bound.kwargs.items()},
+        "result": "invalid" if case.raises else "valid",
+    }
+    if case.raises:
+        return {**test, "error": {"type": case.raises.__name__, "message": case.match}}
+    own = reference.spec.own(args)
+    outputs = reference.spec.outputs(own, reference(*own, **case.kwargs))
+    if reference.spec.flops(args, outputs):  # the bytes of a NaN that comes out of arithmetic depend on the CPU
+        outputs = tuple(_with_one_nan(t) for t in outputs)
+    names = output_names(op, len(outputs))
+    test["outputs"] = [{"name": n, **file.add(f"{number}.{n}", t)} for n, t in zip(names, outputs, strict=True)]
+    return test
+
+
+def _formats(dtypes: Collection[str]) -> dict[str, Any]:
+    """What the bits of the narrow formats among these dtypes mean."""
+    formats: list[ElementFormat | ScaleFormat] = [*ELEMENTS.values(), E8M0FNU]
+    known = {str(fmt.dtype).removeprefix("torch."): fmt for fmt in formats}
+    fields = {name: dataclasses.asdict(fmt) for name, fmt in known.items() if name in dtypes}
+    return {name: {k: v for k, v in field.items() if k != "dtype"} for name, field in fields.items()}
+
+
+def _text(manifest: Mapping[str, Any]) -> str:
+    """A manifest as JSON, one line a test."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, (list, tuple)) and value:
+            return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {text(value)}" for key, value in manifest.items()) + "\n}\n"
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON; a dtype by torch's name, by whichever name the case calls it."""
+    value = getattr(ELEMENTS.get(value) if isinstance(value, str) else None, "dtype", None) or value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_one_nan(t: Tensor) -> Tensor:
+    """The same with every NaN as the one that torch.nan is cast to; of the same strides."""
+    if not t.is_floating_point() or any(fmt.dtype == t.dtype and fmt.nan_code is None for fmt in ELEMENTS.values()):
+        return t
+    bits = t.view(INT_OF_BYTES[t.itemsize])
+    nan = torch.tensor(torch.nan).to(t.dtype).view(bits.dtype)
+    return torch.where(t.float().isnan(), nan, bits).view(t.dtype)
+
+
+def output_names(op: str, count: int) -> tuple[str, ...]:
+    """What the docstring of an op calls its outputs: `(qdata, scale)` in Returns; `out` where there is one.
+
+    >>> output_names("mx_quantize", 2), output_names("to_blocked", 1)
+    (('qdata', 'scale'), ('out',))
+    """
+    if count == 1:
+        return ("out",)
+    returns = (inspect.getdoc(dispatch.reference(op)) or "").partition("Returns:")[2]
+    tuples = (tuple(found.split(", ")) for found in re.findall(r"`\(([a-z_]+(?:, [a-z_]+)+)\)`", returns))
+    return next(names for names in tuples if len(names) == count)
+
+
+# --- check ------------------------------------------------------------------------------------------------------
+
+
+def check(directory: Path | str, only: Collection[str] | None = None) -> Iterator[Result]:
+    """Judge the results that lie beside the vectors of a folder, of the ops that have any, or of those in `only`.
+
+    What is expected is read from the folder, so that it may come from another release than this one.
+
+    Yields:
+        A result for each test: `passed`, `failed`, `skipped` where the program says that it does not support it, or
+        `missing` where it says nothing. The message of a failure names the first wrong block, its bits, and the peers
+        whose rule gives exactly those outputs.
+    """
+    directory = Path(directory)
+    found = sorted(path.stem for path in directory.glob("*.json") if path.with_suffix(".safetensors").exists())
+    if not found:
+        raise ValueError(f"vectors: {directory} holds none; needs what `python -m mxspec vectors export` wrote")
+    if unknown := sorted(set(only or ()) - set(found)):
+        raise ValueError(f"vectors: {directory} has no vectors of {', '.join(unknown)}")
+    results = directory / "results"
+    answered = [op for op in found if any((results / f"{op}.{end}").exists() for end in ("safetensors", "json"))]
+    for op in answered if only is None else only:
+        yield from _check_op(op, directory)
+
+
+def _check_op(op: str, directory: Path) -> Iterator[Result]:
+    manifest = json.loads((directory / f"{op}.json").read_text())
+    file = directory / f"{op}.safetensors"
+    if hashlib.sha256(file.read_bytes()).hexdigest() != manifest["sha256"]:
+        raise ValueError(f"vectors: {file} is not the file that {op}.json describes; export both again")
+    stored, got = load_file(file), _load_tensors(directory / "results" / f"{op}.safetensors")
+    said = _load_json(directory / "results" / f"{op}.json")
+    rejected, skipped = said.get("rejected", {}), said.get("skipped", {})
+    ids = {str(test["id"]) for test in manifest["tests"]}
+    if strangers := {name.partition(".")[0] for name in (*got, *rejected, *skipped)} - ids:
+        raise ValueError(f"vectors: results of {op} have the id {min(strangers)!r}; needs one of the manifest's")
+    for test in manifest["tests"]:
+        number = str(test["id"])
+        status: Status
+        mine = {name.partition(".")[2]: t for name, t in got.items() if name.partition(".")[0] == number}
+        if number in skipped:
+            status, message = "skipped", str(skipped[number])
+        elif test["result"] == "invalid":
+            accepted = f"accepted what must be refused: {test['error']['message']}"
+            status, message = (
+                ("passed", "") if number in rejected else ("failed", accepted) if mine else ("missing", "")
+            )
+        elif number in rejected:
+            status, message = "failed", f"rejected what is valid: {rejected[number]}"
+        else:
+            status, message = _judged(op, test, stored, mine)
+        yield Result(op, "results", test["comment"], status, message)
+
+
+def _judged(
+    op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], mine: Mapping[str, Tensor]
+) -> tuple[Status, str]:
+    """The status and the message of a valid test."""
+    if not mine:
+        return "missing", ""
+    outputs = test["outputs"]
+    if lacking := [entry["name"] for entry in outputs if entry["name"] not in mine]:
+        return "failed", f"has no output {', '.join(lacking)}"
+    expected = tuple(_as_given(stored[entry["stored"]], entry) for entry in outputs)
+    got = []
+    for entry in outputs:
+        t, wanted = mine[entry["name"]], stored[entry["stored"]]
+        if t.dtype == torch.uint8 and t.shape == wanted.view(torch.uint8).shape:
+            t = t.view(wanted.dtype)
+        if t.shape != wanted.shape:
+            return "failed", f"output {entry['name']}: stored shape {tuple(t.shape)}; needs {tuple(wanted.shape)}"
+        got.append(_as_given(t, entry))
+    problem = difference(tuple(got), expected)
+    if problem is None:
+        return "passed", ""
+    return "failed", "\n".join(filter(None, [problem, _whose(op, test, stored, tuple(got))]))
+
+
+def _as_given(dense: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    """A stored tensor under its own shape and strides."""
+    return dense.as_strided(entry["shape"], entry["strides"])
+
+
+def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: tuple[Tensor, ...]) -> str | None:
+    """Which peers' rules give exactly these outputs."""
+    try:
+        rules = importlib.import_module("mxspec.rules")
+    except ModuleNotFoundError:
+        return None
+    args = [_as_given(stored[e["stored"]], e) if "stored" in e else e["value"] for e in test["inputs"]]
+    takes = inspect.signature(dispatch.reference(op)).parameters
+    kwargs = {
+        name: getattr(torch, value) if "torch.dtype" in takes[name].annotation else value
+        for name, value in test["options"].items()
+    }
+    names = rules.explaining(op, tuple(args), kwargs, got)
+    return f"your bytes are those of: {', '.join(names)}" if names else None
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path) if path.exists() else {}
+    except SafetensorError as error:
+        raise ValueError(f"vectors: {path}: {error}") from error
+
+
+def _load_json(path: Path) -> dict[str, dict[str, str]]:
+    try:
+        said = json.loads(path.read_text()) if path.exists() else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"vectors: {path}: {error}") from error
+    if not isinstance(said, dict) or not all(isinstance(said.get(key, {}), dict) for key in ("rejected", "skipped")):
+        raise ValueError(f"vectors: {path}: needs {{'rejected': {{id: words}}, 'skipped': {{id: words}}}}")
+    return said
+
+
+def _known(only: Collection[str] | None) -> tuple[str, ...]:
+    for op in only or ():
+        if op not in ops():
+            raise ValueError(f"vectors: {op!r} is not judged byte for byte; needs one of {', '.join(ops())}")
+    return tuple(op for op in ops() if only is None or op in only)

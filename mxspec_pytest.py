@@ -1,0 +1,60 @@
+"""A pytest plugin: `pytest --mxspec-op OP --mxspec-fn module:function` adds one test for each case of the op.
+
+pytest imports it at every start, so it stands outside the package and imports nothing of it, nor torch, until asked.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from mxspec.spec import Case
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mxspec", "conformance to mxspec")
+    group.addoption("--mxspec-op", metavar="OP", help="add a test for each case of this op, such as mx_quantize")
+    group.addoption("--mxspec-fn", metavar="MODULE:FUNCTION", help="the function to be tested, with the op's signature")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k, -m and --deselect, which then choose among these tests too
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    op, target = config.getoption("--mxspec-op"), config.getoption("--mxspec-fn")
+    if op is None and target is None:
+        return
+    if op is None or target is None:
+        raise pytest.UsageError("--mxspec-op and --mxspec-fn are needed together")
+    sys.path.insert(0, str(config.invocation_params.dir))  # as `python -m mxspec check` would find the module
+    from mxspec import check, dispatch
+
+    try:
+        fn, cases = check.load(target), dispatch.reference(op).spec.cases()
+    except ValueError as error:
+        raise pytest.UsageError(f"mxspec: {error}") from error
+    for case in cases:
+        name = f"{op}[{case.name}]"
+        own = {"name": name, "nodeid": f"{target}::{name}", "op": op, "target": target, "fn": fn, "case": case}
+        items.append(CaseItem.from_parent(session, **own))
+
+
+class CaseItem(pytest.Item):
+    """One case of an op, for one function."""
+
+    def __init__(self, *, op: str, target: str, fn: Any, case: Case, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._op, self._target, self._fn, self._case = op, target, fn, case
+
+    def runtest(self) -> None:
+        from mxspec import check
+
+        result = check.check_case(self._op, self._case, self._fn, name=self._target)
+        if result.status == "skipped":
+            pytest.skip(result.message)
+        if result.status == "failed":
+            pytest.fail(result.message, pytrace=False)
+
+    def reportinfo(self) -> tuple[str, None, str]:
+        return self._target, None, self.name

@@ -1,0 +1,203 @@
+"""Mistakes that authors of kernels make, put one by one into the quantizers here: `check` finds each.
+
+A mutant is the text of a backend's files with one replacement, imported as a package of its own. Of all the cases that
+turn red one small one is named, so that a reader sees which case guards against what.
+"""
+
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import mxspec
+from mxspec import check, dispatch
+
+PACKAGE = Path(mxspec.__file__).parent
+
+
+class Mutant(NamedTuple):
+    mistake: str
+    op: str
+    case: str
+    file: str
+    text: str
+    instead: str
+
+
+EDGE, EDGE_FLOOR, EVERY = "edge blocks, rceil, e4m3fn", "edge blocks, floor, e4m3fn", "every exponent, rceil, e4m3fn"
+BITS = "random bit patterns, float32, rceil, e4m3fn"
+
+TRITON = [
+    Mutant("amax of signed bits", "mx_quantize", EDGE, "_numerics",
+           "bitcast=True) & 0x7FFFFFFF", "bitcast=True)"),
+    Mutant("exponent off by one", "mx_quantize", EDGE, "_numerics",
+           ">> 23) - EMAX, 0)", ">> 23) - EMAX + 1, 0)"),
+    Mutant("scale not rounded up", "mx_quantize", EDGE, "_numerics",
+           "((amax_bits + ROUND) >> 23)", "(amax_bits >> 23)"),
+    Mutant("byte below 0 wraps", "mx_quantize", EVERY, "_numerics",
+           "tl.maximum(((amax_bits + ROUND) >> 23) - EMAX, 0)", "((amax_bits + ROUND) >> 23) - EMAX"),
+    Mutant("Inf is a number", "mx_quantize", EDGE, "_numerics",
+           "amax_bits < 0x7F800000", "amax_bits <= 0x7F800000"),
+    Mutant("NaN block has byte 254", "mx_quantize", EDGE, "_numerics",
+           "byte, 255)", "byte, 254)"),
+    Mutant("quotient just above 2^-127", "mx_quantize", EDGE, "_numerics",
+           "tl.where(amax_bits == EXCEPT, 0, byte)", "byte"),
+    Mutant("reciprocal off by one", "mx_quantize", EDGE, "_numerics",
+           "(254 - byte) << 23", "(253 - byte) << 23"),
+    Mutant("reciprocal of byte 255", "mx_quantize", EDGE, "_numerics",
+           "tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23)", "((254 - byte) << 23)"),
+    Mutant("subnormals flushed", "mx_quantize", EDGE, "_numerics",
+           "        return x.to(tl.float32)",
+           "        return tl.where(tl.abs(x.to(tl.float32)) < 2.0**-126, 0.0, x.to(tl.float32))"),
+    Mutant("codes truncated", "mx_quantize", EDGE, "_numerics",
+           "return x.to(DTYPE)",
+           "return (x.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True).to(DTYPE)"),
+    Mutant("ties away from zero", "mx_quantize", EDGE, "_numerics",
+           "return x.to(DTYPE)",
+           "return ((x.to(tl.int32, bitcast=True) + 0x80000) & -0x100000).to(tl.float32, bitcast=True).to(DTYPE)"),
+    Mutant("rounded twice", "mx_quantize", BITS, "_numerics",
+           "return x.to(DTYPE)", "return x.to(tl.float16).to(DTYPE)"),
+    Mutant("sign of zero lost", "mx_quantize", EDGE, "_numerics",
+           "return x.to(DTYPE)", "return (x + 0.0).to(DTYPE)"),
+    Mutant("cast does not saturate", "mx_quantize", EDGE_FLOOR, "_numerics",
+           "return x.to(DTYPE)", "return tl.where(tl.abs(x) > 448, float('nan'), x).to(DTYPE)"),
+    Mutant("tile in row-major order", "mx_quantize", "96x160, axis -1, blocked", "_blocked",
+           "byte % 16 // 4 * 32 + byte // 16", "byte // 4"),
+    Mutant("last block not written", "mx_quantize", "one block", "mx_quantize",
+           "(start + i < R * C)", "(start + i < R * C - 1)"),
+    Mutant("stride of columns ignored", "mx_quantize", "every second column, axis -1, plain", "mx_quantize",
+           "[:, None] * stride_r + k.to(tl.int64) * stride_k\n        q_offset = n",
+           "[:, None] * stride_r + k.to(tl.int64)\n        q_offset = n"),
+    Mutant("first expert only", "mx_quantize", "ragged rows, floor, blocked", "mx_quantize",
+           "x += e * stride_e + row_tile", "x += row_tile"),
+    Mutant("stale padding of scales", "mx_quantize", "ragged rows, floor, blocked", "mx_quantize",
+           "owned = row_tile < tl.cdiv(R, 128)", "owned = in_matrix"),
+    Mutant("runs of rows exchanged", "mx_quantize", "96x160, axis -2, plain", "_mx_tile",
+           ".permute(2, 3, 0, 1, 4)", ".permute(2, 3, 1, 0, 4)"),
+    Mutant("scales along the wrong axis", "mx_quantize", "3x160x32, axis -2, plain", "_mx_tile",
+           "m0 // 32 + (k[:, None] * M32 + c[None, :])", "m0 // 32 + (c[None, :] * K + k[:, None])"),
+    Mutant("tile of the transpose not turned", "mx_quantize", "96x160, axis -2, blocked", "_mx_tile",
+           ".permute(0, 3, 2, 1).reshape(BLOCKS * 128)", ".permute(0, 3, 1, 2).reshape(BLOCKS * 128)"),
+    Mutant("tile of the rows not turned", "mx_quantize_rowcol", "2x96x160, blocked", "_mx_tile",
+           ".permute(0, 2, 1, 3).reshape(ROWS // 128, 512)", ".reshape(ROWS // 128, 512)"),
+    Mutant("next group read as padding", "mx_quantize_groups", "three groups, axis -1", "mx_quantize_groups",
+           "(token < tl.minimum(stop, tokens))", "(token < tokens)"),
+    Mutant("unmasked tail of columns", "mx_quantize_groups", "edge blocks, axis -1", "mx_quantize_groups",
+           "& (c < C)\n    k = ", "\n    k = "),
+    Mutant("row of the next group", "mx_quantize_groups", "three groups, axis -1", "_groups",
+           "there & (ends <= row)", "there & (ends < row)"),
+    Mutant("approximate division", "fp8_quantize_1x128", "random bit patterns, float32, fp32", "_fp8_numerics",
+           "q = tl.fma(tl.fma(m, q, _MANTISSA), y, q)", "q = q"),
+    Mutant("no eps", "fp8_quantize_1x128", "zeros, bf16", "_fp8_numerics",
+           "tl.maximum(amax_bits, eps_bits)", "amax_bits"),
+    Mutant("scale_major ignored", "fp8_quantize_1x128", "128x384, axis -1, mn-major scale", "fp8_quantize_1x128",
+           '(C, 1) if scale_major == "k" else (1, R)', "(C, 1)"),
+]  # fmt: skip
+
+HELION = [
+    Mutant("scale not rounded up", "mx_quantize", EDGE, "_numerics",
+           "(amax_bits + added)", "amax_bits"),
+    Mutant("byte below 0 wraps", "mx_quantize", EVERY, "_numerics",
+           ".clamp(min=0)", ""),
+    Mutant("Inf is a number", "mx_quantize", EDGE, "_numerics",
+           "amax_bits < 0x7F800000", "amax_bits <= 0x7F800000"),
+    Mutant("quotient just above 2^-127", "mx_quantize", EDGE, "_numerics",
+           "amax_bits == exception, 0, byte", "amax_bits == exception, 1, byte"),
+    Mutant("reciprocal of byte 255", "mx_quantize", EDGE, "_numerics",
+           "torch.where(byte == 255, 0x7FC00000, (254 - byte) << 23)",
+           "torch.where(byte == 255, 0x7F800000, (254 - byte) << 23)"),
+    Mutant("cast does not saturate", "mx_quantize", "edge blocks, floor, e5m2", "_numerics",
+           "if _CLAMP:", "if False:"),
+    Mutant("sign of zero lost", "mx_quantize", EDGE, "_numerics",
+           "return x.to(fmt.dtype)", "return (x + 0.0).to(fmt.dtype)"),
+    Mutant("codes truncated", "mx_quantize", EDGE, "_numerics",
+           "return x.to(fmt.dtype)", "return (x.view(torch.int32) & -0x100000).view(torch.float32).to(fmt.dtype)"),
+    Mutant("tile in row-major order", "mx_quantize", "96x160, axis -1, blocked", "_blocked",
+           "((byte >> 2) & 3) * 32 + ((byte >> 4) & 31)", "((byte >> 2) & 127)"),
+    Mutant("amax of half a block", "mx_quantize", "96x160, axis -2, plain", "_mx_tile",
+           ".amax(-1).amax(1)", ".amax(-1)[:, 0]"),
+    Mutant("next group read as padding", "mx_quantize_groups", "three groups, axis -1", "mx_quantize_groups",
+           "(token >= 0) & (token < stop) &", "(token >= 0) &"),
+    Mutant("no eps", "fp8_quantize_1x128", "zeros, bf16", "_fp8_numerics",
+           "amax_bits.clamp(min=eps_bits)", "amax_bits"),
+    Mutant("reciprocal times 448", "fp8_quantize_1x128", "128x384, axis -1, k-major scale", "_fp8_numerics",
+           "torch.full_like(amax, E4M3FN.max) / amax", "E4M3FN.max / amax"),
+    Mutant("stride of columns ignored", "fp8_quantize_1x128", "every second column, axis -1", "fp8_quantize_1x128",
+           "place = r * stride_r + k * stride_k\n", "place = r * stride_r + k\n"),
+]  # fmt: skip
+
+INTERPRETED = [
+    pytest.param(backend, mutant, id=f"{backend}: {mutant.mistake}")
+    for backend, mutants in (("triton", TRITON), ("helion", HELION))
+    if os.environ.get(f"{backend.upper()}_INTERPRET") == "1"
+    for mutant in mutants
+]
+_packages = itertools.count()
+
+
+def write(folder, backend, mutant):
+    """A backend's files under another package's name, one of them changed if there is a mutant; that name."""
+    name = f"mutant_{backend}_{next(_packages)}"
+    (folder / name).mkdir()
+    for path in (PACKAGE / f"{backend}_kernels").glob("*.py"):
+        text = path.read_text()
+        if mutant and path.stem == mutant.file:
+            assert text.count(mutant.text) == 1, f"{path.name} has {mutant.text!r} {text.count(mutant.text)} times"
+            text = text.replace(mutant.text, mutant.instead)
+        (folder / name / path.name).write_text(text.replace(f"mxspec.{backend}_kernels", name))
+    return name
+
+
+def checked(folder, backend, mutant, op, case):
+    name = write(folder, backend, mutant)
+    fn = getattr(importlib.import_module(f"{name}.{op}"), op)
+    [case] = [c for c in dispatch.reference(op).spec.cases() if c.name == case]
+    return check.check_case(op, case, fn)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_there_are_thirty_and_each_is_another():
+    for mutants in (TRITON, HELION):
+        assert len({(m.file, m.text, m.instead) for m in mutants}) == len(mutants)
+    assert len(TRITON) + len(HELION) >= 30
+
+
+@pytest.mark.parametrize(("backend", "mutant"), INTERPRETED)
+def test_a_mutant_is_caught(folder, backend, mutant):
+    result = checked(folder, backend, mutant, mutant.op, mutant.case)
+    assert result.status == "failed"
+    assert "elements differ" in result.message
+
+
+@pytest.mark.parametrize(
+    ("backend", "op", "case"), list(dict.fromkeys((p.values[0], p.values[1].op, p.values[1].case) for p in INTERPRETED))
+)
+def test_the_kernel_as_it_is_passes_in_the_same_harness(folder, backend, op, case):
+    assert checked(folder, backend, None, op, case).status == "passed"
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+def test_an_index_that_passes_2_to_the_31_is_caught(tmp_path):
+    """In a process of its own: an index that wraps reads wherever it points to, and may end the process."""
+    narrow = Mutant("", op := "mx_quantize_groups", case := "rows far apart, axis -1", op,
+                    "(token.to(tl.int64) * stride_m)", "(token * stride_m)")  # fmt: skip
+
+    def exit_code(mutant):
+        target = f"{write(tmp_path, 'triton', mutant)}.{op}:{op}"
+        command = [sys.executable, "-m", "mxspec", "check", target, "--op", op, "--case", case]
+        environment = {**os.environ, "PYTHONPATH": f"{PACKAGE.parent}{os.pathsep}{tmp_path}"}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode
+
+    assert exit_code(None) == 0
+    code = exit_code(narrow)
+    assert code == 1 or code < 0  # a report, or the signal that ended it

@@ -1,0 +1,330 @@
+"""The published vectors: a program without torch reads them and answers; each kind of wrong answer is found."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
+
+from mxspec import dispatch, vectors
+from mxspec.__main__ import main
+from mxspec.formats import ELEMENTS
+from mxspec.reference._numerics import SCALINGS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vectors")
+    return folder, vectors.export(folder)
+
+
+@pytest.fixture
+def answered(tmp_path):
+    """Vectors of mx_quantize, with the right answers; the manifest, and functions that write other ones."""
+    manifest = vectors.export(tmp_path, ["mx_quantize"])["mx_quantize"]
+    stored = load_file(tmp_path / "mx_quantize.safetensors")
+    results = tmp_path / "results"
+    results.mkdir()
+    tests = manifest["tests"]
+    outputs = {f"{t['id']}.{o['name']}": stored[o["stored"]].clone() for t in tests for o in t.get("outputs", ())}
+    said = {"rejected": {str(t["id"]): "no" for t in tests if t["result"] == "invalid"}}
+
+    def judged():
+        save_file(outputs, results / "mx_quantize.safetensors")
+        (results / "mx_quantize.json").write_text(json.dumps(said))
+        return {r.case: r for r in vectors.check(tmp_path)}
+
+    return types.SimpleNamespace(folder=tmp_path, tests=tests, outputs=outputs, said=said, judged=judged)
+
+
+def number(answered, name):
+    return next(str(t["id"]) for t in answered.tests if t["comment"] == name)
+
+
+# --- what is written --------------------------------------------------------------------------------------------
+
+
+def test_every_op_that_is_judged_byte_for_byte_has_vectors(published):
+    folder, manifests = published
+    assert "fp8_gemm" not in manifests
+    assert {"mx_quantize", "fp8_quantize_1x128", "mx_dequantize", "to_blocked", "pad_token_groups"} <= set(manifests)
+    for op, manifest in manifests.items():
+        cases = {c.name: c for c in dispatch.reference(op).spec.cases()}
+        tests, left_out = manifest["tests"], manifest["left_out"]
+        assert [t["comment"] for t in tests] + [c["comment"] for c in left_out] != []
+        assert {t["comment"] for t in tests} | {c["comment"] for c in left_out} == set(cases)
+        for c in left_out:  # nothing but what bytes cannot say, and what is too much
+            assert "large" in c["flags"] or "invalid" in c["flags"], (op, c)
+        assert sum(bool(t["flags"]) for t in tests) * 4 >= len(tests), op
+        assert all((t["result"] == "invalid") == ("invalid" in t["flags"]) for t in tests)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 60e6
+
+
+def accepts(op, option, value):
+    """Whether an op takes a value of an option, whatever its other arguments."""
+    spec = dispatch.reference(op).spec
+    for case in (c for c in spec.cases() if not c.flags):
+        try:
+            spec.check_args(*case.args(), **{**case.kwargs, option: value})
+        except (TypeError, ValueError):
+            continue
+        return True
+    return False
+
+
+def test_every_scaling_and_element_format_that_an_op_takes_is_there(published):
+    _, manifests = published
+    for op, manifest in manifests.items():
+        options = [t["options"] for t in manifest["tests"] if t["result"] == "valid"]
+        if "scaling" in options[0]:
+            assert {o["scaling"] for o in options} == set(SCALINGS), op
+        if "elem_dtype" in options[0]:
+            taken = {fmt.dtype for fmt in ELEMENTS.values() if fmt.dtype and accepts(op, "elem_dtype", fmt.dtype)}
+            assert len(taken) > 1
+            assert {o["elem_dtype"] for o in options} == {str(dtype).removeprefix("torch.") for dtype in taken}, op
+
+
+def test_golden_how_a_column_major_output_is_stored(published):
+    folder, manifests = published
+    [test] = [t for t in manifests["mx_quantize"]["tests"] if t["comment"] == "2x96x160, axis -2, plain"]
+    [qdata, _] = test["outputs"]
+    assert (qdata["shape"], qdata["strides"]) == ([2, 96, 160], [15360, 1, 96])
+    assert load_file(folder / "mx_quantize.safetensors")[qdata["stored"]].shape == (2, 160, 96)
+
+
+def test_golden_a_test_of_an_argument_without_a_tensor(published):
+    _, manifests = published
+    [test] = [t for t in manifests["from_blocked"]["tests"] if t["comment"] == "wrong size"]
+    assert test == {
+        "id": 10,
+        "comment": "wrong size",
+        "flags": ["invalid"],
+        "inputs": [
+            {"name": "blocked", "dtype": "uint8", "shape": [512], "strides": [1], "stored": "10.blocked"},
+            {"name": "rows", "value": 129},
+            {"name": "cols", "value": 4},
+        ],
+        "options": {},
+        "result": "invalid",
+        "error": {"type": "ValueError", "message": "1024"},
+    }
+
+
+def test_a_nan_that_is_computed_is_positive_and_one_that_is_moved_stays(published):
+    """What sign arithmetic gives a NaN depends on the CPU and on the order of the operands."""
+    folder, manifests = published
+    negative = {}
+    for op in ("mx_dequantize", "pad_token_groups"):
+        stored = load_file(folder / f"{op}.safetensors")
+        outputs = [stored[o["stored"]] for t in manifests[op]["tests"] for o in t.get("outputs", ())]
+        floats = [t for t in outputs if t.dtype in (torch.bfloat16, torch.float32)]
+        assert sum(int(t.isnan().sum()) for t in floats) > 100
+        negative[op] = sum(int((t.isnan() & t.signbit()).sum()) for t in floats)
+    assert negative["mx_dequantize"] == 0
+    assert negative["pad_token_groups"] > 0
+
+
+def test_manifests_are_json_that_anything_reads(published):
+    folder, manifests = published
+
+    def refuse(constant):  # NaN and Infinity, which Python writes and JSON has not
+        raise AssertionError(constant)
+
+    for op, manifest in manifests.items():
+        read = json.loads((folder / f"{op}.json").read_text(), parse_constant=refuse)
+        assert read["tests"] == manifest["tests"]
+
+
+def test_the_bytes_are_the_same_without_vector_instructions_and_with_two_threads(published, tmp_path):
+    folder, _ = published
+    code = "from mxspec import vectors; vectors.export('.', ['mx_quantize', 'fp8_quantize_1x128'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (folder / path.name).read_bytes(), path.name
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+# --- what is judged ---------------------------------------------------------------------------------------------
+
+
+def blocked_in_numpy(scale):
+    """The formula of to_blocked's docstring, element by element."""
+    *lead, R, C = scale.shape
+    Rp, Cp = -(-R // 128) * 128, -(-C // 4) * 4
+    r, c = np.indices((R, C))
+    out = np.zeros((*lead, Rp * Cp), np.uint8)
+    out[..., r // 128 * 128 * Cp + c // 4 * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scale
+    return out
+
+
+def test_a_program_without_torch_reads_and_answers(tmp_path):
+    """Bytes, JSON and numpy only, as the manifest's `format` says."""
+    vectors.export(tmp_path, ["to_blocked"])
+    data = (tmp_path / "to_blocked.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    outputs, rejected = {}, {}
+    for test in json.loads((tmp_path / "to_blocked.json").read_text())["tests"]:
+        [x] = test["inputs"]
+        begin, end = header[x["stored"]]["data_offsets"]
+        if x["dtype"] not in ("uint8", "float8_e8m0fnu") or len(x["shape"]) not in (2, 3):
+            rejected[str(test["id"])] = "takes matrices of bytes"
+            continue
+        flat = np.frombuffer(data[start + begin : start + end], np.uint8)
+        scale = np.lib.stride_tricks.as_strided(flat, x["shape"], x["strides"])
+        outputs[f"{test['id']}.out"] = blocked_in_numpy(scale)
+    (tmp_path / "results").mkdir()
+    save_arrays(outputs, tmp_path / "results" / "to_blocked.safetensors")
+    (tmp_path / "results" / "to_blocked.json").write_text(json.dumps({"rejected": rejected}))
+    results = list(vectors.check(tmp_path))
+    assert {r.status for r in results} == {"passed"}
+    assert len(results) > 20
+
+
+def test_right_answers_pass_and_so_does_another_nan(answered):
+    name = "random bit patterns, bfloat16, rceil, e4m3fn"
+    qdata = answered.outputs[f"{number(answered, name)}.qdata"].view(torch.uint8)
+    qdata[qdata == 0x7F] = 0xFF
+    assert {r.status for r in answered.judged().values()} == {"passed"}
+
+
+def test_a_wrong_byte_is_named_with_its_block(answered):
+    answered.outputs[f"{number(answered, 'one block')}.qdata"].view(torch.uint8)[0, 31] ^= 1
+    results = answered.judged()
+    assert [r.case for r in results.values() if r.status == "failed"] == ["one block"]
+    assert "output 0: 1 of 32 elements differ, first at [0, 31]: got " in results["one block"].message
+    assert "block [0, 0:32]\n  got      " in results["one block"].message
+
+
+def test_a_column_major_output_is_indexed_by_its_own_shape(answered):
+    name = "96x160, axis -2, plain"
+    answered.outputs[f"{number(answered, name)}.qdata"].view(torch.uint8)[7, 40] ^= 1  # as it lies, (K, M)
+    assert "first at [40, 7]" in answered.judged()[name].message
+
+
+def loses_an_output(answered, number):
+    del answered.outputs[f"{number}.scale"]
+
+
+def flattens(answered, number):
+    answered.outputs[f"{number}.scale"] = answered.outputs[f"{number}.scale"].flatten()
+
+
+def gives_floats(answered, number):
+    answered.outputs[f"{number}.qdata"] = torch.zeros(1, 32)
+
+
+def rejects(answered, number):
+    answered.said["rejected"][number] = "too small"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (loses_an_output, "has no output scale"),
+        (flattens, "output scale: stored shape (1,); needs (1, 1)"),
+        (gives_floats, "output 0: dtype torch.float32; needs torch.float8_e4m3fn"),
+        (rejects, "rejected what is valid: too small"),
+    ],
+)
+def test_what_else_is_wrong_is_said(answered, change, words):
+    change(answered, number(answered, "one block"))
+    results = answered.judged()
+    assert [(r.case, r.message) for r in results.values() if r.status == "failed"] == [("one block", words)]
+
+
+def test_what_must_be_rejected_and_what_is_not_answered(answered):
+    refused = number(answered, "K = 100")
+    del answered.said["rejected"][refused]
+    assert answered.judged()["K = 100"].status == "missing"
+    answered.outputs[f"{refused}.qdata"] = torch.zeros(4, 100)
+    assert answered.judged()["K = 100"].message == (
+        "accepted what must be refused: K = 100 is not a multiple of block_size 32"
+    )
+    block = number(answered, "one block")
+    del answered.outputs[f"{block}.qdata"], answered.outputs[f"{block}.scale"]
+    assert answered.judged()["one block"].status == "missing"
+    answered.said["skipped"] = {block: "one row is too few"}
+    assert answered.judged()["one block"].status == "skipped"
+
+
+def test_the_peer_whose_rule_explains_it_is_named(answered, monkeypatch):
+    asked = []
+
+    def explaining(op, args, kwargs, got):
+        asked.append((op, args, kwargs, got))
+        return ["te", "quack"]
+
+    monkeypatch.setitem(sys.modules, "mxspec.rules", types.SimpleNamespace(explaining=explaining))
+    name = next(t["comment"] for t in answered.tests if t["options"]["axis"] == -2 and "outputs" in t)
+    answered.outputs[f"{number(answered, name)}.scale"].view(torch.uint8)[0, 0] += 1
+    assert answered.judged()[name].message.endswith("your bytes are those of: te, quack")
+    [(op, args, kwargs, got)] = asked
+    case = next(c for c in dispatch.reference(op).spec.cases() if c.name == name)
+    reference = dispatch.reference(op)
+    assert args[0].equal(case.args()[0]) or args[0].view(torch.int16).equal(case.args()[0].view(torch.int16))
+    again = reference(*args, **kwargs)
+    assert [t.stride() for t in got] == [t.stride() for t in again]
+    assert int(got[1].view(torch.uint8)[0, 0]) == int(again[1].view(torch.uint8)[0, 0]) + 1
+    assert isinstance(kwargs["elem_dtype"], torch.dtype)
+
+
+def test_what_cannot_be_judged_is_refused(answered):
+    answered.outputs["999.qdata"] = torch.zeros(1)
+    with pytest.raises(ValueError, match="results of mx_quantize have the id '999'"):
+        answered.judged()
+    del answered.outputs["999.qdata"]
+    answered.judged()
+    (answered.folder / "results" / "mx_quantize.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"results/mx_quantize\.safetensors: "):
+        list(vectors.check(answered.folder))
+    file = answered.folder / "mx_quantize.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(ValueError, match=r"is not the file that mx_quantize\.json describes"):
+        list(vectors.check(answered.folder))
+    with pytest.raises(ValueError, match="holds none"):
+        list(vectors.check(answered.folder.parent / "nothing"))
+    with pytest.raises(ValueError, match="'fp8_gemm' is not judged byte for byte"):
+        vectors.export(answered.folder, ["fp8_gemm"])
+
+
+def test_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["vectors", "export", "out", "--op", "to_blocked"]) == 0
+    assert "to_blocked" in capsys.readouterr().out
+    assert main(["vectors", "check", "out"]) == 1
+    assert capsys.readouterr().err == "mxspec: vectors: out/results answers no test\n"
+    file = tmp_path / "out" / "to_blocked.safetensors"
+    manifest, stored = json.loads(file.with_suffix(".json").read_text()), load_file(file)
+    assert manifest["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    outputs = {f"{t['id']}.out": stored[t["outputs"][0]["stored"]].clone() for t in manifest["tests"] if "outputs" in t}
+    (tmp_path / "out" / "results").mkdir()
+
+    def checked():
+        save_file(outputs, tmp_path / "out" / "results" / "to_blocked.safetensors")
+        code, shown = main(["vectors", "check", "out"]), capsys.readouterr().out
+        [row] = [line for line in shown.splitlines() if "results" in line and "│" in line]
+        return code, shown, [cell.strip() for cell in row.split("│")][3:7]
+
+    missing = str(len(manifest["tests"]) - len(outputs))
+    code, _, counts = checked()
+    assert (code, counts) == (1, [str(len(outputs)), "0", missing, "0"])
+    outputs["1.out"].view(torch.uint8)[5] ^= 1
+    code, shown, counts = checked()
+    assert (code, counts) == (1, [str(len(outputs) - 1), "1", missing, "0"])
+    assert "FAILED to_blocked, test '128x4': output 0: 1 of 512 elements differ, first at [5]: got" in shown
+    outputs["1.out"].view(torch.uint8)[5] ^= 1
+    rejected = {str(t["id"]): "no" for t in manifest["tests"] if t["result"] == "invalid"}
+    (tmp_path / "out" / "results" / "to_blocked.json").write_text(json.dumps({"rejected": rejected}))
+    assert checked()[0] == 0
