@@ -80,7 +80,7 @@ README_MATMULS = {
 def readme_tables(quantizers: Run, matmuls: Run) -> str:
     """The README's tables, each from the newest run of its part."""
     parts = [*quantizer_table(quantizers), "", *matmul_table(matmuls), "", *group_table(matmuls)]
-    return "\n".join([*parts, *(run.note for run in (quantizers, matmuls) if run.note)])
+    return "\n".join([*parts, *(f"\n{run.note}" for run in (quantizers, matmuls) if run.note)])
 
 
 def quantizer_table(run: Run) -> Iterator[str]:
@@ -110,8 +110,8 @@ def matmul_table(run: Run) -> Iterator[str]:
         entries = [race.entry(name) for name in columns.values()]
         yield f"| {race.case.replace('x', ' x ', 2)} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} |"
     yield f"""
-TFLOP/s, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands. `{run.command}`,
-{run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md)."""
+TFLOP/s, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands. 
+`{run.command}`, {run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md)."""
 
 
 def group_table(run: Run) -> Iterator[str]:
@@ -126,9 +126,8 @@ def group_table(run: Run) -> Iterator[str]:
         share = f"{race.ratio(ours, bf16):.2f}" if ours and theirs else ""
         yield f"| {row} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} | {share} |"
     yield """
-TFLOP/s in that run. Hopper multiplies no MX codes: what is compared there is their use with bfloat16's own speed, of
-operands whose values are those of the codes, which the card multiplies faster than random ones. DeepGEMM's groups are
-padded to 128 rows, and its padding is not in its time."""
+TFLOP/s in that run. Hopper has no instruction that multiplies MX codes: beside bfloat16 stands what their use costs.
+DeepGEMM's groups are padded to 128 rows, and its padding is not in its time."""
 
 
 def _cells(race: Race, columns: dict[str, str]) -> Iterator[str]:
@@ -173,8 +172,10 @@ def publish(path: Path) -> None:
         raise ValueError(f"results: {path} is of `{run.command}`; only one of `{COMPLETE}` or a part is published")
     if run.wrong:
         raise ValueError(f"results: {path} found something wrong, so it is not published: {'; '.join(run.wrong)}")
+    timed = {race.op for race in run.races}
+    if not timed & {QUANTIZERS, MATMULS}:
+        raise ValueError(f"results: {path} has timed neither {QUANTIZERS} nor {MATMULS}, so it is no complete part")
     try:  # everything is rendered before anything is written
-        timed = {race.op for race in run.races}
         quantizers, matmuls = (run if op in timed else read(stored(op)) for op in (QUANTIZERS, MATMULS))
         readme, text = in_readme(quantizers, matmuls, README.read_text()), page(run)
     except KeyError as error:

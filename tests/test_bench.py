@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -571,7 +572,9 @@ def test_the_stored_runs_are_complete_and_steady(stored, newest):
         large = [e.spread for e in timed_case.entries if e.kind == "backend" and e.us > 100]
         spreads.setdefault(timed_case.is_matmul(stored.device), []).extend(large)
     assert max(spreads[False]) < 0.03
-    assert max(spreads[True]) < 0.06  # at its power limit the card steps between two clocks
+    # At its power limit the card steps between two clocks, and after a contender that leaves it cool it starts high.
+    assert statistics.median(spreads[True]) < 0.02
+    assert max(spreads[True]) < 0.13
 
 
 def test_the_model_is_within_15_percent_of_the_h200_where_it_says_so(stored):
@@ -618,6 +621,7 @@ def test_compare_finds_what_fell_by_more_than_5_percent_and_what_is_gone(stored,
 
 def test_only_a_complete_right_run_is_published(stored, tmp_path, capsys):
     before = {path: path.read_bytes() for path in (ROOT / "benchmarks" / "results").glob("*.*")}
+    quantizers = [race for race in stored.races if race.op == "mx_quantize"]
     spoiled = (dataclasses.replace(stored.races[0], wrong={"triton": "no"}), *stored.races[1:])
     for change, words in [
         (
@@ -625,7 +629,11 @@ def test_only_a_complete_right_run_is_published(stored, tmp_path, capsys):
             "only one of `python -m mxspec",
         ),
         ({"races": spoiled}, "found something wrong"),
-        ({"races": ()}, "has no figure for ('mx_quantize', '32768x7168, rceil, plain')"),
+        ({"races": ()}, "has timed neither mx_quantize nor fp8_gemm"),
+        (
+            {"races": (stored.races[0], *quantizers[:1])},
+            "has no figure for ('mx_quantize', '32768x7168, rceil, plain')",
+        ),
     ]:
         dataclasses.replace(stored, **change).write(tmp_path / "run.json")
         assert results.main(["publish", str(tmp_path / "run.json")]) == 2
