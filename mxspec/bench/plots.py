@@ -22,6 +22,7 @@ _COLOURS = {
     "reference": "#000000",
     "torchao": "#D55E00",
     "cuBLAS": "#009E73",
+    "torch": "#009E73",
     "DeepGEMM": "#CC79A7",
     "FBGEMM": "#56B4E9",
     "TransformerEngine": "#F0E442",
@@ -133,23 +134,32 @@ def _bandwidth(run: Run) -> Any:
 
 
 def _matmul(run: Run) -> Any:
-    """Matmuls side by side, a group of bars for each shape."""
+    """Matmuls side by side: a panel for each op, in it a group of bars for each shape."""
     races = [race for race in run.races if race.entries and race.is_matmul(run.device)]
     if not races:
         return None
+    ops = list(dict.fromkeys(race.op for race in races))
     names = list(dict.fromkeys(e.name for race in races for e in race.entries if e.kind != "baseline"))
-    figure, axes = plt.subplots(figsize=(max(6, 1.6 * len(races) + 2), 4))
-    width = 0.8 / len(names)
-    for i, name in enumerate(names):
-        at = [(j, e.tflops) for j, race in enumerate(races) if (e := race.entry(name))]
-        axes.bar([j + (i - (len(names) - 1) / 2) * width for j, _ in at], [y for _, y in at], width, label=name,
-                 color=_colour(name), hatch=("", "//", "..")[_variant(name, names) % 3])  # fmt: skip
-    if peaks := devices.named(run.device):
-        for label, tflops in (("bf16", peaks.bf16_tflops), ("FP8", peaks.fp8_tflops)):
-            axes.axhline(tflops, color="black", linewidth=0.8)
-            axes.annotate(f"data sheet, {label}", (-0.6, tflops), fontsize=7, ha="left", va="bottom")
-    axes.set_xticks(range(len(races)), [f"{race.op}\n{race.case}" for race in races], fontsize=7)
-    axes.set_ylabel("TFLOP/s")
-    axes.legend(fontsize=8, ncols=len(names), loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
-    _titled(axes, "Matmuls: M x N x K", run)
+    most = max(sum(race.op == op for race in races) for op in ops)
+    size = (max(6, 0.6 * most + 2), 3.2 * len(ops))
+    figure, panels = plt.subplots(len(ops), figsize=size, squeeze=False, layout="constrained")
+    bars = {}
+    for op, axes in zip(ops, panels[:, 0], strict=True):
+        of_op = [race for race in races if race.op == op]
+        there = [name for name in names if any(race.entry(name) for race in of_op)]
+        width = 0.8 / len(there)
+        for i, name in enumerate(there):
+            at = [(j, e.tflops) for j, race in enumerate(of_op) if (e := race.entry(name))]
+            bars[name] = axes.bar(
+                [j + (i - (len(there) - 1) / 2) * width for j, _ in at], [y for _, y in at], width,
+                color=_colour(name), hatch=("", "//", "..")[_variant(name, names) % 3],
+            )  # fmt: skip
+        if peaks := devices.named(run.device):
+            for label, tflops in (("bf16", peaks.bf16_tflops), ("FP8", peaks.fp8_tflops)):
+                axes.axhline(tflops, color="black", linewidth=0.8)
+                axes.annotate(f"data sheet, {label}", (-0.6, tflops), fontsize=7, ha="left", va="bottom")
+        axes.set_xticks(range(len(of_op)), [race.case for race in of_op], fontsize=7, rotation=20, ha="right")
+        axes.set_ylabel("TFLOP/s")
+        _titled(axes, f"{op}: M x N x K", run)
+    figure.legend(bars.values(), bars, fontsize=8, ncols=min(len(bars), 5), loc="outside lower center", frameon=False)
     return figure
