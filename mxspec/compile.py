@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from mxspec.covering import covering, recorded
 from mxspec.dispatch import backends, has_kernel, interpreters, kernel_module, ops, reference
 from mxspec.spec import Case
 
@@ -264,30 +265,62 @@ def problems(code: Sequence[MachineCode], expected: Sequence[str], args: Sequenc
     return found
 
 
-def compile_op(op: str, backend: str, target: str) -> list[Result]:
-    """Compile and check every case of an op."""
+@dataclass(frozen=True)
+class _Call:
+    """A case as it is compiled, or why it is not."""
+
+    case: Case
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    skipped: str = ""
+
+
+def _call(case: Case, module: ModuleType) -> _Call:
+    if case.raises:
+        return _Call(case, skipped="is refused")
+    args, kwargs = [_meta(arg) for arg in case.args()], {k: _meta(v) for k, v in case.kwargs.items()}
+    reason = module.supports(*args, **kwargs) if hasattr(module, "supports") else None
+    return _Call(case, args, kwargs, reason or "")
+
+
+def _covered(calls: Sequence[_Call], fn: Callable[..., Any]) -> list[_Call]:
+    """The calls, of which those are skipped that would compile nothing but what others show."""
+    launches = []
+    with recorded() as seen:
+        for call in calls:
+            seen.clear()
+            with contextlib.suppress(Exception):  # it is raised again when the call is compiled
+                fn(*call.args, **call.kwargs) if not call.skipped else None
+            launches.append(tuple(seen))
+    enough = covering(launches)
+    shown = "shows no options that other cases do not"
+    return [
+        call if call.skipped or i in enough or not launches[i] else dataclasses.replace(call, skipped=shown)
+        for i, call in enumerate(calls)
+    ]
+
+
+def compile_op(op: str, backend: str, target: str, cover: bool = False) -> list[Result]:
+    """Compile and check every case of an op, or, to `cover`, as many as show all pairs of options (`covering.py`)."""
     module = kernel_module(op, backend)
     ptx = getattr(module, "PTX", None)
     if isinstance(module, str) or (isinstance(ptx, str) and ptx.startswith("no: ")):
         return [Result(op, backend, "all", target, skipped=module if isinstance(module, str) else str(ptx))]
-    expected, results = _expected(module, target), []
+    fn, expected, results = getattr(module, op), _expected(module, target), []
     with fake_gpu(target) as compiled:
-        for case in reference(op).spec.cases():
-            result = functools.partial(Result, op, backend, case.name, target)
-            if case.raises:
-                results.append(result(skipped="is refused"))
-                continue
-            args, kwargs = [_meta(arg) for arg in case.args()], {k: _meta(v) for k, v in case.kwargs.items()}
-            if reason := module.supports(*args, **kwargs) if hasattr(module, "supports") else None:
-                results.append(result(skipped=reason))
+        calls = [_call(case, module) for case in reference(op).spec.cases()]
+        for call in _covered(calls, fn) if cover else calls:
+            result = functools.partial(Result, op, backend, call.case.name, target)
+            if call.skipped:
+                results.append(result(skipped=call.skipped))
                 continue
             try:
-                code = _compile(compiled, target, getattr(module, op), args, kwargs)
+                code = _compile(compiled, target, fn, call.args, call.kwargs)
             except Exception as error:  # whatever a compiler raises; the other cases still have something to say
                 causes = [error, *([error.__cause__] if error.__cause__ else [])]
                 results.append(result(problems=tuple(f"{type(e).__name__}: {e}" for e in causes)))
                 continue
-            wrong = problems(code, expected, [*args, *kwargs.values()], "edge" in case.flags)
+            wrong = problems(code, expected, [*call.args, *call.kwargs.values()], "edge" in call.case.flags)
             results.append(result(code=tuple(code), problems=tuple(wrong)))
     return results
 
@@ -297,8 +330,8 @@ def kernels() -> list[tuple[str, str]]:
     return [(op, backend) for op in ops() for backend in backends() if has_kernel(op, backend)]
 
 
-def compile_all(jobs: Sequence[tuple[str, str, str]]) -> list[Result]:
-    """`compile_op` on each `(op, backend, target)`, as many at a time as there are cores."""
+def compile_all(jobs: Sequence[tuple[str, str, str, bool]]) -> list[Result]:
+    """`compile_op` on each `(op, backend, target, cover)`, as many at a time as there are cores."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         return [result for results in pool.map(compile_op, *zip(*jobs, strict=True)) for result in results]
 
@@ -327,12 +360,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=ops())
     parser.add_argument("--backend", choices=[b for b in backends() if b != "reference"])
     parser.add_argument("--target", choices=TARGETS)
+    parser.add_argument("--cover", action="store_true", help="only cases that show a pair of options not shown before")
     parser.add_argument("--json", action="store_true", help="everything but the PTX, as JSON")
     asked = parser.parse_args(argv)
     if reason := unavailable():
         parser.error(reason)
     jobs = [
-        (op, backend, target)
+        (op, backend, target, asked.cover)
         for op, backend in kernels()
         for target in TARGETS
         if asked.op in (None, op) and asked.backend in (None, backend) and asked.target in (None, target)

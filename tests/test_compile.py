@@ -33,7 +33,7 @@ each_target = pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("op", "backend"), kernels())
 def test_machine_code(op: str, backend: str, target: str, monkeypatch) -> None:
     monkeypatch.setattr("builtins._", None, raising=False)  # as a prompt or a doctest does; Helion then knows it
-    results = compile_op(op, backend, target)
+    results = compile_op(op, backend, target, cover=True)
     wrong = [f"{r.case}: {'; '.join(r.problems)}" for r in results if r.problems]
     assert not wrong, "\n".join(wrong)
     if all(r.skipped for r in results):
@@ -51,7 +51,8 @@ OLD_TARGET = "sm90"  # where that release is used; both targets would take the t
 def test_machine_code_of_the_old_triton() -> None:
     """All ops in one run: its processes import torch once, not once an op. What Helion generates is left to a GPU with
     that release, where it runs; Gluon's language differs between the two."""
-    command = [sys.executable, "-m", "mxspec.compile", "--json", "--target", OLD_TARGET, "--backend", "triton"]
+    chosen = ["--cover", "--target", OLD_TARGET, "--backend", "triton"]
+    command = [sys.executable, "-m", "mxspec.compile", "--json", *chosen]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(OLD), str(ROOT)])}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stderr

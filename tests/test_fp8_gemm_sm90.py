@@ -28,11 +28,12 @@ def launch(a, a_scale, b, b_scale, tile, out_dtype):
     return out
 
 
-@pytest.mark.parametrize("major", ["k", "mn"])
 @each_granularity
 @each_output
 @each_tile
-def test_every_tile_compiles_without_spilling(tile, out_dtype, rows, major):
+def test_every_tile_compiles_without_spilling(tile, out_dtype, rows):
+    # Which way scales lie is how they are loaded: each way with each tile, output and granularity, not with all three.
+    major = ("k", "mn")[([*TILES, NARROW].index(tile) + list(MIN_SQNR_DB).index(out_dtype) + rows // 128) % 2]
     made = operands(300, 264, 256, rows, major=major)
     code = compile_call(launch, *made, tile=tile, out_dtype=out_dtype, target="sm90")
     assert not problems(code, (), (), edge=False)

@@ -1,0 +1,97 @@
+"""Which of an op's cases are enough where each combination of options costs a compilation.
+
+A kernel is compiled anew for every combination of its constants and dtypes. What breaks one of them breaks, as a rule,
+each in which the same one or two options meet. So a covering of an op's cases shows, of each of its kernels, every
+value of every option that any case has, shipped configurations included, and every two values that meet in any; and,
+each by itself, how its numbers divide and how its tensors are aligned.
+
+What a launch depends on is asked of the frameworks, before they compile: nothing here names an op or an option.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+Trait = tuple[str, Hashable]  # the name of an argument, or of a compiler's option, and what is known of it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the code of one launch depends on."""
+
+    kernel: str
+    options: frozenset[Trait]  # constants, dtypes, configuration: what a kernel branches on
+    numbers: frozenset[Trait]  # whether an argument is 1, or a multiple of 16
+
+    def shows(self, together: int) -> set[Hashable]:
+        """So many options at a time, or all where there are fewer, and each of the numbers."""
+        some = itertools.combinations(self.options, min(together, len(self.options)))
+        return {(self.kernel, frozenset(traits)) for traits in (*some, *({number} for number in self.numbers))}
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, no kernel is compiled or run; the list that is given grows with what would be."""
+    launches: list[Launch] = []
+    with contextlib.ExitStack() as stack:
+        if "triton" in sys.modules:
+            from triton.runtime.jit import JITFunction
+
+            stack.enter_context(mock.patch.multiple(JITFunction, run=_recording_triton(launches)))
+        if runtime := sys.modules.get("helion.runtime.kernel"):
+            stack.enter_context(mock.patch.multiple(runtime.Kernel, __call__=_recording_helion(launches)))
+        yield launches
+
+
+def _recording_triton(launches: list[Launch]) -> Callable[..., None]:
+    from triton.runtime.driver import driver
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        binder = self.device_caches[driver.active.get_current_device()][-1]
+        bound, specialization, options = binder(*args, **kwargs)
+        chosen, numbers = {(name, str(value)) for name, value in options.items()}, set()
+        for parameter, value, (kind, attribute) in zip(self.params, bound.values(), specialization, strict=True):
+            if parameter.is_constexpr:
+                chosen.add((parameter.name, str(attribute)))
+            else:
+                numbers.add((parameter.name, f"{kind} {attribute}"))
+                if not isinstance(value, int | float):
+                    chosen.add((parameter.name, str(kind)))
+        launches.append(Launch(self.fn.__qualname__, frozenset(chosen), frozenset(numbers)))
+
+    return run
+
+
+def _recording_helion(launches: list[Launch]) -> Callable[..., None]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        args = self.normalize_args(*args, **kwargs)
+        chosen = {(str(i), part) for i, part in enumerate(self._base_specialization_key(args))}
+        numbers = set[Trait]()
+        for i, value in enumerate(args):
+            if isinstance(value, Tensor):
+                numbers.add((str(i), value.storage_offset() * value.element_size() % 16 == 0))
+            elif type(value) is int:
+                numbers.add((str(i), "1" if value == 1 else value % 16 == 0))
+        chosen |= {("configs", str(self.configs)), ("index", self.settings.index_dtype)}
+        launches.append(Launch(self.fn.__qualname__, frozenset(chosen), frozenset(numbers)))
+
+    return call
+
+
+def covering(launches: Sequence[Iterable[Launch]], together: int = 2) -> set[int]:
+    """The places of enough cases, of what each launches: the one that shows most that is missing, again and again."""
+    shown = [set[Hashable]().union(*(launch.shows(together) for launch in case)) for case in launches]
+    missing, enough = set[Hashable]().union(*shown), set[int]()
+    while missing:
+        most = max(range(len(shown)), key=lambda i: len(shown[i] & missing))
+        enough.add(most)
+        missing -= shown[most]
+    return enough
