@@ -1,7 +1,7 @@
 """The house's docstrings as Markdown: sections get headings, arguments a list, examples become code, ops links.
 
-An extension of Griffe, by which mkdocstrings reads sources. Griffe's own readers of docstrings know no section that
-begins on its heading's line, and take a sentence with a colon for a name and its type.
+Griffe's own readers of docstrings know no section that begins on its heading's line, and take a sentence with a colon
+for a name and its type.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ import inspect
 import re
 from collections.abc import Iterator
 from textwrap import dedent
-from typing import Any
-
-import griffe
 
 from mxspec import dispatch
 
 _HEADING = re.compile(r"(Args|Shapes|Returns|Yields|Special values|Raises|Example|Source):(?: (.*))?")
 _ITEM = re.compile(r"(\w+(?:, \w+)*): (.*)")
+_DOCTEST_FLAG = re.compile(r" +# doctest: .*")
+_CODE_OR_LESS = re.compile(r"```.*?```|`[^`]*`|<", re.DOTALL)
 
 
-class HouseDocstrings(griffe.Extension):
-    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        if obj.docstring:
-            obj.docstring.value = markdown(obj.docstring.value, obj.name)
-
-
-def markdown(docstring: str, name: str = "") -> str:
-    return link_ops("\n".join(_fenced(_sections(inspect.cleandoc(docstring).splitlines()))), name)
+def markdown(docstring: str, name: str) -> str:
+    """The docstring of the object called `name`."""
+    text = "\n".join(_fenced(_sections(inspect.cleandoc(docstring).splitlines())))
+    text = _CODE_OR_LESS.sub(lambda m: "&lt;" if m[0] == "<" else m[0], text)  # `<` begins no HTML in a docstring
+    return link_ops(text, name)
 
 
 def link_ops(text: str, but: str = "") -> str:
@@ -38,13 +34,15 @@ def link_ops(text: str, but: str = "") -> str:
         if opening := re.match(r"\s*(`{3,})", line):
             fence = "" if fence == opening[1] else fence or opening[1]
         elif not fence and not line.startswith("#"):
-            lines[i] = _mention().sub(lambda m: m[0] if m[1] == but else f"[{m[0]}][mxspec.{m[1]}]", line)
+            lines[i] = _link_or_mention().sub(
+                lambda m: m[0] if m[1] in (None, but) else f"[{m[0]}][mxspec.{m[1]}]", line
+            )
     return "\n".join(lines)
 
 
 @functools.cache
-def _mention() -> re.Pattern[str]:
-    return re.compile(rf"(?<!\[)`(?:mxspec\.)?({'|'.join(dispatch.ops())})`(?!\])")
+def _link_or_mention() -> re.Pattern[str]:
+    return re.compile(rf"\[[^\]]*\][(\[]|`(?:mxspec\.)?({'|'.join(dispatch.ops())})`")
 
 
 def _sections(lines: list[str]) -> Iterator[str]:
@@ -81,6 +79,6 @@ def _fenced(lines: Iterator[str]) -> Iterator[str]:
         elif inside and not line:
             inside = False
             yield "```"
-        yield line
+        yield _DOCTEST_FLAG.sub("", line)
     if inside:
         yield "```"
