@@ -181,8 +181,8 @@ def _op_page(op: str, notebooks: list[str]) -> str:
     if peers := [peer for peer in _peers() if hasattr(importlib.import_module(f"mxspec.rules.{peer}"), op)]:
         lines += ["", "## Peers' rules", ""]
         lines += [f"- [rules.{peer}.{op}][mxspec.rules.{peer}.{op}]" for peer in peers]
-    call = re.compile(rf"\b{op}\(")
-    if uses := [path for path in notebooks if call.search((ROOT / path).read_text(encoding="utf-8"))]:
+    use = re.compile(rf'\b{op}[("]')  # a call, or its name as an argument
+    if uses := [path for path in notebooks if any(use.search("".join(cell["source"])) for cell in _cells(path))]:
         lines += ["", "## Notebooks that use it", ""]
         lines += [f"- [{_number(path)} {_title(path)}](../{path})" for path in uses]
     return "\n".join(lines) + "\n"
