@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -253,13 +253,18 @@ def _expected(module: ModuleType, target: str) -> tuple[str, ...]:
     return tuple(ptx.get(target, ()) if isinstance(ptx, Mapping) else ptx)
 
 
+def is_searched(args: Iterable[Any], edge: bool) -> bool:
+    """Whether a case must have its kernel's instructions: `PTX`."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    return not edge and all(t.is_contiguous() and t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
+
+
 def problems(code: Sequence[MachineCode], expected: Sequence[str], args: Sequence[Any], edge: bool) -> list[str]:
     """What is wrong with the machine code of one case."""
     found = [f"{c.kernel} keeps {c.local_bytes} bytes a thread in local memory" for c in code if c.local_bytes]
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not code and not edge:
         found.append("launches nothing")
-    elif not edge and all(t.is_contiguous() and t.storage_offset() * t.element_size() % 16 == 0 for t in tensors):
+    elif is_searched(args, edge):
         ptx = "\n".join(c.ptx for c in code)
         found += [f"no {regex!r} in the PTX of {code[0].kernel}" for regex in expected if not re.search(regex, ptx)]
     return found
@@ -291,7 +296,11 @@ def _covered(calls: Sequence[_Call], fn: Callable[..., Any]) -> list[_Call]:
             seen.clear()
             with contextlib.suppress(Exception):  # it is raised again when the call is compiled
                 fn(*call.args, **call.kwargs) if not call.skipped else None
-            launches.append(tuple(seen))
+            searched = is_searched((*call.args, *call.kwargs.values()), "edge" in call.case.flags)
+            # What has its instructions searched is covered by itself: no other case shows that of its options.
+            launches.append(
+                (*seen, *(dataclasses.replace(one, kernel=f"{one.kernel}, searched") for one in seen if searched))
+            )
     enough = covering(launches)
     shown = "shows no options that other cases do not"
     return [

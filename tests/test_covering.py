@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mxspec import compile, dispatch
 from mxspec.compile import fake_gpu, unavailable
 from mxspec.covering import Launch, covering, recorded
 
@@ -62,3 +63,23 @@ def test_what_a_launch_depends_on_is_seen_without_compiling(backend):
     for other in (seen(64, 64, dtype=torch.float32), seen(64, 64, scaling="floor")):
         assert other.options - one.options
     assert seen(77, 96, scale_layout="blocked").numbers != seen(80, 96, scale_layout="blocked").numbers
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
+def test_options_whose_instructions_are_searched_are_covered_by_cases_that_are_searched():
+    from mxspec.triton_kernels import mx_dequantize as module
+
+    def shown(calls):
+        found = set()
+        for call in calls:
+            if not call.skipped and compile.is_searched(call.args, "edge" in call.case.flags):
+                with recorded() as launches:
+                    module.mx_dequantize(*call.args, **call.kwargs)
+                found |= set().union(*(one.shows(2) for one in launches))
+        return found
+
+    with fake_gpu("sm90"):
+        calls = [compile._call(case, module) for case in dispatch.reference("mx_dequantize").spec.cases()]
+        covered = compile._covered(calls, module.mx_dequantize)
+        assert sum(not call.skipped for call in covered) < sum(not call.skipped for call in calls) / 2
+        assert shown(covered) == shown(calls) != set()

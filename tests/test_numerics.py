@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxspec import formats, peers
+from mxspec import formats
 from mxspec.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2
 from mxspec.reference._numerics import decoded, encoded, packed, saturating_cast, unpacked, widened
+from mxspec.rules._recorded import load
 
 ML_DTYPES = {
     E4M3FN: ml_dtypes.float8_e4m3fn,
@@ -65,7 +66,7 @@ def test_any_fp32_gets_the_code_that_ml_dtypes_gives(values, fmt):
 
 def test_e2m1_rounds_as_the_peers_that_round_to_nearest_even():
     """`fp4` of peers.json: a value, and its code by four peers, of whom the third rounds ties towards zero."""
-    rows = peers.load()["fp4"]
+    rows = load()["fp4"]
     got = encoded(torch.tensor([value for value, *_ in rows]), E2M1).tolist()
     assert [[code] * 3 for code in got] == [[row[1], row[2], row[4]] for row in rows]
     ties = dict(zip([value for value, *_ in rows], got, strict=True))
