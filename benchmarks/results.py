@@ -8,6 +8,7 @@ python benchmarks/results.py publish new.json          # its page, pictures and 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def matmul_table(run: Run) -> Iterator[str]:
         entries = [race.entry(name) for name in columns.values()]
         yield f"| {race.case.replace('x', ' x ', 2)} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} |"
     yield f"""
-TFLOP/s, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands. 
+TFLOP/s, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands.
 `{run.command}`, {run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md)."""
 
 
@@ -187,6 +188,19 @@ def publish(path: Path) -> None:
     console.print(f"published: benchmarks/results/{name_of(run)}.md, .json and pictures; the README's tables")
 
 
+def newest(run: Run) -> Run:
+    """What is stored of a run's device: the races of each op in the newest run that timed it."""
+    runs = [other for path in RESULTS.glob("*.json") if (other := read(path)).device == run.device]
+    if not runs:
+        raise ValueError(f"results: no stored run of {run.device} in {RESULTS}")
+    races: dict[tuple[str, str], Race] = {}
+    for other in sorted(runs, key=lambda other: other.date):
+        ops = {race.op for race in other.races}
+        races = {key: race for key, race in races.items() if race.op not in ops}
+        races |= {(race.op, race.case): race for race in other.races}
+    return dataclasses.replace(max(runs, key=lambda other: other.date), races=tuple(races.values()))
+
+
 # --- compare ----------------------------------------------------------------------------------------------------
 
 
@@ -215,14 +229,13 @@ def falls(new: Run, old: Run) -> Iterator[str]:
 def compare(new: Path, old: Path | None) -> int:
     """Print what fell or is gone; 1 if anything did."""
     run = read(new)
-    path = old or stored(MATMULS if run.command == f"{COMPLETE} matmuls" else QUANTIZERS, run.device)
-    before = read(path)
+    before = read(old) if old else newest(run)
     if run.device != before.device:
-        raise ValueError(f"results: {new} is of {run.device} and {path} of {before.device}; needs one device")
+        raise ValueError(f"results: {new} is of {run.device} and {old} of {before.device}; needs one device")
     found = [*run.wrong, *falls(run, before)]
     for line in found:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    beside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    beside = old or f"the newest stored runs, {before.date}"
     console.print(f"{len(found)} figures wrong, gone or fallen by more than {FALL:.0%} since {beside}", highlight=False)
     return 1 if found else 0
 

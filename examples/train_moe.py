@@ -132,6 +132,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--plot", metavar="FILE", help="the loss curves, as a picture; needs matplotlib")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = p.parse_args(argv)
+    if options.seeds < 1:
+        p.error(f"--seeds {options.seeds}; needs at least 1")
     characters, console = text().to(options.device), Console()
     recipes = ["bf16", *(name for name in options.recipes if name != "bf16")]  # what the others are compared with
     outcomes: dict[str, list[Outcome]] = {recipe: [] for recipe in recipes}

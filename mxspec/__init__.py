@@ -5,7 +5,8 @@ bit-identical kernel instead: `use_backend`, the `backend=` of a call, or the en
 """
 
 import importlib as _importlib
-from types import ModuleType as _ModuleType
+import pkgutil as _pkgutil
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from mxspec import dispatch as _dispatch
 from mxspec.dispatch import current_backend, explain, use_backend
@@ -39,15 +40,17 @@ __version__ = "0.1.0"
 globals().update({name: _dispatch.op(globals()[name]) for name in _dispatch.ops()})
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """`mxspec.nn`, `mxspec.layouts` and every other module, imported when it is first named."""
-    if not name.startswith("_"):
-        try:
+if not _TYPE_CHECKING:  # where any name would be taken for a module
+
+    def __getattr__(name):
+        """`mxspec.nn`, `mxspec.layouts` and every other module, imported when it is first named."""
+        if name in __dir__() and not name.startswith("_"):
             return _importlib.import_module(f"mxspec.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"mxspec.{name}":
-                raise
-    raise AttributeError(f"module 'mxspec' has no attribute {name!r}")
+        raise AttributeError(f"module 'mxspec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(module.name for module in _pkgutil.iter_modules(__path__))})
 
 
 __all__ = [

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from mxspec.reference._checks import FP8_DTYPES
+
 FORMATS = ("mxfp8", "fp8_128", "bf16")
 SCALINGS = ("rceil", "floor", "ceil", "even")
-GRAD_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Recipe:
         for what, value, known in (("format", self.format, FORMATS), ("scaling", self.scaling, SCALINGS)):
             if value not in known:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
-        if self.grad_dtype not in GRAD_DTYPES:
-            raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, GRAD_DTYPES))}")
+        if self.grad_dtype not in FP8_DTYPES:
+            raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, FP8_DTYPES))}")
         if not isinstance(self.wgrad_bf16, bool):
             raise TypeError(f"Recipe: wgrad_bf16 = {self.wgrad_bf16!r}; needs True or False")
         options = self.scaling, self.grad_dtype, self.wgrad_bf16
