@@ -57,8 +57,10 @@ def run_check(options: argparse.Namespace) -> int:
         for case in dispatch.reference(op).spec.cases()
         if options.case in (None, case.name)
     ]
+    if not work and options.op:
+        check.cases_of(options.op, options.case)  # which says what there is
     if not work:
-        raise ValueError(f"check: no case named {options.case!r}")
+        raise ValueError(f"check: no op has a case named {options.case!r}")
     results = []
     for op, candidate, case in progress(work, "check", lambda item: f"{item[0]}: {item[2].name}"):
         results.append(result := check.check_case(op, case, candidate, device, options.function))
@@ -151,7 +153,8 @@ def run_explain(options: argparse.Namespace) -> int:
     cases = [c for c in dispatch.reference(options.op).spec.cases() if not c.raises]
     case = next((c for c in cases if options.case in (None, c.name)), None)
     if case is None:
-        raise ValueError(f"explain: {options.op} has no case named {options.case!r}")
+        check.cases_of(options.op, options.case)  # which says what there is, or:
+        raise ValueError(f"explain: the case {options.case!r} is to be refused; needs one that runs")
     device = _device(options.device)
     args = check.on_device(device, case.args())
     print(f"case {case.name!r} on {device}")

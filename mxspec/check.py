@@ -6,8 +6,10 @@ One engine for pytest, the command line and the notebooks. It knows what `@spec`
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
+import inspect
 import math
 import shlex
 import traceback
@@ -64,6 +66,8 @@ def check_case(
     a report calls the candidate, `module:function` if that is where the command line finds it.
     """
     device = device or default_device()
+    if device.type == "meta":
+        raise ValueError("check: device = meta; needs one whose tensors have bytes")
     reference = dispatch.reference(op)
     spec = reference.spec
     name = name or (candidate if isinstance(candidate, str) else _name_of(candidate))
@@ -92,17 +96,21 @@ def check_case(
         if embed and isinstance(candidate, str) and dispatch.refusal(op, candidate, given, dict(case.kwargs)):
             break  # it says that it takes no such strides, and nobody gets a wrong output
         try:
-            before = spec.own(given)
-            with poisoned(poison):
+            before, inputs = spec.own(given), _memory_of_inputs(reference, given)
+            with poisoned(poison) as overrun:
                 got = spec.outputs(given, call(*given, **case.kwargs))
             wanted = (spec.own(given)[0].copy_(expected[0]),) if spec.in_place else expected  # with its strides
-            problem = difference(got, wanted, spec.min_sqnr_db)
+            # What it has done elsewhere comes first: wrong outputs may be no more than what follows from that.
+            problem = _changed(inputs, _memory_of_inputs(reference, given)) or overrun()
+            problem = problem or difference(got, wanted, spec.min_sqnr_db)
             if spec.in_place and not problem:
                 problem = _strayed(given[0], before[0])
         except NotImplementedError as error:
             return result("skipped", f"{name}: {error}")
-        except Exception:  # whatever a kernel raises on a valid call is the finding
+        except (Exception, SystemExit) as error:  # whatever a kernel raises on a valid call is the finding
             problem = f"raised on a valid call\n{traceback.format_exc(limit=-3)}"
+            if "0 active drivers" in str(error):
+                problem += "there is no GPU here; Triton's kernels run on the CPU under TRITON_INTERPRET=1\n"
         if problem and embed:
             problem = f"inputs embedded in larger, poisoned memory (strides, offset): {problem}"
     if problem is None:
@@ -133,6 +141,7 @@ def assert_conforms(
     Raises:
         AssertionError: for the cases that it failed, with a report of each of the first three; or when it ran on none
             that is to be answered.
+        TypeError: fn or cases.
         ValueError: op, or a name that no case has.
 
     Example:
@@ -146,10 +155,11 @@ def assert_conforms(
         >>> assert_conforms(to_blocked, op="to_blocked", cases="128x4")
         {'passed': 1, 'skipped': 0}
     """
-    wanted = (lambda case: case.name == cases) if isinstance(cases, str) else cases or (lambda case: True)
-    chosen = [case for case in dispatch.reference(op).spec.cases() if wanted(case)]
-    if isinstance(cases, str) and not chosen:
-        raise ValueError(f"{op} has no case named {cases!r}")
+    if not (callable(fn) or isinstance(fn, str)):
+        raise TypeError(f"assert_conforms: fn = {fn!r}; needs a function, or a backend's name")
+    if not (cases is None or isinstance(cases, str) or callable(cases)):
+        raise TypeError(f"assert_conforms: cases = {cases!r}; needs the name of one, or a function of a Case")
+    chosen = cases_of(op, cases)
     results = [check_case(op, case, fn, device) for case in chosen]
     failed = [r for r in results if r.status == "failed"]
     counts = {status: sum(r.status == status for r in results) for status in ("passed", "skipped")}
@@ -166,15 +176,29 @@ def assert_conforms(
     return counts
 
 
+def cases_of(op: str, chosen: str | Callable[[Case], bool] | None = None) -> list[Case]:
+    """The cases of an op: the one of a name, those that a function takes, or all."""
+    cases = list(dispatch.reference(op).spec.cases())
+    if not isinstance(chosen, str):
+        return [case for case in cases if chosen is None or chosen(case)]
+    if found := [case for case in cases if case.name == chosen]:
+        return found
+    near = difflib.get_close_matches(chosen, [case.name for case in cases], 3, 0)
+    raise ValueError(f"{op} has no case named {chosen!r}; among its {len(cases)} are {', '.join(map(repr, near))}")
+
+
 def load(target: str) -> Callable[..., Any]:
     """The function named `module:function`."""
     module, _, function = target.partition(":")
     if not function:
         raise ValueError(f"{target!r} names no function; needs module:function")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{target}: {error}") from error
+        found = getattr(importlib.import_module(module), function)
+    except (Exception, SystemExit) as error:  # a stranger's module may fail to load in any way that it likes
+        raise ValueError(f"{target}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{target} is a {type(found).__name__}; needs a function")
+    return found
 
 
 # --- inputs and outputs -----------------------------------------------------------------------------------------
@@ -219,7 +243,7 @@ def _embedded(args: tuple[Any, ...], reference: Reference[..., Any], kwargs: Map
 
 def fill_bytes(t: Tensor, byte: int) -> None:
     """Fill all the memory of a tensor's storage, whatever its dtype."""
-    torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).fill_(byte)
+    _bytes(t).fill_(byte)
 
 
 _ALLOCATORS = (
@@ -231,24 +255,41 @@ _ALLOCATORS = (
 )
 
 
+_GUARD_BYTES = 1024  # a multiple of what any kernel asks for: a tensor begins behind them as aligned as it was
+
+
 @contextlib.contextmanager
-def poisoned(byte: int) -> Iterator[None]:
-    """Inside, memory that torch hands out uninitialised holds `byte` in every byte."""
+def poisoned(byte: int) -> Iterator[Callable[[], str | None]]:
+    """Inside, memory that torch hands out uninitialised holds `byte` in every byte, and so does what lies around it.
+
+    Gives a function that says whether that is still what lies around.
+    """
+    empty, guarded = torch.empty, list[tuple[Tensor, int]]()
 
     def filling(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(allocate)
         def filled(*args: Any, **kwargs: Any) -> Tensor:
             out = allocate(*args, **kwargs)
-            if type(out) is Tensor and not out.is_meta and out.numel():  # no FakeTensor, which has no bytes
-                fill_bytes(out, byte)
-            return out
+            if type(out) is not Tensor or out.is_meta or not out.numel():  # a FakeTensor has no bytes
+                return out
+            size = out.untyped_storage().nbytes()
+            memory = empty(size + 2 * _GUARD_BYTES, dtype=torch.uint8, device=out.device)
+            fill_bytes(memory, byte)
+            guarded.append((memory, size))
+            where = memory.untyped_storage(), _GUARD_BYTES // out.element_size(), out.shape, out.stride()
+            return empty(0, dtype=out.dtype, device=out.device).set_(*where)
 
         return filled
+
+    def overrun() -> str | None:
+        around = (part for memory, size in guarded for part in (memory[:_GUARD_BYTES], memory[_GUARD_BYTES + size :]))
+        wrong = sum(int((part != byte).sum()) for part in around)
+        return f"{wrong} bytes around memory that it allocated were written" if wrong else None
 
     with contextlib.ExitStack() as patches:
         for place, name in _ALLOCATORS:
             patches.enter_context(mock.patch.object(place, name, filling(getattr(place, name))))
-        yield
+        yield overrun
 
 
 def _too_large(device: torch.device, args: tuple[Any, ...]) -> str | None:
@@ -298,10 +339,27 @@ def _fake_problem(op: str, case: Case, args: tuple[Any, ...], real: tuple[Tensor
     return next((f"under FakeTensor, {problem}" for problem in problems if problem), None)
 
 
+def _memory_of_inputs(reference: Reference[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
+    """A copy of all the memory of each tensor that a call has to leave as it is, by the parameter's name."""
+    names = list(inspect.signature(reference).parameters)[: len(args)]
+    kept = list(zip(names, args, strict=True))[1 if reference.spec.in_place else 0 :]
+    return {name: _bytes(t).clone() for name, t in kept if isinstance(t, Tensor)}
+
+
+def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
+    found = [name for name, memory in before.items() if not memory.equal(after[name])]
+    return f"it changed its input {', '.join(found)}" if found else None
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """All the memory that a tensor is a view of."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
 def _strayed(after: Tensor, before: Tensor) -> str | None:
     """Whether a call wrote around what it is to change: with that put back, all of the memory is what it was."""
     after.copy_(before)
-    now, then = (torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (after, before))
+    now, then = _bytes(after), _bytes(before)
     wrong = int((now != then).sum())
     return f"{wrong} bytes around what it is to change were written" if wrong else None
 

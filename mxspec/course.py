@@ -56,13 +56,10 @@ def verdict(fn: Callable[..., Any], *, op: str, case: str | None = None) -> None
     Raises:
         ValueError: op, or a name that no case has.
     """
-    from mxspec.check import check_case, default_device  # triton is interpreted from this import on, or not
+    from mxspec.check import cases_of, check_case, default_device  # triton is interpreted from this import on, or not
 
-    chosen = [c for c in dispatch.reference(op).spec.cases() if case in (None, c.name)]
-    if not chosen:
-        raise ValueError(f"verdict: {op} has no case named {case!r}")
     left_out, passed = dict[str, None](), 0
-    for each in chosen:
+    for each in cases_of(op, case):
         if each.raises or "large" in each.flags:
             continue
         result = check_case(op, each, fn, default_device(), name=fn.__name__)

@@ -1,6 +1,8 @@
 """The engine itself: each kind of mistake turns it red, and says what it is."""
 
+import ctypes
 import re
+import sys
 
 import pytest
 import torch
@@ -444,3 +446,76 @@ def test_a_tensor_is_moved_with_its_strides():
     for t in (whole[:, 2:7], whole[1:, :1].expand(3, 8), whole.t(), whole[:0], whole[:, ::3]):
         (moved,) = check.on_device(CPU, (t,))
         assert (moved.equal(t), moved.stride()) == (True, t.stride())
+
+
+# --- what a candidate does beside its outputs ---------------------------------------------------------------------
+
+
+def mx(x, **options):
+    return mxspec.mx_quantize(x, **options)
+
+
+def zeroes_its_input(x, **options):
+    out = mx(x, **options)
+    x.view(-1)[:1] = 0
+    return out
+
+
+def writes_behind_its_output(scale):
+    out = torch.empty(512, dtype=scale.dtype)
+    out.copy_(mxspec.to_blocked(scale))
+    ctypes.memset(out.data_ptr() + 512, 0x77, 8)
+    return out
+
+
+def writes_before_its_output(scale):
+    out = torch.empty_like(scale, memory_format=torch.contiguous_format)
+    ctypes.memset(out.data_ptr() - 3, 0x77, 3)
+    return mxspec.to_blocked(scale)
+
+
+def leaves(scale):
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "fn", "words"),
+    [
+        ("mx_quantize", "one block", zeroes_its_input, "it changed its input x"),
+        ("to_blocked", "128x4", writes_behind_its_output, "8 bytes around memory that it allocated were written"),
+        ("to_blocked", "128x4", writes_before_its_output, "3 bytes around memory that it allocated were written"),
+        ("to_blocked", "128x4", leaves, "raised on a valid call"),
+    ],
+)
+def test_what_a_function_does_beside_its_outputs_is_found(op, case, fn, words):
+    (chosen,) = check.cases_of(op, case)
+    result = check.check_case(op, chosen, fn, torch.device("cpu"))
+    assert result.status == "failed"
+    assert result.message.startswith(words)
+    assert "your bytes are" not in result.message
+
+
+def test_guarded_memory_is_as_aligned_and_as_large_as_asked_for():
+    with check.poisoned(0x5A) as overrun:
+        for dtype in (torch.uint8, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.bfloat16, torch.float64):
+            out = torch.empty_strided((3, 5), (1, 4), dtype=dtype)
+            assert (out.shape, out.stride(), out.dtype) == ((3, 5), (1, 4), dtype)
+            assert out.data_ptr() % 64 == 0
+            assert set(out.as_strided((3,), (1,)).view(torch.uint8).tolist()) == {0x5A}
+        assert overrun() is None
+
+
+def test_a_name_that_no_case_has_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match=r"to_blocked has no case named '128x5'; among its \d+ are .*'128x4'"):
+        check.assert_conforms(mxspec.to_blocked, op="to_blocked", cases="128x5")
+
+
+@pytest.mark.parametrize(("fn", "cases", "words"), [(None, None, "fn = None"), (mx, ["one block"], r"cases = \['one")])
+def test_what_is_no_function_or_choice_is_refused(fn, cases, words):
+    with pytest.raises(TypeError, match=words):
+        check.assert_conforms(fn, op="mx_quantize", cases=cases)
+
+
+def test_a_device_without_bytes_is_refused():
+    with pytest.raises(ValueError, match="device = meta; needs one whose tensors have bytes"):
+        check.assert_conforms(mx, op="mx_quantize", cases="one block", device=torch.device("meta"))

@@ -48,7 +48,8 @@ def test_check_of_a_function_is_red_with_exit_code_1(tmp_path):
 def test_check_refuses_what_it_does_not_know():
     assert mxspec("check", "--op", "mx_quantise").returncode == 2
     run = mxspec("check", "--op", "to_blocked", "--case", "no such")
-    assert (run.returncode, run.stderr) == (2, "mxspec: check: no case named 'no such'\n")
+    assert run.returncode == 2
+    assert run.stderr.startswith("mxspec: to_blocked has no case named 'no such'; among its ")
     run = mxspec("check", "mine:to_blocked")
     assert "needs --op" in run.stderr
 
@@ -62,7 +63,7 @@ def test_check_is_not_green_when_nothing_ran():
 def test_check_says_what_is_wrong_with_its_arguments():
     for args, words in [
         (("mine:f", "--op", "to_blocked", "--backend", "triton"), "exclude each other"),
-        (("nomodule:f", "--op", "to_blocked"), "nomodule:f: No module named 'nomodule'"),
+        (("nomodule:f", "--op", "to_blocked"), "nomodule:f: ModuleNotFoundError: No module named 'nomodule'"),
         (("json:nofn", "--op", "to_blocked"), "has no attribute 'nofn'"),
         (("--device", "nonsense"), "--device nonsense: "),
     ]:

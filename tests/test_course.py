@@ -54,7 +54,7 @@ def test_verdict_shows_the_first_wrong_block_and_nothing_of_this_machine(capsys)
 
 
 def test_verdict_refuses_an_unknown_case():
-    with pytest.raises(ValueError, match=r"verdict: to_blocked has no case named '128x5'"):
+    with pytest.raises(ValueError, match=r"to_blocked has no case named '128x5'"):
         course.verdict(mxspec.to_blocked, op="to_blocked", case="128x5")
 
 

@@ -92,12 +92,14 @@ def test_an_offs_out_of_order_does_no_harm(offs):
 
 def test_bench_cases_are_the_grouped_shapes():
     op = dispatch.reference("fp8_grouped_gemm_wgrad")
-    even, ragged = op.spec.bench_cases(Shapes(grouped=((256, 40, 96, 2),)))
+    even, even_bf16, ragged = op.spec.bench_cases(Shapes(grouped=((256, 40, 96, 2),)))
     args = even.args()
-    assert (even.name, args[4].tolist()) == ("256x40x96, E 2, even, padded", [128, 256])
+    assert (even.name, args[4].tolist()) == ("256x40x96, E 2, even, padded, float32", [128, 256])
     assert op.spec.flops(args, ()) == 2 * 256 * 40 * 96
-    for case in (even, ragged):
+    for case in (even, even_bf16, ragged):
         args = case.args()
         assert args[0].shape == (40, args[4][-1])
-        out = op(*args, check_offs=True)
+        out = op(*args, check_offs=True, **case.kwargs)
         assert (out.shape, out.isnan().any().item()) == ((2, 40, 96), False)
+        assert str(out.dtype) == f"torch.{case.name.split(', ')[-1]}"
+    assert len(list(op.spec.bench_cases(Shapes(grouped=((256, 40, 96, 1),))))) == 2  # one group is never ragged

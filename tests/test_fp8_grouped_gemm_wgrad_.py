@@ -90,13 +90,11 @@ def test_compiled_it_changes_a_view_and_gives_what_the_other_op_gives():
 
 
 def test_bench_cases_are_the_grouped_shapes():
-    even, ragged = REFERENCE.spec.bench_cases(Shapes(grouped=((256, 40, 96, 2),)))
-    for case in (even, ragged):
-        args = case.args()
-        outputs = REFERENCE.spec.outputs(args, REFERENCE(*args, check_offs=True))
-        assert outputs[0] is args[0]
-        assert not args[0].isnan().any()
+    (even,) = REFERENCE.spec.bench_cases(Shapes(grouped=((256, 40, 96, 2),)))
     args = even.args()
+    outputs = REFERENCE.spec.outputs(args, REFERENCE(*args, check_offs=True))
+    assert outputs[0] is args[0]
+    assert not args[0].isnan().any()
     assert REFERENCE.spec.flops(args, args[:1]) == 2 * 256 * 40 * 96
     moved = (40 + 96) * (256 + 2 * 4) + 2 * 4 + 2 * 2 * 40 * 96 * 4  # acc is read and written
     assert REFERENCE.spec.bytes_moved(args, args[:1]) == moved

@@ -73,7 +73,7 @@ def cases() -> Iterator[Case]:
     blocked = {"scale_layout": "blocked"}
     yield Case("one block", given(random_normal, 1, 32))
     yield Case("ragged rows, blocked", given(random_normal, 300, 416), blocked)
-    yield Case("ragged rows, e5m2, blocked", given(random_normal, 300, 416), {"elem_dtype": "e5m2", **blocked})
+    yield Case("ragged rows, blocked, e5m2", given(random_normal, 300, 416), {"elem_dtype": "e5m2", **blocked})
     yield Case("ragged rows, floor, blocked", given(random_normal, 5, 9, 96), {"scaling": "floor", **blocked})
     yield Case(
         "negated view", lambda: (torch.complex(normal(4, 64), normal(4, 64, seed=1)).conj().imag,), flags={"edge"}
