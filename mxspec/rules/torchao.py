@@ -27,7 +27,6 @@ def mx_quantize(
 
     Source: torchao/prototype/mx_formats/mx_tensor.py (`to_mx`), 36027d8.
     """
-    _mx.only(NAME, scaling, *SCALINGS)
 
     def rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
         blocks = blocks.float()
@@ -38,7 +37,7 @@ def mx_quantize(
             byte = torch.where(rounded.isfinite(), byte, E8M0FNU.nan_code)
         return cast(blocks * reciprocal_scale(byte), fmt), byte
 
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, rule)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, rule, NAME, RECORDED["mx"])
 
 
 def cast(x: Tensor, fmt: ElementFormat) -> Tensor:
@@ -61,7 +60,10 @@ def fp8_quantize_1x128(
 def fp8_quantize_128x128(
     w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, with_transpose: bool = False
 ) -> tuple[Tensor, ...]:
-    """The same over a square (`torch_blockwise_scale_weight_quant`)."""
+    """The same over a square.
+
+    Source: torchao/prototype/blockwise_fp8_training/kernels.py (`torch_blockwise_scale_weight_quant`), 36027d8.
+    """
     return _fp8.quantize_128x128(w, scale_format, eps, with_transpose, _factor)
 
 
