@@ -10,7 +10,10 @@ from mxspec.reference._numerics import SCALINGS, reciprocal_scale, saturating_ca
 from mxspec.rules import _fp8, _mx
 
 NAME = "torchao main"
-RECORDED = {"mx": {f"aomain.{scaling}": {"scaling": scaling} for scaling in SCALINGS}, "blk": {"aoblk": {}}}
+RECORDED: dict[str, dict[str, dict[str, str]]] = {
+    "mx": {f"aomain.{scaling}": {"scaling": scaling} for scaling in SCALINGS},
+    "blk": {"aoblk": {}},
+}
 
 
 def mx_quantize(
