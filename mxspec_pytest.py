@@ -20,6 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--mxspec-fn", metavar="MODULE:FUNCTION", help="the function to be tested, with the op's signature")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--mxspec-fn") and not hasattr(config, "workerinput"):  # under xdist only who gets all reports
+        config.pluginmanager.register(_Answered(config.getoption("--mxspec-fn")))
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k, -m and --deselect, which then choose among these tests too
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     op, target = config.getoption("--mxspec-op"), config.getoption("--mxspec-fn")
@@ -46,6 +51,7 @@ class CaseItem(pytest.Item):
     def __init__(self, *, op: str, target: str, fn: Any, case: Case, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._op, self._target, self._fn, self._case = op, target, fn, case
+        self.user_properties.append(("mxspec", "invalid" if case.raises else "valid"))
 
     def runtest(self) -> None:
         from mxspec import check
@@ -58,3 +64,24 @@ class CaseItem(pytest.Item):
 
     def reportinfo(self) -> tuple[str, None, str]:
         return self._target, None, self.name
+
+
+class _Answered:
+    """Fails a session in which the function ran on no case that is to be answered: whatever raises can refuse."""
+
+    def __init__(self, target: str) -> None:
+        self._target, self._ours, self._ran = target, False, False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and (kind := dict(report.user_properties).get("mxspec")):
+            self._ours = True
+            self._ran |= kind == "valid" and not report.skipped
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._ours and not self._ran and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._ours and not self._ran:
+            words = f"mxspec: {self._target} ran on no case: all were skipped, or are to be refused"
+            terminalreporter.write_line(words, red=True)

@@ -180,6 +180,12 @@ REFUSED = [
     (BYTES, {"to": "swizzled"}, ValueError, "to = 'swizzled'; needs one of 'plain'"),
     (BYTES, {"from_": "swizzled"}, ValueError, "from_ = 'swizzled'"),
     (BYTES.int(), {}, TypeError, "plain of .* has dtype torch.int32; needs"),
+    (
+        torch.ones(1024),
+        {"from_": "blocked", "to": "plain", "shape": (4, 8)},
+        TypeError,
+        "has dtype torch.float32; needs torch.float8_e8m0fnu or torch.uint8$",
+    ),
     (BYTES[0], {}, ValueError, r"have shape \(8,\); needs \(R, C\) or \(E, R, C\)"),
     (BYTES.mT, {}, ValueError, r"plain of \(8, 4\), has strides \(1, 8\); needs \(4, 1\)"),
     (ONES, {"from_": "mn_major", "to": "plain"}, ValueError, r"strides \(8, 1\); needs \(1, 4\)"),

@@ -27,6 +27,9 @@ def wrong(scale):
     out = right(scale)
     out[..., :1] ^= scale.shape[-1] == 70
     return out
+
+def nothing(scale):
+    raise NotImplementedError("not yet")
 """
 
 
@@ -73,6 +76,16 @@ def test_its_tests_are_chosen_like_others(suite):
     done = run(suite, "--mxspec-op", "to_blocked", "--mxspec-fn", "mine:right", "-k", "3x130x6")
     others = len(list(dispatch.reference("to_blocked").spec.cases()))  # test_own takes the place of the one
     assert f"1 passed, {others} deselected" in done.stdout
+
+
+@pytest.mark.parametrize("more", [(), ("-n", "1")], ids=["one process", "xdist"])
+def test_a_function_that_ran_on_nothing_fails_the_session(suite, more):
+    if more:
+        pytest.importorskip("xdist")
+    done = run(suite, "--mxspec-op", "to_blocked", "--mxspec-fn", "mine:nothing", *more)
+    assert done.returncode == 1
+    assert "mxspec: mine:nothing ran on no case: all were skipped, or are to be refused" in done.stdout
+    assert " failed" not in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """rules: every preset gives, bit for bit, what is recorded of its peer, and says no to what the peer does not do."""
 
+import contextlib
 import inspect
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 
 import mxspec
 from mxspec import check, dispatch, mx_quantize, rules
+from mxspec.formats import ELEMENTS
+from mxspec.reference._numerics import SCALINGS
 from mxspec.rules import _recorded
 
 PEERS = {name: getattr(rules, name) for name in rules.peers()}
@@ -56,6 +60,44 @@ def test_a_preset_gives_what_is_recorded_of_its_peer(peer, section, entry):
 def test_everything_recorded_belongs_to_a_preset(section):
     recorded = {entry for probe in _recorded._all(section) for entry in probe.recorded}
     assert recorded == {entry for _, of, entry in ENTRIES if of == section}
+
+
+def test_a_name_in_the_record_is_a_whole_formats_name(monkeypatch):
+    assert {key.partition("|")[2] for key in _recorded.load()["mx"]} <= set(ELEMENTS)
+    monkeypatch.setattr(_recorded, "load", lambda: {"mx": {"one|e2m": {}}})
+    with pytest.raises(TypeError, match="elem_dtype 'e2m' is no element format"):
+        list(_recorded._all("mx"))
+
+
+MX_PEERS = [peer for peer, module in PEERS.items() if hasattr(module, "mx_quantize")]
+
+
+@pytest.mark.parametrize("peer", [peer for peer in MX_PEERS if peer != "ocp"])  # which is a text and was not run
+def test_a_preset_gives_numbers_only_where_something_is_recorded(peer):
+    taken, x = set(), torch.linspace(-3, 3, 32).unsqueeze(0)
+    for fmt in (fmt for fmt in ELEMENTS.values() if fmt.dtype):
+        for scaling in SCALINGS:
+            with contextlib.suppress(NotImplementedError):
+                PEERS[peer].mx_quantize(x, elem_dtype=fmt.dtype, scaling=scaling)
+                taken.add((fmt.name, scaling))
+    assert taken == {
+        (probe.elem_dtype, options["scaling"])
+        for probe in _recorded._all("mx")
+        for entry, options in PEERS[peer].RECORDED["mx"].items()
+        if probe.recorded.get(entry) is not None
+    }
+
+
+def test_no_peer_without_a_record_explains_e2m1():
+    x = torch.linspace(-3, 3, 64).view(2, 32)
+    got = mx_quantize(x, elem_dtype="e2m1", scaling="floor", backend="reference")
+    assert rules.explaining("mx_quantize", (x,), {"elem_dtype": "e2m1", "scaling": "floor"}, got) == [
+        "gfloat",
+        "microxcaling",
+        "ocp",
+        "torchao",
+        "torchao_0_18",
+    ]
 
 
 def test_what_a_preset_does_differently_stays_inside_its_own_block():
@@ -122,8 +164,7 @@ def test_a_preset_has_the_ops_signature_a_source_and_words_for_what_it_lacks(pee
     assert [(p.name, p.kind, p.annotation) for p in ours.values()] == [
         (p.name, p.kind, p.annotation) for p in theirs.values()
     ]
-    module_or_own = (PEERS[peer].__doc__ or "") + (function.__doc__ or "")
-    assert "`" in module_or_own or "Source:" in module_or_own
+    assert re.search(r"Source: \S", function.__doc__)
     ran, refusals = 0, set()
     for case in reference.spec.cases():
         if "large" in case.flags:

@@ -40,7 +40,8 @@ def _check_stored(stored: Tensor, name: str, shape: Shape, offs: Tensor | None) 
     needed = LAYOUTS[name].write(torch.empty(shape, dtype=held, device="meta"), on_meta)
     what = f"layouts.convert: scale, {name} of {shape},"
     if stored.dtype != needed.dtype:
-        raise TypeError(f"{what} has dtype {stored.dtype}; needs {needed.dtype}")
+        taken = LAYOUTS[name].dtypes if needed.dtype == held else (needed.dtype,)  # words of four have their own dtype
+        raise TypeError(f"{what} has dtype {stored.dtype}; needs {' or '.join(map(str, taken))}")
     if stored.shape != needed.shape:
         raise ValueError(f"{what} has shape {tuple(stored.shape)}; needs {tuple(needed.shape)}")
     strides = zip(stored.shape, stored.stride(), needed.stride(), strict=True)

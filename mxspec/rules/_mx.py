@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,16 +10,37 @@ from torch import Tensor
 from mxspec.formats import E8M0FNU, MX_BLOCK_SIZE, ElementFormat, element
 from mxspec.reference.mx_quantize import check_args
 from mxspec.reference.to_blocked import to_blocked
+from mxspec.rules import _recorded
 
 # From blocks `(..., K/32, 32)` to the codes, of the same shape, and the scale bytes `(..., K/32, 1)`.
 Rule = Callable[[Tensor, ElementFormat], tuple[Tensor, Tensor]]
 
 
 def quantize(
-    x: Tensor, axis: int, elem_dtype: torch.dtype | str, scale_layout: str, rule: Rule
+    x: Tensor,
+    axis: int,
+    elem_dtype: torch.dtype | str,
+    scaling: str,
+    scale_layout: str,
+    rule: Rule,
+    peer: str,
+    recorded: Mapping[str, Mapping[str, str]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """`mx_quantize` with a peer's rule; the layouts are the contract's."""
+    """`mx_quantize` with a peer's rule; the layouts are the contract's.
+
+    `recorded` is section mx of the peer's RECORDED; what none of its entries shows is refused, since nothing proves it
+    to be the peer's. None is for a text that nobody can run.
+    """
     check_args(x, axis=axis, elem_dtype=elem_dtype, scale_layout=scale_layout)
+    if recorded is not None:
+        only(peer, scaling, *dict.fromkeys(options["scaling"] for options in recorded.values()))
+        entries = tuple(entry for entry, options in recorded.items() if options["scaling"] == scaling)
+        formats = _recorded.formats("mx", entries)
+        if element(elem_dtype).name not in formats:
+            raise NotImplementedError(
+                f"mx_quantize: nothing is recorded of {peer} for {element(elem_dtype).name} elements with scaling = "
+                f"{scaling!r}; needs {' or '.join(formats)}"
+            )
     if axis == -2:
         x = x.mT
     blocks = x.contiguous().unflatten(-1, (x.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))  # (..., K/32, 32)

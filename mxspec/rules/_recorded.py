@@ -1,9 +1,9 @@
 """What peers' code gave on probe blocks: `vectors/peers.json`, read into tensors.
 
-Section `mx` has, per block and element format, the fp32 bits of element 0 and the next elements; section `blk`, FP8
-with 128-blocks, the first elements; the rest are 0. Both have, per peer and rule, the stored scale and the codes of
-those elements; null means not run, "ERR" that it raised. A name with a `*` was transcribed from the peer's source, the
-others were run. `given` says in which dtype a peer got a block, where that was not the block's own.
+Section `mx` has, per block and element format, `name|format`, the fp32 bits of element 0 and the next elements; section
+`blk`, FP8 with 128-blocks of e4m3fn, the first elements; the rest are 0. Both have, per peer and rule, the stored scale
+and the codes of those elements; null means not run, "ERR" that it raised. A name with a `*` was transcribed from the
+peer's source, the others were run. `given` says in which dtype a peer got a block, where that was not the block's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.formats import ELEMENTS, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
+from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
 from mxspec.reference._numerics import unpacked
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -51,10 +51,26 @@ def probes(section: str, elem_dtype: torch.dtype | str = torch.float8_e4m3fn) ->
     return [probe for probe in _all(section) if probe.elem_dtype == name]
 
 
+@functools.cache
+def formats(section: str, entries: tuple[str, ...]) -> tuple[str, ...]:
+    """The element formats in which one of the entries was recorded.
+
+    >>> formats("mx", ("quack.floor",)), formats("mx", ("aotri018.floor*",))
+    (('e4m3fn', 'e5m2'), ('e4m3fn',))
+    """
+    found = load()[section].items()
+    shown = [key for key, block in found if any(block["out"].get(entry) is not None for entry in entries)]
+    return tuple(dict.fromkeys(_name_and_format(key)[1] for key in shown))
+
+
+def _name_and_format(key: str) -> tuple[str, str]:
+    name, _, elem_dtype = key.partition("|")
+    return name, element(elem_dtype or E4M3FN.name).name
+
+
 def _all(section: str) -> Iterator[Probe]:
     for key, entry in load()[section].items():
-        name, _, short = key.partition("|")
-        elem_dtype = next(fmt for fmt in ELEMENTS if fmt.startswith(short or "e4m3"))
+        name, elem_dtype = _name_and_format(key)
         if section == "mx":
             first = torch.tensor([int(entry["amax_f32_bits"], 16)]).to(torch.int32).view(torch.float32)
             values, size = torch.cat([first, torch.tensor([float(v) for v in entry["probes"]])]), MX_BLOCK_SIZE

@@ -30,7 +30,10 @@ def fp8_quantize_1x128(
 def fp8_quantize_128x128(
     w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-4, with_transpose: bool = False
 ) -> tuple[Tensor, ...]:
-    """The same over a square (`per_block_cast_to_fp8`)."""
+    """The same over a square.
+
+    Source: deep_gemm/utils/math.py (`per_block_cast_to_fp8`).
+    """
     return _fp8.quantize_128x128(w, scale_format, eps, with_transpose, _factor)
 
 

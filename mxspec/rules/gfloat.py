@@ -27,8 +27,11 @@ def mx_quantize(
 
     Source: gfloat 0.5.2, block.py (`compute_scale_amax`, `quantize_block`).
     """
-    _mx.only(NAME, scaling, "floor")
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, lambda blocks, fmt: floor(blocks.double(), fmt))
+
+    def rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+        return floor(blocks.double(), fmt)
+
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, rule, NAME, RECORDED["mx"])
 
 
 def floor(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:

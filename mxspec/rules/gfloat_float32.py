@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxspec.formats import ElementFormat
 from mxspec.rules import _mx, gfloat
 
 NAME = "gfloat (float32)"
@@ -23,5 +24,8 @@ def mx_quantize(
 
     Source: gfloat 0.5.2, block.py (`compute_scale_amax`).
     """
-    _mx.only(NAME, scaling, "floor")
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, lambda blocks, fmt: gfloat.floor(blocks.float(), fmt))
+
+    def rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+        return gfloat.floor(blocks.float(), fmt)
+
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, rule, NAME, RECORDED["mx"])

@@ -29,8 +29,7 @@ def mx_quantize(
     Source: mx/mx_ops.py (`_shared_exponents`, `_quantize_mx`), mx/elemwise_ops.py (`_quantize_elemwise_core`,
     `_round_mantissa`).
     """
-    _mx.only(NAME, scaling, "floor")
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, floor_even)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, floor_even, NAME, RECORDED["mx"])
 
 
 def floor_even(blocks: Tensor, fmt: ElementFormat, ties_to_even: bool = True) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,5 @@ def mx_quantize(
 
     Source: mx/elemwise_ops.py (`_round_mantissa`, `nearest`).
     """
-    _mx.only(NAME, scaling, "floor")
     rule = functools.partial(microxcaling.floor_even, ties_to_even=False)
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, rule)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, rule, NAME, RECORDED["mx"])

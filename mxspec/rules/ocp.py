@@ -29,7 +29,7 @@ def mx_quantize(
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
     """
     _mx.only(NAME, scaling, "floor")
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, _floor)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, _floor, NAME, None)
 
 
 def _floor(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:

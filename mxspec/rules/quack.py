@@ -28,7 +28,6 @@ def mx_quantize(
 
     Source: quack/blockscaled/quantize.py (`to_mx`, `_compute_e8m0_scale_rceil`, `_compute_e8m0_scale_floor`).
     """
-    _mx.only(NAME, scaling, "floor", "rceil")
 
     def rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
         blocks = blocks.float()
@@ -38,4 +37,4 @@ def mx_quantize(
         byte = rceil if scaling == "rceil" else _mx.floor_byte(amax, fmt)
         return saturating_cast(_mx.divide(blocks, byte), fmt), byte
 
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, rule)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, rule, NAME, RECORDED["mx"])

@@ -33,8 +33,7 @@ def mx_quantize(
 
     Source: common/cast/mxfp8/quantize_mxfp8.cuh (amax); common/util/ptx.cuh (`float_to_e8m0`, `exp2f_rcp`).
     """
-    _mx.only(NAME, scaling, "rceil")
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, _rceil)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, _rceil, NAME, RECORDED["mx"])
 
 
 def _rceil(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,10 @@ from mxspec.reference._numerics import SCALINGS, reciprocal_scale, saturating_ca
 from mxspec.rules import _fp8, _mx
 
 NAME = "torchao main"
-RECORDED = {"mx": {f"aomain.{scaling}": {"scaling": scaling} for scaling in SCALINGS}, "blk": {"aoblk": {}}}
+RECORDED: dict[str, dict[str, dict[str, str]]] = {
+    "mx": {f"aomain.{scaling}": {"scaling": scaling} for scaling in SCALINGS},
+    "blk": {"aoblk": {}},
+}
 
 
 def mx_quantize(
@@ -27,7 +30,6 @@ def mx_quantize(
 
     Source: torchao/prototype/mx_formats/mx_tensor.py (`to_mx`), 36027d8.
     """
-    _mx.only(NAME, scaling, *SCALINGS)
 
     def rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
         blocks = blocks.float()
@@ -38,7 +40,7 @@ def mx_quantize(
             byte = torch.where(rounded.isfinite(), byte, E8M0FNU.nan_code)
         return cast(blocks * reciprocal_scale(byte), fmt), byte
 
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, rule)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, rule, NAME, RECORDED["mx"])
 
 
 def cast(x: Tensor, fmt: ElementFormat) -> Tensor:
@@ -61,7 +63,10 @@ def fp8_quantize_1x128(
 def fp8_quantize_128x128(
     w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, with_transpose: bool = False
 ) -> tuple[Tensor, ...]:
-    """The same over a square (`torch_blockwise_scale_weight_quant`)."""
+    """The same over a square.
+
+    Source: torchao/prototype/blockwise_fp8_training/kernels.py (`torch_blockwise_scale_weight_quant`), 36027d8.
+    """
     return _fp8.quantize_128x128(w, scale_format, eps, with_transpose, _factor)
 
 

@@ -30,7 +30,6 @@ def mx_quantize(
 
     Source: torchao 0.18.0, prototype/mx_formats/mx_tensor.py (`to_mx`, `_to_mx_rceil`).
     """
-    _mx.only(NAME, scaling, *SCALINGS)
 
     def rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
         blocks = blocks.float()
@@ -43,7 +42,7 @@ def mx_quantize(
         byte = _mx.floor_byte(amax, fmt, ceil=scaling == "ceil")
         return cast(_mx.divide(blocks, byte), fmt), byte
 
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, rule)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, rule, NAME, RECORDED["mx"])
 
 
 def _rceil(blocks: Tensor, amax: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:

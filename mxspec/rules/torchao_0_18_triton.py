@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import E4M3FN, ElementFormat
+from mxspec.formats import ElementFormat
 from mxspec.reference._numerics import reciprocal_scale, saturating_cast
 from mxspec.rules import _mx
 
@@ -30,13 +30,10 @@ def mx_quantize(
     Source: torchao 0.18.0, prototype/mx_formats/kernels.py (`_triton_calculate_scale_floor`,
     `_calculate_reciprocal_scale`).
     """
-    _mx.only(NAME, scaling, "floor")
-    return _mx.quantize(x, axis, elem_dtype, scale_layout, _floor)
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, _floor, NAME, RECORDED["mx"])
 
 
 def _floor(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
-    if fmt is not E4M3FN:
-        raise NotImplementedError(f"mx_quantize: {NAME} has no {fmt.name} elements; needs e4m3fn")
     magnitude = blocks.abs()
     number = torch.where(blocks.isnan(), 0, magnitude).amax(-1, keepdim=True)
     amax = torch.where(blocks.isnan().all(-1, keepdim=True), torch.nan, number)

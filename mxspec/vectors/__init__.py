@@ -22,17 +22,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import mxspec
 from mxspec import dispatch, rules
 from mxspec.check import Result, Status, difference
 from mxspec.formats import E8M0FNU, ELEMENTS, INT_OF_BYTES, ElementFormat, ScaleFormat, may_be_nan
 from mxspec.spec import Case
 
+# Of the vectors themselves, in every manifest: raised whenever a test or a byte of them changes.
+VERSION = 1
 FORMAT = (
     "A test is one call of the op: `inputs` in their order, `options` by name, all of them written out.",
     "`stored` names a tensor of <op>.safetensors, which holds its bytes as they lie in memory, without gaps; element "
     "(i, j, ...) of `shape` is at i * strides[0] + j * strides[1] + ..., in elements. Tensors that are equal are "
     "stored once.",
+    "The header of <op>.safetensors gives the shape of what is stored, which is that of the memory: of an output of "
+    "strides [1, 96] the transpose. A header counts the numbers of F4 and not its bytes, so that its last dimension is "
+    "twice that of the bytes: [2, 32] where `shape` is [2, 16].",
     "`dtype` is torch's name. In the file float8_e4m3fn, float8_e5m2, float8_e8m0fnu and float4_e2m1fn_x2 are F8_E4M3, "
     "F8_E5M2, F8_E8M0 and F4; of float4_e2m1fn_x2 one element is a byte of two numbers, the first in its low half. "
     "`formats` says what the bits mean.",
@@ -41,11 +45,14 @@ FORMAT = (
     "A result `valid` is these outputs, byte for byte; where one is NaN, any NaN of its dtype is right. A NaN that an "
     "op computes, and does not move, is stored as a positive one.",
     "A result `invalid` is a refusal, in whatever words; `error` is what mxspec raises.",
-    "Write your outputs to results/<op>.safetensors, each as `<id>.<name of the output>`, in the shape and dtype of "
-    "the stored tensor, or their bytes as U8. Write results/<op>.json as "
+    "Write your outputs to results/<op>.safetensors, each as `<id>.<name of the output>`, in one of three forms: the "
+    "dtype and shape that the header has for the stored tensor; its bits as unsigned integers of an element's width, "
+    "U8, U16, U32 or U64, in the same shape; or its bytes as U8, the last dimension multiplied by the bytes of an "
+    "element. For F4 the last two are one, U8 with half of the header's last dimension. Write results/<op>.json as "
     '{"rejected": {"<id>": "your error"}, "skipped": {"<id>": "why you do not support it"}}, either of them optional. '
     "Then `python -m mxspec vectors check DIR`.",
 )
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 FLAGS = {
     "edge": "a value or a shape at a limit of the contract",
     "invalid": "must be refused",
@@ -129,7 +136,7 @@ def _manifest(op: str, file: _File) -> dict[str, Any]:
     dtypes = {t["dtype"] for test in tests for t in (*test["inputs"], *test.get("outputs", ())) if "dtype" in t}
     return {
         "format": FORMAT,
-        "version": mxspec.__version__,
+        "version": VERSION,
         "op": op,
         "contract": " ".join(doc.partition("\n\n")[0].split()),
         "documentation": doc.partition("\nExample:")[0].rstrip(),
@@ -234,8 +241,10 @@ def output_names(op: str, count: int) -> tuple[str, ...]:
     if count == 1:
         return ("out",)
     returns = (inspect.getdoc(dispatch.reference(op)) or "").partition("Returns:")[2]
-    tuples = (tuple(found.split(", ")) for found in re.findall(r"`\(([a-z_]+(?:, [a-z_]+)+)\)`", returns))
-    return next(names for names in tuples if len(names) == count)
+    for found in re.findall(r"`\(([a-z_]+(?:, [a-z_]+)+)\)`", returns):
+        if len(names := tuple(found.split(", "))) == count:
+            return names
+    raise ValueError(f"vectors: Returns in the docstring of {op} names no {count} outputs; needs `(name, name, ...)`")
 
 
 # --- check ------------------------------------------------------------------------------------------------------
@@ -305,8 +314,10 @@ def _judged(
     got = []
     for entry in outputs:
         t, wanted = mine[entry["name"]], stored[entry["stored"]]
-        if t.dtype == torch.uint8 and t.shape == wanted.view(torch.uint8).shape:
-            t = t.view(wanted.dtype)
+        width = wanted.itemsize if t.dtype == torch.uint8 else 1  # bytes may stand side by side in the last dimension
+        bits = t.dtype in _UNSIGNED and t.itemsize * width == wanted.itemsize
+        if bits and t.shape == (*wanted.shape[:-1], *(n * width for n in wanted.shape[-1:])):
+            t = t.flatten().view(wanted.dtype).view(wanted.shape)  # flat: an empty tensor's strides may be odd
         if t.shape != wanted.shape:
             return "failed", f"output {entry['name']}: stored shape {tuple(t.shape)}; needs {tuple(wanted.shape)}"
         got.append(_as_given(t, entry))
@@ -322,13 +333,17 @@ def _as_given(dense: Tensor, entry: Mapping[str, Any]) -> Tensor:
 
 
 def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: tuple[Tensor, ...]) -> str | None:
-    """Which peers' rules give exactly these outputs."""
+    """Which peers' rules give exactly these outputs; None also of a call that this release cannot make."""
+    if op not in dispatch.ops():
+        return None
     args = [_as_given(stored[e["stored"]], e) if "stored" in e else e["value"] for e in test["inputs"]]
     takes = inspect.signature(dispatch.reference(op)).parameters
-    kwargs = {
-        name: getattr(torch, value) if "torch.dtype" in takes[name].annotation else value
-        for name, value in test["options"].items()
-    }
+    kwargs = {}
+    for name, value in test["options"].items():
+        is_dtype = name in takes and "torch.dtype" in takes[name].annotation
+        if name not in takes or (is_dtype and not hasattr(torch, value)):
+            return None
+        kwargs[name] = getattr(torch, value) if is_dtype else value
     names = rules.explaining(op, tuple(args), kwargs, got)
     return f"your bytes are those of: {', '.join(names)}" if names else None
 
