@@ -229,7 +229,10 @@ def _embedded(args: tuple[Any, ...], reference: Reference[..., Any], kwargs: Map
         buffer = torch.empty(math.prod(sizes) + 2, dtype=t.dtype, device=t.device)
         buffer.view(torch.uint8).fill_(0xFF)
         inner = buffer[1:-1].view(sizes)[tuple(slice(gap // 2, gap // 2 + t.shape[d]) for d in order)]
-        return inner.permute(sorted(range(t.ndim), key=order.index)).copy_(t)
+        view = inner.permute(sorted(range(t.ndim), key=order.index))
+        bits = INT_OF_BYTES[t.element_size()]
+        view.view(bits).copy_(t.resolve_neg().view(bits))  # as bytes: torch copies no strided float4
+        return view
 
     for gap in (3, 0):
         embedded = tuple(embed(a, gap) if isinstance(a, Tensor) and a.ndim else a for a in args)
