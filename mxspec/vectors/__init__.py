@@ -25,7 +25,7 @@ from torch import Tensor
 from mxspec import dispatch, rules
 from mxspec.check import Result, Status, difference
 from mxspec.formats import E8M0FNU, ELEMENTS, INT_OF_BYTES, ElementFormat, ScaleFormat, may_be_nan
-from mxspec.spec import Case
+from mxspec.spec import Case, Reference
 
 # Of the vectors themselves, in every manifest: raised whenever a test or a byte of them changes.
 VERSION = 1
@@ -75,15 +75,17 @@ def export(directory: Path | str, only: Collection[str] | None = None) -> dict[s
     Returns:
         The manifests, by op.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    manifests = {}
-    for op in _known(only):
-        file = _File(directory / f"{op}.safetensors")
-        manifest = _manifest(op, file)
-        manifest["sha256"] = file.write()
-        (directory / f"{op}.json").write_text(_text(manifest))
-        manifests[op] = manifest
+    directory, chosen, manifests = Path(directory), _known(only), {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for op in chosen:
+            file = _File(directory / f"{op}.safetensors")
+            manifest = _manifest(op, file)
+            manifest["sha256"] = file.write()
+            (directory / f"{op}.json").write_text(_text(manifest), encoding="utf-8")
+            manifests[op] = manifest
+    except OSError as error:
+        raise ValueError(f"vectors: {directory}: {error.strerror}; needs a folder to write to") from error
     return manifests
 
 
@@ -129,7 +131,7 @@ def _manifest(op: str, file: _File) -> dict[str, Any]:
     left_out = []
     for number, case in enumerate(reference.spec.cases(), 1):
         args = case.args()
-        if because := _unstorable(case, args):
+        if because := _unstorable(reference, case, args):
             left_out.append({"comment": case.name, "flags": sorted(case.flags), "because": because})
         else:
             tests.append(_test(op, number, case, args, file))
@@ -148,7 +150,7 @@ def _manifest(op: str, file: _File) -> dict[str, Any]:
     }
 
 
-def _unstorable(case: Case, args: tuple[Any, ...]) -> str | None:
+def _unstorable(reference: Reference[..., Any], case: Case, args: tuple[Any, ...]) -> str | None:
     """Why a case is not among the vectors: what it takes is more than bytes can say, or than a file should hold."""
     if "large" in case.flags:
         return "more than 2^31 elements"
@@ -159,7 +161,15 @@ def _unstorable(case: Case, args: tuple[Any, ...]) -> str | None:
             return f"a tensor of layout {arg.layout}"
         if not isinstance(arg, (Tensor, int, float)):
             return f"a {type(arg).__name__} for a tensor"
+    if any(isinstance(value, float) and takes == "int" for value, takes in _with_annotations(reference, case, args)):
+        return "a float for an integer, which JSON does not tell from one"
     return None
+
+
+def _with_annotations(reference: Reference[..., Any], case: Case, args: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+    signature = inspect.signature(reference)
+    for name, value in signature.bind(*args, **case.kwargs).arguments.items():
+        yield value, signature.parameters[name].annotation
 
 
 def _test(op: str, number: int, case: Case, args: tuple[Any, ...], file: _File) -> dict[str, Any]:
@@ -260,20 +270,28 @@ def check(directory: Path | str, only: Collection[str] | None = None) -> Iterato
         `missing` where it says nothing. The message of a failure names the first wrong block, its bits, and the peers
         whose rule gives exactly those outputs.
     """
-    directory = Path(directory)
-    found = sorted(path.stem for path in directory.glob("*.json") if path.with_suffix(".safetensors").exists())
-    if not found:
-        raise ValueError(f"vectors: {directory} holds none; needs what `python -m mxspec vectors export` wrote")
+    directory, found = Path(directory), exported(directory)
     if unknown := sorted(set(only or ()) - set(found)):
         raise ValueError(f"vectors: {directory} has no vectors of {', '.join(unknown)}")
     results = directory / "results"
+    for path in results.glob("*"):
+        if path.stem not in found or path.suffix not in (".json", ".safetensors"):
+            raise ValueError(f"vectors: {path} answers nothing; needs <op>.safetensors or .json of {', '.join(found)}")
     answered = [op for op in found if any((results / f"{op}.{end}").exists() for end in ("safetensors", "json"))]
     for op in answered if only is None else only:
         yield from _check_op(op, directory)
 
 
+def exported(directory: Path | str) -> list[str]:
+    """The ops whose vectors a folder holds."""
+    found = [path.stem for path in Path(directory).glob("*.json") if path.with_suffix(".safetensors").exists()]
+    if not found:
+        raise ValueError(f"vectors: {directory} holds none; needs what `python -m mxspec vectors export` wrote")
+    return sorted(found)
+
+
 def _check_op(op: str, directory: Path) -> Iterator[Result]:
-    manifest = json.loads((directory / f"{op}.json").read_text())
+    manifest = _load_manifest(directory / f"{op}.json")
     file = directory / f"{op}.safetensors"
     if hashlib.sha256(file.read_bytes()).hexdigest() != manifest["sha256"]:
         raise ValueError(f"vectors: {file} is not the file that {op}.json describes; export both again")
@@ -283,6 +301,9 @@ def _check_op(op: str, directory: Path) -> Iterator[Result]:
     ids = {str(test["id"]) for test in manifest["tests"]}
     if strangers := {name.partition(".")[0] for name in (*got, *rejected, *skipped)} - ids:
         raise ValueError(f"vectors: results of {op} have the id {min(strangers)!r}; needs one of the manifest's")
+    once = [{name.partition(".")[0] for name in got}, set(rejected), set(skipped)]
+    if twice := (once[0] & once[1]) | (once[0] & once[2]) | (once[1] & once[2]):
+        raise ValueError(f"vectors: results of {op} answer test {min(twice)} twice; needs outputs, rejected or skipped")
     for test in manifest["tests"]:
         number = str(test["id"])
         status: Status
@@ -298,7 +319,7 @@ def _check_op(op: str, directory: Path) -> Iterator[Result]:
             status, message = "failed", f"rejected what is valid: {rejected[number]}"
         else:
             status, message = _judged(op, test, stored, mine)
-        yield Result(op, "results", test["comment"], status, message)
+        yield Result(op, "results", test["comment"], status, message, number=test["id"])
 
 
 def _judged(
@@ -308,6 +329,8 @@ def _judged(
     if not mine:
         return "missing", ""
     outputs = test["outputs"]
+    if strange := sorted(mine.keys() - {entry["name"] for entry in outputs}):
+        return "failed", f"has an output {', '.join(strange)}, which the op has not"
     if lacking := [entry["name"] for entry in outputs if entry["name"] not in mine]:
         return "failed", f"has no output {', '.join(lacking)}"
     expected = tuple(_as_given(stored[entry["stored"]], entry) for entry in outputs)
@@ -348,6 +371,25 @@ def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: 
     return f"your bytes are those of: {', '.join(names)}" if names else None
 
 
+def _load_manifest(path: Path) -> dict[str, Any]:
+    manifest = _read_json(path)
+    try:
+        tests = [(test["id"], test["comment"], test["inputs"], test["options"]) for test in manifest["tests"]]
+        kinds = {test["result"] for test in manifest["tests"]}
+        if not tests or not kinds <= {"valid", "invalid"} or not manifest["sha256"]:
+            raise ValueError("it has no tests, or none that are valid or invalid")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"vectors: {path} is no manifest that `vectors export` wrote: {error}") from error
+    return manifest
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"vectors: {path}: {error}; needs JSON in UTF-8") from error
+
+
 def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path) if path.exists() else {}
@@ -356,11 +398,8 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load_json(path: Path) -> dict[str, dict[str, str]]:
-    try:
-        said = json.loads(path.read_text()) if path.exists() else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"vectors: {path}: {error}") from error
-    if not isinstance(said, dict) or not all(isinstance(said.get(key, {}), dict) for key in ("rejected", "skipped")):
+    said, known = _read_json(path) if path.exists() else {}, {"rejected", "skipped"}
+    if not isinstance(said, dict) or said.keys() - known or not all(isinstance(v, dict) for v in said.values()):
         raise ValueError(f"vectors: {path}: needs {{'rejected': {{id: words}}, 'skipped': {{id: words}}}}")
     return said
 
