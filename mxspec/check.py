@@ -286,8 +286,10 @@ def poisoned(byte: int) -> Iterator[Callable[[], str | None]]:
         return filled
 
     def overrun() -> str | None:
-        around = (part for memory, size in guarded for part in (memory[:_GUARD_BYTES], memory[_GUARD_BYTES + size :]))
-        wrong = sum(int((part != byte).sum()) for part in around)
+        around: dict[torch.device, list[Tensor]] = {}
+        for memory, size in guarded:
+            around.setdefault(memory.device, []).extend((memory[:_GUARD_BYTES], memory[_GUARD_BYTES + size :]))
+        wrong = sum(int((torch.cat(parts) != byte).sum()) for parts in around.values())  # one wait a device
         return f"{wrong} bytes around memory that it allocated were written" if wrong else None
 
     with contextlib.ExitStack() as patches:
