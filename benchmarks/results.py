@@ -37,16 +37,12 @@ def name_of(run: Run) -> str:
     return "-".join([*run.device.removeprefix("NVIDIA ").lower().split(), run.date, *part])
 
 
-def stored(op: str, device: str | None = None) -> Path:
-    """The newest stored run that timed an op, on this device if one is named."""
+def stored(op: str) -> Path:
+    """The newest stored run that timed an op."""
     runs = [(read(path), path) for path in RESULTS.glob("*.json")]
-    dated = [
-        (run.date, path)
-        for run, path in runs
-        if device in (None, run.device) and any(race.op == op for race in run.races)
-    ]
+    dated = [(run.date, path) for run, path in runs if any(race.op == op for race in run.races)]
     if not dated:
-        raise ValueError(f"results: no stored run of {op} on {device or 'any device'} in {RESULTS}")
+        raise ValueError(f"results: no stored run of {op} in {RESULTS}")
     return max(dated)[1]
 
 

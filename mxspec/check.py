@@ -97,7 +97,8 @@ def check_case(
         if embed and isinstance(candidate, str) and dispatch.refusal(op, candidate, given, dict(case.kwargs)):
             break  # it says that it takes no such strides, and nobody gets a wrong output
         try:
-            before, inputs = spec.own(given), _memory_of_inputs(reference, given)
+            before = spec.own(given)
+            inputs = {name: memory.clone() for name, memory in _memory_of_inputs(reference, given).items()}
             with poisoned(poison) as overrun:
                 got = spec.outputs(given, call(*given, **case.kwargs))
             wanted = (spec.own(given)[0].copy_(expected[0]),) if spec.in_place else expected  # with its strides
@@ -346,10 +347,10 @@ def _fake_problem(op: str, case: Case, args: tuple[Any, ...], real: tuple[Tensor
 
 
 def _memory_of_inputs(reference: Reference[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """A copy of all the memory of each tensor that a call has to leave as it is, by the parameter's name."""
+    """All the memory of each tensor that a call has to leave as it is, by the parameter's name."""
     names = list(inspect.signature(reference).parameters)[: len(args)]
     kept = list(zip(names, args, strict=True))[1 if reference.spec.in_place else 0 :]
-    return {name: _bytes(t).clone() for name, t in kept if isinstance(t, Tensor)}
+    return {name: _bytes(t) for name, t in kept if isinstance(t, Tensor)}
 
 
 def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:

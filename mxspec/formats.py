@@ -116,6 +116,7 @@ E2M1 = ElementFormat("e2m1", 2, 1, 1, 0x7, None, None, torch.float4_e2m1fn_x2, p
 # OCP MX v1.0, section 5.4.1. `fnu`: finite, NaN, unsigned.
 E8M0FNU = ScaleFormat("e8m0fnu", 8, 127, 254, 255, torch.float8_e8m0fnu)
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # of ops that take no other elements
 ELEMENTS = {f.name: f for f in (E4M3FN, E5M2, E2M3, E3M2, E2M1)}
 BY_DTYPE = {f.dtype: f for f in ELEMENTS.values() if f.dtype is not None}
 

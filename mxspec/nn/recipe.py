@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mxspec.reference._checks import FP8_DTYPES
+from mxspec.formats import FP8_DTYPES
 
 FORMATS = ("mxfp8", "fp8_128", "bf16")
 SCALINGS = ("rceil", "floor", "ceil", "even")

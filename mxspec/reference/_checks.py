@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def dense(op: str, name: str, tensor: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._groups import bounds, padded_rows, round_up
 from mxspec.reference.from_blocked import from_blocked
@@ -24,7 +24,7 @@ def check_dtypes(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
     """Each operand by its name, codes, scale, and how many dimensions the codes have."""
     first = operands[0][:2]
     for name, codes, scale, rank in operands:
-        _checks.tensor_dtype(op, name, codes, _checks.FP8_DTYPES)
+        _checks.tensor_dtype(op, name, codes, FP8_DTYPES)
         _checks.tensor_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,))
         _checks.rank(op, name, codes, (rank,))
         _checks.same_device(op, first, (name, codes))

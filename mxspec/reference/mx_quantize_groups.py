@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._groups import padded_rows
 from mxspec.reference._groups_cases import far_apart, grouped, offs_of, random_offs
@@ -42,7 +42,7 @@ def check_args(
     _checks.positive(op, "pad_to", pad_to)
     if pad_to % 128:
         raise ValueError(f"{op}: pad_to = {pad_to}; needs a multiple of 128, the rows of a tile of scales")
-    _checks.choice(op, "elem_dtype", elem_dtype, (*_checks.FP8_DTYPES, "e4m3fn", "e5m2"), TypeError)
+    _checks.choice(op, "elem_dtype", elem_dtype, (*FP8_DTYPES, "e4m3fn", "e5m2"), TypeError)
     _checks.choice(op, "scaling", scaling, SCALINGS)
     _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
     if axis == -1:
