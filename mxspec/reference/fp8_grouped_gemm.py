@@ -20,7 +20,7 @@ from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.pad_token_groups import pad_token_groups
-from mxspec.spec import Case, Shapes, random_normal, spec, these
+from mxspec.spec import Case, Shapes, normal, spec, these
 
 
 def check_operands(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
@@ -83,14 +83,14 @@ def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: st
 
 
 def quantized(sizes: list[int], N: int, K: int) -> Arguments:
-    x, w = random_normal(sum(sizes), K), random_normal(len(sizes), N, K, seed=1)
+    x, w = normal(sum(sizes), K).bfloat16(), normal(len(sizes), N, K, seed=1).bfloat16()
     b, b_scale, *_ = fp8_quantize_128x128(w)
     return *fp8_quantize_1x128(x, scale_major="mn"), b, b_scale, offs_of(sizes)
 
 
 def of_dgrad(sizes: list[int], N: int, K: int) -> Arguments:
     """dy by the transposes of the weights."""
-    dy, w = random_normal(sum(sizes), N), random_normal(len(sizes), N, K, seed=1)
+    dy, w = normal(sum(sizes), N).bfloat16(), normal(len(sizes), N, K, seed=1).bfloat16()
     *_, w_t, w_t_scale = fp8_quantize_128x128(w, with_transpose=True)
     return *fp8_quantize_1x128(dy, scale_major="mn"), w_t, w_t_scale, offs_of(sizes)
 
