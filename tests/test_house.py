@@ -3,9 +3,11 @@
 import ast
 import base64
 import json
+import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -82,8 +84,10 @@ def test_importing_mxspec_imports_no_framework():
 
 def test_import_beyond_torch_takes_under_100_ms_of_cpu_time():  # the wall clock also sees the other tests
     code = "import time, torch; start = time.process_time(); import mxspec; print((time.process_time() - start) * 1e3)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    assert min(float(run.stdout) for run in runs) < 100
+    # With bytecode, as an installed package has it: the first run writes what is missing.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=True)
+    assert min(float(run([sys.executable, "-c", code]).stdout) for _ in range(4)) < 100
 
 
 def test_the_readmes_picture_is_the_one_that_the_notebook_draws():
