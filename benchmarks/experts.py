@@ -3,14 +3,16 @@
     python benchmarks/experts.py [--recipe fp8_128] [--even] [MxNxKxE ...]
 
 M tokens of E experts, K wide, by weights `(E, N, K)`: forward and backward of one grouped linear, and of SwiGLU experts
-of hidden width N. The whole step is timed as a program makes it, quantizing and padding included, in one race with
-PyTorch's grouped matmul in bfloat16 and, where it can be imported, torchao's in the recipe's format; then each kernel
-of the step, as it was called there, by itself. Outputs and gradients have first been compared with bfloat16's.
+of hidden width N, whose gate and up are one matmul in every contender. The whole step is timed as a program makes it,
+quantizing and padding included, in one race with PyTorch's grouped matmul in bfloat16 and, where it can be imported,
+torchao's in the recipe's format; then each kernel of the step, as it was called there, by itself. Outputs and gradients
+have first been compared with bfloat16's.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,8 +47,13 @@ def linear(mm: GroupedMM, weights: list[Tensor]) -> Layer:
 
 
 def experts(mm: GroupedMM, weights: list[Tensor]) -> Layer:
-    gate, up, down = weights
-    return lambda x, offs: mm(silu(mm(x, gate, offs)) * mm(x, up, offs), down, offs)
+    """As PyTorch has them: gate and up are one matmul here too, so that the sum of two dx is nobody's."""
+
+    def layer(x: Tensor, offs: Tensor) -> Tensor:
+        gate, up = mm(x, weights[0], offs).chunk(2, -1)
+        return mm(silu(gate) * up, weights[1], offs)
+
+    return layer
 
 
 def bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -96,11 +103,15 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, list[partial[Any]]] = {}
+        self.features: dict[str, int] = {}  # what a token's multiplications are, of each matmul
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = partial(func, *args, **(kwargs or {}))
         result = call()
-        self.found.setdefault(self._name(call, result), []).append(call)
+        name = self._name(call, result)
+        self.found.setdefault(name, []).append(call)
+        if "grouped_gemm" in name or "grouped_mm" in name:
+            self.features[name] = result.shape[-1] * (result.shape[-2] if result.ndim == 3 else args[0].shape[-1])
         return result
 
     def _name(self, call: partial[Any], result: Any) -> str:
@@ -154,13 +165,18 @@ def measure(
     torch.manual_seed(0)
     dtype, is_linear = torch.bfloat16, kind == "grouped linear"
     module = GroupedExperts(E, K, N, recipe, device, dtype)
-    weights: list[Tensor] = [module.w_gate] if is_linear else list(module.parameters())
+    one = module.w_gate_up[:, :N].detach().contiguous().requires_grad_()
+    weights: list[Tensor] = [one] if is_linear else list(module.parameters())
     x = torch.randn(M, K, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn(M, N if is_linear else K, device=device, dtype=dtype)
     offs = torch.tensor(bench_sizes(M, E, ragged)[0], device=device).cumsum(0, dtype=torch.int32)
     of = linear if is_linear else experts
     own = fp8_grouped_mm if recipe.format == "fp8_128" else mx_grouped_mm
     layers = {"bf16": of(bf16, weights), "mxspec": of(partial(own, recipe=recipe), weights) if is_linear else module}
+    if not is_linear:
+        plain = copy.copy(module)  # the same parameters
+        plain.set_recipe("bf16")
+        layers["mxspec in bf16"] = plain
     try:
         layers["torchao"] = of(torchao(recipe), weights)
     except ImportError as error:
@@ -174,13 +190,13 @@ def measure(
         race(kernels, paces[1])
 
     title = f"{kind}, {shape}, {'ragged' if ragged else 'even'}"
-    return report(title, steps, kernels, calls, 2 * M * N * K, len(weights))
+    return report(title, steps, kernels, calls, M, sum(w[0].numel() for w in weights))
 
 
 def report(
-    title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, flops: int, weights: int
+    title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, tokens: int, features: int
 ) -> Result:
-    """Print each kernel's share of the step, and the steps; each matmul takes `flops`, three for each weight."""
+    """Print each kernel's share of the step, and the steps; of a token, `features` multiplications three times."""
     table, us = Table("kernel", "calls", "us", "share", "TFLOP/s", title=title), steps["mxspec"]
     for column in table.columns[1:]:
         column.justify = "right"
@@ -190,12 +206,13 @@ def report(
         part = count * kernel.us
         total += part
         quantizing += part if "quantize" in kernel.name else 0
-        rate = f"{flops / kernel.us / 1e6:.0f}" if "grouped_gemm" in kernel.name or "grouped_mm" in kernel.name else ""
+        of_token = calls.features.get(kernel.name)
+        rate = f"{2 * tokens * of_token / kernel.us / 1e6:.0f}" if of_token else ""
         table.add_row(kernel.name, str(count), f"{part:.1f}", f"{part / us:.1%}", rate)
     table.add_row("between them", "", f"{us - total:.1f}", f"{1 - total / us:.1%}", "")
     table.add_section()
     for name, other in steps.items():
-        table.add_row(name, "", f"{other:.1f}", f"{other / us:.1%}", f"{3 * weights * flops / other / 1e6:.0f}")
+        table.add_row(name, "", f"{other:.1f}", f"{other / us:.1%}", f"{6 * tokens * features / other / 1e6:.0f}")
     console.print(table)
     result = Result({name: other / us for name, other in steps.items() if name != "mxspec"}, quantizing / us)
     for name, times in result.times_as_fast.items():
