@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxspec
 from mxspec.check import default_device, sqnr_db
-from mxspec.nn import RECIPES, GroupedExperts, cache_weights, fp8_grouped_mm, mx_grouped_mm
-from mxspec.nn._swiglu import SwiGLU
+from mxspec.nn import RECIPES, GroupedExperts, _swiglu, cache_weights, fp8_grouped_mm, mx_grouped_mm
 
 DEVICE = default_device()
 K, N = 128, 256  # dim and hidden_dim
@@ -43,8 +42,14 @@ def trained(module, x, offs):
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
+@pytest.fixture
+def in_steps(monkeypatch):
+    """SwiGLU rounded after each operation on a GPU too, as it is by hand and in a graph that nobody fuses."""
+    monkeypatch.setattr(_swiglu, "_compiled", lambda function: function)
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8_rceil_wgrad_bf16", "fp8_128", "bf16"])
-def test_experts_are_two_grouped_matmuls_and_what_autograd_makes_of_swiglu(recipe):
+def test_experts_are_two_grouped_matmuls_and_what_autograd_makes_of_swiglu(recipe, in_steps):
     module, (x, offs) = experts(recipe), tokens()
     got = trained(module, x, offs)
     grouped_mm = fp8_grouped_mm if recipe == "fp8_128" else mx_grouped_mm
@@ -64,15 +69,41 @@ def test_swiglu_is_autograds_and_keeps_gate_and_up_only():
         grad = torch.randn(7, 24, device=DEVICE, dtype=dtype)
         ours, plain = (gate_up.clone().requires_grad_() for _ in range(2))
         gate, up = plain.chunk(2, -1)
-        out, expected = SwiGLU.apply(ours), silu(gate) * up
+        out, expected = _swiglu.swiglu(ours, "reference"), silu(gate) * up
         assert torch.equal(out, expected)
         assert [t.data_ptr() for t in out.grad_fn.saved_tensors] == [ours.data_ptr()]
         (wanted,) = torch.autograd.grad(expected, plain, grad, retain_graph=True)
         for graph in (True, False):
             assert torch.equal(torch.autograd.grad(out, ours, grad, retain_graph=True, create_graph=graph)[0], wanted)
+        for function, args, result in (
+            (_swiglu._forward, [gate_up], out),
+            (_swiglu._backward, [grad, gate_up], wanted),
+        ):
+            traced = torch.compile(function, dynamic=True, fullgraph=True, backend="aot_eager")
+            assert torch.equal(traced(*args), result)
     (first,) = torch.autograd.grad(out, ours, grad, create_graph=True)
     with pytest.raises(RuntimeError, match="derivative for aten::silu_backward is not implemented"):
         first.sum().backward()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_swiglu_in_one_kernel_rounds_once():
+    torch.manual_seed(0)
+    for rows in (1, 300, 0):  # any number by one compilation
+        gate_up = torch.randn(rows, 2 * 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(rows, 256, device=DEVICE, dtype=torch.bfloat16)
+        exact = gate_up.detach().double().requires_grad_()
+        expected = _swiglu.swiglu(exact, "reference")
+        (of_exact,) = torch.autograd.grad(expected, exact, grad.double())
+        noise = []
+        for backend in (None, "reference"):
+            out = _swiglu.swiglu(gate_up, backend)
+            (of_gate_up,) = torch.autograd.grad(out, gate_up, grad)
+            assert (out.shape, of_gate_up.shape, out.dtype) == (expected.shape, of_exact.shape, torch.bfloat16)
+            noise.append([(t - e).square().sum() for t, e in ((out, expected), (of_gate_up, of_exact))])
+        assert all(fused <= apart for fused, apart in zip(*noise, strict=True))
+        if rows:
+            assert sqnr_db(out.detach(), expected.detach()) > 50
 
 
 def test_experts_are_swiglu():
@@ -124,7 +155,7 @@ def test_another_recipe_may_be_set_but_not_while_codes_are_held():
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
-def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe):
+def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe, in_steps):
     torch._dynamo.reset()
     module, (x, offs) = experts(recipe), tokens()
     once = trained(module, x, offs)

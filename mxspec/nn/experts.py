@@ -11,7 +11,7 @@ from mxspec.nn._cache import Quantized, QuantizesWeights
 from mxspec.nn._grouped import product, quantize_experts, quantize_input
 from mxspec.nn._grouped_formats import BLOCK_SIZES
 from mxspec.nn._linear import as_autocast, backend_now, check_features, check_input, check_parameters
-from mxspec.nn._swiglu import SwiGLU
+from mxspec.nn._swiglu import swiglu
 from mxspec.nn.grouped_mm import check_offs
 from mxspec.nn.recipe import Recipe, recipe_of
 
@@ -105,6 +105,6 @@ class GroupedExperts(QuantizesWeights):
         backend = backend_now()
         gate_up_codes, down_codes = self._quantized(backend)
         tokens = quantize_input(x, offs, self.w_gate_up.requires_grad, recipe, backend)
-        hidden = SwiGLU.apply(product(x, self.w_gate_up, offs, tokens, gate_up_codes, recipe, backend))
+        hidden = swiglu(product(x, self.w_gate_up, offs, tokens, gate_up_codes, recipe, backend), backend)
         tokens = quantize_input(hidden, offs, self.w_down.requires_grad, recipe, backend)
         return product(hidden, self.w_down, offs, tokens, down_codes, recipe, backend)
