@@ -9,6 +9,7 @@ import torch
 
 import mxspec
 from mxspec import check, dispatch
+from mxspec.spec import Case
 
 CPU = torch.device("cpu")
 
@@ -325,7 +326,7 @@ def test_embedded_inputs_keep_the_order_of_their_dimensions_and_lie_dense_where_
     for layout, strides in (("plain", (1, 291)), ("blocked", (1, 288))):
         call = calls[f"three groups, {layout}, float32"]
         args = call.args()
-        embedded = check._embedded(args, op, call.kwargs)
+        embedded = check.embedded(args, op, call.kwargs)
         assert embedded[0].stride() == strides
         assert embedded[0].storage_offset() > 0
         assert embedded[1].is_contiguous() == (layout == "blocked")
@@ -433,7 +434,7 @@ def test_what_lies_between_the_rows_is_compared_without_embedding_too():
 
 def test_the_cases_own_tensors_are_never_changed():
     acc, *operands = case("fp8_gemm_", "K = 128").args()
-    once = check.Case("again", lambda: (acc, *operands))
+    once = Case("again", lambda: (acc, *operands))
     before = acc.clone()
     for _ in range(2):
         assert check.check_case("fp8_gemm_", once, adds, CPU).status == "passed"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mxspec import dispatch
-from mxspec.formats import INT_OF_BYTES, may_be_nan
+from mxspec.formats import same_bits
 from mxspec.rules._recorded import Probe, matches, probes
 from mxspec.spec import outputs_of
 
@@ -158,14 +158,7 @@ def _same(ours: tuple[Tensor, ...] | None, theirs: tuple[Tensor, ...]) -> bool:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    b = b.to(a.device)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    bits = INT_OF_BYTES[a.element_size()]
-    same = a.view(bits) == b.view(bits)
-    if not same.all() and may_be_nan(a.dtype):
-        same |= a.float().isnan() & b.float().isnan()
-    return bool(same.all())
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and bool(same_bits(a, b.to(a.device)).all())
 
 
 def _titles(names: list[str]) -> str:
