@@ -199,6 +199,9 @@ def test_the_first_word_goes_to_what_was_asked():
     assert rules.explaining("fp8_quantize_1x128", (large,), {"eps": 1e-4}, got)[0] == "contract, scale_format='pow2'"
     nothing = torch.zeros(4, 64, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(4, 2).to(torch.float8_e8m0fnu)
     assert rules.explaining("mx_quantize", (x,), {}, nothing) == []
+    qdata, scale = mx_quantize(x)
+    for other in ((qdata.view(torch.uint8), scale), (qdata.unsqueeze(0), scale), (qdata,)):  # the same bytes
+        assert rules.explaining("mx_quantize", (x,), {}, other) == []
 
 
 @pytest.mark.parametrize(("peer", "op"), PRESETS)
