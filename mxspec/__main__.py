@@ -40,6 +40,8 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_check(options: argparse.Namespace) -> int:
     """Hold backends, or one function, against the references. Exit code 1 where one differs."""
+    if options.list:
+        return _list_cases(options)
     if options.function and not options.op:
         raise ValueError("check: a module:function needs --op, the op that it claims to be")
     if options.function and options.backend:
@@ -79,6 +81,26 @@ def run_check(options: argparse.Namespace) -> int:
         print(f"mxspec: check: {asked} ran on no case: all were skipped, or are to be refused", file=sys.stderr)
         return 1
     return 1 if any(r.status == "failed" for r in results) else 0
+
+
+def _list_cases(options: argparse.Namespace) -> int:
+    """The cases of an op by name, and which of them are to be refused."""
+    if not options.op:
+        raise ValueError("check: --list needs --op, whose cases it lists")
+    if options.function or options.backend or options.case or options.device:
+        raise ValueError("check: --list runs nothing; needs --op and at most --json")
+    rows: list[dict[str, Any]] = [
+        {"case": case.name, "flags": sorted(case.flags), "raises": case.raises.__name__ if case.raises else None}
+        for case in check.cases_of(options.op)
+    ]
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    table = Table("case", "flags", "to be refused with")
+    for row in rows:
+        table.add_row(escape(row["case"]), ", ".join(row["flags"]), row["raises"])
+    console.print(table)
+    return 0
 
 
 def _device(name: str | None) -> torch.device:
@@ -204,6 +226,7 @@ def parser() -> argparse.ArgumentParser:
     command(run_list).add_argument("--json", action="store_true")
     sub = command(run_check, "--op", "--backend", "--case", "--device")
     sub.add_argument("function", nargs="?", help="module:function with the signature of --op: your own code")
+    sub.add_argument("--list", action="store_true", help="list the cases of --op, and run none")
     sub.add_argument("--json", action="store_true")
     sub = command(run_vectors, "--op")
     sub.add_argument("action", choices=("export", "check"))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import ELEMENTS
+from mxspec.reference import _checks
 from mxspec.spec import P, R, Reference, outputs_of
 
 __all__ = ["Explanation", "backends", "current_backend", "explain", "op", "ops", "use_backend"]
@@ -314,11 +315,16 @@ def _is_plain_eager(values: Iterable[Any]) -> bool:
     return True
 
 
+def _annotated(signature: inspect.Signature, kind: str) -> tuple[str, ...]:
+    """The parameters of an op that are of a kind."""
+    return tuple(p.name for p in signature.parameters.values() if p.annotation == kind)
+
+
 def op(fn: Reference[P, R]) -> Reference[P, R]:
     """The public op of a reference function: the same call, behind the switch, with `backend=` added."""
     name = fn.__name__
     signature, gradient, in_place = inspect.signature(fn), fn.spec.gradient, fn.spec.in_place
-    by_text = tuple(p.name for p in signature.parameters.values() if p.annotation == "torch.dtype | str")
+    by_text, flags = _annotated(signature, "torch.dtype | str"), _annotated(signature, "bool")
     as_list = _SCHEMA_TYPES[signature.return_annotation] == "Tensor[]"  # what crosses the operator as one
 
     def with_dtypes(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -383,6 +389,9 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
 
     @functools.wraps(fn)
     def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        for flag in flags:  # as an `if` reads it, "no" is true
+            if type(kwargs.get(flag, False)) is not bool:
+                _checks.boolean(name, flag, kwargs[flag])
         if not torch.compiler.is_compiling() and args and _is_plain_eager((*args, *kwargs.values())):
             return run(args, kwargs, backend)
         for key in by_text:
@@ -426,8 +435,11 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
       triton     is only taken by name on cpu tensors
     """
     asked = _known(backend, "explain") if backend else current_backend()
-    bound = inspect.signature(reference(name)).bind(*args, **kwargs)
+    signature = inspect.signature(reference(name))
+    bound = signature.bind(*args, **kwargs)
     args, kwargs = bound.args, bound.kwargs
+    for flag in _annotated(signature, "bool"):
+        _checks.boolean(name, flag, kwargs.get(flag, False))
     reference(name).spec.check_args(*args, **kwargs)
     chosen: str | None
     reasons: dict[str, str] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "BY_DTYPE",
@@ -28,6 +29,7 @@ __all__ = [
     "exponent_rule",
     "fp32_bits",
     "may_be_nan",
+    "same_bits",
 ]
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
@@ -142,6 +144,19 @@ def may_be_nan(dtype: torch.dtype) -> bool:
     """
     fmt = BY_DTYPE.get(dtype)
     return dtype.is_floating_point and (fmt is None or fmt.nan_code is not None)
+
+
+def same_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one shape and dtype hold the same bits; a NaN is any NaN.
+
+    >>> same_bits(torch.tensor([0.0, 1.0, torch.nan]), torch.tensor([-0.0, 1.0, -torch.nan]))
+    tensor([False,  True,  True])
+    """
+    bits = INT_OF_BYTES[a.element_size()]
+    same = a.view(bits) == b.view(bits)
+    if may_be_nan(a.dtype) and not same.all():
+        same |= a.float().isnan() & b.float().isnan()
+    return same
 
 
 def exponent_rule(fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ import torch
 
 import mxspec
 from mxspec import check, dispatch
+from mxspec.spec import Case
 
 CPU = torch.device("cpu")
 
@@ -82,7 +83,70 @@ def always_floor(x, **kwargs):
 def test_floor_for_rceil_is_recognised():
     name = "random bit patterns, bfloat16, rceil, e4m3fn"
     result = check.check_case("mx_quantize", case("mx_quantize", name), always_floor, CPU)
-    assert "torchao main's (rules.torchao, scaling='floor')" in result.message
+    assert (
+        "your bytes are the contract's own with scaling='floor', torchao main's (rules.torchao, scaling='floor') on "
+        "this case and on all 36 probe blocks, which leave what was asked for on 17 of them ("
+    ) in result.message
+
+
+def said(op, case, fn):
+    """What the report of a failure says of whose the bytes are."""
+    result = check.check_case(op, case, fn, CPU)
+    assert "elements differ" in result.message
+    return [line for line in result.message.splitlines() if "your bytes" in line]
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "options", "words"),
+    [  # even of bf16 max is nobody else's; and a peer has its own eps, or its own scale of a NaN
+        ("mx_quantize", "random bit patterns, bfloat16, rceil, e4m3fn", {"scaling": "even"}, "scaling='even'"),
+        ("fp8_quantize_1x128", "ragged rows", {"scale_format": "pow2"}, "scale_format='pow2'"),
+        ("fp8_quantize_1x128", "larger eps", {"eps": 1e-12}, "eps=1e-12"),
+    ],
+)
+def test_another_rule_of_the_contract_is_recognised(op, name, options, words):
+    def otherwise(x, **kwargs):
+        return dispatch.reference(op)(x, **{**kwargs, **options})
+
+    (line,) = said(op, case(op, name), otherwise)
+    assert line.startswith(f"your bytes are the contract's own with {words} on this case and on all ")
+
+
+def test_who_explains_the_case_and_not_the_probe_blocks_is_one_sentence():
+    def floor_of_many(small):
+        return lambda x, **kwargs: always_floor(x, **kwargs) if x.numel() > 32 else small(x, **kwargs)
+
+    ragged = case("mx_quantize", "ragged rows, blocked")
+    start = "your bytes are the contract's own with scaling='floor', gfloat's (rules.gfloat), "
+    for small, end in [
+        (
+            drops_nan,
+            "on this case, but no known peer's rule on the 36 probe blocks, which leave what was asked for on 1 ",
+        ),
+        (
+            mxspec.rules.te.mx_quantize,
+            "on this case, but TransformerEngine's (rules.te) on all 36 probe blocks, which ",
+        ),
+        (reference, "on this case, and the contract's on all 36 probe blocks"),
+    ]:
+        (line,) = said("mx_quantize", ragged, floor_of_many(small))
+        assert line.startswith(start)
+        assert end in line
+
+
+def test_of_a_peers_rules_the_one_that_explains_all_is_named():
+    def pow2_of_te(x, *, scale_format="fp32", **kwargs):
+        return mxspec.rules.te.fp8_quantize_1x128(x, scale_format="pow2", **kwargs)
+
+    x = torch.full((1, 128), 448.0)  # of scale 1 under either rule
+    x[0, 7] = torch.nan  # which its amax passes over, and the contract's does not
+    (line,) = said("fp8_quantize_1x128", Case("448 and NaN", lambda: (x,)), pow2_of_te)
+    assert "your bytes are TransformerEngine's (rules.te, scale_format='pow2') on this case and on all 10 probe" in line
+
+
+def test_what_is_right_on_the_case_as_given_is_no_peers():
+    wrong = case("mx_quantize", "32x32, axis -1, plain")
+    assert said("mx_quantize", wrong, assumes_contiguous) == []  # as given, its bytes are torchao's and others' as well
 
 
 def te_rule(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):
@@ -121,7 +185,8 @@ def test_a_rule_kept_on_probe_blocks_alone_is_not_claimed_for_the_case():
         return mxspec.rules.te.mx_quantize(x, **kwargs) if x.numel() == 32 else off_by_one(x, **kwargs)
 
     result = check.check_case("mx_quantize", case("mx_quantize", "ragged rows, blocked"), te_on_single_blocks, CPU)
-    assert "your bytes are TransformerEngine's (rules.te) on all 36 probe blocks" in result.message
+    assert "your bytes are TransformerEngine's (rules.te) on all 36 probe blocks, which leave the " in result.message
+    assert "; on this case they are no known peer's\n" in result.message
 
 
 def byte_hole(x, **kwargs):
@@ -266,6 +331,13 @@ def test_wrong_strides_are_found():
     assert "output 0: strides (160, 1); needs (1, 96)" in result.message
 
 
+def test_what_torch_compile_would_be_told_is_compared(monkeypatch):
+    told = lambda x, backend=None, **kwargs: wrong_strides(x, **kwargs)  # noqa: E731
+    monkeypatch.setattr(dispatch, "public", lambda op: told)
+    result = check.check_case("mx_quantize", case("mx_quantize", "96x160, axis -2, plain"), "reference", CPU)
+    assert result.message.startswith("under FakeTensor, output 0: strides (160, 1); needs (1, 96)")
+
+
 def accepts_anything(x, **kwargs):
     return x, x
 
@@ -325,7 +397,7 @@ def test_embedded_inputs_keep_the_order_of_their_dimensions_and_lie_dense_where_
     for layout, strides in (("plain", (1, 291)), ("blocked", (1, 288))):
         call = calls[f"three groups, {layout}, float32"]
         args = call.args()
-        embedded = check._embedded(args, op, call.kwargs)
+        embedded = check.embedded(args, op, call.kwargs)
         assert embedded[0].stride() == strides
         assert embedded[0].storage_offset() > 0
         assert embedded[1].is_contiguous() == (layout == "blocked")
@@ -433,7 +505,7 @@ def test_what_lies_between_the_rows_is_compared_without_embedding_too():
 
 def test_the_cases_own_tensors_are_never_changed():
     acc, *operands = case("fp8_gemm_", "K = 128").args()
-    once = check.Case("again", lambda: (acc, *operands))
+    once = Case("again", lambda: (acc, *operands))
     before = acc.clone()
     for _ in range(2):
         assert check.check_case("fp8_gemm_", once, adds, CPU).status == "passed"

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from mxspec import dispatch
 
 HERE = Path(__file__).parent
 
@@ -54,6 +57,20 @@ def test_check_refuses_what_it_does_not_know():
     assert "needs --op" in run.stderr
 
 
+def test_check_lists_the_cases_of_an_op():
+    cases = list(dispatch.reference("to_blocked").spec.cases())
+    run = mxspec("check", "--op", "to_blocked", "--list", "--json")
+    assert (run.returncode, run.stderr) == (0, "")
+    rows = json.loads(run.stdout)
+    assert [row["case"] for row in rows] == [case.name for case in cases]
+    for name, flags, raises in [("128x4", [], None), ("no rows", ["edge"], None), ("1-D", ["invalid"], "ValueError")]:
+        assert {"case": name, "flags": flags, "raises": raises} in rows
+    table = mxspec("check", "--op", "to_blocked", "--list").stdout
+    assert all(case.name in table for case in cases)
+    assert re.search(r"1-D +│ invalid +│ ValueError", table)
+    assert "passed" not in table
+
+
 def test_check_is_not_green_when_nothing_ran():
     run = mxspec("check", "--op", "to_blocked", "--backend", "triton", "--device", "cpu")
     assert run.returncode == 1
@@ -66,6 +83,8 @@ def test_check_says_what_is_wrong_with_its_arguments():
         (("nomodule:f", "--op", "to_blocked"), "nomodule:f: ModuleNotFoundError: No module named 'nomodule'"),
         (("json:nofn", "--op", "to_blocked"), "has no attribute 'nofn'"),
         (("--device", "nonsense"), "--device nonsense: "),
+        (("--list",), "check: --list needs --op"),
+        (("--list", "--op", "to_blocked", "--case", "128x4"), "check: --list runs nothing"),
     ]:
         run = mxspec("check", *args)
         assert run.returncode == 2

@@ -1,5 +1,7 @@
 """The switch: who wins, what it says, and that torch's machinery sees an ordinary operator."""
 
+import functools
+import inspect
 import os
 import pickle
 import subprocess
@@ -29,6 +31,30 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, check=False)
+
+
+# --- what every op refuses --------------------------------------------------------------------------------------
+
+FLAGS = [
+    pytest.param(op, p.name, id=f"{op}-{p.name}")
+    for op in dispatch.ops()
+    for p in inspect.signature(dispatch.reference(op)).parameters.values()
+    if isinstance(p.default, bool)
+]
+
+
+@pytest.mark.parametrize(("op", "flag"), FLAGS)
+def test_a_flag_that_is_no_bool_is_refused(op, flag):
+    assert {p.values[1] for p in FLAGS} == {"check_offs", "with_transpose"}
+    case = next(c for c in dispatch.reference(op).spec.cases() if not c.raises)
+    for call in (getattr(mxspec, op), functools.partial(mxspec.explain, op)):
+        for value in ("no", 0, 1, None, torch.tensor(True)):
+            with pytest.raises(TypeError) as raised:
+                call(*case.args(), **{**case.kwargs, flag: value})
+            assert str(raised.value) == f"{op}: {flag} = {value!r}; needs True or False"
+    meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in case.args()]  # by way of the operator
+    with pytest.raises(TypeError, match=f"^{op}: {flag} = 'no'; needs True or False"):
+        getattr(mxspec, op)(*meta, **{**case.kwargs, flag: "no"})
 
 
 # --- who wins ---------------------------------------------------------------------------------------------------
@@ -253,6 +279,15 @@ def test_compile_fullgraph(op, case, dynamic):
         assert (got.dtype, got.stride()) == (expected.dtype, expected.stride())
         same = got.float() == expected.float()
         assert (same | (got.float().isnan() & expected.float().isnan())).all()
+
+
+def test_a_flag_is_traced_whether_written_or_computed():
+    offs = torch.tensor([3, 64], dtype=torch.int32)
+    expected = mxspec.pad_token_groups(X, offs, 32)[0]
+    for flag in (lambda x: True, lambda x: False, lambda x: x.shape[0] > 4):
+        torch._dynamo.reset()
+        pad = lambda x: mxspec.pad_token_groups(x, offs, 32, check_offs=flag(x))[0]  # noqa: B023, E731
+        assert torch.equal(torch.compile(pad, fullgraph=True, dynamic=True, backend="aot_eager")(X), expected)
 
 
 def test_inductor_keeps_the_strides_that_a_kernel_was_promised():

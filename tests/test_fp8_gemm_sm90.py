@@ -70,7 +70,7 @@ def test_every_tile_adds_once(tile, rows, monkeypatch):
     assert check.difference(got[:1], expected[:1], spec.min_sqnr_db) is None
     add(*again, tile=tile)
     assert again[0].equal(got[0])
-    assert check._strayed(got[0], made[0]) is None
+    assert check.strayed(got[0], made[0]) is None
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")

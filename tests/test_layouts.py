@@ -194,22 +194,56 @@ REFUSED = [
     (BYTES, {"from_": "blocked", "to": "plain"}, ValueError, "from blocked needs shape="),
     (BYTES, {"from_": "blocked", "to": "plain", "shape": (4, 8)}, ValueError, r"needs \(1024,\)"),
     (BYTES, {"from_": "deepgemm_packed", "to": "plain", "shape": (4, 32)}, TypeError, "needs torch.int32"),
-    (BYTES, {"to": "blocked_m_groups"}, ValueError, "needs offs="),
+    (BYTES, {"to": "blocked_m_groups"}, ValueError, "offs = None; plain and blocked_m_groups needs the end"),
     (BYTES, {"to": "blocked_m_groups", "offs": OFFS.long()}, TypeError, "offs has dtype torch.int64"),
     (BYTES, {"to": "blocked_m_groups", "offs": OFFS.flip(0)}, ValueError, r"offs\[1\] = 2 after 4"),
     (BYTES, {"to": "blocked_m_groups", "offs": OFFS + 1}, ValueError, r"offs\[-1\] = 5 is past R = 4"),
     (BYTES, {"to": "blocked_k_groups", "offs": OFFS + 5}, ValueError, r"offs\[-1\] = 9 is past C = 8"),
     (BYTES[None], {"to": "blocked_k_groups", "offs": OFFS}, ValueError, r"needs \(R, C\)"),
-    (BYTES, {"offs": OFFS}, ValueError, "neither plain nor blocked has groups"),
+    (BYTES, {"offs": OFFS}, ValueError, "offs, but no groups in plain and blocked; needs none"),
     (BYTES, {"dtype": torch.float32}, TypeError, "blocked needs one of torch.float8_e8m0fnu, torch.uint8"),
+    (BYTES, {"dtype": "float32"}, TypeError, "dtype = 'float32'; blocked needs one of"),
+    (BYTES, {"shape": 4}, TypeError, r"shape = 4; needs \(R, C\) or \(E, R, C\)"),
     ([1], {}, TypeError, "needs a tensor"),
 ]
 
 
 @pytest.mark.parametrize(("scale", "how", "error", "match"), REFUSED)
 def test_refused(scale, how, error, match):
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as raised:
         convert(scale, **how)
+    assert str(raised.value).startswith("layouts.convert: ")
+
+
+@pytest.mark.parametrize("function", [scale_at, listing, draw])
+@pytest.mark.parametrize(
+    ("layout", "shape", "how", "error", "words"),
+    [
+        ("swizzled", (4, 8), {}, ValueError, "layout = 'swizzled'; needs one of 'plain'"),
+        ("plain", 4, {}, TypeError, "shape = 4; needs (R, C) or (E, R, C)"),
+        ("plain", (4, -1), {}, ValueError, "shape = -1; needs a size >= 0"),
+        ("plain", (4, 2.0), {}, TypeError, "shape = 2.0; needs an integer"),
+        ("plain", (4,), {}, ValueError, "the scales in plain have shape (4,); needs (R, C) or (E, R, C)"),
+        ("plain", (4, 8), {"offs": OFFS}, ValueError, "offs, but no groups in plain; needs none"),
+        ("plain", (4, 8), {"device": "nonsense"}, ValueError, "device = 'nonsense'; needs one that torch has here"),
+        ("plain", (4, 8), {"device": "meta"}, ValueError, "device = meta; needs one whose tensors have bytes"),
+        ("blocked_m_groups", (4, 8), {}, ValueError, "offs = None; blocked_m_groups needs the end of each group"),
+        ("blocked_m_groups", (4, 8), {"offs": [4]}, TypeError, "offs is a list; needs a tensor"),
+        ("blocked_m_groups", (2, 4, 8), {"offs": OFFS}, ValueError, "have shape (2, 4, 8); needs (R, C)"),
+    ],
+)
+def test_what_says_where_scales_lie_names_itself_and_what_it_needs(function, layout, shape, how, error, words):
+    with pytest.raises(error) as raised:
+        function(layout, shape, **how)
+    assert str(raised.value).startswith(f"layouts.{function.__name__}: ")
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("function", [listing, draw])
+@pytest.mark.parametrize("lines", [3, [4], [-1], ["a"], [1.0]])
+def test_lines_that_a_picture_does_not_have_are_refused(function, lines):
+    with pytest.raises(ValueError, match=rf"^layouts.{function.__name__}: lines = .*; needs numbers from 0 to 3, and"):
+        function("plain", (4, 4), lines=lines)
 
 
 def test_explain_names_all_and_each():
@@ -241,7 +275,7 @@ def test_a_picture_is_coloured_by_owner():
     lines = [mesh.get_array().flatten().tolist() for mesh in ax.collections]
     assert lines == [[0, 2, -1, -1], [1, -1, -1, -1]]
     matplotlib.pyplot.close(ax.figure)
-    with pytest.raises(ValueError, match=r"owner has shape \(1, 2\); needs the scales', \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"owner has shape \(1, 2\); needs \(2, 2\) as the scales"):
         draw("plain", (2, 2), owner=owner[:1])
     with pytest.raises(ValueError, match="at least one scale"):
         draw("plain", (0, 2))

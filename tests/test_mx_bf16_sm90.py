@@ -60,7 +60,7 @@ def test_every_case_gives_the_reference(op, case):
         options["out_dtype"] = torch.bfloat16
     args = check.on_device(check.default_device(), case.args())
     expected = dispatch.reference(op)(*args, **options)
-    embedded = check._embedded(args, dispatch.reference(op), options)
+    embedded = check.embedded(args, dispatch.reference(op), options)
     for given in (embedded,) if INTERPRETED else (args, args, embedded):
         with check.poisoned(0xFF):
             out = multiply(*given, **options)
@@ -183,5 +183,5 @@ def test_values_are_read_and_written_in_wide_words(op, layout):
         wide = {(c.load_bytes, c.store_bytes) for c in code if c.kernel == "_bf16_values"}
         assert wide == {(8, 16)}
         options = {"out_dtype": out_dtype, "scale_layout": layout}
-        odd = check._embedded(args, dispatch.reference(op), {"scale_layout": layout})
+        odd = check.embedded(args, dispatch.reference(op), {"scale_layout": layout})
         assert not problems(compile_call(multiply, *odd, **options, target="sm90"), (), (), edge=False)

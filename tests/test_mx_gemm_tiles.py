@@ -173,6 +173,6 @@ def test_column_major_operands_reach_the_tensor_cores(target):
 @pytest.mark.parametrize("op", OPS)
 def test_strides_of_any_alignment_spill_nothing(op, target):
     case = case_of(op, f"{'three groups' if op != 'mx_gemm' else '150x136x160'}, plain, float32")
-    args = check._embedded(case.args(), dispatch.reference(op), case.kwargs)
+    args = check.embedded(case.args(), dispatch.reference(op), case.kwargs)
     code = compile_call(getattr(dispatch.kernel_module(op, "triton"), op), *args, target=target, **case.kwargs)
     assert not problems(code, (), (), edge=False)

@@ -92,6 +92,7 @@ def test_no_peer_without_a_record_explains_e2m1():
     x = torch.linspace(-3, 3, 64).view(2, 32)
     got = mx_quantize(x, elem_dtype="e2m1", scaling="floor", backend="reference")
     assert rules.explaining("mx_quantize", (x,), {"elem_dtype": "e2m1", "scaling": "floor"}, got) == [
+        "contract",
         "gfloat",
         "microxcaling",
         "ocp",
@@ -191,9 +192,16 @@ def test_the_first_word_goes_to_what_was_asked():
     assert rules.explaining("mx_quantize", (x,), {"scaling": "floor"}, rules.te.mx_quantize(x)) == [
         "te, scaling='rceil'"
     ]
-    assert rules.explaining("mx_quantize", (x,), {}, mx_quantize(x)) == ["torchao"]
+    assert rules.explaining("mx_quantize", (x,), {}, mx_quantize(x)) == ["contract", "torchao"]
+    assert rules.explaining("mx_quantize", (x,), {}, mx_quantize(x, scaling="floor"))[0] == "contract, scaling='floor'"
+    large = torch.full((1, 128), 300.0)
+    got = mxspec.fp8_quantize_1x128(large, scale_format="pow2")
+    assert rules.explaining("fp8_quantize_1x128", (large,), {"eps": 1e-4}, got)[0] == "contract, scale_format='pow2'"
     nothing = torch.zeros(4, 64, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(4, 2).to(torch.float8_e8m0fnu)
     assert rules.explaining("mx_quantize", (x,), {}, nothing) == []
+    qdata, scale = mx_quantize(x)
+    for other in ((qdata.view(torch.uint8), scale), (qdata.unsqueeze(0), scale), (qdata,)):  # the same bytes
+        assert rules.explaining("mx_quantize", (x,), {}, other) == []
 
 
 @pytest.mark.parametrize(("peer", "op"), PRESETS)
@@ -201,6 +209,13 @@ def test_each_preset_explains_itself(peer, op):
     x = torch.randn(128, 256) * torch.tensor([1.0, 2.0**-120]).repeat_interleave(128)
     function = getattr(PEERS[peer], op)
     assert peer in rules.explaining(op, (x,), {}, function(x))
+
+
+def test_explaining_changes_no_inputs():
+    (args, kwargs) = next((c.args(), c.kwargs) for c in dispatch.reference("fp8_gemm_").spec.cases() if not c.flags)
+    before = args[0].clone()
+    assert rules.explaining("fp8_gemm_", args, kwargs, args[0]) == []
+    assert args[0].equal(before)
 
 
 def test_an_unknown_peer_is_named():

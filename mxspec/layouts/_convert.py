@@ -33,6 +33,32 @@ def _converted(plain: Tensor, dtype: torch.dtype, to: str) -> Tensor:
     return scales.view(dtype)
 
 
+def _shape_of(op: str, shape: Sequence[int], layouts: Sequence[str]) -> Shape:
+    """The shape of scales that these layouts can hold."""
+    needs = "(R, C)" if any(LAYOUTS[name].groups for name in layouts) else "(R, C) or (E, R, C)"
+    if not isinstance(shape, Sequence):
+        raise TypeError(f"{op}: shape = {shape!r}; needs {needs}")
+    for n in shape:
+        _checks.size(op, "shape", n)
+    if len(shape) not in ((2,) if needs == "(R, C)" else (2, 3)):
+        raise ValueError(f"{op}: the scales in {' and '.join(layouts)} have shape {tuple(shape)}; needs {needs}")
+    return tuple(shape)
+
+
+def _check_offs(op: str, offs: Tensor | None, shape: Shape, scale: Tensor, layouts: Sequence[str]) -> None:
+    """Whether there are ends of groups where these layouts have groups, and in order."""
+    names, groups = " and ".join(layouts), [along for name in layouts for along in LAYOUTS[name].groups]
+    if offs is None:
+        if groups:
+            raise ValueError(f"{op}: offs = None; {names} needs the end of each group")
+        return
+    if not groups:
+        raise ValueError(f"{op}: offs, but no groups in {names}; needs none")
+    _checks.offsets(op, "offs", offs, ("scale", scale))
+    for along in groups:
+        _checks.offs_in_order(op, offs, along, shape["RC".index(along)])
+
+
 def _check_stored(stored: Tensor, name: str, shape: Shape, offs: Tensor | None) -> None:
     """Whether a tensor is what `write` gives for scales of that shape; found by writing one without values."""
     held = stored.dtype if stored.dtype in LAYOUTS[name].dtypes else LAYOUTS[name].dtypes[0]
@@ -93,33 +119,20 @@ def convert(
     Source: each layout's, in `explain()`.
     """
     op = "layouts.convert"
-    source, target = layout_named(from_, "from_"), layout_named(to, "to")
+    source, target = layout_named(op, "from_", from_), layout_named(op, "to", to)
     _checks.dense(op, "scale", scale)
     if shape is None:
         if not source.holds_shape:
             raise ValueError(f"{op}: from {from_} needs shape=, that of the scales; {tuple(scale.shape)} has padding")
         shape = tuple(scale.shape)
-    shape = tuple(shape)
-    for n in shape:
-        _checks.size(op, "shape", n)
-    groups = source.groups + target.groups
-    if len(shape) not in ((2,) if groups else (2, 3)):
-        needs = "(R, C)" if groups else "(R, C) or (E, R, C)"
-        raise ValueError(f"{op}: the scales, from {from_} to {to}, have shape {shape}; needs {needs}")
-    if groups and offs is None:
-        raise ValueError(f"{op}: from {from_} to {to} needs offs=, the end of each group")
-    if offs is not None:
-        if not groups:
-            raise ValueError(f"{op}: offs, but neither {from_} nor {to} has groups; needs none")
-        _checks.offsets(op, "offs", offs, ("scale", scale))
-        for along in groups:
-            _checks.offs_in_order(op, offs, along, shape["RC".index(along)])
+    shape = _shape_of(op, shape, (from_, to))
+    _check_offs(op, offs, shape, scale, (from_, to))
     _check_stored(scale, from_, shape, offs if source.groups else None)
     if dtype is None:
         held = scale.dtype if scale.dtype in source.dtypes else source.dtypes[0]
         dtype = held if held in target.dtypes else target.dtypes[0]
     elif dtype not in target.dtypes:
-        raise TypeError(f"{op}: dtype = {dtype}; {to} needs one of {', '.join(map(str, target.dtypes))}")
+        raise TypeError(f"{op}: dtype = {dtype!r}; {to} needs one of {', '.join(map(str, target.dtypes))}")
 
     plain = source.read(scale, shape, offs).contiguous()
     return target.write(_converted(plain, dtype, to), offs)
@@ -137,9 +150,26 @@ def _width(layout: str, stored: Tensor) -> int:
     return LAYOUTS[layout].line or max(max(stored.stride()[-2:]) * scales_each, 1)
 
 
-def sent(layout: str, numbers: Tensor, offs: Tensor | None) -> tuple[Tensor, int]:
+def sent(
+    op: str, layout: str, shape: Sequence[int], offs: Tensor | None, device: torch.device | str | None
+) -> tuple[Tensor, int]:
+    """What `scale_at` gives, and how many places are a line."""
+    layout_named(op, "layout", layout)
+    shape = _shape_of(op, shape, [layout])
+    try:
+        device = torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # the first from a torch without CUDA
+        raise ValueError(f"{op}: device = {device!r}; needs one that torch has here") from error
+    if device.type == "meta":
+        raise ValueError(f"{op}: device = meta; needs one whose tensors have bytes")
+    numbers = torch.arange(1, 1 + prod(shape), dtype=torch.int32, device=device).reshape(shape)
+    _check_offs(op, offs, shape, numbers, [layout])
+    held, width = _held(layout, numbers, offs)
+    return held.cpu() - 1, width
+
+
+def _held(layout: str, numbers: Tensor, offs: Tensor | None) -> tuple[Tensor, int]:
     """What lies at each place of memory when numbers go through `convert`, and how many places are a line."""
-    numbers = numbers.to(torch.int32)
     if LAYOUTS[layout].dtypes[0] in FP32:
         stored = convert(numbers.view(torch.float32), to=layout, offs=offs)
         return _memory(stored).view(torch.int32).long(), _width(layout, stored)
@@ -172,6 +202,4 @@ def scale_at(
         [[0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13, -1, -1, -1, -1],
          [4, -1, -1, -1, 9, -1, -1, -1, 14, -1, -1, -1, -1, -1, -1, -1]]
     """
-    layout_named(layout, "layout")
-    numbers = torch.arange(1, 1 + prod(shape), device=device).reshape(tuple(shape))
-    return sent(layout, numbers, offs)[0].cpu() - 1
+    return sent("layouts.scale_at", layout, shape, offs, device)[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mxspec.layouts._convert import sent
-from mxspec.layouts._table import LAYOUTS, layout_named
+from mxspec.layouts._table import LAYOUTS
 from mxspec.reference import _checks
 
 if TYPE_CHECKING:
@@ -38,15 +38,13 @@ def _span(held: Tensor, shape: Sequence[int]) -> str:
 
 
 def _cells(
-    layout: str, shape: Sequence[int], offs: Tensor | None, by: str, device: torch.device | str | None
+    op: str, layout: str, shape: Sequence[int], offs: Tensor | None, by: str, device: torch.device | str | None
 ) -> _Cells:
-    layout_named(layout, "layout")
-    _checks.choice("layouts", "by", by, ("memory", "matrix"))
-    shape = tuple(shape)
+    _checks.choice(op, "by", by, ("memory", "matrix"))
+    memory, width = sent(op, layout, shape, offs, device)
     if not prod(shape):
-        raise ValueError(f"layouts: shape = {shape}; a picture needs at least one scale")
-    memory, width = sent(layout, torch.arange(1, 1 + prod(shape), device=device).reshape(shape), offs)
-    memory, item = memory.cpu() - 1, LAYOUTS[layout].dtypes[0].itemsize
+        raise ValueError(f"{op}: shape = {tuple(shape)}; a picture needs at least one scale")
+    item = LAYOUTS[layout].dtypes[0].itemsize
     names = [",".join(map(str, place)) for place in torch.cartesian_prod(*map(torch.arange, shape)).tolist()]
     if by == "matrix":
         place = torch.full((prod(shape),), -1)
@@ -72,6 +70,16 @@ def _cells(
     return _Cells(scale, texts, lines, columns, titles)
 
 
+def _chosen(op: str, lines: Sequence[int | None] | None, count: int) -> list[int | None]:
+    """The lines that are asked for, of so many; None is a gap."""
+    if lines is None:
+        return list(range(count))
+    numbers = [*range(count), None]
+    if not isinstance(lines, Sequence) or any(isinstance(n, float) or n not in numbers for n in lines):  # 1.0 == 1
+        raise ValueError(f"{op}: lines = {lines!r}; needs numbers from 0 to {count - 1}, and None for a gap")
+    return list(lines)
+
+
 def listing(
     layout: str,
     shape: Sequence[int],
@@ -92,9 +100,8 @@ def listing(
         row 1  4 20
         row 2  8 24
     """
-    cells = _cells(layout, shape, offs, by, device)
-    chosen = range(len(cells.lines)) if lines is None else lines
-    out = []
+    cells = _cells("layouts.listing", layout, shape, offs, by, device)
+    chosen, out = _chosen("layouts.listing", lines, len(cells.lines)), []
     for t, tile in enumerate(cells.texts):
         head = f"tile {t}, " if len(cells.texts) > 1 else ""
         heads = [head + line for line in cells.lines]
@@ -144,18 +151,19 @@ def draw(
     except ImportError as error:
         needs = "needs matplotlib: pip install 'mxspec[notebooks]'; layouts.listing gives the same as text"
         raise ImportError(f"layouts.draw: {needs}") from error
-    cells = _cells(layout, shape, offs, by, device)
+    cells = _cells("layouts.draw", layout, shape, offs, by, device)
+    chosen = _chosen("layouts.draw", lines, len(cells.lines))
     if owner is None:
         rows, band = torch.arange(shape[-2]), LAYOUTS[layout].band
         owner = (rows % 128 // band if band > 1 else rows)[:, None].expand(tuple(shape))
         labels = labels or [f"rows +{i}..{i + band - 1}" for i in range(0, 128, band) if band > 1]
-    elif tuple(owner.shape) != tuple(shape):
-        raise ValueError(f"layouts.draw: owner has shape {tuple(owner.shape)}; needs the scales', {tuple(shape)}")
+    else:
+        _checks.dense("layouts.draw", "owner", owner)
+        _checks.shape("layouts.draw", "owner", owner, tuple(shape), "as the scales")
     owners = torch.cat([owner.flatten().cpu(), torch.tensor([-1])])[cells.scale]  # -1 is the last
     colour = torch.where(owners < 0, -1, owners % len(COLORS))
 
     tiles, _, width = cells.scale.shape
-    chosen = list(range(len(cells.lines)) if lines is None else lines)
     if text is None:
         text = tiles * len(chosen) * width <= 512
     if ax is None:

@@ -228,8 +228,8 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def layout_named(name: str, argument: str) -> Layout:
-    _checks.choice("layouts", argument, name, list(LAYOUTS))
+def layout_named(op: str, argument: str, name: str) -> Layout:
+    _checks.choice(op, argument, name, list(LAYOUTS))
     return LAYOUTS[name]
 
 
@@ -237,7 +237,7 @@ def explain(layout: str | None = None) -> str:
     """The table of a layout, or of all: who reads it, its shape and strides, the place of a scale, what it holds."""
     lines = []
     for name in LAYOUTS if layout is None else [layout]:
-        entry = layout_named(name, "layout")
+        entry = layout_named("layouts.explain", "layout", name)
         holds = ", ".join(str(dtype).removeprefix("torch.") for dtype in entry.dtypes)
         if torch.float32 not in entry.dtypes:
             holds += "; of float32 powers of two and NaN"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -25,14 +26,16 @@ import torch
 from torch import Tensor
 
 from mxspec import dispatch
-from mxspec.formats import INT_OF_BYTES, may_be_nan
+from mxspec.formats import same_bits
 from mxspec.rules._recorded import Probe, matches, probes
 from mxspec.spec import outputs_of
 
 __all__ = ["Probe", "explaining", "matches", "peers", "probes", "report"]
 
 # The options that choose numbers; the others choose a layout, and probe blocks are compared in the plain one.
-_NUMERIC = ("elem_dtype", "scaling", "scale_format", "eps")
+_RULES = ("scaling", "scale_format", "eps")
+_NUMERIC = ("elem_dtype", *_RULES)
+_CONTRACT = "contract"  # stands beside the peers where a call may have got another rule than it asked for
 
 
 @functools.cache
@@ -54,38 +57,55 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def explaining(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: Any) -> list[str]:
-    """The peers whose rule gives exactly these outputs for a call, NaN as a class.
+    """Whose rule gives exactly these outputs for a call, NaN as a class: the op's own, `contract`, and the peers'.
 
-    First each peer is asked what the call asks; then for its other rules, which are named: `torchao, scaling='floor'`.
+    First each is asked what the call asks; then for its other rules, which are named: `torchao, scaling='floor'`.
 
     >>> import mxspec
     >>> tiny, odd = torch.full((1, 32), 2.0**-126), torch.full((1, 32), 257.0)
     >>> mxspec.rules.explaining("mx_quantize", (tiny,), {}, mxspec.rules.torchao_0_18.mx_quantize(tiny))
     ['torchao_0_18', 'torchao_0_18_triton']
     >>> mxspec.rules.explaining("mx_quantize", (odd,), {}, mxspec.mx_quantize(odd, scaling="ceil"))
-    ["torchao, scaling='ceil'", "torchao_0_18, scaling='ceil'"]
+    ["contract, scaling='ceil'", "torchao, scaling='ceil'", "torchao_0_18, scaling='ceil'"]
     """
+    return _one_each(_explaining(op, args, kwargs, got))
+
+
+def _explaining(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: Any) -> list[str]:
+    """The same, with every rule of a peer's."""
     if not isinstance(args, tuple):
         raise TypeError(f"explaining: args is a {type(args).__name__}; needs a tuple")
     dispatch.reference(op)  # which refuses a name that no op has
     outputs = outputs_of(got)
-    found = []
-    for peer in peers():
-        names = [name for name, rule in _rules(op, peer, kwargs) if _same(_outputs(rule, *args), outputs)]
-        found += names[:1]
-    return found
+    rules = (rule for source in (_CONTRACT, *peers()) for rule in _rules(op, source, kwargs))
+    return [name for name, rule in rules if _same(_outputs(rule, *args), outputs)]
+
+
+def _one_each(names: list[str]) -> list[str]:
+    """Of the rules of one peer the first."""
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(name.partition(",")[0], name)
+    return list(first.values())
 
 
 def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Whose rule a quantizer follows: on a call's own inputs, and on the probe blocks of `vectors/peers.json`."""
+    """Whose rule a quantizer follows: on a call's own inputs, and on the probe blocks of `vectors/peers.json`.
+
+    One sentence: whoever explains both is named alone, otherwise who explains which.
+    """
     reference = dispatch.reference(op)
     numeric = {name: value for name, value in kwargs.items() if name in _NUMERIC}
     blocks = _blocks(op, numeric)
     try:
-        on_case = explaining(op, args, kwargs, call(*args, **kwargs))
+        result = outputs_of(call(*args, **kwargs))
         got = [outputs_of(call(probe.x.to(args[0].device), **numeric)) for probe in blocks]
     except Exception:  # the finding was reported; this only looks for its origin
         return None
+    # A call may be right as it is given, and wrong where its inputs are views; whoever is right there explains nothing.
+    on_case = _explaining(op, args, kwargs, result)
+    if right := _CONTRACT in on_case:
+        on_case = []
     leaving = [
         probe.name
         for probe, outputs in zip(blocks, got, strict=True)
@@ -93,8 +113,8 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     ]
     on_probes = [
         name
-        for peer in peers()
-        for name, theirs in _on_probes(op, peer, tuple(numeric.items()))
+        for source in (_CONTRACT, *peers())
+        for name, theirs in _on_probes(op, source, tuple(numeric.items()))
         # What a peer refuses is no evidence, and so never for leaving the contract.
         if leaving
         and all(
@@ -102,31 +122,58 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
             for probe, t, g in zip(blocks, theirs, got, strict=True)
         )
     ]
-    named = ", ".join(leaving[:4]) + (", ..." if len(leaving) > 4 else "")
-    where = f"{len(blocks)} probe blocks, which leave the contract on {len(leaving)} of them ({named})"
     if both := [name for name in on_case if name in on_probes]:
-        return f"your bytes are {_titles(both)} on this case and on all {where}"
-    lines = [f"your bytes are {_titles(on_case)} on this case"] if on_case else []
-    if on_probes:
-        lines.append(f"your bytes are {_titles(on_probes)} on all {where}")
-    elif leaving:
-        lines.append(f"your bytes are no known peer's rule on the {where}")
-    return "\n".join(lines) or None
+        on_case = on_probes = both
+    on_case, on_probes = _one_each(on_case), _one_each(on_probes)
+    named = ", ".join(leaving[:4]) + (", ..." if len(leaving) > 4 else "")
+    left = "what was asked for" if any(name.startswith(_CONTRACT) for name in on_case + on_probes) else "the contract"
+    where = f"{len(blocks)} probe blocks, which leave {left} on {len(leaving)} of them ({named})"
+    case = f"{_titles(on_case)} on this case"
+    if both:
+        return f"your bytes are {case} and on all {where}"
+    if not leaving:
+        return f"your bytes are {case}, and the contract's on all {len(blocks)} probe blocks" if on_case else None
+    here = f"{case}, but " if on_case else ""
+    if not on_probes:
+        return f"your bytes are {here}no known peer's rule on the {where}"
+    nobodys = "" if on_case or right else "; on this case they are no known peer's"
+    return f"your bytes are {here}{_titles(on_probes)} on all {where}{nobodys}"
 
 
-def _rules(op: str, peer: str, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What a peer does with an op, by name: as a call asks, and by each other rule that is recorded of it."""
-    module = __getattr__(peer)
-    function = getattr(module, op, None)
+def _rules(op: str, source: str, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What a peer does with an op, by name: as a call asks, and by each other rule that is recorded of it.
+
+    The contract has the rules that the op's cases ask for. Those that differ from the call in fewer options are first.
+    """
+    function: Callable[..., Any] | None
+    if source == _CONTRACT:
+        reference = dispatch.reference(op)
+        function, recorded = None if reference.spec.in_place else reference, _options(op)  # it would change the inputs
+    else:
+        module = __getattr__(source)
+        function = getattr(module, op, None)
+        recorded = [options for section in module.RECORDED.values() for options in section.values()]
     if function is None:
         return
-    yield peer, functools.partial(function, **kwargs)
+    yield source, functools.partial(function, **kwargs)
     asked = {name: p.default for name, p in inspect.signature(function).parameters.items()} | dict(kwargs)
-    for options in {tuple(o.items()): o for section in module.RECORDED.values() for o in section.values()}.values():
-        other = {name: value for name, value in options.items() if name in asked and asked[name] != value}
-        if other and options.keys() <= asked.keys():
-            said = ", ".join(f"{name}={value!r}" for name, value in other.items())
-            yield f"{peer}, {said}", functools.partial(function, **{**kwargs, **other})
+    known = [options for options in recorded if options.keys() <= asked.keys()]
+    others = [{name: value for name, value in options.items() if asked[name] != value} for options in known]
+    for other in sorted({tuple(o.items()): o for o in others if o}.values(), key=len):
+        said = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        yield f"{source}, {said}", functools.partial(function, **{**kwargs, **other})
+
+
+@functools.cache
+def _options(op: str) -> list[dict[str, Any]]:
+    """The rules that an op's cases ask for, every choice of one option with every choice of the others."""
+    reference = dispatch.reference(op)
+    parameters = inspect.signature(reference).parameters
+    values = {name: {parameters[name].default: None} for name in _RULES if name in parameters}
+    for case in reference.spec.cases():
+        for name in values.keys() & (() if case.raises else case.kwargs.keys()):
+            values[name][case.kwargs[name]] = None
+    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 
 def _outputs(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | None:
@@ -139,11 +186,11 @@ def _outputs(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tenso
 
 @functools.cache  # a report is asked for at each case that fails
 def _on_probes(
-    op: str, peer: str, numeric: tuple[tuple[str, Any], ...]
+    op: str, source: str, numeric: tuple[tuple[str, Any], ...]
 ) -> list[tuple[str, list[tuple[Tensor, ...] | None]]]:
-    """What each rule of a peer makes of the probe blocks."""
+    """What each rule of a peer, or of the contract, makes of the probe blocks."""
     blocks = _blocks(op, dict(numeric))
-    return [(name, [_outputs(rule, probe.x) for probe in blocks]) for name, rule in _rules(op, peer, dict(numeric))]
+    return [(name, [_outputs(rule, probe.x) for probe in blocks]) for name, rule in _rules(op, source, dict(numeric))]
 
 
 def _blocks(op: str, numeric: Mapping[str, Any]) -> list[Probe]:
@@ -158,15 +205,14 @@ def _same(ours: tuple[Tensor, ...] | None, theirs: tuple[Tensor, ...]) -> bool:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    b = b.to(a.device)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    bits = INT_OF_BYTES[a.element_size()]
-    same = a.view(bits) == b.view(bits)
-    if not same.all() and may_be_nan(a.dtype):
-        same |= a.float().isnan() & b.float().isnan()
-    return bool(same.all())
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and bool(same_bits(a, b.to(a.device)).all())
 
 
 def _titles(names: list[str]) -> str:
-    return ", ".join(f"{__getattr__(name.split(',')[0]).NAME}'s (rules.{name})" for name in names)
+    def title(name: str) -> str:
+        source, _, options = name.partition(", ")
+        if source == _CONTRACT:
+            return f"the contract's own with {options}"
+        return f"{__getattr__(source).NAME}'s (rules.{name})"
+
+    return ", ".join(map(title, names))

@@ -1,0 +1,99 @@
+"""What tells outputs from the reference's: their form, then their bytes or, for a matmul, their SQNR."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import BY_DTYPE, INT_OF_BYTES, MX_BLOCK_SIZE, same_bits
+from mxspec.spec import MinSqnr
+
+
+def _form_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
+    for attribute in ("shape", "dtype", "device"):
+        if getattr(got, attribute) != getattr(expected, attribute):
+            return f"output {i}: {attribute} {getattr(got, attribute)}; needs {getattr(expected, attribute)}"
+    # A stride says something only where a dimension has more than one element and the tensor any.
+    strides = [
+        [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1 and t.numel()]
+        for t in (got, expected)
+    ]
+    return None if strides[0] == strides[1] else f"output {i}: strides {got.stride()}; needs {expected.stride()}"
+
+
+def form_difference(got: tuple[Any, ...], expected: tuple[Tensor, ...]) -> str | None:
+    """What tells the outputs from the reference's in number, shape, dtype, device or strides, or None."""
+    if len(got) != len(expected):
+        return f"{len(got)} outputs; needs {len(expected)}"
+    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+        problem = _form_problem(i, g, e) if isinstance(g, Tensor) else f"output {i}: {type(g).__name__}; needs a tensor"
+        if problem:
+            return problem
+    return None
+
+
+def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], min_sqnr_db: MinSqnr = math.inf) -> str | None:
+    """What tells the outputs from the reference's, or None: bytes with NaN as a class, or SQNR below a finite bound."""
+    if problem := form_difference(got, expected):
+        return problem
+    for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+        bound = min_sqnr_db[e.dtype] if isinstance(min_sqnr_db, Mapping) else min_sqnr_db
+        if problem := _byte_problem(i, g, e) if math.isinf(bound) else _sqnr_problem(i, g, e, bound):
+            return problem
+    return None
+
+
+def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
+    wrong = ~same_bits(got, expected)
+    if not wrong.any():
+        return None
+    bits, index = INT_OF_BYTES[expected.element_size()], _first(wrong)
+    # The block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
+    fmt = BY_DTYPE.get(expected.dtype)
+    size = MX_BLOCK_SIZE // fmt.per_byte if fmt else MX_BLOCK_SIZE
+    along = next((d for d, stride in enumerate(expected.stride()) if stride == 1), expected.ndim - 1)
+    start = index[along] // size * size
+    block: tuple[Any, ...] = (*index[:along], slice(start, start + size), *index[along + 1 :])
+    shown = ", ".join(map(str, (*index[:along], f"{start}:{start + size}", *index[along + 1 :])))
+    one, run = ([_hex(t.view(bits)[where]) for t in (got, expected)] for where in (index, block))
+    return (
+        f"output {i}: {int(wrong.sum())} of {wrong.numel()} elements differ, first at {list(index)}: "
+        f"got {one[0]}, expected {one[1]}\n  block [{shown}]\n  got      {run[0]}\n  expected {run[1]}"
+    )
+
+
+def _first(found: Tensor) -> tuple[int, ...]:
+    """The index of the first element that is true."""
+    first = int(found.reshape(-1).to(torch.uint8).argmax())
+    return tuple(int(n) for n in torch.unravel_index(torch.tensor(first), found.shape))
+
+
+def _hex(bits: Tensor) -> str:
+    digits = 2 * bits.element_size()
+    return " ".join(f"{value & (16**digits - 1):0{digits}x}" for value in bits.reshape(-1).tolist())
+
+
+def sqnr_db(got: Tensor, expected: Tensor) -> float:
+    """Signal-to-quantization-noise ratio, `10 log10(sum e^2 / sum (g - e)^2)` in float64; `inf` where equal."""
+    g, e = got.double(), expected.double()
+    noise, signal = float((g - e).square().sum()), float(e.square().sum())
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
+
+
+def _sqnr_problem(i: int, got: Tensor, expected: Tensor, min_sqnr_db: float) -> str | None:
+    """NaN and Inf stand where the reference has them, and all other elements are near enough."""
+    finite = got.isfinite() & expected.isfinite()
+    wrong = ~finite & (got != expected) & ~(got.isnan() & expected.isnan())
+    if wrong.any():
+        index = _first(wrong)
+        values = f"got {float(got[index])}, expected {float(expected[index])}"
+        return f"output {i}: {int(wrong.sum())} of {wrong.numel()} NaN or Inf differ, first at {list(index)}: {values}"
+    zero = torch.zeros((), dtype=got.dtype, device=got.device)
+    measured = sqnr_db(got.where(finite, zero), expected.where(finite, zero))
+    return None if measured >= min_sqnr_db else f"output {i}: {measured:.1f} dB; needs {min_sqnr_db} dB"

@@ -1,0 +1,164 @@
+"""What another program made of the vectors: each test passed, failed, skipped or missing."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mxspec import dispatch, rules
+from mxspec.check import Result, Status, difference
+
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def check(directory: Path | str, only: Collection[str] | None = None) -> Iterator[Result]:
+    """Judge the results that lie beside the vectors of a folder, of the ops that have any, or of those in `only`.
+
+    What is expected is read from the folder, so that it may come from another release than this one.
+
+    Yields:
+        A result for each test: `passed`, `failed`, `skipped` where the program says that it does not support it, or
+        `missing` where it says nothing. The message of a failure names the first wrong block, its bits, and the peers
+        whose rule gives exactly those outputs.
+    """
+    directory, found = Path(directory), exported(directory)
+    if unknown := sorted(set(only or ()) - set(found)):
+        raise ValueError(f"vectors: {directory} has no vectors of {', '.join(unknown)}")
+    results = directory / "results"
+    for path in results.glob("*"):
+        if path.stem not in found or path.suffix not in (".json", ".safetensors"):
+            raise ValueError(f"vectors: {path} answers nothing; needs <op>.safetensors or .json of {', '.join(found)}")
+    answered = [op for op in found if any((results / f"{op}.{end}").exists() for end in ("safetensors", "json"))]
+    for op in answered if only is None else only:
+        yield from _check_op(op, directory)
+
+
+def exported(directory: Path | str) -> list[str]:
+    """The ops whose vectors a folder holds."""
+    found = [path.stem for path in Path(directory).glob("*.json") if path.with_suffix(".safetensors").exists()]
+    if not found:
+        raise ValueError(f"vectors: {directory} holds none; needs what `python -m mxspec vectors export` wrote")
+    return sorted(found)
+
+
+def _check_op(op: str, directory: Path) -> Iterator[Result]:
+    manifest = _load_manifest(directory / f"{op}.json")
+    file = directory / f"{op}.safetensors"
+    if hashlib.sha256(file.read_bytes()).hexdigest() != manifest["sha256"]:
+        raise ValueError(f"vectors: {file} is not the file that {op}.json describes; export both again")
+    stored, got = load_file(file), _load_tensors(directory / "results" / f"{op}.safetensors")
+    said = _load_json(directory / "results" / f"{op}.json")
+    rejected, skipped = said.get("rejected", {}), said.get("skipped", {})
+    ids = {str(test["id"]) for test in manifest["tests"]}
+    if strangers := {name.partition(".")[0] for name in (*got, *rejected, *skipped)} - ids:
+        raise ValueError(f"vectors: results of {op} have the id {min(strangers)!r}; needs one of the manifest's")
+    once = [{name.partition(".")[0] for name in got}, set(rejected), set(skipped)]
+    if twice := (once[0] & once[1]) | (once[0] & once[2]) | (once[1] & once[2]):
+        raise ValueError(f"vectors: results of {op} answer test {min(twice)} twice; needs outputs, rejected or skipped")
+    for test in manifest["tests"]:
+        number = str(test["id"])
+        status: Status
+        mine = {name.partition(".")[2]: t for name, t in got.items() if name.partition(".")[0] == number}
+        if number in skipped:
+            status, message = "skipped", str(skipped[number])
+        elif test["result"] == "invalid":
+            accepted = f"accepted what must be refused: {test['error']['message']}"
+            status, message = (
+                ("passed", "") if number in rejected else ("failed", accepted) if mine else ("missing", "")
+            )
+        elif number in rejected:
+            status, message = "failed", f"rejected what is valid: {rejected[number]}"
+        else:
+            status, message = _judged(op, test, stored, mine)
+        yield Result(op, "results", test["comment"], status, message, number=test["id"])
+
+
+def _judged(
+    op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], mine: Mapping[str, Tensor]
+) -> tuple[Status, str]:
+    """The status and the message of a valid test."""
+    if not mine:
+        return "missing", ""
+    outputs = test["outputs"]
+    if strange := sorted(mine.keys() - {entry["name"] for entry in outputs}):
+        return "failed", f"has an output {', '.join(strange)}, which the op has not"
+    if lacking := [entry["name"] for entry in outputs if entry["name"] not in mine]:
+        return "failed", f"has no output {', '.join(lacking)}"
+    expected = tuple(_as_given(stored[entry["stored"]], entry) for entry in outputs)
+    got = []
+    for entry in outputs:
+        t, wanted = mine[entry["name"]], stored[entry["stored"]]
+        width = wanted.itemsize if t.dtype == torch.uint8 else 1  # bytes may stand side by side in the last dimension
+        bits = t.dtype in _UNSIGNED and t.itemsize * width == wanted.itemsize
+        if bits and t.shape == (*wanted.shape[:-1], *(n * width for n in wanted.shape[-1:])):
+            t = t.flatten().view(wanted.dtype).view(wanted.shape)  # flat: an empty tensor's strides may be odd
+        if t.shape != wanted.shape:
+            return "failed", f"output {entry['name']}: stored shape {tuple(t.shape)}; needs {tuple(wanted.shape)}"
+        got.append(_as_given(t, entry))
+    problem = difference(tuple(got), expected)
+    if problem is None:
+        return "passed", ""
+    return "failed", "\n".join(filter(None, [problem, _whose(op, test, stored, tuple(got))]))
+
+
+def _as_given(dense: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    """A stored tensor under its own shape and strides."""
+    return dense.as_strided(entry["shape"], entry["strides"])
+
+
+def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: tuple[Tensor, ...]) -> str | None:
+    """Which peers' rules give exactly these outputs; None also of a call that this release cannot make."""
+    if op not in dispatch.ops():
+        return None
+    args = [_as_given(stored[e["stored"]], e) if "stored" in e else e["value"] for e in test["inputs"]]
+    takes = inspect.signature(dispatch.reference(op)).parameters
+    kwargs = {}
+    for name, value in test["options"].items():
+        is_dtype = name in takes and "torch.dtype" in takes[name].annotation
+        if name not in takes or (is_dtype and not hasattr(torch, value)):
+            return None
+        kwargs[name] = getattr(torch, value) if is_dtype else value
+    names = rules.explaining(op, tuple(args), kwargs, got)
+    return f"your bytes are those of: {', '.join(names)}" if names else None
+
+
+def _load_manifest(path: Path) -> dict[str, Any]:
+    manifest = _read_json(path)
+    try:
+        tests = [(test["id"], test["comment"], test["inputs"], test["options"]) for test in manifest["tests"]]
+        kinds = {test["result"] for test in manifest["tests"]}
+        if not tests or not kinds <= {"valid", "invalid"} or not manifest["sha256"]:
+            raise ValueError("it has no tests, or none that are valid or invalid")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"vectors: {path} is no manifest that `vectors export` wrote: {error}") from error
+    return manifest
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"vectors: {path}: {error}; needs JSON in UTF-8") from error
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path) if path.exists() else {}
+    except SafetensorError as error:
+        raise ValueError(f"vectors: {path}: {error}") from error
+
+
+def _load_json(path: Path) -> dict[str, dict[str, str]]:
+    said, known = _read_json(path) if path.exists() else {}, {"rejected", "skipped"}
+    if not isinstance(said, dict) or said.keys() - known or not all(isinstance(v, dict) for v in said.values()):
+        raise ValueError(f"vectors: {path}: needs {{'rejected': {{id: words}}, 'skipped': {{id: words}}}}")
+    return said
