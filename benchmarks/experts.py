@@ -16,17 +16,19 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mxspec.bench.timing import Contender, Pace, race
 from mxspec.check import sqnr_db
 from mxspec.console import console
-from mxspec.nn import RECIPES, GroupedExperts, Recipe, fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn import RECIPES, GroupedExperts, Recipe, _swiglu, fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn._swiglu import _compiled
 from mxspec.reference._mx_gemm_cases import bench_sizes
 
 SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two of torchao's: DeepSeek-V3, Llama 4; it has 128000 tokens too
@@ -97,7 +99,7 @@ def compare(got: list[Tensor], expected: list[Tensor], least: float) -> None:
 class Calls(TorchDispatchMode):
     """Every kernel that runs, with its operands: equal ones by one name, what neither quantizes nor multiplies as REST.
 
-    Backward's thread on a GPU sees the mode too.
+    Backward's thread on a GPU sees the mode too. What Inductor made of SwiGLU no mode sees: `compiled` takes its place.
     """
 
     def __init__(self) -> None:
@@ -113,6 +115,16 @@ class Calls(TorchDispatchMode):
         if "grouped_gemm" in name or "grouped_mm" in name:
             self.features[name] = result.shape[-1] * (result.shape[-2] if result.ndim == 3 else args[0].shape[-1])
         return result
+
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        made = _compiled(function)
+
+        def call(*args: Tensor) -> Tensor:
+            self.found.setdefault(f"SwiGLU,{function.__name__.replace('_', ' ')}", []).append(partial(made, *args))
+            with _disable_current_modes():
+                return made(*args)
+
+        return call
 
     def _name(self, call: partial[Any], result: Any) -> str:
         name = call.func.name().split("::")[1]  # type: ignore[attr-defined]
@@ -183,7 +195,7 @@ def measure(
         console.print(f"torchao is not in the race: {error}", markup=False)
 
     steps = {c.name: c.us for c in raced(kind, layers, x, weights, offs, dy, paces[0])}
-    with Calls() as calls:
+    with Calls() as calls, mock.patch.object(_swiglu, "_compiled", calls.compiled):
         step(layers["mxspec"], x, weights, offs, dy)
     with torch.no_grad():
         kernels = list(parts(calls, x))

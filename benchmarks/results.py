@@ -66,6 +66,7 @@ README_MATMULS = {
     "FP8, 8 experts": ("fp8_grouped_gemm", "32768x2048x7168, E 8, even", "torch bf16"),
     "FP8, 8 experts, ragged": ("fp8_grouped_gemm", "32768x2048x7168, E 8, ragged, padded", "torch bf16"),
     "FP8, 64 experts": ("fp8_grouped_gemm", "32768x2048x7168, E 64, even", "torch bf16"),
+    "FP8, 64 experts, ragged": ("fp8_grouped_gemm", "32768x2048x7168, E 64, ragged, padded", "torch bf16"),
     "FP8 wgrad, 8 experts": ("fp8_grouped_gemm_wgrad", "32768x2048x7168, E 8, even, padded, bfloat16", "torch bf16"),
     "MXFP8, dense": ("mx_gemm", "32768x2048x7168", "cuBLAS bf16"),
     "MXFP8, 8 experts": ("mx_grouped_gemm", "32768x2048x7168, E 8, even", "torch bf16"),

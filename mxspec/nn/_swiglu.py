@@ -50,4 +50,4 @@ def _backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return torch.compile(function, fullgraph=True)
