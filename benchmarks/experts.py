@@ -3,10 +3,9 @@
     python benchmarks/experts.py [--recipe fp8_128] [--even] [MxNxKxE ...]
 
 M tokens of E experts, K wide, by weights `(E, N, K)`: forward and backward of one grouped linear, and of SwiGLU experts
-of hidden width N, whose gate and up are one matmul in every contender. The whole step is timed as a program makes it,
-quantizing and padding included, in one race with PyTorch's grouped matmul in bfloat16 and, where it can be imported,
-torchao's in the recipe's format; then each kernel of the step, as it was called there, by itself. Outputs and gradients
-have first been compared with bfloat16's.
+of hidden width N. The whole step is timed as a program makes it, quantizing and padding included, in one race with
+PyTorch's grouped matmul in bfloat16 and, where it can be imported, torchao's in the recipe's format; then each kernel
+of the step, as it was called there, by itself. Outputs and gradients have first been compared with bfloat16's.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxspec.bench.timing import Contender, Pace, race
 from mxspec.check import sqnr_db
 from mxspec.console import console
-from mxspec.nn import RECIPES, GroupedExperts, Recipe, _swiglu, fp8_grouped_mm, mx_grouped_mm
-from mxspec.nn._swiglu import _compiled
+from mxspec.nn import RECIPES, GroupedExperts, Recipe, fp8_grouped_mm, mx_grouped_mm
 from mxspec.reference._mx_gemm_cases import bench_sizes
 
 SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two of torchao's: DeepSeek-V3, Llama 4; it has 128000 tokens too
@@ -49,13 +46,8 @@ def linear(mm: GroupedMM, weights: list[Tensor]) -> Layer:
 
 
 def experts(mm: GroupedMM, weights: list[Tensor]) -> Layer:
-    """As PyTorch has them: gate and up are one matmul here too, so that the sum of two dx is nobody's."""
-
-    def layer(x: Tensor, offs: Tensor) -> Tensor:
-        gate, up = mm(x, weights[0], offs).chunk(2, -1)
-        return mm(silu(gate) * up, weights[1], offs)
-
-    return layer
+    gate, up, down = weights
+    return lambda x, offs: mm(silu(mm(x, gate, offs)) * mm(x, up, offs), down, offs)
 
 
 def bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -99,32 +91,18 @@ def compare(got: list[Tensor], expected: list[Tensor], least: float) -> None:
 class Calls(TorchDispatchMode):
     """Every kernel that runs, with its operands: equal ones by one name, what neither quantizes nor multiplies as REST.
 
-    Backward's thread on a GPU sees the mode too. What Inductor made of SwiGLU no mode sees: `compiled` takes its place.
+    Backward's thread on a GPU sees the mode too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, list[partial[Any]]] = {}
-        self.features: dict[str, int] = {}  # what a token's multiplications are, of each matmul
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = partial(func, *args, **(kwargs or {}))
         result = call()
-        name = self._name(call, result)
-        self.found.setdefault(name, []).append(call)
-        if "grouped_gemm" in name or "grouped_mm" in name:
-            self.features[name] = result.shape[-1] * (result.shape[-2] if result.ndim == 3 else args[0].shape[-1])
+        self.found.setdefault(self._name(call, result), []).append(call)
         return result
-
-    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        made = _compiled(function)
-
-        def call(*args: Tensor) -> Tensor:
-            self.found.setdefault(f"SwiGLU,{function.__name__.replace('_', ' ')}", []).append(partial(made, *args))
-            with _disable_current_modes():
-                return made(*args)
-
-        return call
 
     def _name(self, call: partial[Any], result: Any) -> str:
         name = call.func.name().split("::")[1]  # type: ignore[attr-defined]
@@ -177,8 +155,7 @@ def measure(
     torch.manual_seed(0)
     dtype, is_linear = torch.bfloat16, kind == "grouped linear"
     module = GroupedExperts(E, K, N, recipe, device, dtype)
-    one = module.w_gate_up[:, :N].detach().contiguous().requires_grad_()
-    weights: list[Tensor] = [one] if is_linear else list(module.parameters())
+    weights: list[Tensor] = [module.w_gate] if is_linear else list(module.parameters())
     x = torch.randn(M, K, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn(M, N if is_linear else K, device=device, dtype=dtype)
     offs = torch.tensor(bench_sizes(M, E, ragged)[0], device=device).cumsum(0, dtype=torch.int32)
@@ -195,20 +172,20 @@ def measure(
         console.print(f"torchao is not in the race: {error}", markup=False)
 
     steps = {c.name: c.us for c in raced(kind, layers, x, weights, offs, dy, paces[0])}
-    with Calls() as calls, mock.patch.object(_swiglu, "_compiled", calls.compiled):
+    with Calls() as calls:
         step(layers["mxspec"], x, weights, offs, dy)
     with torch.no_grad():
         kernels = list(parts(calls, x))
         race(kernels, paces[1])
 
     title = f"{kind}, {shape}, {'ragged' if ragged else 'even'}"
-    return report(title, steps, kernels, calls, M, sum(w[0].numel() for w in weights))
+    return report(title, steps, kernels, calls, 2 * M * N * K, len(weights))
 
 
 def report(
-    title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, tokens: int, features: int
+    title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, flops: int, weights: int
 ) -> Result:
-    """Print each kernel's share of the step, and the steps; of a token, `features` multiplications three times."""
+    """Print each kernel's share of the step, and the steps; each matmul takes `flops`, three for each weight."""
     table, us = Table("kernel", "calls", "us", "share", "TFLOP/s", title=title), steps["mxspec"]
     for column in table.columns[1:]:
         column.justify = "right"
@@ -218,13 +195,12 @@ def report(
         part = count * kernel.us
         total += part
         quantizing += part if "quantize" in kernel.name else 0
-        of_token = calls.features.get(kernel.name)
-        rate = f"{2 * tokens * of_token / kernel.us / 1e6:.0f}" if of_token else ""
+        rate = f"{flops / kernel.us / 1e6:.0f}" if "grouped_gemm" in kernel.name or "grouped_mm" in kernel.name else ""
         table.add_row(kernel.name, str(count), f"{part:.1f}", f"{part / us:.1%}", rate)
     table.add_row("between them", "", f"{us - total:.1f}", f"{1 - total / us:.1%}", "")
     table.add_section()
     for name, other in steps.items():
-        table.add_row(name, "", f"{other:.1f}", f"{other / us:.1%}", f"{6 * tokens * features / other / 1e6:.0f}")
+        table.add_row(name, "", f"{other:.1f}", f"{other / us:.1%}", f"{3 * weights * flops / other / 1e6:.0f}")
     console.print(table)
     result = Result({name: other / us for name, other in steps.items() if name != "mxspec"}, quantizing / us)
     for name, times in result.times_as_fast.items():

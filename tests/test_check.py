@@ -591,3 +591,8 @@ def test_what_is_no_function_or_choice_is_refused(fn, cases, words):
 def test_a_device_without_bytes_is_refused():
     with pytest.raises(ValueError, match="device = meta; needs one whose tensors have bytes"):
         check.assert_conforms(mx, op="mx_quantize", cases="one block", device=torch.device("meta"))
+
+
+def test_scalars_are_compared_too():
+    assert check.difference((torch.tensor(1.0),), (torch.tensor(1.0),)) is None
+    assert "1 of 1 elements differ" in check.difference((torch.tensor(1.0),), (torch.tensor(2.0),))

@@ -1,4 +1,4 @@
-"""GroupedExperts: two grouped matmuls with SwiGLU between, by each recipe, and the weights that are held."""
+"""GroupedExperts: three grouped matmuls, by each recipe, and the weights that are held."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxspec
 from mxspec.check import default_device, sqnr_db
-from mxspec.nn import RECIPES, GroupedExperts, _swiglu, cache_weights, fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn import RECIPES, GroupedExperts, cache_weights, fp8_grouped_mm, mx_grouped_mm
 
 DEVICE = default_device()
 K, N = 128, 256  # dim and hidden_dim
@@ -42,68 +42,18 @@ def trained(module, x, offs):
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-@pytest.fixture
-def in_steps(monkeypatch):
-    """SwiGLU rounded after each operation on a GPU too, as it is by hand and in a graph that nobody fuses."""
-    monkeypatch.setattr(_swiglu, "_compiled", lambda function: function)
-
-
 @pytest.mark.parametrize("recipe", ["mxfp8_rceil_wgrad_bf16", "fp8_128", "bf16"])
-def test_experts_are_two_grouped_matmuls_and_what_autograd_makes_of_swiglu(recipe, in_steps):
+def test_experts_are_three_grouped_matmuls(recipe):
     module, (x, offs) = experts(recipe), tokens()
     got = trained(module, x, offs)
     grouped_mm = fp8_grouped_mm if recipe == "fp8_128" else mx_grouped_mm
 
     def by_hand(x, offs):
-        gate, up = grouped_mm(x, module.w_gate_up, offs, recipe).chunk(2, -1)
+        gate, up = (grouped_mm(x, w, offs, recipe) for w in (module.w_gate, module.w_up))
         return grouped_mm(silu(gate) * up, module.w_down, offs, recipe)
 
     module.forward = by_hand
     assert all(map(torch.equal, got, trained(module, x, offs)))
-
-
-def test_swiglu_is_autograds_and_keeps_gate_and_up_only():
-    torch.manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float32):
-        gate_up = torch.randn(7, 2 * 24, device=DEVICE, dtype=dtype) * 4
-        grad = torch.randn(7, 24, device=DEVICE, dtype=dtype)
-        ours, plain = (gate_up.clone().requires_grad_() for _ in range(2))
-        gate, up = plain.chunk(2, -1)
-        out, expected = _swiglu.swiglu(ours, "reference"), silu(gate) * up
-        assert torch.equal(out, expected)
-        assert [t.data_ptr() for t in out.grad_fn.saved_tensors] == [ours.data_ptr()]
-        (wanted,) = torch.autograd.grad(expected, plain, grad, retain_graph=True)
-        for graph in (True, False):
-            assert torch.equal(torch.autograd.grad(out, ours, grad, retain_graph=True, create_graph=graph)[0], wanted)
-        for function, args, result in (
-            (_swiglu._forward, [gate_up], out),
-            (_swiglu._backward, [grad, gate_up], wanted),
-        ):
-            traced = torch.compile(function, fullgraph=True, backend="aot_eager")
-            assert torch.equal(traced(*args), result)
-    (first,) = torch.autograd.grad(out, ours, grad, create_graph=True)
-    with pytest.raises(RuntimeError, match="derivative for aten::silu_backward is not implemented"):
-        first.sum().backward()
-
-
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
-def test_swiglu_in_one_kernel_rounds_once():
-    torch.manual_seed(0)
-    for rows in (300, 40, 1, 0):
-        gate_up = torch.randn(rows, 2 * 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-        grad = torch.randn(rows, 256, device=DEVICE, dtype=torch.bfloat16)
-        exact = gate_up.detach().double().requires_grad_()
-        expected = _swiglu.swiglu(exact, "reference")
-        (of_exact,) = torch.autograd.grad(expected, exact, grad.double())
-        noise = []
-        for backend in (None, "reference"):
-            out = _swiglu.swiglu(gate_up, backend)
-            (of_gate_up,) = torch.autograd.grad(out, gate_up, grad)
-            assert (out.shape, of_gate_up.shape, out.dtype) == (expected.shape, of_exact.shape, torch.bfloat16)
-            noise.append([(t - e).square().sum() for t, e in ((out, expected), (of_gate_up, of_exact))])
-        assert all(fused <= apart for fused, apart in zip(*noise, strict=True))
-        if rows:
-            assert sqnr_db(out.detach(), expected.detach()) > 50
 
 
 def test_experts_are_swiglu():
@@ -111,7 +61,7 @@ def test_experts_are_swiglu():
     x, first, out = x.detach(), 0, torch.zeros_like(x)
     for e, end in enumerate(offs.tolist()):
         t, rows = x[first:end], slice(first, end)
-        out[rows] = (silu(t @ module.w_gate_up[e, :N].T) * (t @ module.w_gate_up[e, N:].T)) @ module.w_down[e].T
+        out[rows] = (silu(t @ module.w_gate[e].T) * (t @ module.w_up[e].T)) @ module.w_down[e].T
         first = end
     assert sqnr_db(module(x, offs), out) >= 40
     for recipe in FORMATS:
@@ -119,7 +69,7 @@ def test_experts_are_swiglu():
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
-def test_each_tensor_is_quantized_once_and_weights_are_held(recipe, monkeypatch):
+def test_gate_and_up_read_the_same_codes_and_weights_are_held(recipe, monkeypatch):
     module, (x, offs) = experts(recipe), tokens()
     once, ran = trained(module, x, offs), []
     weights, rows, columns = QUANTIZERS[recipe]
@@ -127,16 +77,16 @@ def test_each_tensor_is_quantized_once_and_weights_are_held(recipe, monkeypatch)
         op = getattr(mxspec, name)
         monkeypatch.setattr(mxspec, name, lambda *a, op=op, name=name, **kw: ran.append(name) or op(*a, **kw))
     module(x, offs)
-    assert ran == [weights] * 2 + [rows, columns] * 2
+    assert ran == [weights] * 3 + [rows, columns] * 2
     with cache_weights(module):
         ran.clear()
         assert all(map(torch.equal, trained(module, x, offs), once))
         assert weights not in ran
     with pytest.raises(RuntimeError, match="a weight has changed"), cache_weights(module), torch.no_grad():
-        module.w_gate_up[:, N:].mul_(2)
+        module.w_up.mul_(2)
     ran.clear()
     module.requires_grad_(False)(x, offs)
-    assert ran == [weights] * 2 + [rows] * 2
+    assert ran == [weights] * 3 + [rows] * 2
 
 
 def test_another_recipe_may_be_set_but_not_while_codes_are_held():
@@ -155,7 +105,7 @@ def test_another_recipe_may_be_set_but_not_while_codes_are_held():
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
-def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe, in_steps):
+def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe):
     torch._dynamo.reset()
     module, (x, offs) = experts(recipe), tokens()
     once = trained(module, x, offs)
@@ -169,11 +119,13 @@ def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe, in_steps):
 def test_experts_state_and_what_they_refuse():
     module = experts()
     assert {name: tuple(p.shape) for name, p in module.state_dict().items()} == {
-        "w_gate_up": (3, 2 * N, K),
+        "w_gate": (3, N, K),
+        "w_up": (3, N, K),
         "w_down": (3, K, N),
     }
     for arguments, error, words in (
         ((0, K, N), ValueError, "num_experts = 0"),
+        ((2.0, K, N), ValueError, "num_experts = 2.0; needs"),
         ((3, 40, N), ValueError, "dim = 40 is no multiple of 32"),
         ((3, K, 40), ValueError, "hidden_dim = 40 is no multiple of 32"),
         ((3, K, 96, "fp8_128"), ValueError, "GroupedExperts: hidden_dim = 96 is no multiple of 128"),
@@ -248,28 +200,12 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
         assert f"{line} " in out
 
     monkeypatch.setattr(benchmark, "torchao", lambda recipe: lambda x, w, offs: 2 * benchmark.bf16(x, w, offs))
-    seen, report = [], benchmark.report
-    monkeypatch.setattr(benchmark, "report", lambda *args: seen.append(args) or report(*args))
     result = benchmark.measure("SwiGLU experts", recipe, shape, DEVICE, paces, ragged=False)
     assert result.times_as_fast.keys() == {"bf16", "mxspec in bf16"}
     out = capsys.readouterr().out
     assert "torchao is not in the race: AssertionError: y: " in out
-    ((*_, calls, M, features),) = seen
-    assert calls.features == {  # forward, dgrad, wgrad, of gate and up and of down; dgrad of gate and up is one sum
-        "fp8_grouped_gemm 40x128 -> 40x512": 128 * 512,
-        "fp8_grouped_gemm 40x512 -> 40x128": 128 * 512,
-        "fp8_grouped_gemm_wgrad 512x384 -> 2x512x128": 128 * 512,
-        "fp8_grouped_gemm 40x256 -> 40x128": 128 * 256,
-        "fp8_grouped_gemm 40x128 -> 40x256": 128 * 256,
-        "fp8_grouped_gemm_wgrad 128x384 -> 2x128x256": 128 * 256,
-    }
-    assert (M, 3 * features) == (40, sum(calls.features.values()))
-
-    monkeypatch.setattr(benchmark, "_compiled", lambda function: function)
-    gate_up = torch.ones(2, 8, device=DEVICE)
-    with benchmark.Calls() as calls:  # what is compiled is one row, and its operations are in none
-        calls.compiled(_swiglu._forward)(gate_up)
-    assert {name: len(found) for name, found in calls.found.items()} == {"SwiGLU, forward": 1}
+    (row,) = (line for line in out.splitlines() if "fp8_quantize_1x128 40x256" in line)
+    assert row.split("│")[2].strip() == "3"  # hidden, and the gradients of gate and up
 
     monkeypatch.setitem(benchmark.MIN_SQNR_DB, "grouped linear", 60)
     with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB beside bfloat16's; needs 60"):

@@ -48,6 +48,8 @@ def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], min_sqnr_db: 
 
 
 def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
+    if not expected.ndim:
+        got, expected = got[None], expected[None]
     wrong = ~same_bits(got, expected)
     if not wrong.any():
         return None

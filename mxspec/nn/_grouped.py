@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
 from mxspec.nn._cache import Quantized
@@ -115,15 +116,22 @@ class _Grouped(torch.autograd.Function):
 
 
 class _GroupedBf16(torch.autograd.Function):
-    """PyTorch's grouped matmul of bfloat16, with zeros where it leaves what was in memory."""
+    """PyTorch's grouped matmul of bfloat16, with zeros where it leaves what was in memory.
+
+    Its own derivative leaves such memory too, so that a second one is refused.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-        dgrad, wgrad = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if wgrad else None, w if dgrad else None, offs)
+    def forward(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         return _by_experts(x, w.mT, offs)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        (x, w, offs), (dgrad, wgrad) = inputs, ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if wgrad else None, w if dgrad else None, offs)
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, w, offs) = gradients, ctx.saved_tensors
         grad_x = _by_experts(grad.contiguous(), w, offs) if ctx.needs_input_grad[0] else None

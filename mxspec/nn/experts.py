@@ -6,22 +6,21 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from mxspec.nn._cache import Quantized, QuantizesWeights
 from mxspec.nn._grouped import product, quantize_experts, quantize_input
 from mxspec.nn._grouped_formats import BLOCK_SIZES
 from mxspec.nn._linear import as_autocast, backend_now, check_features, check_input, check_parameters
-from mxspec.nn._swiglu import swiglu
 from mxspec.nn.grouped_mm import check_offs
 from mxspec.nn.recipe import Recipe, recipe_of
 
 
 class GroupedExperts(QuantizesWeights):
-    """`gate, up = x @ w_gate_up[g]^T`, then `(silu(gate) * up) @ w_down[g]^T`, for the tokens of each expert g.
+    """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
 
-    Two grouped matmuls as `mx_grouped_mm` or `fp8_grouped_mm` does them; gate and up are one, so that the gradient of x
-    is one sum too. The weights are quantized once a forward; `cache_weights` stretches that over several. Nothing waits
-    for the device.
+    Three grouped matmuls as `mx_grouped_mm` or `fp8_grouped_mm` does them; gate and up read the same codes of x. The
+    weights are quantized once a forward; `cache_weights` stretches that over several. Nothing waits for the device.
 
     Args:
         num_experts: E.
@@ -29,8 +28,8 @@ class GroupedExperts(QuantizesWeights):
         recipe: a `Recipe` or its name, as for `mx_grouped_mm` and `fp8_grouped_mm`; `set_recipe` takes another.
         device, dtype: of the parameters; bfloat16 or float32.
 
-    Parameters: `w_gate_up`, `(E, 2 hidden_dim, dim)`, the gate's rows before up's, and `w_down`, `(E, dim,
-        hidden_dim)`, drawn as an `nn.Linear` of the same width draws its own.
+    Parameters: `w_gate` and `w_up`, `(E, hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`, drawn as an
+        `nn.Linear` of the same width draws its own.
 
     Shapes:
         x: `(M, dim)`, the tokens of each expert together, bfloat16 or float32; under autocast it is cast first.
@@ -49,11 +48,10 @@ class GroupedExperts(QuantizesWeights):
         >>> experts(torch.zeros(5, 32), torch.tensor([3, 5], dtype=torch.int32)).shape
         torch.Size([5, 32])
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020; torchtitan, `GroupedExperts`, whose w1 and w3, joined
-        along dimension 1, are `w_gate_up`, and whose w2 is `w_down`.
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020; torchtitan, `GroupedExperts` (w1, w3, w2).
     """
 
-    weight_names: ClassVar[tuple[str, ...]] = ("w_gate_up", "w_down")
+    weight_names: ClassVar[tuple[str, ...]] = ("w_gate", "w_up", "w_down")
 
     def __init__(
         self,
@@ -65,14 +63,16 @@ class GroupedExperts(QuantizesWeights):
         dtype: torch.dtype | None = None,
     ) -> None:
         name = "GroupedExperts"
-        if num_experts <= 0:
+        if not isinstance(num_experts, int) or num_experts <= 0:
             raise ValueError(f"{name}: num_experts = {num_experts}; needs at least 1")
         check_parameters(name, dtype or torch.get_default_dtype())
         super().__init__()
         self.num_experts, self.dim, self.hidden_dim = num_experts, dim, hidden_dim
         self.set_recipe(recipe)
-        self.w_gate_up = nn.Parameter(torch.empty(num_experts, 2 * hidden_dim, dim, device=device, dtype=dtype))
-        self.w_down = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, device=device, dtype=dtype))
+        wide, narrow = (num_experts, hidden_dim, dim), (num_experts, dim, hidden_dim)
+        self.w_gate, self.w_up, self.w_down = (
+            nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for shape in (wide, wide, narrow)
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -97,14 +97,16 @@ class GroupedExperts(QuantizesWeights):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         x, recipe = as_autocast(x), self.recipe
-        check_parameters("GroupedExperts", self.w_gate_up.dtype)  # `half()` may have been called since
+        check_parameters("GroupedExperts", self.w_gate.dtype)  # `half()` may have been called since
         check_input("GroupedExperts", x, self.dim)
         if x.ndim != 2:
             raise ValueError(f"GroupedExperts: input has shape {tuple(x.shape)}; needs (M, {self.dim})")
         check_offs("GroupedExperts", offs, self.num_experts, x)
         backend = backend_now()
-        gate_up_codes, down_codes = self._quantized(backend)
-        tokens = quantize_input(x, offs, self.w_gate_up.requires_grad, recipe, backend)
-        hidden = swiglu(product(x, self.w_gate_up, offs, tokens, gate_up_codes, recipe, backend), backend)
+        gate_codes, up_codes, down_codes = self._quantized(backend)
+        tokens = quantize_input(x, offs, self.w_gate.requires_grad or self.w_up.requires_grad, recipe, backend)
+        gate = product(x, self.w_gate, offs, tokens, gate_codes, recipe, backend)
+        up = product(x, self.w_up, offs, tokens, up_codes, recipe, backend)
+        hidden = silu(gate) * up
         tokens = quantize_input(hidden, offs, self.w_down.requires_grad, recipe, backend)
         return product(hidden, self.w_down, offs, tokens, down_codes, recipe, backend)
