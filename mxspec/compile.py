@@ -288,7 +288,7 @@ def _call(case: Case, module: ModuleType) -> _Call:
     return _Call(case, args, kwargs, reason or "")
 
 
-def _covered(calls: Sequence[_Call], fn: Callable[..., Any]) -> list[_Call]:
+def _covered(calls: Sequence[_Call], fn: Callable[..., Any], together: int) -> list[_Call]:
     """The calls, of which those are skipped that would compile nothing but what others show."""
     launches = []
     with recorded() as seen:
@@ -301,7 +301,7 @@ def _covered(calls: Sequence[_Call], fn: Callable[..., Any]) -> list[_Call]:
             launches.append(
                 (*seen, *(dataclasses.replace(one, kernel=f"{one.kernel}, searched") for one in seen if searched))
             )
-    enough = covering(launches)
+    enough = covering(launches, together)
     shown = "shows no options that other cases do not"
     return [
         call if call.skipped or i in enough or not launches[i] else dataclasses.replace(call, skipped=shown)
@@ -309,8 +309,8 @@ def _covered(calls: Sequence[_Call], fn: Callable[..., Any]) -> list[_Call]:
     ]
 
 
-def compile_op(op: str, backend: str, target: str, cover: bool = False) -> list[Result]:
-    """Compile and check every case of an op, or, to `cover`, as many as show all pairs of options (`covering.py`)."""
+def compile_op(op: str, backend: str, target: str, cover: int = 0) -> list[Result]:
+    """Compile and check every case of an op, or as many as show any `cover` options together (`covering.py`)."""
     module = kernel_module(op, backend)
     ptx = getattr(module, "PTX", None)
     if isinstance(module, str) or (isinstance(ptx, str) and ptx.startswith("no: ")):
@@ -318,7 +318,7 @@ def compile_op(op: str, backend: str, target: str, cover: bool = False) -> list[
     fn, expected, results = getattr(module, op), _expected(module, target), []
     with fake_gpu(target) as compiled:
         calls = [_call(case, module) for case in reference(op).spec.cases()]
-        for call in _covered(calls, fn) if cover else calls:
+        for call in _covered(calls, fn, cover) if cover else calls:
             result = functools.partial(Result, op, backend, call.case.name, target)
             if call.skipped:
                 results.append(result(skipped=call.skipped))
@@ -339,7 +339,7 @@ def kernels() -> list[tuple[str, str]]:
     return [(op, backend) for op in ops() for backend in backends() if has_kernel(op, backend)]
 
 
-def compile_all(jobs: Sequence[tuple[str, str, str, bool]]) -> list[Result]:
+def compile_all(jobs: Sequence[tuple[str, str, str, int]]) -> list[Result]:
     """`compile_op` on each `(op, backend, target, cover)`, as many at a time as there are cores."""
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         return [result for results in pool.map(compile_op, *zip(*jobs, strict=True)) for result in results]
@@ -369,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=ops())
     parser.add_argument("--backend", choices=[b for b in backends() if b != "reference"])
     parser.add_argument("--target", choices=TARGETS)
-    parser.add_argument("--cover", action="store_true", help="only cases that show a pair of options not shown before")
+    parser.add_argument("--cover", type=int, choices=(1, 2), default=0, help="only cases that show each option, or two")
     parser.add_argument("--json", action="store_true", help="everything but the PTX, as JSON")
     asked = parser.parse_args(argv)
     if reason := unavailable():

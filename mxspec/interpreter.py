@@ -8,6 +8,8 @@ asserts. And it looks through `triton.language` for what to replace at every cal
 launch is enough, builds its table of numpy's types at every use, and describes the shape of every value anew, as a
 compiler may, which sees an instruction once. And numpy, on which it computes, warns of Inf and NaN, of which a GPU says
 nothing.
+
+Of Helion's, HELION_INTERPRET=1, only the time is corrected that it takes to multiply FP8.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mxspec.formats import E4M3FN, E5M2
+from mxspec.formats import E4M3FN, E5M2, FP8_DTYPES
 
 _TORCH = {
     "fp8e4nv": torch.float8_e4m3fn,
@@ -135,6 +137,22 @@ def install() -> None:
     interpreter.InterpreterBuilder.create_fma = create_fma
     interpreter.ReduceOps.generic_reduce = generic_reduce
     interpreter.ScanOps.generic_scan = generic_scan
+
+
+def multiply_fp8_as_fp32() -> None:
+    """Let Helion's eager `hl.dot` of FP8 take fp32 copies: torch._scaled_mm on a CPU is a loop of 75 ms for a tile."""
+    import helion.language as hl
+
+    dot: Any = hl.dot
+    helion_dot = dot._ref_fn
+
+    def ref_dot(mat1: Any, mat2: Any, acc: Any = None, out_dtype: Any = None) -> Any:
+        if out_dtype is not torch.float32 or not {mat1.dtype, mat2.dtype} <= set(FP8_DTYPES):
+            return helion_dot(mat1, mat2, acc, out_dtype)
+        product = mat1.float() @ mat2.float()
+        return product if acc is None else acc + product
+
+    dot._ref_fn = ref_dot
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:

@@ -81,3 +81,18 @@ def test_pytest_stops_at_collection(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "never_run.ipynb: Cell 1: execution_count None; needs 2: run `make notebooks`" in run.stdout
     assert run.returncode == pytest.ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize("interpreter", [None, "HELION_INTERPRET", "TRITON_INTERPRET"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_lesson_is_left_out_where_it_would_run_as_it_does_anyway(tmp_path, monkeypatch, interpreter, gpu):
+    ignored = runpy.run_path(str(CONFTEST))["pytest_ignore_collect"]
+    for name in ("HELION_INTERPRET", "TRITON_INTERPRET"):
+        monkeypatch.delenv(name, raising=False)
+    if interpreter:
+        monkeypatch.setenv(interpreter, "1")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    for source, lesson in (("device = course.start()", True), ("import mxspec", False)):
+        (tmp_path / "one.ipynb").write_text(json.dumps({"cells": [code(source, 1)]}))
+        assert bool(ignored(tmp_path / "one.ipynb")) == (lesson and bool(interpreter) and not gpu)
+    assert not ignored(tmp_path)

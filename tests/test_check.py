@@ -9,6 +9,7 @@ import torch
 
 import mxspec
 from mxspec import check, dispatch
+from mxspec.check import _memory
 from mxspec.spec import Case
 
 CPU = torch.device("cpu")
@@ -533,6 +534,18 @@ def zeroes_its_input(x, **options):
     return out
 
 
+def changes_the_last_of(far, *args):
+    out = mxspec.pad_token_groups(far, *args)
+    far[-1, -1] = 3
+    return out
+
+
+def writes_behind_a_row_of(far, *args):
+    out = mxspec.pad_token_groups(far, *args)
+    far.as_strided((129, 65), far.stride())[128, 64] = 3
+    return out
+
+
 def writes_behind_its_output(scale):
     out = torch.empty(512, dtype=scale.dtype)
     out.copy_(mxspec.to_blocked(scale))
@@ -554,6 +567,8 @@ def leaves(scale):
     ("op", "case", "fn", "words"),
     [
         ("mx_quantize", "one block", zeroes_its_input, "it changed its input x"),
+        ("pad_token_groups", "rows far apart", changes_the_last_of, "it changed its input x"),
+        ("pad_token_groups", "rows far apart", writes_behind_a_row_of, "it changed its input x"),
         ("to_blocked", "128x4", writes_behind_its_output, "8 bytes around memory that it allocated were written"),
         ("to_blocked", "128x4", writes_before_its_output, "3 bytes around memory that it allocated were written"),
         ("to_blocked", "128x4", leaves, "raised on a valid call"),
@@ -565,6 +580,15 @@ def test_what_a_function_does_beside_its_outputs_is_found(op, case, fn, words):
     assert result.status == "failed"
     assert result.message.startswith(words)
     assert "your bytes are" not in result.message
+
+
+def test_of_rows_gigabytes_apart_only_their_pages_are_read():
+    (case,) = check.cases_of("pad_token_groups", "rows far apart")
+    far = case.args()[0]
+    assert far.untyped_storage().nbytes() > 2**32
+    assert _memory._touched(far).shape == (140, 4096)
+    assert _memory._touched(far[128:]).equal(_memory._touched(far)[128:])
+    assert _memory._touched(torch.zeros(3, 5)[:, 1:]).shape == (3 * 5 * 4,), "of all else all of it"
 
 
 def test_guarded_memory_is_as_aligned_and_as_large_as_asked_for():

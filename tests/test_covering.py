@@ -66,7 +66,8 @@ def test_what_a_launch_depends_on_is_seen_without_compiling(backend):
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
-def test_options_whose_instructions_are_searched_are_covered_by_cases_that_are_searched():
+@pytest.mark.parametrize("together", [1, 2])
+def test_options_whose_instructions_are_searched_are_covered_by_cases_that_are_searched(together):
     from mxspec.triton_kernels import mx_dequantize as module
 
     def shown(calls):
@@ -75,11 +76,11 @@ def test_options_whose_instructions_are_searched_are_covered_by_cases_that_are_s
             if not call.skipped and compile.is_searched(call.args, "edge" in call.case.flags):
                 with recorded() as launches:
                     module.mx_dequantize(*call.args, **call.kwargs)
-                found |= set().union(*(one.shows(2) for one in launches))
+                found |= set().union(*(one.shows(together) for one in launches))
         return found
 
     with fake_gpu("sm90"):
         calls = [compile._call(case, module) for case in dispatch.reference("mx_dequantize").spec.cases()]
-        covered = compile._covered(calls, module.mx_dequantize)
+        covered = compile._covered(calls, module.mx_dequantize, together)
         assert sum(not call.skipped for call in covered) < sum(not call.skipped for call in calls) / 2
         assert shown(covered) == shown(calls) != set()

@@ -4,8 +4,12 @@ With HELION_INTERPRET=1, set before this package is imported, they run on CPU te
 dimension a tile; with TRITON_INTERPRET=1 the Triton code that Helion generates runs there, with real tiles.
 """
 
+import os
+
 from mxspec import interpreter
 
 INTERPRETERS = ("HELION_INTERPRET", "TRITON_INTERPRET")
 
 interpreter.install()
+if os.environ.get("HELION_INTERPRET") == "1":
+    interpreter.multiply_fp8_as_fp32()
