@@ -333,7 +333,9 @@ def test_wrong_strides_are_found():
 
 
 def test_what_torch_compile_would_be_told_is_compared(monkeypatch):
-    told = lambda x, backend=None, **kwargs: wrong_strides(x, **kwargs)  # noqa: E731
+    def told(x, backend=None, **kwargs):
+        return wrong_strides(x, **kwargs)
+
     monkeypatch.setattr(dispatch, "public", lambda op: told)
     result = check.check_case("mx_quantize", case("mx_quantize", "96x160, axis -2, plain"), "reference", CPU)
     assert result.message.startswith("under FakeTensor, output 0: strides (160, 1); needs (1, 96)")
