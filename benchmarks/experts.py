@@ -4,8 +4,9 @@
 
 M tokens of E experts, K wide, by weights `(E, N, K)`: forward and backward of one grouped linear, and of SwiGLU experts
 of hidden width N. The whole step is timed as a program makes it, quantizing and padding included, in one race with
-PyTorch's grouped matmul in bfloat16 and, where it can be imported, torchao's in the recipe's format; then each kernel
-of the step, as it was called there, by itself. Outputs and gradients have first been compared with bfloat16's.
+PyTorch's grouped matmul in bfloat16, with the experts' own module by the recipe bf16 and, where it can be imported,
+torchao's in the recipe's format; then each kernel of the step, as it was called there, by itself. Outputs and gradients
+have first been compared with bfloat16's.
 """
 
 from __future__ import annotations

@@ -390,8 +390,7 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     @functools.wraps(fn)
     def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         for flag in flags:  # as an `if` reads it, "no" is true
-            if type(kwargs.get(flag, False)) is not bool:
-                _checks.boolean(name, flag, kwargs[flag])
+            _checks.boolean(name, flag, kwargs.get(flag, False))
         if not torch.compiler.is_compiling() and args and _is_plain_eager((*args, *kwargs.values())):
             return run(args, kwargs, backend)
         for key in by_text:

@@ -95,4 +95,8 @@ def test_a_lesson_is_left_out_where_it_would_run_as_it_does_anyway(tmp_path, mon
     for source, lesson in (("device = course.start()", True), ("import mxspec", False)):
         (tmp_path / "one.ipynb").write_text(json.dumps({"cells": [code(source, 1)]}))
         assert bool(ignored(tmp_path / "one.ipynb")) == (lesson and bool(interpreter) and not gpu)
+    if interpreter:  # a variable that asks for none, as the kernels understand it
+        monkeypatch.setenv(interpreter, "0")
+        (tmp_path / "one.ipynb").write_text(json.dumps({"cells": [code("device = course.start()", 1)]}))
+        assert not ignored(tmp_path / "one.ipynb")
     assert not ignored(tmp_path)

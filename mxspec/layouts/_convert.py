@@ -35,12 +35,13 @@ def _converted(plain: Tensor, dtype: torch.dtype, to: str) -> Tensor:
 
 def _shape_of(op: str, shape: Sequence[int], layouts: Sequence[str]) -> Shape:
     """The shape of scales that these layouts can hold."""
-    needs = "(R, C)" if any(LAYOUTS[name].groups for name in layouts) else "(R, C) or (E, R, C)"
+    only_matrices = any(LAYOUTS[name].groups for name in layouts)
+    needs = "(R, C)" if only_matrices else "(R, C) or (E, R, C)"
     if not isinstance(shape, Sequence):
         raise TypeError(f"{op}: shape = {shape!r}; needs {needs}")
     for n in shape:
         _checks.size(op, "shape", n)
-    if len(shape) not in ((2,) if needs == "(R, C)" else (2, 3)):
+    if len(shape) not in ((2,) if only_matrices else (2, 3)):
         raise ValueError(f"{op}: the scales in {' and '.join(layouts)} have shape {tuple(shape)}; needs {needs}")
     return tuple(shape)
 
@@ -173,11 +174,11 @@ def _held(layout: str, numbers: Tensor, offs: Tensor | None) -> tuple[Tensor, in
     if LAYOUTS[layout].dtypes[0] in FP32:
         stored = convert(numbers.view(torch.float32), to=layout, offs=offs)
         return _memory(stored).view(torch.int32).long(), _width(layout, stored)
-    sent, width = torch.zeros(1, dtype=torch.int64, device=numbers.device), 1
+    held, width = torch.zeros(1, dtype=torch.int64, device=numbers.device), 1
     for i, part in enumerate(numbers.unsqueeze(-1).view(torch.uint8).unbind(-1)):  # a place holds one byte
         stored = convert(part.clone(memory_format=torch.contiguous_format), to=layout, offs=offs)
-        sent, width = sent + (_memory(stored).view(torch.uint8).long() << 8 * i), _width(layout, stored)
-    return sent, width
+        held, width = held + (_memory(stored).view(torch.uint8).long() << 8 * i), _width(layout, stored)
+    return held, width
 
 
 def scale_at(

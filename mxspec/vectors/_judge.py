@@ -27,8 +27,8 @@ def check(directory: Path | str, only: Collection[str] | None = None) -> Iterato
 
     Yields:
         A result for each test: `passed`, `failed`, `skipped` where the program says that it does not support it, or
-        `missing` where it says nothing. The message of a failure names the first wrong block, its bits, and the peers
-        whose rule gives exactly those outputs.
+        `missing` where it says nothing. The message of a failure names the first wrong block, its bits, and whose rule
+        gives exactly those outputs, as `rules.explaining` does.
     """
     directory, found = Path(directory), exported(directory)
     if unknown := sorted(set(only or ()) - set(found)):
@@ -116,7 +116,7 @@ def _as_given(dense: Tensor, entry: Mapping[str, Any]) -> Tensor:
 
 
 def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: tuple[Tensor, ...]) -> str | None:
-    """Which peers' rules give exactly these outputs; None also of a call that this release cannot make."""
+    """Whose rules give exactly these outputs, if anyone's; None also of a call that this release cannot make."""
     if op not in dispatch.ops():
         return None
     args = [_as_given(stored[e["stored"]], e) if "stored" in e else e["value"] for e in test["inputs"]]
