@@ -6,6 +6,8 @@ conformance engine, the benchmarks and the command line read. It changes nothing
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -143,9 +145,15 @@ def spec(
     """
 
     def declare(fn: Callable[P, R]) -> Reference[P, R]:
+        def every_case() -> Iterable[Case]:
+            more = importlib.import_module("mxspec.cases")  # which imports references
+            return itertools.chain(cases(), more.pair_cases(fn.__name__))
+
         check_args.__qualname__ = fn.__name__  # it is the first to meet a misspelt argument, and names the op then
         in_place = fn.__annotations__.get("return", "") in (None, "None")
-        declared = Spec(cases, check_args, min_sqnr_db, bytes_moved, flops, peer_rules, bench_cases, gradient, in_place)
+        declared = Spec(
+            every_case, check_args, min_sqnr_db, bytes_moved, flops, peer_rules, bench_cases, gradient, in_place
+        )
         fn.spec = declared  # type: ignore[attr-defined]
         return fn  # type: ignore[return-value]  # now it has the attribute that the protocol asks for
 

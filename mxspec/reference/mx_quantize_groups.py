@@ -22,6 +22,8 @@ from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
 from mxspec.spec import Case, Shapes, per_element, random_bits, random_normal, spec, these
 
+ELEM_CHOICES = (*FP8_DTYPES, "e4m3fn", "e5m2")
+
 
 def check_args(
     x: Tensor,
@@ -42,7 +44,7 @@ def check_args(
     _checks.positive(op, "pad_to", pad_to)
     if pad_to % 128:
         raise ValueError(f"{op}: pad_to = {pad_to}; needs a multiple of 128, the rows of a tile of scales")
-    _checks.choice(op, "elem_dtype", elem_dtype, (*FP8_DTYPES, "e4m3fn", "e5m2"), TypeError)
+    _checks.choice(op, "elem_dtype", elem_dtype, ELEM_CHOICES, TypeError)
     _checks.choice(op, "scaling", scaling, SCALINGS)
     _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
     if axis == -1:

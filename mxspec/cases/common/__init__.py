@@ -1,0 +1,1 @@
+"""What the cases of several ops are made of."""

@@ -1,0 +1,30 @@
+"""Matrices that are moved and not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.quantizers import SIZES, shape_of
+from mxspec.cases.common.tensors import BEGINS, STRIDES, laid
+from mxspec.spec import random_bits
+
+MATRIX: dict[str, Any] = {
+    "rows": SIZES,
+    "cols": SIZES,
+    "experts": (None,),
+    "strides": STRIDES,
+    "begins": BEGINS,
+    "dtype": (torch.uint8, torch.float8_e8m0fnu),
+}
+
+
+def made(choice: Choice) -> Tensor:
+    """Every bit pattern equally likely."""
+    shape, dtype = shape_of(choice), choice["dtype"]
+    if dtype == torch.bool:
+        return laid(random_bits(*shape, dtype=torch.uint8) > 127, choice["strides"], choice["begins"])
+    return laid(random_bits(*shape, dtype=dtype), choice["strides"], choice["begins"])

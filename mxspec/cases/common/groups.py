@@ -1,0 +1,103 @@
+"""Token groups of every arrangement: empty ones first, inside and last, all tokens to one, more groups than a kernel's chunk."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from torch import Tensor
+
+from mxspec.cases.common.pairwise import Choice
+
+ARRANGEMENTS = (
+    "none", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one", "one offset repeated",
+    "zero repeated", "of 128", "of 128, three hundred", "singles", "forty", "three hundred",
+)  # fmt: skip
+GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apart"), "offs begin": ("at 0", "later")}
+# What one arrangement shows only with one size.
+ARRANGED = [
+    {"groups": "one offset repeated", "rows": 256, "rest": False},
+    {"groups": "one offset repeated", "rows": 1, "rest": False},
+    {"groups": "one", "rows": 256, "rest": False},
+    {"groups": "of 128, three hundred", "rest": True, "offs": "apart"},
+]
+
+
+def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> list[int]:
+    """The tokens of each group, all of them multiples of `unit`; together at most `tokens`."""
+    T = tokens // unit
+    third = T // 3
+    made = {
+        "none": [],
+        "one": [T],
+        "three": [third, T - 2 * third, third],
+        "first empty": [0, third, T - third],
+        "inner empty": [third, 0, T - third],
+        "last empty": [third, T - third, 0],
+        "all empty": [0, 0, 0],
+        "all to one": [0, 0, 0, 0, T, 0, 0, 0, 0],
+        "one offset repeated": [T, *300 * [0]],
+        "zero repeated": 301 * [0],
+        "of 128": [T // 128 // 2 * 128, T // 128 * 128 - T // 128 // 2 * 128],
+        "of 128, three hundred": [128 * size for size in _spread(T // 128, 301)],
+        "singles": [1] * min(T, 5) + [max(T - 5, 0)],
+        "forty": _spread(T, 40),
+        "three hundred": _spread(T, 301),
+    }[arrangement]
+    return [size * unit for size in made]
+
+
+def _spread(T: int, groups: int) -> list[int]:
+    """Uneven sizes, some of them 0; the first and the last are not where there are tokens for them."""
+    ends = sorted(Random(groups).choices(range(T + 1), k=groups - 1))
+    return [b - a for a, b in zip([0, *ends], [*ends, T], strict=True)]
+
+
+def in_groups(choice: Choice, tokens: int, unit: int = 1) -> int:
+    """How many of the tokens are in groups: all, or all but a quarter and what is no multiple."""
+    if choice["rest"]:
+        unit = 128 if choice["groups"].startswith("of 128") else unit
+        return (tokens - 1) // unit * unit if unit > 1 else tokens - max(1, tokens // 4)
+    return tokens
+
+
+def groups_fit(choice: Choice, tokens: int | None, unit: int = 1) -> bool:
+    """Whether so many tokens can be arranged so."""
+    arrangement, rest = choice.get("groups"), choice.get("rest")
+    if arrangement is None:
+        return True
+    if choice.get("offs") == "apart" and arrangement in ("none", "one", *_REPEATED):
+        return False  # of fewer than two offsets, or of one that is repeated, the stride is given
+    if arrangement == "none" and choice.get("offs begin") == "later":
+        return False
+    if rest is None or tokens is None:
+        return True
+    if rest and not tokens:
+        return False
+    if arrangement in ("none", "all empty", "zero repeated"):
+        return bool(rest) == bool(tokens)
+    T = in_groups(choice, tokens, unit)
+    if T % unit:
+        return False
+    if arrangement.startswith("of 128"):
+        return T >= 128 and T % 128 == 0
+    return 8 * unit <= T or arrangement in ("one", "one offset repeated", "forty", "three hundred", "all to one")
+
+
+_REPEATED = ("one offset repeated", "zero repeated")
+
+
+def offsets(choice: Choice, tokens: int, unit: int = 1) -> Tensor:
+    """`offs` of a choice, as it is laid out in memory."""
+    sizes = sizes_of(choice["groups"], in_groups(choice, tokens, unit), unit)
+    offs = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if choice["groups"] in _REPEATED:
+        return laid_vector(offs[:1], "dense", choice["offs begin"]).expand(len(offs))
+    return laid_vector(offs, choice["offs"], choice["offs begin"])
+
+
+def laid_vector(v: Tensor, strides: str, begins: str) -> Tensor:
+    """A vector with other numbers between its elements, or before them."""
+    step, first = (3 if strides == "apart" else 1), (5 if begins == "later" else 0)
+    memory = torch.full((first + step * len(v) + 1,), -1, dtype=v.dtype)
+    return memory[first : first + step * len(v) : step].copy_(v)

@@ -1,0 +1,72 @@
+"""A small set of choices in which every two values of different dimensions meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+Choice = dict[str, Any]
+
+
+def pairwise(
+    dimensions: Mapping[str, Sequence[Any]], possible: Callable[[Choice], bool], also: Iterable[Choice] = ()
+) -> Iterator[Choice]:
+    """Choices, one value for each dimension, that show every possible pair of values.
+
+    The first pair that is still missing opens a choice; each other dimension then takes the value that shows the most
+    missing pairs. No random number is drawn: the choices are the same on every machine.
+
+    Args:
+        dimensions: the values of each dimension, those first that decide what others may be.
+        possible: whether some or all of a choice can be made; a part that cannot be made must stay so when it grows.
+        also: parts of choices, each with some dimensions, that are to be there as well.
+
+    >>> for choice in pairwise({"axis": (-1, -2), "rows": (1, 32), "cols": (1, 32)}, lambda c: c.get("rows") != c.get("cols")):
+    ...     print(*choice.values())
+    -1 1 32
+    -1 32 1
+    -2 1 32
+    -2 32 1
+    """
+    names = list(dimensions)
+    places = {name: range(len(dimensions[name])) for name in names}
+    missing: dict[tuple[tuple[str, int], ...], None] = {
+        ((one, i), (other, j)): None
+        for one, other in combinations(names, 2)
+        for i in places[one]
+        for j in places[other]
+    }
+
+    def chosen(picked: dict[str, int]) -> Choice:
+        return {name: dimensions[name][picked[name]] for name in dimensions if name in picked}
+
+    def completed(picked: dict[str, int], turn: int) -> dict[str, int] | None:
+        """The choice with a value for every dimension, or None where no value fits one of them."""
+        name = next((name for name in names if name not in picked), None)
+        if name is None:
+            return picked
+        size = len(places[name])
+        turned = [(i + turn) % size for i in places[name]]  # equally good values take turns
+        shows = {i: sum(_pair(names, name, i, other, j) in missing for other, j in picked.items()) for i in turned}
+        for i in sorted(turned, key=lambda i: -shows[i]):
+            tried = {**picked, name: i}
+            if possible(chosen(tried)) and (found := completed(tried, turn + 1)):
+                return found
+        return None
+
+    wanted = [tuple((name, list(dimensions[name]).index(value)) for name, value in part.items()) for part in also]
+    for turn, part in enumerate([*wanted, *missing]):
+        if turn >= len(wanted) and part not in missing:
+            continue
+        picked = completed(dict(part), turn) if possible(chosen(dict(part))) else None
+        missing.pop(part, None)
+        if picked is None:
+            continue  # no choice has this pair
+        for one, other in combinations(names, 2):
+            missing.pop(((one, picked[one]), (other, picked[other])), None)
+        yield chosen(picked)
+
+
+def _pair(names: list[str], one: str, i: int, other: str, j: int) -> tuple[tuple[str, int], ...]:
+    return ((one, i), (other, j)) if names.index(one) < names.index(other) else ((other, j), (one, i))

@@ -1,0 +1,85 @@
+"""The tensors that quantizers read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.space import given
+from mxspec.cases.common.tensors import (
+    BEGINS,
+    EXPERT_STRIDES,
+    FLOATS,
+    STRIDES,
+    VALUES,
+    float_values,
+    laid,
+    small_enough,
+    strides_fit,
+)
+
+SIZES = (0, 1, 32, 161, 256, 1056, 4128)
+EXPERTS = (None, 0, 1, 2, 9, 33, 257)
+MATRIX = {
+    "rows": SIZES,
+    "cols": SIZES,
+    "experts": (None,),
+    "strides": STRIDES,
+    "values": VALUES,
+    "begins": BEGINS,
+    "negated": (False, True),
+    "dtype": FLOATS,
+}
+STACK = {**MATRIX, "experts": EXPERTS, "strides": (*STRIDES, *EXPERT_STRIDES)}
+# A row that is repeated shows every special value only where it is long; likewise a column.
+REPEATED = [
+    {"strides": "one row repeated", "values": "special", "cols": 1056},
+    {"strides": "one column repeated", "values": "special", "rows": 1056},
+    {"values": "special", "rows": 1, "cols": 1056},
+    {"values": "special", "rows": 1056, "cols": 1},
+]
+
+
+def shape_of(choice: Choice) -> tuple[int, ...]:
+    matrix = choice["rows"], choice["cols"]
+    return matrix if choice.get("experts") is None else (choice["experts"], *matrix)
+
+
+def fits(choice: Choice, rows: int = 1, cols: int = 1) -> bool:
+    """Whether a tensor of such a size, such strides and such values can be made; rows and cols have to divide its own."""
+    if choice.get("rows", 0) % rows or choice.get("cols", 0) % cols:
+        return False
+    told = [choice[name] for name in ("strides", "values") if name in choice]
+    if "none" in told and (set(told) != {"none"} or choice.get("negated") or choice.get("begins", "at 0") != "at 0"):
+        return False
+    sizes = [choice[name] for name in ("rows", "cols", "experts") if choice.get(name) is not None]
+    if not small_enough(*sizes):
+        return False
+    if 0 in sizes and (choice.get("negated") or (told and "none" not in told)):
+        return False
+    if choice.get("strides") in EXPERT_STRIDES and choice.get("experts", 2) is None:
+        return False
+    if not {"rows", "cols", "experts"} <= choice.keys():
+        return True
+    if told and ("none" in told) != (0 in sizes):
+        return False
+    return "strides" not in choice or strides_fit(choice["strides"], shape_of(choice))
+
+
+def made(choice: Choice, shape: tuple[int, ...], across: bool = False) -> Tensor:
+    """The tensor of a choice; a negated view reads the negative of what is in memory."""
+    x = float_values(shape, choice["dtype"], choice["values"], across)
+    if choice["negated"]:
+        return torch._neg_view(laid(_negative(x), choice["strides"], choice["begins"]))
+    return laid(x, choice["strides"], choice["begins"])
+
+
+def _negative(x: Tensor) -> Tensor:
+    """With the other sign in every element, a NaN's too."""
+    bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+    return (bits ^ torch.iinfo(bits.dtype).min).view(x.dtype)
+
+
+def axis_of(choice: Choice) -> int | None:
+    return given(choice, "axis", -1)

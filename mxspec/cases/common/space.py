@@ -1,0 +1,55 @@
+"""Cases from the dimensions of an op's calls: every two values of different dimensions meet in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from mxspec.cases.common.pairwise import Choice, pairwise
+from mxspec.spec import Case
+
+NOT_GIVEN = "not given"
+
+
+@dataclass(frozen=True)
+class Space:
+    """All the calls of an op that its dimensions span.
+
+    dimensions: the values of each; a choice takes one value of each.
+    make: the positional arguments of a choice.
+    options: the keyword arguments of the op and their values. Each is a dimension too, with `not given` as one more value.
+    possible: whether a choice, or a part of one, can be made.
+    also: parts of choices to be there as well, where a fact needs more than two dimensions.
+    """
+
+    dimensions: Mapping[str, Sequence[Any]]
+    make: Callable[[Choice], tuple[Any, ...]]
+    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    possible: Callable[[Choice], bool] = lambda choice: True
+    also: Sequence[Choice] = ()
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        options = {name: (NOT_GIVEN, *values) for name, values in self.options.items()}
+        decisive = {name: values for name, values in options.items() if name == "axis"}  # which sizes must divide
+        return list(pairwise({**decisive, **self.dimensions, **options}, self.possible, self.also))
+
+    def cases(self) -> Iterator[Case]:
+        for number, choice in enumerate(self.choices, 1):
+            given = {name: choice[name] for name in self.options if choice[name] is not NOT_GIVEN}
+            words = ", ".join(f"{name} {_said(choice[name])}" for name in self.dimensions)
+            yield Case(f"pairs {number}: {words}", partial(self.make, choice), given, flags={"pairs"})
+
+
+def _said(value: Any) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+
+
+def given(choice: Choice, name: str, default: Any) -> Any:
+    """An option of a choice: its value, or the op's default; None where the choice has none yet."""
+    value = choice.get(name)
+    return default if value is NOT_GIVEN else value

@@ -1,0 +1,24 @@
+"""The calls of fp8_quantize_128x128."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.quantizers import STACK, fits, made, shape_of
+from mxspec.cases.common.space import Space
+from mxspec.cases.fp8_quantize_1x128 import REPEATED_HERE
+from mxspec.reference._fp8_numerics import SCALE_FORMATS
+
+
+def _make(choice: Choice) -> tuple[Tensor]:
+    return (made(choice, shape_of(choice)),)
+
+
+SIZES = {"rows": (0, 1, 33, 128, 144, 1152, 4224), "cols": (0, 128, 1152, 4224)}
+OPTIONS = {"scale_format": SCALE_FORMATS, "eps": (1e-12, 1e-4), "with_transpose": (False, True)}
+ALSO = [
+    *(part for part in REPEATED_HERE if part.get("cols") != 1),
+    {"with_transpose": False, "begins": "at 0", "strides": "row-major"},
+]
+SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, lambda choice: fits(choice, 1, 128), ALSO)

@@ -1,0 +1,24 @@
+"""The calls of fp8_quantize_k_groups."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.quantizers import MATRIX, REPEATED, fits, made, shape_of
+from mxspec.cases.common.space import Space
+from mxspec.reference._fp8_numerics import SCALE_FORMATS
+
+
+def _make(choice: Choice) -> tuple[Tensor, Tensor]:
+    return made(choice, shape_of(choice), across=True), offsets(choice, choice["rows"])
+
+
+def _possible(choice: Choice) -> bool:
+    return fits(choice) and groups_fit(choice, choice.get("rows"))
+
+
+OPTIONS = {"scale_format": SCALE_FORMATS, "eps": (1e-12, 1e-4), "check_offs": (False, True)}
+SPACE = Space({**MATRIX, **GROUPS}, _make, OPTIONS, _possible, [*REPEATED, *ARRANGED])
+ACROSS = True

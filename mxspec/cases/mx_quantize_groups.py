@@ -1,0 +1,33 @@
+"""The calls of mx_quantize_groups."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.quantizers import MATRIX, REPEATED, axis_of, fits, made, shape_of
+from mxspec.cases.common.space import Space
+from mxspec.reference._numerics import SCALINGS
+from mxspec.reference.mx_quantize import SCALE_LAYOUTS
+from mxspec.reference.mx_quantize_groups import ELEM_CHOICES
+
+
+def _possible(choice: Choice) -> bool:
+    return fits(choice, 1, 32 if axis_of(choice) == -1 else 1) and groups_fit(choice, choice.get("rows"))
+
+
+def _make(choice: Choice) -> tuple[Tensor, Tensor]:
+    return made(choice, shape_of(choice), axis_of(choice) == -2), offsets(choice, choice["rows"])
+
+
+OPTIONS = {
+    "axis": (-1, -2),
+    "pad_to": (128, 384),
+    "elem_dtype": ELEM_CHOICES,
+    "scaling": SCALINGS,
+    "scale_layout": SCALE_LAYOUTS,
+    "check_offs": (False, True),
+}
+SPACE = Space({**MATRIX, **GROUPS}, _make, OPTIONS, _possible, [*REPEATED, *ARRANGED])
+IMPOSSIBLE = ((r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 32"),)

@@ -1,0 +1,258 @@
+"""What is so of a call: its facts, and which pairs of facts the cases of an op show.
+
+A kernel is wrong, as a rule, where one or two things come together: more than 32 experts, a NaN in a transposed input.
+A case shows the pairs of its facts. A pair that no valid case shows is a blind spot of the judge: a candidate that is
+wrong there alone passes. Facts are measured on the tensors of a call. Nothing here names an op.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxspec import cases, dispatch
+from mxspec.formats import BY_DTYPE, E8M0FNU, INT_OF_BYTES, MX_BLOCK_SIZE
+from mxspec.spec import Case
+
+# A size is compared with these: lanes, blocks, tiles and grids of kernels end at powers of two.
+THRESHOLDS = (8, 32, 256, 1024, 4096)
+
+
+class Fact(NamedTuple):
+    """One thing that is so of a call: `about` what, and its value. Two facts about the same thing make no pair."""
+
+    about: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.about} {self.value}"
+
+
+Pair = frozenset[Fact]
+
+
+def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[Fact]:
+    """The facts of one call."""
+    signature = inspect.signature(dispatch.reference(op))
+    found = set[Fact]()
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            found.add(Fact(name, f"= {kwargs[name]}" if name in kwargs else "not given"))
+    for position, (name, value) in enumerate(zip(signature.parameters, args, strict=False)):
+        if position and name.endswith("scale"):
+            found |= set(_beside(name, value))
+        elif not isinstance(value, Tensor):
+            found |= {Fact(name, text) for text in _size(value)}
+        elif value.dtype == torch.int32 and value.ndim == 1:
+            found |= set(_offsets(name, value, cases.tokens(op, args)))
+        else:
+            found |= set(_tensor(name, value, cases.across(op, kwargs)))
+    return frozenset(found)
+
+
+def _size(n: int) -> Iterator[str]:
+    if n < 2:
+        yield f"= {n}"
+    yield from (f"> {limit}" for limit in THRESHOLDS if n > limit)
+    if n % 2:
+        yield "odd"
+    elif n and n % 16 == 0:
+        yield "a multiple of 128" if n % 128 == 0 else "a multiple of 16"
+
+
+def _tensor(name: str, t: Tensor, across: bool) -> Iterator[Fact]:
+    yield Fact(f"{name}.dtype", str(t.dtype).removeprefix("torch."))
+    dims = {1: ("length",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}[t.ndim]
+    for dim, size in zip(dims, t.shape, strict=True):
+        yield from (Fact(f"{name}.{dim}", text) for text in _size(size))
+    if len(dims) > 1:
+        yield Fact(f"{name}.rank", str(len(dims)))
+    if not t.numel():
+        return
+    yield from (Fact(f"{name}.strides", text) for text in _strides(t))
+    yield Fact(f"{name}.begins", _begins(t))
+    if t.is_neg():
+        yield Fact(f"{name}.sign", "of a negated view")
+    values = t.resolve_neg().mT if across and t.ndim > 1 else t.resolve_neg()
+    if t.dtype == E8M0FNU.dtype:
+        yield from _bytes(name, t)
+    elif t.dtype in BY_DTYPE:
+        yield from (Fact(f"{name}.{what}", "somewhere") for what in _codes(values))
+    elif t.dtype.is_floating_point:
+        yield from _floats(name, values)
+
+
+def _beside(name: str, scale: Tensor) -> Iterator[Fact]:
+    """The facts of a scale that goes with codes, whose sizes follow from theirs."""
+    if not scale.numel():
+        return
+    yield from (Fact(f"{name}.strides", text) for text in _strides(scale))
+    yield Fact(f"{name}.begins", _begins(scale))
+    if scale.dtype == E8M0FNU.dtype:
+        yield from _bytes(name, scale)
+        return
+    kinds = {
+        "NaN": scale.isnan(),
+        "+Inf": scale == torch.inf,
+        "-Inf": scale == -torch.inf,
+        "-0": scale.view(torch.int32) == torch.iinfo(torch.int32).min,
+        "zero": scale.view(torch.int32) == 0,
+        "subnormal": (scale != 0) & (scale.abs() < torch.finfo().smallest_normal),
+        "negative": (scale < 0) & scale.isfinite(),
+    }
+    yield from (Fact(f"{name}.{kind}", "somewhere") for kind, where in kinds.items() if where.any())
+
+
+def _begins(t: Tensor) -> str:
+    offset = t.storage_offset() * t.element_size()
+    return "at 0" if not offset else "between words" if offset % 16 else "at a later word"
+
+
+def _bytes(name: str, scale: Tensor) -> Iterator[Fact]:
+    codes = scale.view(torch.uint8)
+    yield from (Fact(f"{name}.byte {byte}", "somewhere") for byte in (0, 127, 254, 255) if (codes == byte).any())
+
+
+def _strides(t: Tensor) -> Iterator[str]:
+    """How a tensor lies in memory; of a dimension of one element the stride says nothing."""
+    many = [(dim, stride) for dim, size, stride in zip(range(-t.ndim, 0), t.shape, t.stride(), strict=True) if size > 1]
+    names = {-1: "column", -2: "row", -3: "expert"}
+    repeated = [names[dim] for dim, stride in many if stride == 0]
+    yield from (f"one {name} repeated" for name in repeated)
+    if repeated or not many:
+        return
+    order = [dim for dim, _ in sorted(many, key=lambda found: -found[1])]
+    if order != sorted(order):
+        yield "experts inside the rows" if order[0] != -3 and any(dim == -3 for dim in order) else "column-major"
+    elif t.is_contiguous():
+        yield "row-major"
+    else:
+        yield "columns apart" if many[-1][1] != 1 else "rows apart"
+
+
+def _codes(t: Tensor) -> Iterator[str]:
+    """Special codes of an element format."""
+    fmt = BY_DTYPE[t.dtype]
+    bits = t.view(torch.uint8)
+    if fmt.per_byte > 1:
+        bits = torch.stack([bits & 15, bits >> 4])
+    sign = 1 << (fmt.bits - 1)
+    largest, magnitude = fmt.largest_code, bits & (sign - 1)
+    kinds = {
+        "NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits < sign),
+        "-NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits >= sign),
+        "+Inf": bits == (fmt.inf_code or 512),
+        "-Inf": bits == (fmt.inf_code or 512) + sign,
+        "-0": bits == sign,
+        "subnormal": (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits),
+        "largest": magnitude == largest,
+    }
+    yield from (kind for kind, where in kinds.items() if where.any())
+    if (magnitude == 0).all(-1).any():
+        yield "row of zeros"
+
+
+def _floats(name: str, t: Tensor) -> Iterator[Fact]:
+    """Special values, and, of what leaves a block without a number, where it stands."""
+    bits = t.reshape(-1, t.shape[-1]).view(INT_OF_BYTES[t.element_size()])
+    kinds = {"NaN": t.isnan(), "+Inf": t == torch.inf, "-Inf": t == -torch.inf}
+    for kind, where in kinds.items():
+        if where.any():
+            found = where.reshape(-1)
+            yield Fact(f"{name}.{kind}", "somewhere")
+            if kind == "NaN":
+                yield from (Fact(f"{name}.NaN", f"in the {end} element") for end, i in _ENDS.items() if found[i])
+    if not any(where.any() for where in kinds.values()):
+        yield Fact(f"{name}.values", "all finite")
+    x, finfo = t.float().reshape(-1, t.shape[-1]), torch.finfo(t.dtype)
+    word = x.contiguous().view(torch.int32)
+    sign = torch.iinfo(bits.dtype).min
+    simple = {
+        "-0": bits == sign,
+        "subnormal": (x != 0) & (x.abs() < finfo.smallest_normal),
+        "largest": x.abs() == finfo.max,
+        "negative": x < 0,
+        "tie of e4m3fn": (word & 0xFFFFF) == 0x80000,
+        "tie of e5m2": (word & 0x1FFFFF) == 0x100000,
+    }
+    yield from (Fact(f"{name}.{kind}", "somewhere") for kind, where in simple.items() if where.any())
+    whole = x.shape[-1] // MX_BLOCK_SIZE * MX_BLOCK_SIZE
+    amax = x[:, :whole].unflatten(-1, (-1, MX_BLOCK_SIZE)).abs().amax(-1) if whole else x.new_ones(1)
+    if (amax == 0).any():
+        yield Fact(f"{name}.block", "of zeros")
+    if (amax.isfinite() & ((amax.view(torch.int32) & 0x7FFFFF) > 0x600000)).any():
+        yield Fact(f"{name}.saturating block", "somewhere")
+
+
+_ENDS = {"first": 0, "last": -1}
+
+
+def _offsets(name: str, t: Tensor, tokens: int) -> Iterator[Fact]:
+    """How token groups are arranged; `start` has the same dtype and rank, and its order is what matters."""
+    yield from (Fact(f"{name}.groups", text) for text in _size(len(t)))
+    if not len(t):
+        return
+    if len(t) > 1:
+        yield Fact(f"{name}.strides", {1: "dense", 0: "one repeated"}.get(t.stride(0), "apart"))
+    yield Fact(f"{name}.begins", "at 0" if not t.storage_offset() else "later")
+    if name != "offs":
+        yield Fact(f"{name}.order", "rising" if (t.diff() >= 0).all() else "mixed")
+        yield Fact(f"{name}.first", "at 0" if t[0] == 0 else "later")
+        return
+    sizes = t.diff(prepend=t.new_zeros(1)).tolist()
+    for where, size in (("first", sizes[0]), ("last", sizes[-1])):
+        if size == 0:
+            yield Fact(f"{name}.{where} group", "empty")
+    if 0 in sizes[1:-1]:
+        yield Fact(f"{name}.inner group", "empty")
+    if 1 in sizes:
+        yield Fact(f"{name}.some group", "of one token")
+    if max(sizes) > 0:
+        yield Fact(f"{name}.tokens", "all to one" if len(sizes) > 1 and sizes.count(0) == len(sizes) - 1 else "spread")
+        yield Fact(f"{name}.sizes", "multiples of 128" if not any(size % 128 for size in sizes) else "ragged")
+    else:
+        yield Fact(f"{name}.tokens", "in no group")
+    yield Fact(f"{name}.rest", "tokens past the last group" if sum(sizes) < tokens else "none")
+
+
+def pairs(facts: Iterable[Fact]) -> Iterator[Pair]:
+    """Every two facts about different things."""
+    for one, other in itertools.combinations(sorted(facts), 2):
+        if one.about != other.about:
+            yield frozenset((one, other))
+
+
+class Coverage(NamedTuple):
+    """Which pairs of an op's facts its valid cases show: the first case of each, and why each other cannot be."""
+
+    facts: tuple[Fact, ...]
+    shown: dict[Pair, str]  # the name of a case
+    impossible: dict[Pair, str]  # why
+    missing: tuple[Pair, ...]
+
+
+def coverage(op: str, chosen: Callable[[Case], bool] = lambda case: True) -> Coverage:
+    """Measure the valid cases of an op, those of more than 2^31 elements aside."""
+    shown: dict[Pair, str] = {}
+    seen = set[Fact]()
+    for case in dispatch.reference(op).spec.cases():
+        if case.raises or "large" in case.flags or not chosen(case):
+            continue
+        found = facts_of(op, case.args(), case.kwargs)
+        seen |= found
+        for pair in pairs(found):
+            shown.setdefault(pair, case.name)
+    impossible, missing = {}, []
+    for pair in pairs(seen):
+        if pair not in shown:
+            reason = cases.why_not(op, pair)
+            if reason:
+                impossible[pair] = reason
+            else:
+                missing.append(pair)
+    return Coverage(tuple(sorted(seen)), shown, impossible, tuple(missing))
