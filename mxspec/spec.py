@@ -7,7 +7,6 @@ conformance engine, the benchmarks and the command line read. It changes nothing
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -73,6 +72,7 @@ class Spec:
     peer_rules: str | None
     bench_cases: Callable[[Shapes], Iterable[Case]]
     gradient: Gradient | None
+    inf_is_free: bool
     in_place: bool  # it returns None, and changes its first argument
 
     def outputs(self, args: tuple[Any, ...], result: Any) -> tuple[Tensor, ...]:
@@ -128,6 +128,7 @@ def spec(
     peer_rules: str | None = None,
     bench_cases: Callable[[Shapes], Iterable[Case]] = lambda shapes: (),
     gradient: Gradient | None = None,
+    inf_is_free: bool = False,
 ) -> Callable[[Callable[P, R]], Reference[P, R]]:
     """Declare an op on its reference function; one annotated to return None changes its first argument in place.
 
@@ -142,18 +143,18 @@ def spec(
             their tensors on torch's default device.
         peer_rules: the section of `vectors/peers.json` with blocks for this op; `mxspec.rules` has what peers do.
         gradient: how gradients flow; without it, asking for one raises.
+        inf_is_free: whether an output that an Inf among the operands reaches may be Inf of either sign or NaN.
     """
 
     def declare(fn: Callable[P, R]) -> Reference[P, R]:
         def every_case() -> Iterable[Case]:
-            more = importlib.import_module("mxspec.cases")  # which imports references
-            return itertools.chain(cases(), more.pair_cases(fn.__name__))
+            generated = importlib.import_module("mxspec.cases")  # which imports references
+            return generated.more(fn, cases())
 
         check_args.__qualname__ = fn.__name__  # it is the first to meet a misspelt argument, and names the op then
         in_place = fn.__annotations__.get("return", "") in (None, "None")
-        declared = Spec(
-            every_case, check_args, min_sqnr_db, bytes_moved, flops, peer_rules, bench_cases, gradient, in_place
-        )
+        costs = min_sqnr_db, bytes_moved, flops
+        declared = Spec(every_case, check_args, *costs, peer_rules, bench_cases, gradient, inf_is_free, in_place)
         fn.spec = declared  # type: ignore[attr-defined]
         return fn  # type: ignore[return-value]  # now it has the attribute that the protocol asks for
 

@@ -1,7 +1,8 @@
 """The cases of an op in which every two facts of a call meet, found by the op's name.
 
 `mxspec/cases/<op>.py` holds `SPACE`, from which they are made; `IMPOSSIBLE`, patterns of two facts that no valid call
-has, each with the reason; `tokens(args)`, how many tokens a call with token groups has; `ACROSS`, where blocks lie along rows.
+has, each with the reason; `tokens(args)`, how many tokens a call with token groups has; `ACROSS`, where blocks lie along
+rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from mxspec.cases.common.impossible import IMPOSSIBLE
-from mxspec.spec import Case
+from mxspec.cases.common.refusals import refusals
+from mxspec.spec import Case, Reference
 
 
 @functools.cache
@@ -29,6 +31,19 @@ def pair_cases(op: str) -> Iterator[Case]:
     """The cases in which every two facts meet."""
     if module := of(op):
         yield from module.SPACE.cases()
+
+
+def more(reference: Reference[..., Any], own: Iterable[Case]) -> Iterator[Case]:
+    """An op's own cases, those in which every two facts meet, and what it must refuse."""
+    given: list[Case] = []
+    for case in own:
+        given.append(case)
+        yield case
+    if of(reference.__name__) is None:
+        return
+    yield from pair_cases(reference.__name__)
+    names, plain = {case.name for case in given}, next(case for case in given if not case.flags)
+    yield from (case for case in refusals(reference, plain) if case.name not in names)
 
 
 def tokens(op: str, args: tuple[Any, ...]) -> int:

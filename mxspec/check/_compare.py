@@ -36,13 +36,28 @@ def form_difference(got: tuple[Any, ...], expected: tuple[Tensor, ...]) -> str |
     return None
 
 
-def difference(got: tuple[Any, ...], expected: tuple[Tensor, ...], min_sqnr_db: MinSqnr = math.inf) -> str | None:
-    """What tells the outputs from the reference's, or None: bytes with NaN as a class, or SQNR below a finite bound."""
+def difference(
+    got: tuple[Any, ...],
+    expected: tuple[Tensor, ...],
+    min_sqnr_db: MinSqnr = math.inf,
+    magnitudes: tuple[Tensor, ...] | None = None,
+    inf_is_free: bool = False,
+) -> str | None:
+    """What tells the outputs from the reference's, or None: bytes with NaN as a class, or SQNR below a finite bound.
+
+    magnitudes: of each output the sum of its products' magnitudes, which bounds the error of each element.
+    inf_is_free: whether what comes of an Inf among the operands may be Inf of either sign or NaN.
+    """
+    got = tuple(t.resolve_neg() if isinstance(t, Tensor) else t for t in got)
     if problem := form_difference(got, expected):
         return problem
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
         bound = min_sqnr_db[e.dtype] if isinstance(min_sqnr_db, Mapping) else min_sqnr_db
-        if problem := _byte_problem(i, g, e) if math.isinf(bound) else _sqnr_problem(i, g, e, bound):
+        if math.isinf(bound):
+            problem = _byte_problem(i, g, e)
+        else:
+            problem = _sum_problem(i, g, e, bound, magnitudes[i] if magnitudes else None, inf_is_free)
+        if problem:
             return problem
     return None
 
@@ -88,14 +103,46 @@ def sqnr_db(got: Tensor, expected: Tensor) -> float:
     return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
-def _sqnr_problem(i: int, got: Tensor, expected: Tensor, min_sqnr_db: float) -> str | None:
-    """NaN and Inf stand where the reference has them, and all other elements are near enough."""
+# An element of a matmul may be off by this share of the magnitudes that it sums. Tensor cores that keep 14 bits of a
+# sum lose at most 2^-9 of them, and rounding to bfloat16 2^-9 more.
+_OF_MAGNITUDES = 2.0**-7
+_PAST_FP32 = 2.0**127  # magnitudes from here on may leave fp32's range in some order of sums
+
+
+def _sum_problem(
+    i: int, got: Tensor, expected: Tensor, min_sqnr_db: float, magnitude: Tensor | None, inf_is_free: bool
+) -> str | None:
+    """NaN and Inf stand where the reference has them, each other element is near enough, and all of them together."""
+    zero = torch.zeros((), dtype=got.dtype, device=got.device)
+    near = torch.ones_like(got, dtype=torch.bool)
+    free = torch.zeros_like(near)  # where a sum that is not finite is right as well
+    if magnitude is not None:
+        near = ((got.double() - expected.double()).abs() <= _OF_MAGNITUDES * magnitude.double()) | (got == expected)
+        past = (magnitude >= _PAST_FP32) & ~magnitude.isnan()
+        free = past & expected.isfinite() & ~got.isfinite()
+        if inf_is_free:
+            free |= ~magnitude.isnan() & ~expected.isfinite() & ~got.isfinite()
     finite = got.isfinite() & expected.isfinite()
-    wrong = ~finite & (got != expected) & ~(got.isnan() & expected.isnan())
+    wrong = ~finite & ~free & (got != expected) & ~(got.isnan() & expected.isnan())
     if wrong.any():
         index = _first(wrong)
         values = f"got {float(got[index])}, expected {float(expected[index])}"
         return f"output {i}: {int(wrong.sum())} of {wrong.numel()} NaN or Inf differ, first at {list(index)}: {values}"
-    zero = torch.zeros((), dtype=got.dtype, device=got.device)
+    far = finite & ~near
+    if magnitude is not None and far.any():
+        index = _first(far)
+        return (
+            f"output {i}: {int(far.sum())} of {far.numel()} elements are further off than their sums explain, first at "
+            f"{list(index)}: got {float(got[index])}, expected {float(expected[index])}, where the magnitudes of all "
+            f"products sum to {float(magnitude[index]):.4g}"
+        )
     measured = sqnr_db(got.where(finite, zero), expected.where(finite, zero))
     return None if measured >= min_sqnr_db else f"output {i}: {measured:.1f} dB; needs {min_sqnr_db} dB"
+
+
+def magnitude_of(t: Tensor) -> Tensor:
+    """The magnitudes of an operand: no sign, and the largest number for Inf; NaN stays."""
+    if fmt := BY_DTYPE.get(t.dtype):
+        bits = t.view(torch.uint8) & 0x7F
+        return bits.where(bits != fmt.inf_code, fmt.largest_code).view(t.dtype) if fmt.inf_code else bits.view(t.dtype)
+    return t.abs().nan_to_num(torch.nan, torch.finfo(t.dtype).max) if t.dtype == torch.float32 else t

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import math
 import shlex
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from mxspec import dispatch, interpreter, rules
-from mxspec.check._compare import difference, form_difference
-from mxspec.check._memory import changed, embedded, memory_of_inputs, on_device, poisoned, strayed
-from mxspec.spec import Case
+from mxspec.check import _behaviour
+from mxspec.check._answers import quietly, returned_problem, shared
+from mxspec.check._compare import difference, form_difference, magnitude_of
+from mxspec.check._memory import changed, embedded, memory_of_inputs, on_device, poisoned, strayed, tensors_of
+from mxspec.spec import Case, Reference
 
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
 
@@ -46,9 +49,11 @@ def default_device() -> torch.device:
 
 
 def check(op: str, candidate: Candidate, device: torch.device | None = None) -> Iterator[Result]:
-    """Run every case of an op."""
+    """Run every case of an op, and watch each behaviour that it promises."""
     for case in dispatch.reference(op).spec.cases():
         yield check_case(op, case, candidate, device)
+    for name in _behaviour.names(op, device or default_device()):
+        yield check_behaviour(op, name, candidate, device)
 
 
 def check_case(
@@ -66,14 +71,14 @@ def check_case(
     reference = dispatch.reference(op)
     spec = reference.spec
     name = name or (candidate if isinstance(candidate, str) else _name_of(candidate))
-    reproduce = _reproduce(op, f"--backend {candidate}" if isinstance(candidate, str) else name, case)
+    reproduce = _reproduce(op, f"--backend {candidate}" if isinstance(candidate, str) else name, case.name)
     result = functools.partial(Result, op, name, case.name)
     call: Callable[..., Any] = (
         functools.partial(dispatch.public(op), backend=candidate) if isinstance(candidate, str) else candidate
     )
     args = on_device(device, case.args())
     if case.raises:
-        problem = _refusal_problem(case, args, call, reference, same_words=isinstance(candidate, str))
+        problem = _refusal_problem(op, case, args, call, same_words=isinstance(candidate, str))
         return result("failed", f"{problem}\n{reproduce}") if problem else result("passed")
     if isinstance(candidate, str) and (reason := dispatch.refusal(op, candidate, args, dict(case.kwargs))):
         return result("skipped", f"{candidate} {reason}")
@@ -83,6 +88,7 @@ def check_case(
 
     own = spec.own(args)
     expected = spec.outputs(own, reference(*own, **case.kwargs))
+    magnitudes = _magnitudes(reference, args, case.kwargs)
     problem = _fake_problem(op, case, args, expected) if candidate == "reference" else None
     for poison, embed in zip(_POISONS, (False, True), strict=True):
         if problem or (embed and "large" in case.flags):
@@ -93,12 +99,15 @@ def check_case(
         try:
             before = spec.own(given)
             inputs = {name: memory.clone() for name, memory in memory_of_inputs(reference, given).items()}
-            with poisoned(poison) as overrun:
-                got = spec.outputs(given, call(*given, **case.kwargs))
+            with poisoned(poison) as overrun, quietly():
+                answer = call(*given, **case.kwargs)
+            got = spec.outputs(given, answer)
             wanted = (spec.own(given)[0].copy_(expected[0]),) if spec.in_place else expected  # with its strides
             # What it has done elsewhere comes first: wrong outputs may be no more than what follows from that.
             problem = changed(inputs, memory_of_inputs(reference, given)) or overrun()
-            problem = problem or difference(got, wanted, spec.min_sqnr_db)
+            problem = problem or returned_problem(reference, answer)
+            problem = problem or difference(got, wanted, spec.min_sqnr_db, magnitudes, spec.inf_is_free)
+            problem = problem or shared(got, tensors_of(reference, given))
             if spec.in_place and not problem:
                 problem = strayed(given[0], before[0])
         except NotImplementedError as error:
@@ -114,6 +123,36 @@ def check_case(
     by_rule = spec.peer_rules and "elements differ" in problem
     whose = rules.report(op, call, args, case.kwargs) if by_rule else None
     return result("failed", "\n".join(filter(None, [problem, whose, reproduce])))
+
+
+def check_behaviour(
+    op: str, behaviour: str, candidate: Candidate, device: torch.device | None = None, name: str | None = None
+) -> Result:
+    """Watch one behaviour, of those that `behaviours` names."""
+    device = device or default_device()
+    name = name or (candidate if isinstance(candidate, str) else _name_of(candidate))
+    result = functools.partial(Result, op, name, behaviour)
+    call: Callable[..., Any] = candidate  # type: ignore[assignment]
+    if isinstance(candidate, str):
+        call = functools.partial(dispatch.public(op), backend=candidate)
+        for case in _behaviour.chosen(op):
+            if reason := dispatch.refusal(op, candidate, on_device(device, case.args()), dict(case.kwargs)):
+                return result("skipped", f"{candidate} {reason}")
+    try:
+        problem = _behaviour.problem_of(op, behaviour, call, device)
+    except NotImplementedError as error:
+        return result("skipped", f"{name}: {error}")
+    except (Exception, SystemExit):
+        problem = f"raised on a valid call\n{traceback.format_exc(limit=-3)}"
+    if problem is None:
+        return result("passed")
+    target = f"--backend {candidate}" if isinstance(candidate, str) else name
+    return result("failed", f"{problem}\n{_reproduce(op, target, behaviour)}")
+
+
+def behaviours(op: str, device: torch.device | None = None) -> list[str]:
+    """The names of what an op promises besides its answers; of some only where there is a GPU."""
+    return list(_behaviour.names(op, device or default_device()))
 
 
 def assert_conforms(
@@ -132,7 +171,7 @@ def assert_conforms(
         device: where the tensors are; by default the GPU if there is one.
 
     Returns:
-        How many cases it passed, and how many it skipped.
+        How many cases it passed, and how many it skipped; a behaviour counts as a case, where all are asked for.
 
     Raises:
         AssertionError: for the cases that it failed, with a report of each of the first three; or when it ran on none
@@ -157,6 +196,9 @@ def assert_conforms(
         raise TypeError(f"assert_conforms: cases = {cases!r}; needs the name of one, or a function of a Case")
     chosen = cases_of(op, cases)
     results = [check_case(op, case, fn, device) for case in chosen]
+    answered = any(r.status == "passed" and not case.raises for r, case in zip(results, chosen, strict=True))
+    if cases is None:
+        results += [check_behaviour(op, behaviour, fn, device) for behaviour in behaviours(op, device)]
     failed = [r for r in results if r.status == "failed"]
     counts = {status: sum(r.status == status for r in results) for status in ("passed", "skipped")}
     said = f"{counts['passed']} passed, {counts['skipped']} skipped"
@@ -166,7 +208,7 @@ def assert_conforms(
             reports.append("\nand " + ", ".join(repr(r.case) for r in failed[3:]))
         count = f"{len(failed)} case{'s' if len(failed) > 1 else ''} failed"
         raise AssertionError("\n".join([f"{op}: {count}, {said}", *reports]))
-    if not any(r.status == "passed" and not case.raises for r, case in zip(results, chosen, strict=True)):
+    if not answered:
         reasons = dict.fromkeys(r.message for r in results if r.message)
         raise AssertionError("\n".join([f"{op}: it ran on no case that is to be answered: {said}", *reasons]))
     return counts
@@ -205,19 +247,23 @@ def _too_large(device: torch.device, args: tuple[Any, ...]) -> str | None:
 
 
 def _refusal_problem(
-    case: Case, args: tuple[Any, ...], call: Callable[..., Any], reference: Callable[..., Any], same_words: bool
+    op: str, case: Case, args: tuple[Any, ...], call: Callable[..., Any], same_words: bool
 ) -> str | None:
     """A case that must be refused: what is wrong with how it was. Outside functions need not use our words."""
     assert case.raises is not None
 
-    def error_of(fn: Callable[..., Any]) -> Exception | None:
+    def error_of(fn: Callable[..., Any]) -> BaseException | None:
         try:
-            fn(*args, **case.kwargs)
-        except Exception as error:
+            with quietly():
+                fn(*args, **case.kwargs)
+        except (Exception, SystemExit) as error:
             return error
         return None
 
-    expected, got = error_of(reference), error_of(call)
+    public = functools.partial(dispatch.public(op), backend="reference")  # which checks flags as well
+    expected, got = error_of(public), error_of(call)
+    if isinstance(got, SystemExit):
+        return f"ended the process ({got!r}) on a call that must be refused; needs {expected!r}"
     if type(expected) is not case.raises or case.match not in str(expected):
         return f"the reference gives {expected!r}; the case wants {case.raises.__name__} with {case.match!r}"
     if got is None:
@@ -225,6 +271,16 @@ def _refusal_problem(
     if same_words and (type(got), str(got)) != (type(expected), str(expected)):
         return f"raised {got!r}; needs {expected!r}"
     return None
+
+
+def _magnitudes(
+    reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, ...] | None:
+    """Of an op that sums, what each output would be were no operand negative or Inf: no error is larger than its share."""
+    if reference.spec.min_sqnr_db == math.inf:
+        return None
+    own = tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in reference.spec.own(args))
+    return reference.spec.outputs(own, reference(*own, **kwargs))
 
 
 def _fake_problem(op: str, case: Case, args: tuple[Any, ...], real: tuple[Tensor, ...] | None) -> str | None:
@@ -245,6 +301,6 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return f"{fn.__module__}:{getattr(fn, '__qualname__', type(fn).__name__)}"
 
 
-def _reproduce(op: str, candidate: str, case: Case) -> str:
+def _reproduce(op: str, candidate: str, case: str) -> str:
     environment = "".join(f"{variable}=1 " for variable in dispatch.interpreters())
-    return f"reproduce: {environment}python -m mxspec check --op {op} {candidate} --case {shlex.quote(case.name)}"
+    return f"reproduce: {environment}python -m mxspec check --op {op} {candidate} --case {shlex.quote(case)}"

@@ -42,7 +42,7 @@ def embedded(args: tuple[Any, ...], reference: Reference[..., Any], kwargs: Mapp
         buffer = torch.empty(math.prod(sizes) + 2, dtype=t.dtype, device=t.device)
         buffer.view(torch.uint8).fill_(0xFF)
         inner = buffer[1:-1].view(sizes)[tuple(slice(gap // 2, gap // 2 + t.shape[d]) for d in order)]
-        view = inner.permute(sorted(range(t.ndim), key=order.index))
+        view = inner.permute([order.index(d) for d in range(t.ndim)])
         bits = INT_OF_BYTES[t.element_size()]
         view.view(bits).copy_(t.resolve_neg().view(bits))  # as bytes: torch copies no strided float4
         return view
@@ -108,11 +108,16 @@ def poisoned(byte: int) -> Iterator[Callable[[], str | None]]:
         yield overrun
 
 
-def memory_of_inputs(reference: Reference[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """The memory of each tensor that a call has to leave as it is, by the parameter's name."""
+def tensors_of(reference: Reference[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Each tensor that a call has to leave as it is, by the parameter's name."""
     names = list(inspect.signature(reference).parameters)[: len(args)]
     kept = list(zip(names, args, strict=True))[1 if reference.spec.in_place else 0 :]
-    return {name: _touched(t) for name, t in kept if isinstance(t, Tensor)}
+    return {name: t for name, t in kept if isinstance(t, Tensor)}
+
+
+def memory_of_inputs(reference: Reference[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
+    """The memory of each of them."""
+    return {name: _touched(t) for name, t in tensors_of(reference, args).items()}
 
 
 def _touched(t: Tensor) -> Tensor:

@@ -56,6 +56,6 @@ def flat_places(end: Tensor, D: int, R: int) -> Tensor:
 def take_rows(x: Tensor, source: Tensor) -> Tensor:
     """Row `source[i]` of x as row i; zeros where x has no such row."""
     rows, K = x.shape
-    bits = x.contiguous().view(INT_OF_BYTES[x.element_size()])
+    bits = x.resolve_neg().contiguous().view(INT_OF_BYTES[x.element_size()])  # of a negated view the numbers
     source = torch.where((source >= 0) & (source < rows), source, rows)
     return torch.cat([bits, bits.new_zeros(1, K)])[source].view(x.dtype)

@@ -71,6 +71,15 @@ def operands(M: int, N: int, K: int, rows: int = FP8_BLOCK_SIZE, spread: int = 3
     return codes(M, K), a_scale, codes(N, K, seed=2), scales(-(-N // rows), C, spread, major, seed=3)
 
 
+# What leaves fp32's range, in one block of each operand.
+OUT_OF_RANGE = {
+    "an Inf scale": torch.inf,
+    "a scale of -Inf": -torch.inf,
+    "the largest scale": torch.finfo().max,
+    "a product of scales past fp32": 2.0**70,
+}
+
+
 def as_quantized() -> Any:
     a, a_scale, b, _ = operands(132, 272, 1024, major="mn")
     return a, a_scale, b, scales(3, 8, seed=3)
@@ -120,6 +129,14 @@ def cases() -> Iterator[Case]:
     nan = b_scale.clone()
     nan[1, 2] = torch.nan
     yield Case("a NaN scale: its 128 columns", these(a, a_scale, b, nan), flags={"edge"})
+    for name, value in OUT_OF_RANGE.items():
+        for of_b in (False, True):
+            given = [a, a_scale.clone(), b, b_scale.clone()]
+            given[3 if of_b else 1][1, 2] = value
+            if name == "a product of scales past fp32":
+                given[1 if of_b else 3][:, 2] = value
+            yield Case(f"{name}, in {'b' if of_b else 'a'}_scale", these(*given), flags={"edge"})
+    yield Case("sums past fp32", these(a, a_scale * 2.0**100, b, b_scale * 2.0**24), flags={"edge"})
     yield Case("no rows", these(a[:0], a_scale[:0], b, b_scale), flags={"edge"})
     yield Case("no columns", these(a, a_scale, b[:0], b_scale[:0]), flags={"edge"})
     yield Case("K = 0: sums of nothing", these(a[:, :0], a_scale[:, :0], b[:, :0], b_scale[:, :0]), flags={"edge"})
@@ -157,6 +174,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
     cases=cases,
     check_args=check_args,
     min_sqnr_db=MIN_SQNR_DB,
+    inf_is_free=True,
     flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[0] * args[0].shape[1],
     bench_cases=bench_cases,
 )
@@ -183,7 +201,11 @@ def fp8_gemm(
         gives the same bits at every call.
 
     Special values: a NaN code or scale makes its whole row or column of the output NaN, or for a 128x128 scale 128
-        columns; with K = 0 the output is 0.
+        columns; with K = 0 the output is 0. An Inf scale makes outputs that are not finite: Inf of either sign or NaN,
+        which of them is not specified, since a kernel scales a block's sum and the reference each product. A kernel
+        multiplies the two scales of a block in fp32, and sums in fp32. So a product of two scales must be a normal
+        number of fp32, or 0, and where the magnitudes of an output's products add up to 2^127 or more, its sum or
+        anything that is not finite is right.
 
     Raises:
         TypeError: the dtype of an operand or of a scale, or out_dtype.

@@ -105,6 +105,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
     cases=cases,
     check_args=check_args,
     min_sqnr_db=MIN_SQNR_DB[torch.float32],
+    inf_is_free=True,
     flops=lambda args, outputs: 2 * args[0].numel() * args[1].shape[1],
     bench_cases=bench_cases,
 )
@@ -126,7 +127,8 @@ def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
         judged by its SQNR, 70 dB.
 
     Special values: a NaN in acc stays in its element; a NaN code or scale makes its whole row or column NaN, or for a
-        128x128 scale 128 columns; with K = 0 acc stays as it is. On Hopper, acc is flushed to 0 where it is subnormal.
+        128x128 scale 128 columns; Inf and sums past fp32 are as for `fp8_gemm`; with K = 0 acc stays as it is. On
+        Hopper, acc is flushed to 0 where it is subnormal.
 
     Raises:
         TypeError: the dtype of acc, of an operand or of a scale.

@@ -42,7 +42,7 @@ class Space:
         for number, choice in enumerate(self.choices, 1):
             given = {name: choice[name] for name in self.options if choice[name] is not NOT_GIVEN}
             words = ", ".join(f"{name} {_said(choice[name])}" for name in self.dimensions)
-            yield Case(f"pairs {number}: {words}", partial(self.make, choice), given, flags={"pairs"})
+            yield Case(f"pairs {number}: {words}", partial(self.make, choice), given, flags={"generated"})
 
 
 def _said(value: Any) -> str:

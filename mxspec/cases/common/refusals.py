@@ -1,0 +1,66 @@
+"""What an op must refuse, made from one valid call: every tensor with wrong dtypes and ranks, every option with wrong values.
+
+A change that the op's own `check_args` accepts is no refusal and is left out. `tests/test_facts.py` holds that each tensor keeps
+a wrong dtype and a wrong rank, and each option a wrong value.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.reference import _checks
+from mxspec.spec import Case, Reference, these
+
+DTYPES = (torch.uint8, torch.bool, torch.int32, torch.float64, torch.bfloat16, torch.float8_e5m2)
+VALUES = (None, True, 1.5, -3, "unknown", torch.int8)
+
+
+def refusals(reference: Reference[..., Any], valid: Case) -> Iterator[Case]:
+    """The refusals of an op, from a valid call of it."""
+    signature = inspect.signature(reference)
+    bound = signature.bind(*valid.args(), **valid.kwargs)
+    bound.apply_defaults()
+    for name, parameter in signature.parameters.items():
+        right = bound.arguments[name]
+        for what, wrong in _wrong_tensors(right) if parameter.annotation == "Tensor" else _wrong_values():
+            bound.arguments[name] = wrong
+            given = {key: value for key, value in bound.kwargs.items() if key in valid.kwargs or key == name}
+            if error := _refused(reference, bound.args, given):
+                made = these(*bound.args)
+                yield Case(f"refused: {name} {what}", made, given, type(error), str(error), {"generated"})
+        bound.arguments[name] = right
+
+
+def _refused(reference: Reference[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """The error that the public op raises for such a call."""
+    try:
+        for name, parameter in inspect.signature(reference).parameters.items():
+            if parameter.annotation == "bool" and name in kwargs:
+                _checks.boolean(reference.__name__, name, kwargs[name])
+        reference.spec.check_args(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+def _wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
+    for dtype in DTYPES:
+        if dtype != t.dtype:
+            yield f"of {str(dtype)[6:]}", torch.zeros_like(t, dtype=torch.uint8).to(dtype)  # it lies as t does
+    yield "with one dimension more", t[None]
+    yield "with one dimension", t.reshape(-1)
+    yield "without a dimension", torch.zeros((), dtype=torch.uint8).to(t.dtype)
+    yield "one column short", t[..., :-1]
+    yield "one row short", t[:-1]
+    yield "None", None
+    yield "a list", [0.0]
+    yield "on another device", t.to("meta")
+
+
+def _wrong_values() -> Iterator[tuple[str, Any]]:
+    return ((str(value).removeprefix("torch."), value) for value in VALUES)

@@ -1,0 +1,263 @@
+"""What a candidate does besides answering: once for a candidate, not once a case.
+
+A case judges one answer. These look at several calls: the same bits again, memory of its own for every answer, no answer kept
+from an earlier call, nothing of the process changed, gradients where the op has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec import dispatch
+from mxspec.check._answers import copies, equal_bits, overlap, quietly, shared
+from mxspec.check._compare import difference, magnitude_of
+from mxspec.check._memory import on_device, tensors_of
+from mxspec.formats import INT_OF_BYTES
+from mxspec.spec import Case, Reference
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate, and a few of its op's calls on which to watch it."""
+
+    reference: Reference[..., Any]
+    call: Call
+    device: torch.device
+    cases: tuple[Case, ...]
+
+    def args(self, case: Case) -> tuple[Any, ...]:
+        return self.reference.spec.own(on_device(self.device, case.args()))
+
+    def outputs(self, args: tuple[Any, ...], case: Case) -> tuple[Tensor, ...]:
+        """What a call gives; of an op in place, what it left in its first argument."""
+        with quietly():
+            return self.reference.spec.outputs(args, self.call(*args, **case.kwargs))
+
+    def expected(self, args: tuple[Any, ...], case: Case) -> tuple[Tensor, ...]:
+        own = self.reference.spec.own(args)
+        return self.reference.spec.outputs(own, self.reference(*own, **case.kwargs))
+
+    def wrong(self, got: tuple[Tensor, ...], args: tuple[Any, ...], case: Case) -> str | None:
+        """What tells outputs from the reference's on these arguments, as they were before the call."""
+        spec = self.reference.spec
+        magnitudes = None
+        if spec.min_sqnr_db != math.inf:
+            magnitudes = self.expected(tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in args), case)
+        return difference(got, self.expected(args, case), spec.min_sqnr_db, magnitudes, spec.inf_is_free)
+
+
+def chosen(op: str, count: int = 3) -> tuple[Case, ...]:
+    """Small valid cases of different shapes, none of them at a limit of the contract."""
+    found: dict[Any, Case] = {}
+    for case in dispatch.reference(op).spec.cases():
+        if case.raises or case.flags:
+            continue
+        tensors = [a for a in case.args() if isinstance(a, Tensor)]
+        if all(0 < t.numel() <= 2**17 for t in tensors):
+            found.setdefault(tuple(t.shape for t in tensors), case)
+        if len(found) == count:
+            break
+    return tuple(found.values())
+
+
+def same_bits_again(trial: Trial) -> str | None:
+    for case in trial.cases:
+        one = copies(trial.outputs(trial.args(case), case))
+        if not equal_bits(one, copies(trial.outputs(trial.args(case), case))):
+            return f"case {case.name!r}: two calls on the same inputs give different bits"
+    return None
+
+
+def memory_of_its_own(trial: Trial) -> str | None:
+    """Every answer has memory of its own, and a later call leaves it as it was."""
+    if trial.reference.spec.in_place:
+        return None
+    kept: list[tuple[Case, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+    for case in (*trial.cases, *trial.cases):
+        args = trial.args(case)
+        outputs = trial.outputs(args, case)
+        if problem := shared(outputs, tensors_of(trial.reference, args)):
+            return f"case {case.name!r}: {problem}"
+        for before, earlier, then in kept:
+            if any(overlap(a, b) for a in earlier for b in outputs):
+                return f"case {case.name!r}: its outputs share memory with those of an earlier call"
+            if not equal_bits(then, copies(earlier)):
+                return f"case {case.name!r}: it changed the outputs of an earlier call, on case {before.name!r}"
+        kept.append((case, outputs, copies(outputs)))
+    return None
+
+
+def no_stale_answer(trial: Trial) -> str | None:
+    """Other values in the same memory, other tensors of the same shape, an error in between: each call is answered anew."""
+    for case in trial.cases:
+        args = trial.args(case)
+        trial.outputs(trial.reference.spec.own(args), case)
+        for t in args:
+            if isinstance(t, Tensor) and t.dtype != torch.int32:  # which group a token is in stays
+                bits = t.view(INT_OF_BYTES[t.element_size()])
+                bits.copy_(bits.flip(0).clone() if len(t) > 1 else bits.flip(-1).clone())
+        given = trial.reference.spec.own(args)
+        if problem := trial.wrong(trial.outputs(args, case), given, case):
+            return f"case {case.name!r}, other values in the tensors of an earlier call: {problem}"
+    for case in (*trial.cases, *trial.cases[::-1]):
+        args = trial.args(case)
+        given = trial.reference.spec.own(args)
+        if problem := trial.wrong(trial.outputs(args, case), given, case):
+            return f"case {case.name!r}, after calls of other shapes: {problem}"
+    return None
+
+
+def same_in_every_mode(trial: Trial) -> str | None:
+    """The mode of autograd and the default dtype are no inputs."""
+    for case in trial.cases[:1]:
+        expected = copies(trial.outputs(trial.args(case), case))
+        for name, mode in _MODES.items():
+            args = trial.args(case)
+            with mode():
+                got = trial.outputs(args, case)
+            if not equal_bits(expected, copies(got)):
+                return f"case {case.name!r}: other bits {name}"
+    return None
+
+
+@contextlib.contextmanager
+def _default_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+_MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "under torch.no_grad": torch.no_grad,
+    "under torch.inference_mode": torch.inference_mode,
+    "where the default dtype is float64": _default_float64,
+}
+
+
+def leaves_the_process_alone(trial: Trial) -> str | None:
+    """Modes, defaults and random numbers are the caller's."""
+    for case in trial.cases[:1]:
+        args, before = trial.args(case), _process_state(trial.device)
+        trial.outputs(args, case)
+        after = _process_state(trial.device)
+        for name, value in before.items():
+            same = value.equal(after[name]) if isinstance(value, Tensor) else value == after[name]
+            if not same:
+                return f"case {case.name!r}: it changed {name}"
+    return None
+
+
+def _process_state(device: torch.device) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "torch's random numbers": torch.get_rng_state(),
+        "whether gradients are enabled": torch.is_grad_enabled(),
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "the number of threads": torch.get_num_threads(),
+        "whether algorithms are deterministic": torch.are_deterministic_algorithms_enabled(),
+        "the precision of float32 matmuls": torch.get_float32_matmul_precision(),
+    }
+    if device.type == "cuda":
+        state["CUDA's random numbers"] = torch.cuda.get_rng_state(device)
+        state["the current CUDA device"] = torch.cuda.current_device()
+    return state
+
+
+def waits_for_nothing(trial: Trial) -> str | None:
+    """On a GPU a call only launches: it does not wait for the device, unless check_offs asks for that."""
+    if trial.device.type != "cuda":
+        return None
+    for case in trial.cases:
+        if case.kwargs.get("check_offs"):
+            continue
+        trial.outputs(trial.args(case), case)  # whatever is compiled is compiled now
+        args = trial.args(case)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            trial.outputs(args, case)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return f"case {case.name!r}: it waits for the device"
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return None
+
+
+def gradients_flow(trial: Trial) -> str | None:
+    """Where the op has gradients, a candidate's are the op's own."""
+    spec = trial.reference.spec
+    if spec.gradient is None:
+        return None
+    public = dispatch.public(trial.reference.__name__)
+    for case in trial.cases:
+        args = trial.args(case)
+        if not args[0].dtype.is_floating_point or args[0].element_size() < 2:
+            continue
+        got, wanted = (
+            _gradient(fn, args, case) for fn in (trial.call, lambda *a, **k: public(*a, backend="reference", **k))
+        )
+        assert isinstance(wanted, Tensor)
+        if isinstance(got, str):
+            return f"case {case.name!r}: {got}"
+        if problem := difference((got,), (wanted,)):
+            return f"case {case.name!r}: the gradient of the first argument: {problem}"
+    return None
+
+
+def _gradient(fn: Call, args: tuple[Any, ...], case: Case) -> Tensor | str:
+    x = args[0].detach().clone().requires_grad_()
+    with quietly():
+        result = fn(x, *args[1:], **case.kwargs)
+    out = result[0] if isinstance(result, tuple) else result
+    if not out.requires_grad:
+        raise NotImplementedError(
+            "its output requires no gradient where the first argument does; gradients were not judged"
+        )
+    upstream = torch.arange(out.numel(), dtype=torch.float32, device=out.device).view(out.shape) % 64 + 1
+    (gradient,) = torch.autograd.grad(out, x, upstream.to(out.dtype))
+    return gradient
+
+
+PREFIX = "behaviour: "
+BEHAVIOURS: dict[str, Callable[[Trial], str | None]] = {
+    "the same bits at every call": same_bits_again,
+    "memory of its own": memory_of_its_own,
+    "no stale answer": no_stale_answer,
+    "the same bits in every mode": same_in_every_mode,
+    "the process left as it was": leaves_the_process_alone,
+    "no wait for the device": waits_for_nothing,
+    "gradients": gradients_flow,
+}
+
+
+def names(op: str, device: torch.device) -> Iterator[str]:
+    """The behaviours that an op promises, on a device; a report calls them as it calls cases."""
+    spec = dispatch.reference(op).spec
+    for name, judge in BEHAVIOURS.items():
+        if judge is gradients_flow and spec.gradient is None:
+            continue
+        if judge is waits_for_nothing and device.type != "cuda":
+            continue
+        if judge is memory_of_its_own and spec.in_place:
+            continue
+        yield PREFIX + name
+
+
+def problem_of(op: str, name: str, call: Call, device: torch.device) -> str | None:
+    """What a candidate does against a promise."""
+    trial = Trial(dispatch.reference(op), call, device, chosen(op))
+    return BEHAVIOURS[name.removeprefix(PREFIX)](trial)
