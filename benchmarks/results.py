@@ -11,7 +11,8 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mxspec.bench import plots, tables
@@ -55,10 +56,22 @@ README_ROWS = {
     "along rows, floor": ("mx_quantize", "{}, floor, plain"),
     "along columns, plain scales": ("mx_quantize", "{}, rceil, plain, axis -2"),
     "along columns, blocked": ("mx_quantize", "{}, rceil, blocked, axis -2"),
+    "both in one read, plain scales": ("mx_quantize_rowcol", "{}, rceil, plain"),
     "both in one read, blocked": ("mx_quantize_rowcol", "{}, rceil, blocked"),
     "8 token groups, padded, along rows": ("mx_quantize_groups", "{}, G 8, rceil, blocked"),
     "8 token groups, padded, along the tokens": ("mx_quantize_groups", "{}, G 8, rceil, blocked, axis -2"),
 }
+
+
+# The races of the quantizers that the README sums up: the op, and whether a case's name is of the kind.
+README_KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "along rows": ("mx_quantize", lambda case: "axis -2" not in case),
+    "along columns": ("mx_quantize", lambda case: "axis -2" in case),
+    "for token groups": ("mx_quantize_groups", lambda case: True),
+    "for both directions with plain scales": ("mx_quantize_rowcol", lambda case: "plain" in case),
+    "for both with blocked ones": ("mx_quantize_rowcol", lambda case: "blocked" in case),
+}
+LARGE = 300e6  # bytes of a call from which on the memory alone decides
 
 
 # Of token groups and MX, what the README shows; the op, its case, and the peer that multiplies in bfloat16.
@@ -92,10 +105,38 @@ def quantizer_table(run: Run) -> Iterator[str]:
     for row, race in chosen.items():
         yield f"| {row} | {' | '.join(_cells(race, columns))} |"
     host = run.overhead_us["mx_quantize, triton"]
-    yield f"""
-GB/s of bytes read and written on one {run.device}; in brackets the share of a bare bfloat16 -> e4m3 cast, which writes
-no scales. `{run.command}`, {run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md). A call
-of 64 x 128 takes that host {host["the op, auto"]:.0f} us, {host["bare launch"]:.0f} of them the bare Triton launch."""
+    yield "\n" + _paragraph(f"""
+        GB/s of bytes read and written on one {run.device}; in brackets the share of a bare bfloat16 -> e4m3 cast,
+        which writes no scales. The `to_mx` of torchao has blocks along rows only: its figures along columns are of a
+        transpose and that cast, compiled together. {_run_of(run)} A call of 64 x 128 takes that host
+        {host["the op, auto"]:.0f} us, {host["bare launch"]:.0f} of them the bare Triton launch.
+        """)
+    kinds = ", ".join(f"{low:.2f} to {high:.2f} {kind}" for kind, (low, high) in shares(run).items())
+    yield "\n" + _paragraph(f"""
+        Triton's share of the cast, over every case of that run that moves more than {LARGE / 1e6:.0f} MB, is {kinds}.
+        `MXLinear` takes both directions with plain scales.
+        """)
+
+
+def shares(run: Run) -> dict[str, tuple[float, float]]:
+    """The lowest and the highest share of a bare cast's rate that our Triton quantizers reach, by kind."""
+    found = {}
+    for kind, (op, is_of_kind) in README_KINDS.items():
+        races = [(race, race.entry("triton")) for race in run.races if race.op == op and is_of_kind(race.case)]
+        ratios = [race.ratio(e, "bare cast") for race, e in races if e and e.bytes_moved > LARGE]
+        found[kind] = min(filter(None, ratios)), max(filter(None, ratios))
+    return found
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _run_of(run: Run) -> str:
+    """When a run was made, what it timed, and how long it took: later releases time other ops by the same command."""
+    ops = len({race.op for race in run.races})
+    when = f"The run of {run.date}, `{run.command}`, timed {ops} ops in {run.seconds / 60:.0f} minutes"
+    return f"{when}; [all its figures](benchmarks/results/{name_of(run)}.md)."
 
 
 def matmul_table(run: Run) -> Iterator[str]:
@@ -107,9 +148,9 @@ def matmul_table(run: Run) -> Iterator[str]:
     for race in races:
         entries = [race.entry(name) for name in columns.values()]
         yield f"| {race.case.replace('x', ' x ', 2)} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} |"
-    yield f"""
-TFLOP/s, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands.
-`{run.command}`, {run.seconds / 60:.0f} minutes; [all figures](benchmarks/results/{name_of(run)}.md)."""
+    yield "\n" + _paragraph(f"""
+        TFLOP/s, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands. {_run_of(run)}
+        """)
 
 
 def group_table(run: Run) -> Iterator[str]:

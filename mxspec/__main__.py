@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -105,11 +106,15 @@ def _list_cases(options: argparse.Namespace) -> int:
 
 def _device(name: str | None) -> torch.device:
     try:
-        device = torch.device(name) if name else check.default_device()
+        device = torch.device(name) if name is not None else check.default_device()
     except RuntimeError as error:
         raise ValueError(f"--device {name}: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: mxspec runs on cpu and cuda devices")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: there is no GPU here")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"--device {name}: the GPUs here are cuda:0 to cuda:{count - 1}")
     return device
 
 
@@ -240,13 +245,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options, rest = parser().parse_known_args(argv)
-    if rest and not hasattr(options, "rest"):
-        parser().error(f"unrecognized arguments: {' '.join(rest)}")
-    options.rest = rest
+    """Run a command. Exit code 2 where what was asked for cannot be done, 130 after Ctrl-C."""
     try:
-        return options.run(options)
-    except ValueError as error:
+        options, rest = parser().parse_known_args(argv)
+        if rest and not hasattr(options, "rest"):
+            parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        options.rest = rest
+        code = options.run(options)
+        sys.stdout.flush()  # so that what goes wrong there is said here
+        return code
+    except KeyboardInterrupt:
+        print("mxspec: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # who reads the output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        return 1  # as rich does for a table
+    except (ValueError, OSError) as error:
         print(f"mxspec: {error}", file=sys.stderr)
         return 2
 

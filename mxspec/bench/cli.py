@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import subprocess
 import time
 import warnings
@@ -81,16 +82,19 @@ def main(argv: list[str]) -> int:
                 p.error(f"--{'from' if chosen == 'stored' else chosen} and --{other} exclude each other")
     if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
         raise ValueError(f"bench: --json {options.json}: needs a file name in a folder that exists")
+    if options.json and not os.access(options.json if options.json.exists() else options.json.parent, os.W_OK):
+        raise ValueError(f"bench: --json {options.json}: needs a file that may be written")
     draw = _plots(options.plot) if options.plot else None
     if options.model:
         return show_model(options)
     run = read(options.stored) if options.stored else run_all(options)
-    if options.json:
-        run.write(options.json)
+    unwritten = _unwritten(run, options.json) if options.json else None
     if options.markdown:
         print(tables.markdown(run))
     else:
         tables.show(run, console)
+    if unwritten:  # the figures are on the screen by now, and not lost
+        raise ValueError(unwritten)
     for path in draw.draw(run, options.plot) if draw else ():
         notices.print(f"drawn: {path}", highlight=False, soft_wrap=True)
     for what in run.wrong:
@@ -99,6 +103,15 @@ def main(argv: list[str]) -> int:
         notices.print("nothing was timed")
         return 1
     return 1 if run.wrong else 0
+
+
+def _unwritten(run: Run, path: Path) -> str | None:
+    """Why a run could not be stored; None where it is."""
+    try:
+        run.write(path)
+    except OSError as error:
+        return f"bench: --json {path}: {error.strerror}; the run is not stored"
+    return None
 
 
 def _plots(folder: Path) -> ModuleType:
@@ -110,6 +123,8 @@ def _plots(folder: Path) -> ModuleType:
         from mxspec.bench import plots
     except (ImportError, OSError) as error:
         raise ValueError(f"bench: --plot {folder}: {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"bench: --plot {folder}: needs a folder that may be written to")
     return plots
 
 

@@ -8,6 +8,8 @@ decides, which it does not know. On an H100 and a B200 nobody has compared it.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,12 +31,21 @@ class Cost(NamedTuple):
 
 
 def cost(reference: Reference[..., object], case: Case) -> Cost:
-    """The cost of a call; nothing is allocated or run. Raises what the op raises for what its contract refuses."""
-    with FakeTensorMode():
+    """The cost of a call; nothing is allocated or run. Raises what the op raises for what its contract refuses, and
+    ValueError for sizes that no tensor has."""
+    with FakeTensorMode(), _sizes_that_a_tensor_has(f"{reference.__name__}, {case.name}"):
         args = case.args()
         spec = reference.spec
         outputs = spec.outputs(args, reference(*args, **case.kwargs))
         return Cost(spec.bytes_moved(args, outputs), spec.flops(args, outputs), is_fp8(args), is_mx(args))
+
+
+@contextlib.contextmanager
+def _sizes_that_a_tensor_has(call: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(f"{call}: {str(error).partition(chr(10))[0]}") from error
 
 
 def is_fp8(args: tuple[Any, ...]) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -67,14 +68,18 @@ def export(directory: Path | str, only: Collection[str] | None = None) -> dict[s
     directory, chosen, manifests = Path(directory), _known(only), {}
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for path in (directory / f"{op}.{end}" for op in chosen for end in ("safetensors", "json")):
+            if path.is_dir():
+                raise ValueError(f"vectors: {path} is a folder; needs a place for a file")
         for op in chosen:
             file = _File(directory / f"{op}.safetensors")
             manifest = _manifest(op, file)
             manifest["sha256"] = file.write()
             (directory / f"{op}.json").write_text(_text(manifest), encoding="utf-8")
             manifests[op] = manifest
-    except OSError as error:
-        raise ValueError(f"vectors: {directory}: {error.strerror}; needs a folder to write to") from error
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"vectors: {directory}: {why}; needs a folder to write to") from error
     return manifests
 
 

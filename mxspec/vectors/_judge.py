@@ -16,7 +16,13 @@ from torch import Tensor
 
 from mxspec import dispatch, rules
 from mxspec.check import Result, Status, difference
+from mxspec.vectors._export import VERSION
 
+# What is read of a manifest; other fields may be there, and a newer release may have them.
+_MANIFEST = {"version": int, "sha256": str, "tests": list}
+_TEST = {"id": int, "comment": str, "inputs": list, "options": dict, "result": str}
+_STORED = {"name": str, "stored": str, "shape": list, "strides": list}
+_WORDS = {int: "an integer", str: "text", list: "a list", dict: "an object"}
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -53,9 +59,10 @@ def exported(directory: Path | str) -> list[str]:
 def _check_op(op: str, directory: Path) -> Iterator[Result]:
     manifest = _load_manifest(directory / f"{op}.json")
     file = directory / f"{op}.safetensors"
-    if hashlib.sha256(file.read_bytes()).hexdigest() != manifest["sha256"]:
+    if hashlib.sha256(_read_bytes(file)).hexdigest() != manifest["sha256"]:
         raise ValueError(f"vectors: {file} is not the file that {op}.json describes; export both again")
-    stored, got = load_file(file), _load_tensors(directory / "results" / f"{op}.safetensors")
+    stored, got = _load_tensors(file), _load_tensors(directory / "results" / f"{op}.safetensors")
+    _check_places(directory / f"{op}.json", manifest, stored)
     said = _load_json(directory / "results" / f"{op}.json")
     rejected, skipped = said.get("rejected", {}), said.get("skipped", {})
     ids = {str(test["id"]) for test in manifest["tests"]}
@@ -124,7 +131,7 @@ def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: 
     kwargs = {}
     for name, value in test["options"].items():
         is_dtype = name in takes and "torch.dtype" in takes[name].annotation
-        if name not in takes or (is_dtype and not hasattr(torch, value)):
+        if name not in takes or (is_dtype and not hasattr(torch, str(value))):
             return None
         kwargs[name] = getattr(torch, value) if is_dtype else value
     names = rules.explaining(op, tuple(args), kwargs, got)
@@ -134,26 +141,72 @@ def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: 
 def _load_manifest(path: Path) -> dict[str, Any]:
     manifest = _read_json(path)
     try:
-        tests = [(test["id"], test["comment"], test["inputs"], test["options"]) for test in manifest["tests"]]
-        kinds = {test["result"] for test in manifest["tests"]}
-        if not tests or not kinds <= {"valid", "invalid"} or not manifest["sha256"]:
-            raise ValueError("it has no tests, or none that are valid or invalid")
-    except (KeyError, TypeError, ValueError) as error:
+        _check_fields("it", manifest, _MANIFEST)
+        if not 1 <= manifest["version"] <= VERSION:
+            raise ValueError(f"it has version {manifest['version']}; this release judges 1 to {VERSION}")
+        for number, test in enumerate(manifest["tests"], 1):
+            _check_test(f"test {number}", test)
+        ids = [test["id"] for test in manifest["tests"]]
+        if len(set(ids)) != len(ids) or not ids:
+            raise ValueError("it has no tests, or two of one id")
+    except ValueError as error:
         raise ValueError(f"vectors: {path} is no manifest that `vectors export` wrote: {error}") from error
     return manifest
 
 
+def _check_test(where: str, test: Any) -> None:
+    _check_fields(where, test, _TEST)
+    if test["result"] not in ("valid", "invalid"):
+        raise ValueError(f"{where} has the result {test['result']!r}; needs valid or invalid")
+    for i, entry in enumerate(test["inputs"]):
+        has_value = isinstance(entry, dict) and "value" in entry
+        _check_fields(f"input {i} of {where}", entry, {"name": str} if has_value else _STORED)
+    if test["result"] == "invalid":
+        _check_fields(where, test, {"error": dict})
+        _check_fields(f"error of {where}", test["error"], {"message": str})
+        return
+    _check_fields(where, test, {"outputs": list})
+    for i, entry in enumerate(test["outputs"]):
+        _check_fields(f"output {i} of {where}", entry, _STORED)
+
+
+def _check_fields(where: str, value: Any, fields: Mapping[str, type]) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_WORDS.get(type(value), repr(value))}; needs an object")
+    for name, kind in fields.items():
+        if type(value.get(name)) is not kind:
+            raise ValueError(f"{where} has no {name!r} that is {_WORDS[kind]}")
+
+
+def _check_places(path: Path, manifest: Mapping[str, Any], stored: Mapping[str, Tensor]) -> None:
+    """Refuse a manifest of which an entry names no stored tensor, or elements outside one."""
+    for test in manifest["tests"]:
+        for entry in (*test["inputs"], *test.get("outputs", ())):
+            try:
+                _as_given(stored[entry["stored"]], entry) if "stored" in entry else None
+            except (KeyError, RuntimeError, TypeError) as error:
+                place = f"output or input {entry['name']!r} of test {test['id']}"
+                raise ValueError(f"vectors: {path}: {place} is not in the file of tensors: {error}") from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"vectors: {path}: {error.strerror}; needs a file") from error
+
+
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON, or of UTF-8
+        return json.loads(_read_bytes(path).decode())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"vectors: {path}: {error}; needs JSON in UTF-8") from error
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path) if path.exists() else {}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"vectors: {path}: {error}") from error
 
 
