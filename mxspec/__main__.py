@@ -17,6 +17,7 @@ from rich.table import Column, Table
 
 from mxspec import check, dispatch
 from mxspec.console import console, progress
+from mxspec.spec import Case
 
 
 def run_list(options: argparse.Namespace) -> int:
@@ -43,6 +44,8 @@ def run_check(options: argparse.Namespace) -> int:
     """Hold backends, or one function, against the references. Exit code 1 where one differs."""
     if options.list:
         return _list_cases(options)
+    if options.facts:
+        return _print_facts(options)
     if options.function and not options.op:
         raise ValueError("check: a module:function needs --op, the op that it claims to be")
     if options.function and options.backend:
@@ -57,18 +60,19 @@ def run_check(options: argparse.Namespace) -> int:
         (op, candidate, case)
         for op in ([options.op] if options.op else dispatch.ops())
         for candidate in candidates
-        for case in dispatch.reference(op).spec.cases()
-        if options.case in (None, case.name)
+        for case in (*dispatch.reference(op).spec.cases(), *check.behaviours(op, device))
+        if options.case in (None, _name(case))
     ]
     if not work and options.op:
         check.cases_of(options.op, options.case)  # which says what there is
     if not work:
         raise ValueError(f"check: no op has a case named {options.case!r}")
     results = []
-    for op, candidate, case in progress(work, "check", lambda item: f"{item[0]}: {item[2].name}"):
-        results.append(result := check.check_case(op, case, candidate, device, options.function))
+    for op, candidate, case in progress(work, "check", lambda item: f"{item[0]}: {_name(item[2])}"):
+        judge: Callable[..., check.Result] = check.check_behaviour if isinstance(case, str) else check.check_case
+        results.append(result := judge(op, case, candidate, device, options.function))
         if result.status == "failed" and not options.json:
-            finding = escape(f"{op}, {result.backend}, case {case.name!r}: {result.message}")
+            finding = escape(f"{op}, {result.backend}, case {_name(case)!r}: {result.message}")
             console.print(f"[red]FAILED[/red] {finding}", soft_wrap=True)
     if options.json:
         print(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
@@ -77,11 +81,45 @@ def run_check(options: argparse.Namespace) -> int:
         _print_skips(results)
     asked = options.backend or options.function
     if asked and not any(
-        r.status != "skipped" and not case.raises for r, (*_, case) in zip(results, work, strict=True)
+        r.status != "skipped" and (isinstance(case, str) or not case.raises)
+        for r, (*_, case) in zip(results, work, strict=True)
     ):
         print(f"mxspec: check: {asked} ran on no case: all were skipped, or are to be refused", file=sys.stderr)
         return 1
     return 1 if any(r.status == "failed" for r in results) else 0
+
+
+def _name(case: Case | str) -> str:
+    """The name of a case, or of a behaviour, which is nothing but its name."""
+    return case if isinstance(case, str) else case.name
+
+
+def _print_facts(options: argparse.Namespace) -> int:
+    """Which pairs of facts the valid cases of an op show, and of each other pair why not. Exit code 1 where one is missing."""
+    if not options.op:
+        raise ValueError("check: --facts needs --op, whose facts it lists")
+    if options.function or options.backend or options.case or options.device:
+        raise ValueError("check: --facts judges nothing; needs --op and at most --json")
+    found = check.coverage(options.op)
+    if options.json:
+        said: dict[str, Any] = {
+            "facts": [str(fact) for fact in found.facts],
+            "pairs": len(found.shown),
+            "missing": [sorted(map(str, pair)) for pair in found.missing],
+            "impossible": [{"pair": sorted(map(str, pair)), "why": why} for pair, why in found.impossible.items()],
+        }
+        print(json.dumps(said, indent=1))
+        return 1 if found.missing else 0
+    for pair in found.missing:
+        console.print(f"[red]no case[/red]  {escape(' and '.join(sorted(map(str, pair))))}")
+    reasons: dict[str, int] = {}
+    for why in found.impossible.values():
+        reasons[why] = reasons.get(why, 0) + 1
+    for why, count in reasons.items():
+        console.print(f"{count} pairs cannot be: {escape(why)}", highlight=False)
+    counts = f"{len(found.shown)} pairs in a case, {len(found.impossible)} impossible, {len(found.missing)} in no case"
+    console.print(f"{options.op}: {len(found.facts)} facts; {counts}", highlight=False)
+    return 1 if found.missing else 0
 
 
 def _list_cases(options: argparse.Namespace) -> int:
@@ -231,6 +269,7 @@ def parser() -> argparse.ArgumentParser:
     command(run_list).add_argument("--json", action="store_true")
     sub = command(run_check, "--op", "--backend", "--case", "--device")
     sub.add_argument("function", nargs="?", help="module:function with the signature of --op: your own code")
+    sub.add_argument("--facts", action="store_true", help="list the pairs of facts of --op that no case shows, and why")
     sub.add_argument("--list", action="store_true", help="list the cases of --op, and run none")
     sub.add_argument("--json", action="store_true")
     sub = command(run_vectors, "--op")

@@ -281,12 +281,21 @@ class _Call:
     skipped: str = ""
 
 
-def _call(case: Case, module: ModuleType) -> _Call:
+def _call(case: Case, module: ModuleType, covering: bool = False) -> _Call:
     if case.raises:
         return _Call(case, skipped="is refused")
+    if (
+        covering and "generated" in case.flags
+    ):  # an op's own cases have every option; to make and trace these takes minutes
+        return _Call(case, skipped="is generated, and compiled where all cases are")
     args, kwargs = [_meta(arg) for arg in case.args()], {k: _meta(v) for k, v in case.kwargs.items()}
     reason = module.supports(*args, **kwargs) if hasattr(module, "supports") else None
     return _Call(case, args, kwargs, reason or "")
+
+
+def _is_edge(case: Case) -> bool:
+    """Whether a case may launch nothing, or lack an instruction: it is at a limit, or whatever its dimensions made of it."""
+    return bool(case.flags & {"edge", "generated"})
 
 
 def _covered(calls: Sequence[_Call], fn: Callable[..., Any], together: int) -> list[_Call]:
@@ -297,7 +306,7 @@ def _covered(calls: Sequence[_Call], fn: Callable[..., Any], together: int) -> l
             seen.clear()
             with contextlib.suppress(Exception):  # it is raised again when the call is compiled
                 fn(*call.args, **call.kwargs) if not call.skipped else None
-            searched = is_searched((*call.args, *call.kwargs.values()), "edge" in call.case.flags)
+            searched = is_searched((*call.args, *call.kwargs.values()), _is_edge(call.case))
             # What has its instructions searched is covered by itself: no other case shows that of its options.
             launches.append(
                 (*seen, *(dataclasses.replace(one, kernel=f"{one.kernel}, searched") for one in seen if searched))
@@ -318,7 +327,7 @@ def compile_op(op: str, backend: str, target: str, cover: int = 0) -> list[Resul
         return [Result(op, backend, "all", target, skipped=module if isinstance(module, str) else str(ptx))]
     fn, expected, results = getattr(module, op), _expected(module, target), []
     with fake_gpu(target) as compiled:
-        calls = [_call(case, module) for case in reference(op).spec.cases()]
+        calls = [_call(case, module, bool(cover)) for case in reference(op).spec.cases()]
         for call in _covered(calls, fn, cover) if cover else calls:
             result = functools.partial(Result, op, backend, call.case.name, target)
             if call.skipped:
@@ -330,7 +339,7 @@ def compile_op(op: str, backend: str, target: str, cover: int = 0) -> list[Resul
                 causes = [error, *([error.__cause__] if error.__cause__ else [])]
                 results.append(result(problems=tuple(f"{type(e).__name__}: {e}" for e in causes)))
                 continue
-            wrong = problems(code, expected, [*call.args, *call.kwargs.values()], "edge" in call.case.flags)
+            wrong = problems(code, expected, [*call.args, *call.kwargs.values()], _is_edge(call.case))
             results.append(result(code=tuple(code), problems=tuple(wrong)))
     return results
 

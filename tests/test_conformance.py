@@ -1,6 +1,9 @@
 """Every backend answers every case of every op as the reference does. Never edited for a new op or kernel."""
 
+import functools
+
 import pytest
+import torch
 
 from mxspec import check, covering, dispatch
 
@@ -43,8 +46,36 @@ def numbers_of(launch):
     return covering.Launch(launch.kernel, frozenset(numbers), frozenset())
 
 
+SMALL = 2**15  # elements of a case, all its tensors together: what an interpreter runs in about a second
+
+
+@functools.cache
+def showing_each_fact(op):
+    """Names of enough small generated cases to show every fact that any small one shows; interpreted, a case takes a second."""
+    found = {}
+    for case in dispatch.reference(op).spec.cases():
+        if "generated" in case.flags and not case.raises:
+            args = case.args()
+            if sum(a.numel() for a in args if hasattr(a, "numel")) <= SMALL:
+                found[case.name] = set(check.facts_of(op, args, case.kwargs))
+    missing, enough = set().union(*found.values()), set()
+    while missing:
+        most = max(found, key=lambda name: len(found[name] & missing))
+        enough.add(most)
+        missing -= found[most]
+    return enough
+
+
+def on_a_gpu():
+    return torch.cuda.is_available() and not dispatch.interpreters()
+
+
 def work(op, backend):
     cases = [case for case in dispatch.reference(op).spec.cases() if shows_something(op, backend, case)]
+    if dispatch.interpreters():
+        cases = [case for case in cases if "generated" not in case.flags or case.name in showing_each_fact(op)]
+    elif backend != "reference":  # every backend refuses in the same words; and without a GPU kernels answer nothing
+        cases = [case for case in cases if "generated" not in case.flags or (on_a_gpu() and not case.raises)]
     generates = backend == "helion" and "TRITON_INTERPRET" in dispatch.interpreters()
     return worth_tracing(op, cases) if cases and generates else cases
 
@@ -63,3 +94,27 @@ def test_case(op, backend, case):
     if result.status == "skipped":
         pytest.skip(result.message)
     assert result.status == "passed", result.message
+
+
+KERNELS = [
+    (op, b) for op in dispatch.ops() for b in dispatch.backends() if b != "reference" and dispatch.has_kernel(op, b)
+]
+
+
+@pytest.mark.skipif(on_a_gpu(), reason="on a GPU each generated case is a test of its own")
+@pytest.mark.parametrize(("op", "backend"), [] if dispatch.interpreters() else KERNELS)
+def test_generated_cases_on_a_gpu(op, backend):
+    pytest.skip("the generated cases of a kernel need a GPU")
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [(op, b) for op in dispatch.ops() for b in dispatch.backends() if dispatch.has_kernel(op, b) or b == "reference"],
+)
+def test_behaviour(op, backend):
+    """A candidate keeps its promises over several calls."""
+    results = [check.check_behaviour(op, name, backend) for name in check.behaviours(op)]
+    failed = [result.message for result in results if result.status == "failed"]
+    assert not failed, "\n".join(failed)
+    if all(result.status == "skipped" for result in results):
+        pytest.skip(results[0].message)

@@ -228,7 +228,7 @@ def pairs(facts: Iterable[Fact]) -> Iterator[Pair]:
 
 
 class Coverage(NamedTuple):
-    """Which pairs of an op's facts its valid cases show: the first case of each, and why each other cannot be."""
+    """Which pairs of an op's facts its valid cases show: the smallest case of each, and why each other cannot be."""
 
     facts: tuple[Fact, ...]
     shown: dict[Pair, str]  # the name of a case
@@ -238,15 +238,16 @@ class Coverage(NamedTuple):
 
 def coverage(op: str, chosen: Callable[[Case], bool] = lambda case: True) -> Coverage:
     """Measure the valid cases of an op, those of more than 2^31 elements aside."""
-    shown: dict[Pair, str] = {}
+    shown: dict[Pair, tuple[int, str]] = {}
     seen = set[Fact]()
     for case in dispatch.reference(op).spec.cases():
         if case.raises or "large" in case.flags or not chosen(case):
             continue
-        found = facts_of(op, case.args(), case.kwargs)
+        args = case.args()
+        found, size = facts_of(op, args, case.kwargs), sum(a.numel() for a in args if isinstance(a, Tensor))
         seen |= found
         for pair in pairs(found):
-            shown.setdefault(pair, case.name)
+            shown[pair] = min(shown.get(pair, (size, case.name)), (size, case.name))
     impossible, missing = {}, []
     for pair in pairs(seen):
         if pair not in shown:
@@ -255,4 +256,5 @@ def coverage(op: str, chosen: Callable[[Case], bool] = lambda case: True) -> Cov
                 impossible[pair] = reason
             else:
                 missing.append(pair)
-    return Coverage(tuple(sorted(seen)), shown, impossible, tuple(missing))
+    names = {pair: name for pair, (_, name) in shown.items()}
+    return Coverage(tuple(sorted(seen)), names, impossible, tuple(missing))

@@ -22,7 +22,8 @@ from mxspec.formats import E8M0FNU, ELEMENTS, INT_OF_BYTES, ElementFormat, Scale
 from mxspec.spec import Case, Reference
 
 # Of the vectors themselves, in every manifest: raised whenever a test or a byte of them changes.
-VERSION = 1
+VERSION = 2
+MOST_ELEMENTS = 2**17  # of the inputs of one test
 FORMAT = (
     "A test is one call of the op: `inputs` in their order, `options` by name, all of them written out.",
     "`stored` names a tensor of <op>.safetensors, which holds its bytes as they lie in memory, without gaps; element "
@@ -49,6 +50,7 @@ FORMAT = (
 FLAGS = {
     "edge": "a value or a shape at a limit of the contract",
     "invalid": "must be refused",
+    "generated": "made so that every two facts of a call (sizes, strides, special values, options) meet in a test",
 }
 
 
@@ -155,6 +157,8 @@ def _unstorable(reference: Reference[..., Any], case: Case, args: tuple[Any, ...
     """Why a case is not among the vectors: what it takes is more than bytes can say, or than a file should hold."""
     if "large" in case.flags:
         return "more than 2^31 elements"
+    if (size := sum(a.numel() for a in args if isinstance(a, Tensor) and not case.raises)) > MOST_ELEMENTS:
+        return f"{size} elements; a file holds tests of {MOST_ELEMENTS} at most"
     for arg in args:
         if isinstance(arg, Tensor) and arg.is_meta:
             return "a tensor on another device"

@@ -1,0 +1,147 @@
+"""No blind spot: every two facts of a call meet in a valid case, and a candidate that is wrong there alone is caught."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+from mxspec import cases, check, dispatch
+from mxspec.cases.common.impossible import IMPOSSIBLE
+from mxspec.cases.common.pairwise import pairwise
+from mxspec.check import Fact
+
+each_op = pytest.mark.parametrize("op", dispatch.ops())
+_found = {}
+
+
+def coverage(op):
+    if op not in _found:
+        _found[op] = check.coverage(op)
+    return _found[op]
+
+
+@each_op
+def test_every_two_facts_meet_in_a_valid_case_or_cannot(op):
+    missing = [" and ".join(sorted(map(str, pair))) for pair in coverage(op).missing]
+    assert not missing, f"{op}: no case has {missing[:5]}, {len(missing)} in all"
+
+
+@each_op
+def test_no_case_shows_what_is_said_to_be_impossible(op):
+    shown = {pair: cases.why_not(op, pair) for pair in coverage(op).shown}
+    assert not {tuple(map(str, pair)): why for pair, why in shown.items() if why}
+
+
+def test_every_rule_of_what_is_impossible_is_of_use():
+    texts = {
+        op: [" | ".join(order) for pair in coverage(op).impossible for order in both(pair)] for op in dispatch.ops()
+    }
+    rules = {(op, pattern) for op in dispatch.ops() for pattern, _ in getattr(cases.of(op), "IMPOSSIBLE", ())}
+    unused = [rule for rule in rules if not any(re.fullmatch(rule[1], text) for text in texts[rule[0]])]
+    everything = [text for found in texts.values() for text in found]
+    unused += [pattern for pattern, _ in IMPOSSIBLE if not any(re.fullmatch(pattern, text) for text in everything)]
+    assert not unused
+
+
+def both(pair):
+    one, other = map(str, pair)
+    return (one, other), (other, one)
+
+
+@each_op
+def test_a_candidate_that_is_wrong_on_one_pair_alone_is_caught(op):
+    """For each pair the smallest case that has it. All pairs of a case hold in the same call, so one run is the proof of each."""
+    of_case = {}
+    for pair, name in coverage(op).shown.items():
+        of_case.setdefault(name, set()).add(pair)
+    reference = dispatch.reference(op)
+    for case in reference.spec.cases():
+        if case.name not in of_case:
+            continue
+        met = []
+
+        def mutant(*args, pairs=of_case[case.name], met=met, **kwargs):
+            met.append(pairs <= set(check.pairs(check.facts_of(op, args, kwargs))))
+            result = reference(*args, **kwargs)
+            return spoiled(reference, args, result) if met[-1] else result
+
+        result = check.check_case(op, case, mutant, torch.device("cpu"))
+        assert any(met), f"{op}, {case.name!r}: no call of the engine has the case's facts"
+        assert result.status == "failed", f"{op}, {case.name!r}: survived; {sorted(map(str, min(of_case[case.name])))}"
+
+
+def spoiled(reference, args, result):
+    """The answer with one element wrong; an empty one is refused instead, for no element can be."""
+    outputs = [t for t in reference.spec.outputs(args, result) if t.numel()]
+    if not outputs:
+        raise RuntimeError("wrong here")
+    out = outputs[-1][tuple(size - 1 for size in outputs[-1].shape)]
+    if reference.spec.min_sqnr_db == float("inf"):
+        bits = out.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()])
+        bits ^= 1 if not out.is_floating_point() or not out.float().isnan() else 8
+    else:
+        out.fill_(0 if out.isnan() else torch.nan)
+    return result
+
+
+@each_op
+def test_every_tensor_is_refused_with_a_wrong_dtype_and_rank_and_every_option_with_a_wrong_value(op):
+    refused = [case.name for case in dispatch.reference(op).spec.cases() if case.raises and "generated" in case.flags]
+    for name, parameter in inspect.signature(dispatch.reference(op)).parameters.items():
+        mine = [text.removeprefix(f"refused: {name} ") for text in refused if text.startswith(f"refused: {name} ")]
+        assert "None" in mine
+        if parameter.annotation == "Tensor":
+            assert any(text.startswith("of ") for text in mine), name
+            assert any("dimension" in text for text in mine), name
+            assert "a list" in mine
+        else:
+            assert len(mine) >= 3, (name, mine)
+
+
+def test_facts_are_read_off_the_tensors():
+    x = torch.full((2, 64, 33), torch.nan)[:, :, 1:].mT
+    facts = check.facts_of("mx_quantize", (x,), {"axis": -2})
+    said = {str(fact) for fact in facts}
+    assert {"x.rank 3", "x.strides column-major", "x.begins between words", "axis = -2", "scaling not given"} <= said
+    assert {"x.NaN in the first element", "x.NaN in the last element", "x.rows a multiple of 16", "x.cols > 32"} <= said
+    assert not {"x.values all finite", "x.-0 somewhere", "x.rank 2", "x.sign of a negated view"} & said
+    assert Fact("x.experts", "> 8") not in facts
+
+
+def test_groups_have_facts():
+    offs = torch.tensor([0, 9, 9, 10, 10], dtype=torch.int32)
+    said = {str(fact) for fact in check.facts_of("pad_token_groups", (torch.zeros(12, 4), offs, 32), {})}
+    assert {"offs.first group empty", "offs.inner group empty", "offs.last group empty"} <= said
+    assert {"offs.some group of one token", "offs.rest tokens past the last group", "offs.tokens spread"} <= said
+
+
+def test_a_pair_is_of_facts_about_different_things():
+    facts = {Fact("x.rows", "> 8"), Fact("x.rows", "odd"), Fact("axis", "= -1")}
+    assert sorted(sorted(map(str, pair)) for pair in check.pairs(facts)) == [
+        ["axis = -1", "x.rows > 8"],
+        ["axis = -1", "x.rows odd"],
+    ]
+
+
+def test_a_plan_shows_every_possible_pair_and_what_is_asked_for_besides():
+    dimensions = {"a": (0, 1, 2), "b": (0, 1, 2), "c": (0, 1)}
+    plan = list(pairwise(dimensions, lambda c: not (c.get("a") == 2 and c.get("b") == 2), [{"a": 1, "b": 1, "c": 1}]))
+    seen = {((p, c[p]), (q, c[q])) for c in plan for p in c for q in c if p < q}
+    wanted = {
+        ((p, x), (q, y)) for p in dimensions for q in dimensions if p < q for x in dimensions[p] for y in dimensions[q]
+    }
+    assert wanted - seen == {(("a", 2), ("b", 2))}
+    assert plan[0] == {"a": 1, "b": 1, "c": 1}
+    assert len(plan) <= 11
+
+
+def test_a_pair_that_no_case_has_is_listed(capsys, monkeypatch):
+    from mxspec.__main__ import main
+
+    own = cases.pair_cases
+    monkeypatch.setattr(cases, "pair_cases", lambda op: (c for c in own(op) if "experts 257" not in c.name))
+    assert main(["check", "--op", "to_blocked", "--facts"]) == 0  # the fact itself is gone, and so its pairs
+    monkeypatch.setattr(cases, "pair_cases", lambda op: (c for i, c in enumerate(own(op)) if i % 2))
+    assert main(["check", "--op", "to_blocked", "--facts"]) == 1
+    assert "no case" in capsys.readouterr().out
