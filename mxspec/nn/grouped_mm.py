@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxspec.nn._autograd import backend_now
 from mxspec.nn._grouped import product, quantize_experts, quantize_input
 from mxspec.nn._grouped_formats import BLOCK_SIZES
-from mxspec.nn._linear import as_autocast, backend_now, check_features, check_input, check_parameters
+from mxspec.nn._linear import (
+    as_autocast,
+    check_devices,
+    check_features,
+    check_input,
+    check_parameters,
+    check_tensors,
+)
 from mxspec.nn.recipe import Recipe, recipe_of
 
 _NAMES = {"mxfp8": "mx_grouped_mm", "fp8_128": "fp8_grouped_mm"}
@@ -80,7 +88,9 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
 
 def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str) -> Tensor:
     name = _NAMES[format]
-    found, x = recipe_of(recipe, name), as_autocast(x)
+    found = recipe_of(recipe, name)
+    check_tensors(name, x=x, w=w, offs=offs)
+    x = as_autocast(x)
     if found.format not in (format, "bf16"):
         raise ValueError(
             f"{name}: the recipe's format is {found.format}, which {_NAMES[found.format]} takes; needs {format} or bf16"
@@ -90,17 +100,16 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
     check_parameters(name, w.dtype)
     check_input(name, x, w.shape[2])
     check_features(name, BLOCK_SIZES[found.format], N=w.shape[1], K=w.shape[2])
-    check_offs(name, offs, w.shape[0], x)
-    backend = backend_now()
+    check_offs(name, offs, w.shape[0])
+    check_devices(name, x, w=w, offs=offs)
+    backend = backend_now(w)
     codes = quantize_experts(w.detach(), found, backend)
     tokens = quantize_input(x, offs, w.requires_grad, found, backend)
-    return product(x, w, offs, tokens, codes, found, backend)
+    return product(x, w, offs, tokens, codes, found, backend, name)
 
 
-def check_offs(name: str, offs: Tensor, experts: int, x: Tensor) -> None:
+def check_offs(name: str, offs: Tensor, experts: int) -> None:
     if offs.dtype != torch.int32:
         raise TypeError(f"{name}: offs has dtype {offs.dtype}; needs torch.int32")
     if offs.shape != (experts,) or not experts:
         raise ValueError(f"{name}: offs has shape {tuple(offs.shape)}; needs ({experts},) for {experts} experts")
-    if offs.device != x.device:
-        raise ValueError(f"{name}: offs is on {offs.device}; needs one device, that of x, {x.device}")

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.nn._autograd import first_derivative_only, keep, kept
 from mxspec.nn._cache import Quantized
 from mxspec.nn._linear import QuantizedLinear
 from mxspec.nn.recipe import Recipe, recipe_of
@@ -73,14 +74,18 @@ class _Linear(torch.autograd.Function):
         wt_scale: Tensor,
         recipe: Recipe,
         backend: str | None,
+        name: str,
     ) -> Tensor:
         return _gemm((a, a_scale), (w, w_scale), x.dtype, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, _, xt, xt_scale, _, _, wt, wt_scale, ctx.recipe, ctx.backend = inputs
+        x, weight, _, _, xt, xt_scale, _, _, wt, wt_scale, ctx.recipe, backend, name = inputs
         dgrad, wgrad = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
+        keep(
+            ctx,
+            name,
+            backend,
             x if wgrad and ctx.recipe.wgrad_bf16 else None,
             xt if wgrad else None,
             xt_scale if wgrad else None,
@@ -90,8 +95,9 @@ class _Linear(torch.autograd.Function):
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, xt, xt_scale, wt, wt_scale) = gradients, ctx.saved_tensors
+        (grad,), (x, xt, xt_scale, wt, wt_scale) = gradients, kept(ctx)
         recipe, backend, (dgrad, wgrad) = ctx.recipe, ctx.backend, ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
         rows, columns = _operands(
@@ -103,7 +109,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = (grad.bfloat16().mT @ x.bfloat16()).to(ctx.weight_dtype)
         elif wgrad:
             grad_weight = _gemm(columns, (xt, xt_scale), ctx.weight_dtype, backend)
-        return grad_x, grad_weight, *(None,) * 10
+        return grad_x, grad_weight, *(None,) * 11
 
 
 class MXLinear(QuantizedLinear):
@@ -176,4 +182,4 @@ class MXLinear(QuantizedLinear):
     def _product(self, x: Tensor, codes: Quantized, backend: str | None) -> Tensor:
         kept = torch.is_grad_enabled() and self.weight.requires_grad and not self.recipe.wgrad_bf16
         rows, columns = _operands(x.detach(), True, kept, torch.float8_e4m3fn, self.recipe.scaling, backend)
-        return _Linear.apply(x, self.weight, *rows, *columns, *codes, self.recipe, backend)
+        return _Linear.apply(x, self.weight, *rows, *columns, *codes, self.recipe, backend, type(self).__name__)
