@@ -132,6 +132,21 @@ def test_weights_made_in_inference_mode_are_refused():
     assert module._cached is None
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_codes_made_in_another_mode_train(mode):
+    module = layer()
+    expected = module.weight.grad.clone()
+    module.zero_grad()
+    held = cache_weights(module)
+    with mode():
+        held.__enter__()
+    try:
+        module(tokens()).sum().backward()
+    finally:
+        held.__exit__(None, None, None)
+    assert torch.equal(module.weight.grad, expected)
+
+
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="the model is a list; needs an nn"), cache_weights([]):
         pass

@@ -128,6 +128,32 @@ def test_a_checkpointed_layer_refuses_too(made):
         gradient.square().sum().backward()
 
 
+@each_layer
+def test_torch_func_gives_the_first_derivative_and_no_second(made):
+    module, x = layer(made), tokens()
+    parameters = dict(module.named_parameters())
+
+    def loss(x, parameters=parameters):
+        return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+    loss(x).backward()
+    gradient = torch.func.grad(loss)(x.detach())
+    assert same(gradient.detach(), x.grad, made)
+    of_parameters = torch.func.grad(lambda p: loss(x.detach(), p))(parameters)
+    assert all(same(of_parameters[name].detach(), p.grad, made) for name, p in parameters.items())
+    frozen = {name: p.detach() for name, p in parameters.items()}
+    assert not torch.func.grad(lambda x: loss(x, frozen))(x.detach()).requires_grad
+    refused = pytest.raises(RuntimeError, match=REFUSED.format(made.split()[0]))
+    with refused:
+        gradient.square().sum().backward()
+    with refused:
+        torch.func.grad(lambda x: module(x).sum())(x.detach()).square().sum().backward()
+    with refused:
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x.detach())
+    with refused:
+        torch.func.grad(lambda p: torch.func.grad(loss)(x.detach(), p).square().sum())(parameters)
+
+
 @pytest.mark.parametrize("made", ["MXLinear", "Float8BlockwiseLinear", "GroupedExperts", "GroupedExperts bf16"])
 def test_compiled_pytorch_refuses(made):
     torch._dynamo.reset()

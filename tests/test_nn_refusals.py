@@ -61,6 +61,16 @@ def test_one_of_the_experts_weights_of_another_dtype(name):
         experts(x(), OFFS)
 
 
+@pytest.mark.parametrize("layer", [MXLinear(W, W), Float8BlockwiseLinear(W, W)], ids=lambda m: type(m).__name__)
+def test_an_input_that_is_not_dense(layer):
+    name = type(layer).__name__
+    with pytest.raises(ValueError, match=rf"{name}: input is torch\.sparse_coo; needs a dense tensor"):
+        layer(x().to_sparse())
+    for layout in (torch.strided, torch.jagged):
+        with pytest.raises(ValueError, match=f"{name}: input is nested; needs a dense tensor"):
+            layer(torch.nested.nested_tensor([x(), x()[:1]], layout=layout))
+
+
 CALLS = {
     "MXLinear: input is a list; needs a tensor": lambda: MXLinear(W, W)([[1.0] * W]),
     "Float8BlockwiseLinear: input is a NoneType; needs a tensor": lambda: Float8BlockwiseLinear(W, W)(None),

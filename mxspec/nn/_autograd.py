@@ -67,9 +67,11 @@ class _Block:
         self._entered.pop().__exit__(*exc_info)
 
 
-def keep(ctx: Any, name: str, backend: str | None, *tensors: Tensor | None) -> None:
-    """Save for the backward of a function, called for the layer of that name."""
+def keep(ctx: Any, x: Tensor, w: Tensor, name: str, backend: str | None, *tensors: Tensor | None) -> None:
+    """Save tensors for the backward of a function of x and w, called for the layer of that name."""
     ctx.name, ctx.backend = name, backend
+    if not torch.compiler.is_compiling():
+        ctx.varies_outside = _outside(x).requires_grad, _outside(w).requires_grad
     run_by = None if backend is None else torch.tensor(_CHOICES.index(backend), device="cpu")
     ctx.save_for_backward(*tensors, run_by)
 
@@ -97,28 +99,51 @@ def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) ->
     def wrapper(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # PyTorch itself refuses the second derivative of what it compiled
             return backward(ctx, *gradients)
+        if (transforms := len(torch._C._functorch.get_interpreter_stack() or ())) > 1:
+            raise RuntimeError(_refusal(ctx.name))  # one transform of torch.func within another
         with torch.no_grad():
             of_x, of_w, *rest = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():  # it is, where create_graph=True
+        if not torch.is_grad_enabled():  # it is, where create_graph=True, and always within torch.func
             return of_x, of_w, *rest
-        varies = any(gradient.requires_grad for gradient in gradients)
-        x_varies, w_varies = ctx.needs_input_grad[:2]
+        x_varies, w_varies = ctx.varies_outside if transforms else ctx.needs_input_grad[:2]
+        varies = any(_outside(gradient).requires_grad for gradient in gradients)
         return (
-            _without_derivative(ctx.name, of_x) if varies or w_varies else of_x,
-            _without_derivative(ctx.name, of_w) if varies or x_varies else of_w,
+            of_x if of_x is None or not (varies or w_varies) else _Underivable.apply(of_x, _NEEDS_GRADIENT, ctx.name),
+            of_w if of_w is None or not (varies or x_varies) else _Underivable.apply(of_w, _NEEDS_GRADIENT, ctx.name),
             *rest,
         )
 
     return wrapper
 
 
-def _without_derivative(name: str, gradient: Tensor | None) -> Tensor | None:
-    """The same gradient, of which autograd knows that it depends on something, and no more."""
-    if gradient is None:
-        return None
-    words = (
+def _outside(x: Tensor) -> Tensor:
+    """The tensor as it is outside of a transform of torch.func, if it is within one."""
+    wrapped = torch._C._functorch.is_gradtrackingtensor(x)
+    return torch._C._functorch.get_unwrapped(x) if wrapped else x
+
+
+with torch.inference_mode(False):
+    _NEEDS_GRADIENT = torch.empty(0, device="cpu", requires_grad=True)
+
+
+class _Underivable(torch.autograd.Function):
+    """The same values, of which autograd knows that they depend on something, and not how."""
+
+    @staticmethod
+    def forward(gradient: Tensor, needs_gradient: Tensor, name: str) -> Tensor:
+        return gradient.clone()  # a view might not be written in place, as clipping does
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *_, ctx.name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(_refusal(ctx.name))
+
+
+def _refusal(name: str) -> str:
+    return (
         f"{name}: has no second derivative: autograd does not follow its backward; a loss that contains a gradient, as "
         "a gradient penalty does, needs nn.Linear in its place"
     )
-    refused: Tensor = torch._C._functions.DelayedError(words.encode(), 1)(gradient.detach().requires_grad_())
-    return refused

@@ -49,7 +49,9 @@ class QuantizesWeights(nn.Module):
                 f"cache_weights: {name} has weights made in inference mode, whose changes PyTorch does not count; "
                 "needs weights made outside of torch.inference_mode()"
             )
-        self._cached, self._cached_from = self._quantized(None), self._state()
+        with torch.inference_mode(False), torch.no_grad():  # codes that a forward outside of either may save
+            self._cached = self._quantized(None)
+        self._cached_from = self._state()
 
     def _note_step(self, parameters: list[Tensor]) -> None:
         """Of any of these parameters that is a weight, or lies in its memory, assume that it changed."""

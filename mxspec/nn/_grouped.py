@@ -64,7 +64,7 @@ def product(
 ) -> Tensor:
     """`x @ w^T`, group by group, of what has been checked and quantized; for the layer or function of that name."""
     if tokens is None:
-        return _GroupedBf16.apply(x.bfloat16().contiguous(), w.bfloat16().contiguous(), offs, name).to(x.dtype)
+        return _GroupedBf16.apply(_contiguous(x.bfloat16()), w.bfloat16().contiguous(), offs, name).to(x.dtype)
     return _Grouped.apply(x, w, offs, *tokens, *codes, recipe, backend, name)
 
 
@@ -99,6 +99,8 @@ class _Grouped(torch.autograd.Function):
         dgrad, wgrad = ctx.needs_input_grad[:2]
         keep(
             ctx,
+            x,
+            w,
             name,
             backend,
             offs,
@@ -140,13 +142,13 @@ class _GroupedBf16(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         (x, w, offs, name), (dgrad, wgrad) = inputs, ctx.needs_input_grad[:2]
-        keep(ctx, name, None, x if wgrad else None, w if dgrad else None, offs)
+        keep(ctx, x, w, name, None, x if wgrad else None, w if dgrad else None, offs)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, w, offs) = gradients, kept(ctx)
-        grad_x = _by_experts(grad.contiguous(), w, offs) if ctx.needs_input_grad[0] else None
+        grad_x = _by_experts(_contiguous(grad), w, offs) if ctx.needs_input_grad[0] else None
         grad_w = _wgrad_bf16(grad, x, offs) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None, None
 
@@ -158,7 +160,12 @@ def _by_experts(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 def _wgrad_bf16(grad: Tensor, x: Tensor, offs: Tensor) -> Tensor:
     empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
-    return _zero(grouped_mm(grad.contiguous().mT, x.contiguous(), offs=offs), empty[:, None, None])
+    return _zero(grouped_mm(_contiguous(grad).mT, _contiguous(x), offs=offs), empty[:, None, None])
+
+
+def _contiguous(tokens: Tensor) -> Tensor:
+    # No tokens are contiguous by any strides; grouped_mm takes only those of a new tensor.
+    return tokens.contiguous() if tokens.numel() else tokens.clone(memory_format=torch.contiguous_format)
 
 
 def _zero(out: Tensor, where: Tensor) -> Tensor:

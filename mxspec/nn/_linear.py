@@ -85,6 +85,8 @@ def check_devices(name: str, x: Tensor, **others: Tensor | None) -> None:
 
 
 def check_input(name: str, x: Tensor, features: int) -> None:
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"{name}: input is {'nested' if x.is_nested else x.layout}; needs a dense tensor")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: input has dtype {x.dtype}; needs {_names(DTYPES)}")
     if x.ndim == 0 or x.shape[-1] != features:

@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, _, wt, wt_scale, backend, name = inputs
-        keep(ctx, name, backend, x if ctx.needs_input_grad[1] else None, wt, wt_scale)
+        keep(ctx, x, weight, name, backend, x if ctx.needs_input_grad[1] else None, wt, wt_scale)
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
 
     @staticmethod

@@ -84,6 +84,8 @@ class _Linear(torch.autograd.Function):
         dgrad, wgrad = ctx.needs_input_grad[:2]
         keep(
             ctx,
+            x,
+            weight,
             name,
             backend,
             x if wgrad and ctx.recipe.wgrad_bf16 else None,
