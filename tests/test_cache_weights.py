@@ -141,7 +141,7 @@ def test_codes_made_in_another_mode_train(mode):
     with mode():
         held.__enter__()
     try:
-        module(tokens()).sum().backward()
+        module(tokens().requires_grad_()).sum().backward()
     finally:
         held.__exit__(None, None, None)
     assert torch.equal(module.weight.grad, expected)
