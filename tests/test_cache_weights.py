@@ -15,7 +15,9 @@ from mxspec.nn import Float8BlockwiseLinear, GroupedExperts, MXLinear, cache_wei
 
 DEVICE = default_device()
 WIDTH = 128
-OPTIMIZERS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+OPTIMIZERS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
+if DEVICE.type == "cpu":  # not every release of PyTorch has a fused Adagrad for GPUs
+    OPTIMIZERS.append(torch.optim.Adagrad)
 changed = pytest.raises(RuntimeError, match="cache_weights: a weight has changed")
 
 

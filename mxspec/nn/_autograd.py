@@ -36,8 +36,9 @@ def backend_now(owner: object) -> str | None:
 def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Make checkpointing run a forward again by the backend that it had: a `context_fn` for `use_reentrant=False`.
 
-    A layer that is run again takes the backend of its latest forward, so that this is needed only where a layer's
-    forwards have several backends before the backward of the first. Without it, that backward raises.
+    A layer that is run again takes the backend of its latest forward; `mx_grouped_mm` and `fp8_grouped_mm` take that
+    of the latest call with these weights. So this is needed only where these differ from what the checkpointed forward
+    had. Without it, the backward then raises. With `use_reentrant=True` nobody can tell, and nothing raises.
 
     Example:
         >>> from mxspec.nn import MXLinear

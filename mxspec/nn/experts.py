@@ -48,9 +48,10 @@ class GroupedExperts(QuantizesWeights):
     Special values: as for `mx_grouped_gemm` and `fp8_grouped_gemm`: a NaN stays with its expert.
 
     Raises:
-        TypeError: a dtype other than those.
+        TypeError: a dtype other than those, or an input that is no tensor.
         ValueError: sizes, a shape, a device, or an unknown recipe.
-        RuntimeError: a weight that changed while `cache_weights` held its codes.
+        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
+            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
 
     Example:
         >>> experts = GroupedExperts(2, 32, 64)

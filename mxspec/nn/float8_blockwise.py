@@ -88,9 +88,10 @@ class Float8BlockwiseLinear(QuantizedLinear):
     Special values: a NaN or an Inf in a token makes the token's output NaN; one in the weight its 128 columns.
 
     Raises:
-        TypeError: a dtype other than those.
-        ValueError: features that are no multiples of 128, or an x of another last dimension.
-        RuntimeError: a weight that changed while `cache_weights` held its codes.
+        TypeError: a dtype other than those, or an input that is no tensor.
+        ValueError: features that are no multiples of 128, or an x of another last dimension or device, or not dense.
+        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
+            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
 
     Source: DeepSeek-V3 technical report, section 3.3.
     """
@@ -99,7 +100,7 @@ class Float8BlockwiseLinear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
-        """The same parameters, not copies of them, in a layer of this kind."""
+        """The same parameters, not copies of them, in a layer of this kind; nothing else of the Linear comes along."""
         return cls._with_parameters_of(linear)
 
     def _quantize(self, weight: Tensor, backend: str | None) -> Quantized:

@@ -43,8 +43,10 @@ def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mx
     Special values: as for `mx_grouped_gemm`: a NaN stays within its group.
 
     Raises:
-        TypeError: the dtype of x, w or offs.
+        TypeError: the dtype of x, w or offs, or one that is no tensor.
         ValueError: a rank, a shape, a device, N or K, or a recipe of fp8_128, which is `fp8_grouped_mm`'s.
+        RuntimeError: the derivative of a gradient, as a gradient penalty needs it, or a checkpointed forward that ran
+            again by another backend.
 
     Example:
         >>> x, w = torch.ones(3, 32), torch.stack([torch.ones(32, 32), -torch.ones(32, 32)])
@@ -73,8 +75,9 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
     Special values: as for `fp8_grouped_gemm`: a NaN stays within its group.
 
     Raises:
-        TypeError: the dtype of x, w or offs.
+        TypeError: the dtype of x, w or offs, or one that is no tensor.
         ValueError: a rank, a shape, a device, N or K, or a recipe of mxfp8, which is `mx_grouped_mm`'s.
+        RuntimeError: as for `mx_grouped_mm`.
 
     Example:
         >>> x, w = torch.ones(3, 128), torch.stack([torch.ones(128, 128), -torch.ones(128, 128)])

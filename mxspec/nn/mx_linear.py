@@ -138,9 +138,11 @@ class MXLinear(QuantizedLinear):
     Special values: a NaN or an Inf in a token makes the token's output NaN; one in the weight its column.
 
     Raises:
-        TypeError: a dtype other than those.
-        ValueError: features that are no multiples of 32, an x of another last dimension, a recipe of another format.
-        RuntimeError: a weight that changed while `cache_weights` held its codes.
+        TypeError: a dtype other than those, or an input that is no tensor.
+        ValueError: features that are no multiples of 32, an x of another last dimension or device, or not dense, a
+            recipe of another format.
+        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
+            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
 
     Example:
         >>> layer = MXLinear.from_linear(nn.Linear(64, 32), recipe="mxfp8_floor")
@@ -169,7 +171,7 @@ class MXLinear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe | str = "mxfp8_rceil") -> Self:
-        """The same parameters, not copies of them, in a layer of this kind."""
+        """The same parameters, not copies of them, in a layer of this kind; nothing else of the Linear comes along."""
         return cls._with_parameters_of(linear, recipe=recipe)
 
     def extra_repr(self) -> str:
