@@ -54,7 +54,7 @@ class QuantizesWeights(nn.Module):
         self._cached_from = self._state()
 
     def _note_step(self, parameters: list[Tensor]) -> None:
-        """Of any of these parameters that is a weight, or lies in its memory, assume that it changed."""
+        """Take the weights for changed where an optimizer stepped one of them, or a tensor in the memory of one."""
         if any(_overlap(parameter, weight) for weight in self._weights() for parameter in parameters):
             self._cached_from = None
 

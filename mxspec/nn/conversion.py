@@ -119,7 +119,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
 
 def _has_low_precision(module: nn.Module) -> bool:
     return isinstance(module, nn.TransformerEncoderLayer) and any(
-        isinstance(linear, QuantizesWeights) for linear in (module.linear1, module.linear2)
+        isinstance(getattr(module, name, None), QuantizesWeights) for name in ("linear1", "linear2")
     )
 
 
