@@ -59,7 +59,8 @@ def _known(backend: str, said_by: str) -> str:
     return backend
 
 
-_in_context: ContextVar[str | None] = ContextVar("mxspec_backend", default=None)
+# The backend of a with-block, and the backward that it was entered in: -1 outside of any.
+_in_context: ContextVar[tuple[str, int] | None] = ContextVar("mxspec_backend", default=None)
 _environment = _known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
 _in_process: use_backend | None = None  # the newest plain call; each knows the one before it
 _lock = threading.Lock()
@@ -78,7 +79,7 @@ class use_backend:
     def __init__(self, backend: str) -> None:
         global _in_process
         self._backend = _known(backend, "use_backend")
-        self._tokens: list[Token[str | None]] = []
+        self._tokens: list[Token[tuple[str, int] | None]] = []
         self._is_block = False
         with _lock:
             self._before, _in_process = _in_process, self
@@ -91,7 +92,7 @@ class use_backend:
         with _lock:
             while _in_process is not None and _in_process._is_block:
                 _in_process = _in_process._before
-        self._tokens.append(_in_context.set(self._backend))
+        self._tokens.append(_in_context.set((self._backend, torch._C._current_graph_task_id())))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -101,11 +102,21 @@ class use_backend:
 def current_backend() -> str:
     """What a call without `backend=` would use here and now: a backend's name or `auto`."""
     if in_context := _in_context.get():
-        return in_context
+        return in_context[0]
     choice = _in_process
     while choice is not None and choice._is_block:
         choice = choice._before
     return _environment if choice is None else choice._backend
+
+
+def is_outer_block_unseen() -> bool:
+    """Whether this runs in a backward, and in no with-block that was entered there.
+
+    A with-block around the forward, which checkpointing runs again here, is then not seen; one around the backward may
+    be seen, or not.
+    """
+    backward, in_context = torch._C._current_graph_task_id(), _in_context.get()
+    return backward != -1 and (in_context is None or in_context[1] != backward)
 
 
 # --- what can run -----------------------------------------------------------------------------------------------

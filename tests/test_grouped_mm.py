@@ -136,6 +136,9 @@ def test_no_tokens_at_all(recipe):
     out, grad_x, grad_w = step(recipe, x, w, offs, dy)
     assert (out.shape, grad_x.shape, grad_w.shape) == (dy.shape, x.shape, w.shape)
     assert not grad_w.any()
+    x, offs = x.detach()[:, :1].expand_as(x).requires_grad_(), torch.zeros_like(offs)
+    grouped_mm(x, w, offs, recipe).sum().backward()  # the tokens and their gradient have strides 0
+    assert x.grad.shape == x.shape
 
 
 ROWS, COLUMNS = ("mx_quantize_groups", -1), ("mx_quantize_groups", -2)
@@ -191,14 +194,6 @@ def test_bfloat16_keeps_the_operand_that_a_gradient_needs():
         out.backward(dy)
     assert torch.equal(x.grad, expected[1])
     assert torch.equal(w.grad, expected[2])
-
-
-@pytest.mark.parametrize(("recipe", "words"), [("bf16", "differentiate twice"), ("mxfp8_rceil", "has no gradient")])
-def test_a_second_derivative_is_refused(recipe, words):
-    x, w, offs, _ = operands(recipe, [33, 30], 4)
-    (grad_x,) = torch.autograd.grad(grouped_mm(x, w, offs, recipe).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=words):
-        grad_x.square().sum().backward()
 
 
 # Those of mxfp8_rceil and fp8_128 are compiled in GroupedExperts.

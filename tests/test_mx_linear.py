@@ -176,10 +176,11 @@ def test_of_x_a_byte_an_element_is_kept():
         return [(t.dtype, t.nbytes) for t in kept if t.dtype != torch.float8_e8m0fnu]
 
     of_x, of_weight = (torch.float8_e4m3fn, 64 * K), (torch.float8_e4m3fn, N * K)
-    assert saved(x) == [of_x, of_weight]
-    assert saved(x.detach()) == [of_x]
+    backend = (torch.int64, 8)  # its index, which checkpointing is to bring back
+    assert saved(x) == [of_x, of_weight, backend]
+    assert saved(x.detach()) == [of_x, backend]
     module.weight.requires_grad_(False)
-    assert saved(x) == [of_weight]
+    assert saved(x) == [of_weight, backend]
 
 
 def test_the_parameters_are_nn_linears():

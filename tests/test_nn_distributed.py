@@ -9,7 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+import mxspec
+from mxspec import use_backend
 from mxspec.check import sqnr_db
 from mxspec.nn import GroupedExperts, MXLinear, cache_weights
 
@@ -59,6 +62,27 @@ def _wrapped(model: nn.Module, kind: str) -> nn.Module:
     return model
 
 
+def _checks(model: nn.Module, wrapped: nn.Module, kind: str, rank: int) -> None:
+    """What holds for layers alone holds for wrapped ones."""
+    x, offs = batch(rank)
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(wrapped(x, offs).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        gradient.square().sum().backward()
+    model.zero_grad()
+    with use_backend("reference"):
+        out = checkpoint(wrapped, x, offs, use_reentrant=False)
+    with pytest.MonkeyPatch.context() as patch:
+        asked, quantize = [], mxspec.mx_quantize_rowcol
+        patch.setattr(mxspec, "mx_quantize_rowcol", lambda *a, **k: asked.append(k["backend"]) or quantize(*a, **k))
+        out.sum().backward()
+    assert set(asked) == {"reference"}, kind
+    if kind == "ddp":
+        step = torch.optim.SGD(wrapped.parameters(), 0.0, fused=True).step
+        with pytest.raises(RuntimeError, match="a weight has changed"), cache_weights(wrapped):
+            step()
+
+
 def _worker(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
@@ -74,6 +98,7 @@ def _worker(rank: int, store: str) -> None:
             whole = parameter.detach() if kind == "ddp" else parameter.full_tensor().detach()
             # Only the sum over the processes is in another order, of what the step itself rounds to fp32.
             assert sqnr_db(whole - before[name], expected[name] - before[name]) >= 80, (kind, name)
+        _checks(model, wrapped, kind, rank)
     dist.destroy_process_group()
 
 

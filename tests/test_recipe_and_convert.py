@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mxspec.check import sqnr_db
 from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, Recipe, cache_weights, convert
 
 
@@ -55,7 +56,7 @@ class Block(nn.Module):
 
 LEFT = {
     "hooked": "has hooks, which a new layer would lack",
-    "attention.out_proj": "is a NonDynamicallyQuantizableLinear, not a plain nn.Linear",
+    "attention.out_proj": "nn.MultiheadAttention reads its weight, and never calls it",
 }
 
 
@@ -132,6 +133,127 @@ def test_a_converted_model_trains():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def no_hook(*_):
+    """A hook that does nothing."""
+
+
+EXTRAS = {
+    "buffers mask": lambda m: m.register_buffer("mask", torch.ones(1)),
+    "buffers draft": lambda m: m.register_buffer("draft", torch.ones(1), persistent=False),
+    "parameters gain": lambda m: m.register_parameter("gain", nn.Parameter(torch.ones(1))),
+    "modules adapter": lambda m: m.add_module("adapter", nn.Linear(64, 64)),
+    "hooks": lambda m: m.register_state_dict_post_hook(no_hook),
+    "buffers mask and hooks": lambda m: (m.register_buffer("mask", None), m.register_load_state_dict_pre_hook(no_hook)),
+}
+
+
+@pytest.mark.parametrize("registered", EXTRAS)
+@pytest.mark.parametrize("recipe", ["mxfp8_rceil", "fp8_128", "bf16"])
+def test_a_linear_with_more_than_its_parameters_is_left(registered, recipe):
+    model = nn.Sequential(nn.Linear(128, 128))
+    before = model[0]
+    EXTRAS[registered](before)
+    assert convert(model, recipe).left["0"] == f"has {registered}, which a new layer would lack"
+    assert model[0] is before
+
+
+@pytest.mark.parametrize("name", ["forward", "extra_repr", "recipe", "_cached", "_compiled_call_impl"])
+def test_a_linear_on_which_a_name_of_ours_was_set_is_left(name):
+    model = nn.Sequential(nn.Linear(128, 128))
+    setattr(model[0], name, no_hook)
+    assert convert(model, "mxfp8_rceil").left == {"0": f"has {name} set on it, a name that MXLinear itself uses"}
+
+
+def test_a_parametrized_linear_is_left():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(128, 128)))
+    assert convert(model, "mxfp8_rceil").left == {"0": "is a ParametrizedLinear, not a plain nn.Linear"}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_rceil", "fp8_128"])
+def test_attributes_of_the_users_come_along(recipe):
+    lazy = nn.LazyLinear(128)
+    lazy(torch.ones(2, 128))
+    model = nn.Sequential(nn.Linear(128, 128), lazy)
+    model[0].tag = tag = {"group": 3}
+    model[0]._is_hf_initialized = True
+    assert len(convert(model, recipe).swapped) == 2
+    assert model[0].tag is tag
+    assert model[0]._is_hf_initialized
+
+
+@pytest.fixture
+def multiplied(monkeypatch):
+    """The layers whose products are computed, from now on."""
+    seen = []
+    for kind in (MXLinear, Float8BlockwiseLinear):
+        product = kind._product
+        monkeypatch.setattr(kind, "_product", lambda self, *a, p=product: seen.append(self) or p(self, *a))
+    return seen
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8_rceil", "fp8_128"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_layer_in_evaluation_is_quantized(recipe, norm_first, multiplied):
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(128, 2, 256, batch_first=True, dropout=0.0, norm_first=norm_first)
+    model, x = nn.Sequential(plain), torch.randn(2, 5, 128)
+    report = convert(model, recipe)
+    assert list(report.swapped) == ["0.linear1", "0.linear2"]
+    assert list(report.left) == ["0.self_attn.out_proj"]
+    trained = model(x)
+    multiplied.clear()
+    with torch.no_grad():
+        evaluated = model.eval()(x)
+    assert multiplied == [plain.linear1, plain.linear2]
+    assert sqnr_db(evaluated, trained.detach()) >= 30  # attention's own fast path rounds otherwise, before codes
+
+
+def test_an_encoder_of_padded_tokens_in_evaluation_is_quantized(multiplied):
+    """PyTorch's encoder makes nested tensors of them, which only the fast path of its layers takes."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True, dropout=0.0), 2)
+    x, padded = torch.randn(2, 6, 128), torch.arange(6) >= torch.tensor([[6], [4]])
+    convert(encoder, "mxfp8_rceil", lambda layer, name: name.startswith("layers.1"))
+    trained = encoder(x, src_key_padding_mask=padded)
+    multiplied.clear()
+    with torch.no_grad():
+        evaluated = encoder.eval()(x, src_key_padding_mask=padded)
+    assert multiplied == [encoder.layers[1].linear1, encoder.layers[1].linear2]
+    assert sqnr_db(evaluated[~padded], trained[~padded].detach()) >= 30
+
+
+def test_an_encoder_of_which_nothing_was_exchanged_stays_fast():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True), 1)
+    convert(encoder, "mxfp8_rceil", lambda layer, name: False)
+    assert encoder.use_nested_tensor
+    assert encoder.layers[0].activation_relu_or_gelu
+
+
+def test_decoder_layers_and_whole_transformers_are_quantized_in_evaluation(multiplied):
+    model = nn.Transformer(128, 2, 1, 1, 256, batch_first=True)
+    report = convert(model, "mxfp8_rceil")
+    multiplied.clear()
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 5, 128), torch.randn(2, 3, 128))
+    assert {f"{side}coder.layers.0.linear{i}" for side in ("en", "de") for i in (1, 2)} == report.swapped.keys()
+    assert len(multiplied) == 4
+
+
+def test_linears_whose_weight_their_module_reads_are_left():
+    attention = nn.MultiheadAttention(128, 2)
+    attention.out_proj = nn.Linear(128, 128)
+    model = nn.ModuleList([attention, attention.out_proj])
+    report = convert(model, "mxfp8_rceil")
+    assert report.left == {"0.out_proj": "nn.MultiheadAttention reads its weight, and never calls it"}
+    assert report.swapped == {"1": "MXLinear"}  # the same Linear, where it is called
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="is new in PyTorch 2.13")
+def test_the_linear_of_a_fused_loss_is_left():
+    report = convert(nn.Sequential(nn.LinearCrossEntropyLoss(64, 128)), "mxfp8_rceil")
+    assert report.left == {"0.linear": "nn.LinearCrossEntropyLoss reads its weight, and never calls it"}
 
 
 def test_what_cannot_be_converted():

@@ -1,5 +1,6 @@
 """Layers that train in low precision: autograd functions and modules, built on the public ops only."""
 
+from mxspec.nn._autograd import checkpoint_context
 from mxspec.nn._cache import cache_weights
 from mxspec.nn.conversion import Conversion, convert
 from mxspec.nn.experts import GroupedExperts
@@ -16,6 +17,7 @@ __all__ = [
     "MXLinear",
     "Recipe",
     "cache_weights",
+    "checkpoint_context",
     "convert",
     "fp8_grouped_mm",
     "mx_grouped_mm",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 # A weight's codes and scale, then those of its transpose.
 Quantized = tuple[Tensor, ...]
@@ -37,12 +38,25 @@ class QuantizesWeights(nn.Module):
     def _hold(self) -> None:
         from torch.distributed.tensor import DTensor  # not at the top: it costs half a second
 
-        if any(isinstance(weight, DTensor) for weight in self._weights()):
+        name, weights = type(self).__name__, self._weights()
+        if any(isinstance(weight, DTensor) for weight in weights):
             raise TypeError(
-                f"cache_weights: {type(self).__name__} has sharded weights (DTensor), which are whole only during a "
-                "forward; needs plain tensors"
+                f"cache_weights: {name} has sharded weights (DTensor), which are whole only during a forward; needs "
+                "plain tensors"
             )
-        self._cached, self._cached_from = self._quantized(None), self._state()
+        if any(weight.is_inference() for weight in weights):
+            raise TypeError(
+                f"cache_weights: {name} has weights made in inference mode, whose changes PyTorch does not count; "
+                "needs weights made outside of torch.inference_mode()"
+            )
+        with torch.inference_mode(False), torch.no_grad():  # codes that a forward outside of either may save
+            self._cached = self._quantized(None)
+        self._cached_from = self._state()
+
+    def _note_step(self, parameters: list[Tensor]) -> None:
+        """Take the weights for changed where an optimizer stepped one of them, or a tensor in the memory of one."""
+        if any(_overlap(parameter, weight) for weight in self._weights() for parameter in parameters):
+            self._cached_from = None
 
     def _check_cache(self) -> None:
         if self._cached_from != self._state():
@@ -55,6 +69,18 @@ class QuantizesWeights(nn.Module):
         """What changes when a weight does: where its memory lies, and how often it was written in place."""
         return tuple((weight.data_ptr(), weight._version) for weight in self._weights())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles of the layer have: all but the codes, which are of this layer's weights."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_cached", "_cached_from")}
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    if torch.compiler.is_compiling() or not {type(a), type(b)} <= {Tensor, nn.Parameter}:
+        return False  # a traced tensor has no address, nor has one that is a DTensor
+    return max(a.data_ptr(), b.data_ptr()) < min(a.data_ptr() + a.nbytes, b.data_ptr() + b.nbytes)
+
 
 @contextmanager
 def cache_weights(model: nn.Module) -> Iterator[None]:
@@ -62,12 +88,14 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
 
     For micro-batches whose gradients add up: the codes then serve them all. They are wrong as soon as a weight
     changes, so that a forward after that raises, and so does leaving the block, since a compiled forward cannot look.
-    What is written through `weight.data` PyTorch does not count, and nobody sees. Neither copy nor save a model in the
-    block: the codes would come along.
+    The step of a `torch.optim` optimizer that holds a weight counts as a change, whatever it did: a fused step is not
+    counted by PyTorch. Two kinds of writes are counted by nobody: those through `weight.data`, and those of a kernel
+    called by hand. A copy of the model, or a saved one, has no codes.
 
     Raises:
         RuntimeError: a weight changed in the block, or a block inside another one.
-        TypeError: weights that are sharded, as `fully_shard` leaves them.
+        TypeError: a model that is no `nn.Module`, weights that are sharded, as `fully_shard` leaves them, or weights
+            that were made in inference mode.
 
     Example:
         >>> from mxspec.nn import MXLinear
@@ -78,9 +106,18 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
         >>> round(model.weight.grad[0, 0].item(), 4)
         12.0
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"cache_weights: the model is a {type(model).__name__}; needs an nn.Module")
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizesWeights)]
     if any(layer._cached for layer in layers):
         raise RuntimeError("cache_weights: the model's weights are held already, by a with-block around this one")
+
+    def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for layer in layers:
+            layer._note_step(parameters)
+
+    hook = register_optimizer_step_post_hook(after_step)
     try:
         for layer in layers:
             layer._hold()
@@ -88,5 +125,6 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
         for layer in layers:
             layer._check_cache()
     finally:
+        hook.remove()
         for layer in layers:
             layer._cached = layer._cached_from = None

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 
+from mxspec.nn._autograd import first_derivative_only, keep, kept
 from mxspec.nn._cache import Quantized
 from mxspec.nn._grouped_formats import FORMATS, Groups
 from mxspec.nn.recipe import Recipe
@@ -53,12 +53,19 @@ def quantize_input(x: Tensor, offs: Tensor, for_wgrad: bool, recipe: Recipe, bac
 
 
 def product(
-    x: Tensor, w: Tensor, offs: Tensor, tokens: Tokens | None, codes: Quantized, recipe: Recipe, backend: str | None
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    tokens: Tokens | None,
+    codes: Quantized,
+    recipe: Recipe,
+    backend: str | None,
+    name: str,
 ) -> Tensor:
-    """`x @ w^T`, group by group, of what has been checked and quantized."""
+    """`x @ w^T`, group by group, of what has been checked and quantized; for the layer or function of that name."""
     if tokens is None:
-        return _GroupedBf16.apply(x.bfloat16().contiguous(), w.bfloat16().contiguous(), offs).to(x.dtype)
-    return _Grouped.apply(x, w, offs, *tokens, *codes, recipe, backend)
+        return _GroupedBf16.apply(_contiguous(x.bfloat16()), w.bfloat16().contiguous(), offs, name).to(x.dtype)
+    return _Grouped.apply(x, w, offs, *tokens, *codes, recipe, backend, name)
 
 
 class _Grouped(torch.autograd.Function):
@@ -81,15 +88,21 @@ class _Grouped(torch.autograd.Function):
         across_scale: Tensor,
         recipe: Recipe,
         backend: str | None,
+        name: str,
     ) -> Tensor:
         a = Groups(rows, rows_scale, start, end)
         return FORMATS[recipe.format].gemm(a, codes, scale, offs, x.shape[0], x.dtype, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, offs, *_, columns, columns_scale, _, _, across, across_scale, ctx.recipe, ctx.backend = inputs
+        x, w, offs, *_, columns, columns_scale, _, _, across, across_scale, ctx.recipe, backend, name = inputs
         dgrad, wgrad = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
+        keep(
+            ctx,
+            x,
+            w,
+            name,
+            backend,
             offs,
             x if wgrad and ctx.recipe.wgrad_bf16 else None,
             columns if wgrad else None,
@@ -100,8 +113,9 @@ class _Grouped(torch.autograd.Function):
         ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (offs, x, columns, columns_scale, across, across_scale) = gradients, ctx.saved_tensors
+        (grad,), (offs, x, columns, columns_scale, across, across_scale) = gradients, kept(ctx)
         recipe, backend, (dgrad, wgrad) = ctx.recipe, ctx.backend, ctx.needs_input_grad[:2]
         of, grad_x, grad_w = FORMATS[recipe.format], None, None
         if dgrad:
@@ -112,31 +126,31 @@ class _Grouped(torch.autograd.Function):
         elif wgrad:
             dy = of.columns(grad, offs, recipe.grad_dtype, recipe, backend)
             grad_w = of.wgrad(dy, columns, columns_scale, ctx.w_dtype, backend)
-        return grad_x, grad_w, *(None,) * 13
+        return grad_x, grad_w, *(None,) * 14
 
 
 class _GroupedBf16(torch.autograd.Function):
     """PyTorch's grouped matmul of bfloat16, with zeros where it leaves what was in memory.
 
-    Its own derivative leaves such memory too, so that a second one is refused.
+    Its own derivative leaves such memory too, so that a second one is refused here as well.
     """
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    def forward(x: Tensor, w: Tensor, offs: Tensor, name: str) -> Tensor:
         return _by_experts(x, w.mT, offs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        (x, w, offs), (dgrad, wgrad) = inputs, ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if wgrad else None, w if dgrad else None, offs)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        (x, w, offs, name), (dgrad, wgrad) = inputs, ctx.needs_input_grad[:2]
+        keep(ctx, x, w, name, None, x if wgrad else None, w if dgrad else None, offs)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, w, offs) = gradients, ctx.saved_tensors
-        grad_x = _by_experts(grad.contiguous(), w, offs) if ctx.needs_input_grad[0] else None
+        (grad,), (x, w, offs) = gradients, kept(ctx)
+        grad_x = _by_experts(_contiguous(grad), w, offs) if ctx.needs_input_grad[0] else None
         grad_w = _wgrad_bf16(grad, x, offs) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
+        return grad_x, grad_w, None, None
 
 
 def _by_experts(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -146,7 +160,12 @@ def _by_experts(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 def _wgrad_bf16(grad: Tensor, x: Tensor, offs: Tensor) -> Tensor:
     empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
-    return _zero(grouped_mm(grad.contiguous().mT, x.contiguous(), offs=offs), empty[:, None, None])
+    return _zero(grouped_mm(_contiguous(grad).mT, _contiguous(x), offs=offs), empty[:, None, None])
+
+
+def _contiguous(tokens: Tensor) -> Tensor:
+    # No tokens are contiguous by any strides; grouped_mm takes only those of a new tensor.
+    return tokens.contiguous() if tokens.numel() else tokens.clone(memory_format=torch.contiguous_format)
 
 
 def _zero(out: Tensor, where: Tensor) -> Tensor:

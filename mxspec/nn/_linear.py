@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-import mxspec
+from mxspec.nn._autograd import backend_now
 from mxspec.nn._cache import Quantized, QuantizesWeights
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -26,6 +26,7 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_sizes(type(self).__name__, in_features=in_features, out_features=out_features)
         check_features(type(self).__name__, self.block_size, in_features=in_features, out_features=out_features)
         check_parameters(type(self).__name__, dtype or torch.get_default_dtype())
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -36,6 +37,11 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
 
     @classmethod
     def _with_parameters_of(cls, linear: nn.Linear, **options: Any) -> Self:
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{cls.__name__}: from_linear got a {type(linear).__name__}; needs an nn.Linear")
+        shape, said = tuple(linear.weight.shape), (linear.out_features, linear.in_features)
+        if shape != said:
+            raise ValueError(f"{cls.__name__}: the Linear's weight has shape {shape}, its features say {said}")
         new = cls(
             linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype, **options
         )
@@ -43,21 +49,18 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         return new.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        x, name = as_autocast(input), type(self).__name__
+        name = type(self).__name__
+        check_tensors(name, input=input)
+        x = as_autocast(input)
         check_parameters(name, self.weight.dtype)  # `half()` may have been called since
         check_input(name, x, self.in_features)
-        backend = backend_now()
+        check_devices(name, x, weight=self.weight, bias=self.bias)
+        backend = backend_now(self)
         (codes,) = self._quantized(backend)
         out = self._product(x.reshape(-1, self.in_features), codes, backend)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.view(*x.shape[:-1], self.out_features)
-
-
-def backend_now() -> str | None:
-    """The backend for a forward and its backward."""
-    # Backward runs on a thread that sees no with-block. While a graph is traced, the choice is left to its runs.
-    return None if torch.compiler.is_compiling() else mxspec.current_backend()
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -69,11 +72,31 @@ def as_autocast(x: Tensor) -> Tensor:
     return x
 
 
+def check_tensors(name: str, **values: object) -> None:
+    for what, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {what} is a {type(value).__name__}; needs a tensor")
+
+
+def check_devices(name: str, x: Tensor, **others: Tensor | None) -> None:
+    for what, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: {what} is on {tensor.device}; needs one device, that of x, {x.device}")
+
+
 def check_input(name: str, x: Tensor, features: int) -> None:
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"{name}: input is {'nested' if x.is_nested else x.layout}; needs a dense tensor")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}: input has dtype {x.dtype}; needs {_names(DTYPES)}")
     if x.ndim == 0 or x.shape[-1] != features:
         raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (..., {features})")
+
+
+def check_sizes(name: str, **sizes: object) -> None:
+    for what, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name}: {what} = {size!r}; needs an int")
 
 
 def check_features(name: str, block_size: int, **sizes: int) -> None:

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from mxspec.nn._autograd import backend_now
 from mxspec.nn._cache import Quantized, QuantizesWeights
 from mxspec.nn._grouped import product, quantize_experts, quantize_input
 from mxspec.nn._grouped_formats import BLOCK_SIZES
-from mxspec.nn._linear import as_autocast, backend_now, check_features, check_input, check_parameters
+from mxspec.nn._linear import (
+    as_autocast,
+    check_devices,
+    check_features,
+    check_input,
+    check_parameters,
+    check_sizes,
+    check_tensors,
+)
 from mxspec.nn.grouped_mm import check_offs
 from mxspec.nn.recipe import Recipe, recipe_of
 
@@ -39,9 +48,10 @@ class GroupedExperts(QuantizesWeights):
     Special values: as for `mx_grouped_gemm` and `fp8_grouped_gemm`: a NaN stays with its expert.
 
     Raises:
-        TypeError: a dtype other than those.
+        TypeError: a dtype other than those, or an input that is no tensor.
         ValueError: sizes, a shape, a device, or an unknown recipe.
-        RuntimeError: a weight that changed while `cache_weights` held its codes.
+        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
+            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
 
     Example:
         >>> experts = GroupedExperts(2, 32, 64)
@@ -62,7 +72,8 @@ class GroupedExperts(QuantizesWeights):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        name = "GroupedExperts"
+        name = type(self).__name__
+        check_sizes(name, dim=dim, hidden_dim=hidden_dim)
         if not isinstance(num_experts, int) or num_experts <= 0:
             raise ValueError(f"{name}: num_experts = {num_experts}; needs at least 1")
         check_parameters(name, dtype or torch.get_default_dtype())
@@ -96,17 +107,21 @@ class GroupedExperts(QuantizesWeights):
         return quantize_experts(weight, self.recipe, backend)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        x, recipe = as_autocast(x), self.recipe
-        check_parameters("GroupedExperts", self.w_gate.dtype)  # `half()` may have been called since
-        check_input("GroupedExperts", x, self.dim)
+        name, recipe, weights = type(self).__name__, self.recipe, self._weights()
+        check_tensors(name, x=x, offs=offs)
+        x = as_autocast(x)
+        for weight in weights:
+            check_parameters(name, weight.dtype)  # `half()` may have been called since
+        check_input(name, x, self.dim)
         if x.ndim != 2:
-            raise ValueError(f"GroupedExperts: input has shape {tuple(x.shape)}; needs (M, {self.dim})")
-        check_offs("GroupedExperts", offs, self.num_experts, x)
-        backend = backend_now()
+            raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (M, {self.dim})")
+        check_offs(name, offs, self.num_experts)
+        check_devices(name, x, offs=offs, **dict(zip(self.weight_names, weights, strict=True)))
+        backend = backend_now(self)
         gate_codes, up_codes, down_codes = self._quantized(backend)
         tokens = quantize_input(x, offs, self.w_gate.requires_grad or self.w_up.requires_grad, recipe, backend)
-        gate = product(x, self.w_gate, offs, tokens, gate_codes, recipe, backend)
-        up = product(x, self.w_up, offs, tokens, up_codes, recipe, backend)
+        gate = product(x, self.w_gate, offs, tokens, gate_codes, recipe, backend, name)
+        up = product(x, self.w_up, offs, tokens, up_codes, recipe, backend, name)
         hidden = silu(gate) * up
         tokens = quantize_input(hidden, offs, self.w_down.requires_grad, recipe, backend)
-        return product(hidden, self.w_down, offs, tokens, down_codes, recipe, backend)
+        return product(hidden, self.w_down, offs, tokens, down_codes, recipe, backend, name)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE
+from mxspec.nn._autograd import first_derivative_only, keep, kept
 from mxspec.nn._cache import Quantized
 from mxspec.nn._linear import QuantizedLinear
 
@@ -26,7 +27,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, w: Tensor, w_scale: Tensor, wt: Tensor, wt_scale: Tensor, backend: str | None
+        x: Tensor,
+        weight: Tensor,
+        w: Tensor,
+        w_scale: Tensor,
+        wt: Tensor,
+        wt_scale: Tensor,
+        backend: str | None,
+        name: str,
     ) -> Tensor:
         # Scales that lie MN-major are what the matmuls read without a transpose before.
         a, a_scale = mxspec.fp8_quantize_1x128(x.detach(), scale_major="mn", backend=backend)
@@ -34,13 +42,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, _, wt, wt_scale, ctx.backend = inputs
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, wt, wt_scale)
+        x, weight, _, _, wt, wt_scale, backend, name = inputs
+        keep(ctx, x, weight, name, backend, x if ctx.needs_input_grad[1] else None, wt, wt_scale)
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, wt, wt_scale), backend = gradients, ctx.saved_tensors, ctx.backend
+        (grad,), (x, wt, wt_scale), backend = gradients, kept(ctx), ctx.backend
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             a, a_scale = mxspec.fp8_quantize_1x128(grad, scale_major="mn", backend=backend)
@@ -49,7 +58,7 @@ class _Linear(torch.autograd.Function):
             (a, a_scale), (b, b_scale) = (_along_tokens(t, backend) for t in (grad, x))
             product = mxspec.fp8_gemm(a, a_scale, b, b_scale, out_dtype=torch.float32, backend=backend)
             grad_weight = product.to(ctx.weight_dtype)
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, *(None,) * 6
 
 
 def _along_tokens(x: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
@@ -79,9 +88,10 @@ class Float8BlockwiseLinear(QuantizedLinear):
     Special values: a NaN or an Inf in a token makes the token's output NaN; one in the weight its 128 columns.
 
     Raises:
-        TypeError: a dtype other than those.
-        ValueError: features that are no multiples of 128, or an x of another last dimension.
-        RuntimeError: a weight that changed while `cache_weights` held its codes.
+        TypeError: a dtype other than those, or an input that is no tensor.
+        ValueError: features that are no multiples of 128, or an x of another last dimension or device, or not dense.
+        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
+            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
 
     Source: DeepSeek-V3 technical report, section 3.3.
     """
@@ -90,11 +100,11 @@ class Float8BlockwiseLinear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
-        """The same parameters, not copies of them, in a layer of this kind."""
+        """The same parameters, not copies of them, in a layer of this kind; nothing else of the Linear comes along."""
         return cls._with_parameters_of(linear)
 
     def _quantize(self, weight: Tensor, backend: str | None) -> Quantized:
         return mxspec.fp8_quantize_128x128(weight, with_transpose=True, backend=backend)
 
     def _product(self, x: Tensor, codes: Quantized, backend: str | None) -> Tensor:
-        return _Linear.apply(x, self.weight, *codes, backend)
+        return _Linear.apply(x, self.weight, *codes, backend, type(self).__name__)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxspec.nn._autograd import backend_now
 from mxspec.nn._grouped import product, quantize_experts, quantize_input
 from mxspec.nn._grouped_formats import BLOCK_SIZES
-from mxspec.nn._linear import as_autocast, backend_now, check_features, check_input, check_parameters
+from mxspec.nn._linear import (
+    as_autocast,
+    check_devices,
+    check_features,
+    check_input,
+    check_parameters,
+    check_tensors,
+)
 from mxspec.nn.recipe import Recipe, recipe_of
 
 _NAMES = {"mxfp8": "mx_grouped_mm", "fp8_128": "fp8_grouped_mm"}
@@ -35,8 +43,10 @@ def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mx
     Special values: as for `mx_grouped_gemm`: a NaN stays within its group.
 
     Raises:
-        TypeError: the dtype of x, w or offs.
+        TypeError: the dtype of x, w or offs, or one that is no tensor.
         ValueError: a rank, a shape, a device, N or K, or a recipe of fp8_128, which is `fp8_grouped_mm`'s.
+        RuntimeError: the derivative of a gradient, as a gradient penalty needs it, or a checkpointed forward that ran
+            again by another backend.
 
     Example:
         >>> x, w = torch.ones(3, 32), torch.stack([torch.ones(32, 32), -torch.ones(32, 32)])
@@ -65,8 +75,9 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
     Special values: as for `fp8_grouped_gemm`: a NaN stays within its group.
 
     Raises:
-        TypeError: the dtype of x, w or offs.
+        TypeError: the dtype of x, w or offs, or one that is no tensor.
         ValueError: a rank, a shape, a device, N or K, or a recipe of mxfp8, which is `mx_grouped_mm`'s.
+        RuntimeError: as for `mx_grouped_mm`.
 
     Example:
         >>> x, w = torch.ones(3, 128), torch.stack([torch.ones(128, 128), -torch.ones(128, 128)])
@@ -80,7 +91,9 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
 
 def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str) -> Tensor:
     name = _NAMES[format]
-    found, x = recipe_of(recipe, name), as_autocast(x)
+    found = recipe_of(recipe, name)
+    check_tensors(name, x=x, w=w, offs=offs)
+    x = as_autocast(x)
     if found.format not in (format, "bf16"):
         raise ValueError(
             f"{name}: the recipe's format is {found.format}, which {_NAMES[found.format]} takes; needs {format} or bf16"
@@ -90,17 +103,16 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
     check_parameters(name, w.dtype)
     check_input(name, x, w.shape[2])
     check_features(name, BLOCK_SIZES[found.format], N=w.shape[1], K=w.shape[2])
-    check_offs(name, offs, w.shape[0], x)
-    backend = backend_now()
+    check_offs(name, offs, w.shape[0])
+    check_devices(name, x, w=w, offs=offs)
+    backend = backend_now(w)
     codes = quantize_experts(w.detach(), found, backend)
     tokens = quantize_input(x, offs, w.requires_grad, found, backend)
-    return product(x, w, offs, tokens, codes, found, backend)
+    return product(x, w, offs, tokens, codes, found, backend, name)
 
 
-def check_offs(name: str, offs: Tensor, experts: int, x: Tensor) -> None:
+def check_offs(name: str, offs: Tensor, experts: int) -> None:
     if offs.dtype != torch.int32:
         raise TypeError(f"{name}: offs has dtype {offs.dtype}; needs torch.int32")
     if offs.shape != (experts,) or not experts:
         raise ValueError(f"{name}: offs has shape {tuple(offs.shape)}; needs ({experts},) for {experts} experts")
-    if offs.device != x.device:
-        raise ValueError(f"{name}: offs is on {offs.device}; needs one device, that of x, {x.device}")

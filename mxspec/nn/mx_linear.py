@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.nn._autograd import first_derivative_only, keep, kept
 from mxspec.nn._cache import Quantized
 from mxspec.nn._linear import QuantizedLinear
 from mxspec.nn.recipe import Recipe, recipe_of
@@ -73,14 +74,20 @@ class _Linear(torch.autograd.Function):
         wt_scale: Tensor,
         recipe: Recipe,
         backend: str | None,
+        name: str,
     ) -> Tensor:
         return _gemm((a, a_scale), (w, w_scale), x.dtype, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, _, xt, xt_scale, _, _, wt, wt_scale, ctx.recipe, ctx.backend = inputs
+        x, weight, _, _, xt, xt_scale, _, _, wt, wt_scale, ctx.recipe, backend, name = inputs
         dgrad, wgrad = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
+        keep(
+            ctx,
+            x,
+            weight,
+            name,
+            backend,
             x if wgrad and ctx.recipe.wgrad_bf16 else None,
             xt if wgrad else None,
             xt_scale if wgrad else None,
@@ -90,8 +97,9 @@ class _Linear(torch.autograd.Function):
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, xt, xt_scale, wt, wt_scale) = gradients, ctx.saved_tensors
+        (grad,), (x, xt, xt_scale, wt, wt_scale) = gradients, kept(ctx)
         recipe, backend, (dgrad, wgrad) = ctx.recipe, ctx.backend, ctx.needs_input_grad[:2]
         grad_x = grad_weight = None
         rows, columns = _operands(
@@ -103,7 +111,7 @@ class _Linear(torch.autograd.Function):
             grad_weight = (grad.bfloat16().mT @ x.bfloat16()).to(ctx.weight_dtype)
         elif wgrad:
             grad_weight = _gemm(columns, (xt, xt_scale), ctx.weight_dtype, backend)
-        return grad_x, grad_weight, *(None,) * 10
+        return grad_x, grad_weight, *(None,) * 11
 
 
 class MXLinear(QuantizedLinear):
@@ -130,9 +138,11 @@ class MXLinear(QuantizedLinear):
     Special values: a NaN or an Inf in a token makes the token's output NaN; one in the weight its column.
 
     Raises:
-        TypeError: a dtype other than those.
-        ValueError: features that are no multiples of 32, an x of another last dimension, a recipe of another format.
-        RuntimeError: a weight that changed while `cache_weights` held its codes.
+        TypeError: a dtype other than those, or an input that is no tensor.
+        ValueError: features that are no multiples of 32, an x of another last dimension or device, or not dense, a
+            recipe of another format.
+        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
+            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
 
     Example:
         >>> layer = MXLinear.from_linear(nn.Linear(64, 32), recipe="mxfp8_floor")
@@ -161,7 +171,7 @@ class MXLinear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe | str = "mxfp8_rceil") -> Self:
-        """The same parameters, not copies of them, in a layer of this kind."""
+        """The same parameters, not copies of them, in a layer of this kind; nothing else of the Linear comes along."""
         return cls._with_parameters_of(linear, recipe=recipe)
 
     def extra_repr(self) -> str:
@@ -176,4 +186,4 @@ class MXLinear(QuantizedLinear):
     def _product(self, x: Tensor, codes: Quantized, backend: str | None) -> Tensor:
         kept = torch.is_grad_enabled() and self.weight.requires_grad and not self.recipe.wgrad_bf16
         rows, columns = _operands(x.detach(), True, kept, torch.float8_e4m3fn, self.recipe.scaling, backend)
-        return _Linear.apply(x, self.weight, *rows, *columns, *codes, self.recipe, backend)
+        return _Linear.apply(x, self.weight, *rows, *columns, *codes, self.recipe, backend, type(self).__name__)

@@ -68,6 +68,10 @@ def recipe_of(recipe: Recipe | str, asked_by: str) -> Recipe:
     """A recipe, or the one of that name."""
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(
+            f"{asked_by}: recipe is a {type(recipe).__name__}; needs a Recipe or one of {', '.join(RECIPES)}"
+        )
     if recipe not in RECIPES:
         raise ValueError(f"{asked_by}: unknown recipe {recipe!r}; needs a Recipe or one of {', '.join(RECIPES)}")
     return RECIPES[recipe]

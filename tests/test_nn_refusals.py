@@ -1,0 +1,112 @@
+"""What the layers say of arguments that are no tensors, no sizes, no recipes, or on another device."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, convert, fp8_grouped_mm, mx_grouped_mm
+
+W = 128
+OFFS = torch.tensor([1, 3], dtype=torch.int32)
+
+
+def x() -> torch.Tensor:
+    return torch.ones(3, W)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_on_another_device_than_the_tokens(recipe):
+    words = "GroupedExperts: w_gate is on meta; needs one device, that of x, cpu"
+    with pytest.raises(ValueError, match=words):
+        GroupedExperts(2, W, W, recipe, device="meta")(x(), OFFS)
+    experts = GroupedExperts(2, W, W, recipe)
+    for name in ("w_up", "w_down"):
+        weight = getattr(experts, name)
+        setattr(experts, name, nn.Parameter(weight.to("meta")))
+        with pytest.raises(ValueError, match=f"GroupedExperts: {name} is on meta; needs one device, that of x, cpu"):
+            experts(x(), OFFS)
+        setattr(experts, name, weight)
+    with pytest.raises(ValueError, match="GroupedExperts: offs is on cpu; needs one device, that of x, meta"):
+        experts(x().to("meta"), OFFS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_of_a_function_on_another_device_than_the_tokens(recipe):
+    for fn, format in ((mx_grouped_mm, "mxfp8"), (fp8_grouped_mm, "fp8_128")):
+        if RECIPES[recipe].format in (format, "bf16"):
+            words = f"{fn.__name__}: w is on meta; needs one device, that of x, cpu"
+            with pytest.raises(ValueError, match=words):
+                fn(x(), torch.ones(2, W, W, device="meta"), OFFS, recipe)
+
+
+@pytest.mark.parametrize("kind", [MXLinear, Float8BlockwiseLinear])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_linears_parameters_on_another_device_than_the_input(kind, name):
+    layer = kind(W, W)
+    setattr(layer, name, nn.Parameter(getattr(layer, name).to("meta")))
+    words = f"{kind.__name__}: {name} is on meta; needs one device, that of x, cpu"
+    with pytest.raises(ValueError, match=words):
+        layer(x())
+
+
+@pytest.mark.parametrize("name", ["w_gate", "w_up", "w_down"])
+def test_one_of_the_experts_weights_of_another_dtype(name):
+    experts = GroupedExperts(2, W, W, "bf16")
+    setattr(experts, name, nn.Parameter(getattr(experts, name).half()))
+    with pytest.raises(TypeError, match=r"GroupedExperts: parameters of torch\.float16; needs torch\.bfloat16 or"):
+        experts(x(), OFFS)
+
+
+@pytest.mark.parametrize("layer", [MXLinear(W, W), Float8BlockwiseLinear(W, W)], ids=lambda m: type(m).__name__)
+def test_an_input_that_is_not_dense(layer):
+    name = type(layer).__name__
+    with pytest.raises(ValueError, match=rf"{name}: input is torch\.sparse_coo; needs a dense tensor"):
+        layer(x().to_sparse())
+    for layout in (torch.strided, torch.jagged):
+        with pytest.raises(ValueError, match=f"{name}: input is nested; needs a dense tensor"):
+            layer(torch.nested.nested_tensor([x(), x()[:1]], layout=layout))
+
+
+CALLS = {
+    "MXLinear: input is a list; needs a tensor": lambda: MXLinear(W, W)([[1.0] * W]),
+    "Float8BlockwiseLinear: input is a NoneType; needs a tensor": lambda: Float8BlockwiseLinear(W, W)(None),
+    "GroupedExperts: x is a list; needs a tensor": lambda: GroupedExperts(2, W, W)([1.0], OFFS),
+    "GroupedExperts: offs is a list; needs a tensor": lambda: GroupedExperts(2, W, W)(x(), [1, 3]),
+    "mx_grouped_mm: w is a list; needs a tensor": lambda: mx_grouped_mm(x(), [torch.ones(W, W)] * 2, OFFS),
+    "mx_grouped_mm: x is a NoneType; needs a tensor": lambda: mx_grouped_mm(None, torch.ones(2, W, W), OFFS),
+    "fp8_grouped_mm: offs is a tuple; needs a tensor": lambda: fp8_grouped_mm(x(), torch.ones(2, W, W), (1, 3)),
+    "MXLinear: recipe is a list; needs a Recipe or one of mxfp8_rceil, ": lambda: MXLinear(W, W, recipe=["bf16"]),
+    "GroupedExperts: recipe is a dict; needs": lambda: GroupedExperts(2, W, W, recipe={}),
+    "GroupedExperts: recipe is a NoneType; needs": lambda: GroupedExperts(2, W, W).set_recipe(None),
+    "mx_grouped_mm: recipe is a list; needs": lambda: mx_grouped_mm(x(), torch.ones(2, W, W), OFFS, []),
+    "convert: recipe is a list; needs": lambda: convert(nn.Sequential(), ["mxfp8_rceil"]),
+    "convert: the model is a list; needs an nn.Module": lambda: convert([nn.Linear(W, W)], "mxfp8_rceil"),
+    "convert: filter_fn is a str; needs a function of a layer and its name": lambda: convert(
+        nn.Sequential(), "mxfp8_rceil", "0"
+    ),
+    "MXLinear: from_linear got a Conv1d; needs an nn.Linear": lambda: MXLinear.from_linear(nn.Conv1d(W, W, 1)),
+    "Float8BlockwiseLinear: from_linear got a NoneType; needs": lambda: Float8BlockwiseLinear.from_linear(None),
+    "MXLinear: in_features = '128'; needs an int": lambda: MXLinear("128", W),
+    "MXLinear: out_features = None; needs an int": lambda: MXLinear(W, None),
+    "Float8BlockwiseLinear: in_features = 128.0; needs an int": lambda: Float8BlockwiseLinear(128.0, W),
+    "GroupedExperts: hidden_dim = [128]; needs an int": lambda: GroupedExperts(2, W, [W]),
+}
+
+
+@pytest.mark.parametrize("words", CALLS)
+def test_a_wrong_type_is_a_type_error_of_ours(words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        CALLS[words]()
+
+
+def test_a_linear_whose_weight_has_other_features_than_it_says():
+    linear = nn.Linear(W, W)
+    linear.weight = nn.Parameter(torch.ones(W, 64))
+    words = r"MXLinear: the Linear's weight has shape \(128, 64\), its features say \(128, 128\)"
+    with pytest.raises(ValueError, match=words):
+        MXLinear.from_linear(linear)
+    assert "its features say" in convert(nn.Sequential(linear), "mxfp8_rceil").left["0"]
