@@ -261,7 +261,7 @@ def _run(fn: Reference[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
 # A dtype or a name is more than a schema can say: it crosses the operator as text.
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
-    "int": "int",
+    "int": "SymInt",  # a number of rows may be a symbol while a graph is traced; a kernel always gets a plain int
     "float": "float",
     "bool": "bool",
     "str": "str",
