@@ -140,5 +140,3 @@ def test_kernels_get_plain_numbers(monkeypatch):
     )
     serve(mxspec.unpad_token_groups, OPS["unpad_token_groups"], (50, 51, 52), dynamic=True)
     assert set(seen) == {int}
-
-
