@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -64,9 +65,11 @@ def _smallest_case(op):
 
 
 def _raised(call, *args, **kwargs):
-    with pytest.raises(Exception) as raised:
+    try:
         call(*args, **kwargs)
-    return raised.type, str(raised.value)
+    except Exception as error:
+        return type(error), str(error)
+    return None, "nothing"
 
 
 NO_TENSOR = [None, [1.0], np.zeros((2, 2)), 3.0]
@@ -108,9 +111,10 @@ def test_a_wrong_argument_is_refused_while_a_graph_is_traced():
     for wrong in (True, 32.0, None, "32"):
         torch._dynamo.reset()
         pad = torch.compile(lambda x, wrong=wrong: mxspec.pad_token_groups(x, offs, wrong)[0], backend="aot_eager")
-        with pytest.raises(TypeError, match=f"^pad_token_groups: alignment = {wrong!r}; needs an integer"):
+        words = re.escape(f"pad_token_groups: alignment = {wrong!r}; needs an integer")
+        with pytest.raises(TypeError, match=words):
             pad(X)
-        with FakeTensorMode() as mode, pytest.raises(TypeError, match="^pad_token_groups: alignment = "):
+        with FakeTensorMode() as mode, pytest.raises(TypeError, match=words):
             mxspec.pad_token_groups(mode.from_tensor(X), mode.from_tensor(offs), wrong)
 
 

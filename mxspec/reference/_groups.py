@@ -39,6 +39,14 @@ def group_of_tokens(offs: Tensor, M: int) -> Tensor:
     return torch.searchsorted(offs, torch.arange(M, dtype=torch.int32, device=offs.device), right=True)
 
 
+def rows_of_tokens(offs: Tensor, start: Tensor, M: int) -> Tensor:
+    """The row of each token, int32, where its group begins at row `start[g]`; -1 for a token that belongs to none."""
+    token = torch.arange(M, dtype=torch.int32, device=offs.device)
+    g = group_of_tokens(offs, M)
+    first, begins = first_tokens(offs)[g], torch.cat([start, start.new_zeros(1)])[g]
+    return torch.where(g < offs.shape[0], begins + token - first, -1)
+
+
 def flat_places(end: Tensor, D: int, R: int) -> Tensor:
     """Where element `(d, t)` of `(D, R)` lies once the columns of each group are a row-major matrix of their own.
 
