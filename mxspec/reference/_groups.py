@@ -36,7 +36,8 @@ def first_tokens(offs: Tensor) -> Tensor:
 
 def group_of_tokens(offs: Tensor, M: int) -> Tensor:
     """The group of each token; as many as there are groups for a token that belongs to none."""
-    return torch.searchsorted(offs, torch.arange(M, dtype=torch.int32, device=offs.device), right=True)
+    token = torch.arange(M, dtype=torch.int32, device=offs.device)
+    return torch.searchsorted(offs.contiguous(), token, right=True)
 
 
 def rows_of_tokens(offs: Tensor, start: Tensor, M: int) -> Tensor:
