@@ -63,8 +63,6 @@ def _known(backend: str, said_by: str) -> str:
 _in_context: ContextVar[str | None] = ContextVar("mxspec_backend", default=None)
 _environment = _known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
 _in_process: str | None = None
-
-
 # Each `use_backend` that no with-block has entered yet, by id: its thread and its choice, the newest last.
 _not_entered: dict[int, tuple[int, str]] = {}
 
@@ -312,7 +310,7 @@ _SCHEMA_TYPES = {
 }
 
 
-# What Python calls a value of each.
+# The types in Python of what is annotated so.
 _PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "Tensor": Tensor,
     "int": int,

@@ -165,23 +165,22 @@ def test_a_block_is_not_seen_by_other_threads_before_it_is_entered():
 
 
 def test_blocks_of_one_thread_never_reach_another():
-    seen, done = set(), threading.Event()
+    entered, done = threading.Event(), threading.Event()
 
     def enter_again_and_again():
-        for _ in range(3000):
+        while not done.is_set():
             with mxspec.use_backend("triton"):
-                pass
-        done.set()
+                entered.set()
 
-    thread = threading.Thread(target=enter_again_and_again)
-    interval = sys.getswitchinterval()
+    thread, interval = threading.Thread(target=enter_again_and_again), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         thread.start()
-        while not done.is_set():
-            seen.add(mxspec.current_backend())
-        thread.join()
+        assert entered.wait(60)
+        seen = {mxspec.current_backend() for _ in range(500_000)}
     finally:
+        done.set()
+        thread.join()
         sys.setswitchinterval(interval)
     assert seen == {"auto"}
 
