@@ -1,7 +1,8 @@
 """mxspec: low-precision block formats, as a specification that runs.
 
 Each op below is a readable PyTorch reference (`mxspec/reference/<op>.py`) behind a switch that can run a
-bit-identical kernel instead: `use_backend`, the `backend=` of a call, or the environment variable MXSPEC_BACKEND.
+bit-identical kernel instead: `set_backend`, `with use_backend(...)`, the `backend=` of a call, or the environment
+variable MXSPEC_BACKEND.
 """
 
 import importlib as _importlib
@@ -9,7 +10,7 @@ import pkgutil as _pkgutil
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from mxspec import dispatch as _dispatch
-from mxspec.dispatch import current_backend, explain, use_backend
+from mxspec.dispatch import current_backend, explain, set_backend, use_backend
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_gemm import fp8_gemm
 from mxspec.reference.fp8_gemm_ import fp8_gemm_
@@ -75,6 +76,7 @@ __all__ = [
     "mx_quantize_rowcol",
     "pad_token_groups",
     "place_token_groups",
+    "set_backend",
     "to_blocked",
     "to_blocked_k_groups",
     "to_blocked_m_groups",

@@ -56,7 +56,7 @@ def run_check(options: argparse.Namespace) -> int:
     else:
         candidates = [options.backend] if options.backend else dispatch.backends()
     device = _device(options.device)
-    work = [
+    work: list[tuple[str, check.Candidate, Case | str]] = [
         (op, candidate, case)
         for op in ([options.op] if options.op else dispatch.ops())
         for candidate in candidates

@@ -295,7 +295,7 @@ def _call(case: Case, module: ModuleType, covering: bool = False) -> _Call:
 
 def _is_edge(case: Case) -> bool:
     """Whether a case may launch nothing, or lack an instruction: it is at a limit, or whatever its dimensions made of it."""
-    return bool(case.flags & {"edge", "generated"})
+    return bool(set(case.flags) & {"edge", "generated"})
 
 
 def _covered(calls: Sequence[_Call], fn: Callable[..., Any], together: int) -> list[_Call]:

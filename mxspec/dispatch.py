@@ -4,7 +4,7 @@ A backend is a folder `mxspec/<name>_kernels`; it implements an op where it hold
 all this module knows: it names no op and no backend but `reference` and `auto`.
 
 Each op is a `torch.library` operator whose implementation reads the switch when it runs. The switch is never read
-in code that torch.compile traces, so a compiled function follows a later `use_backend` without recompiling.
+in code that torch.compile traces, so a compiled function follows a later choice without recompiling.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mxspec.formats import ELEMENTS
 from mxspec.reference import _checks
 from mxspec.spec import P, R, Reference, outputs_of
 
-__all__ = ["Explanation", "backends", "current_backend", "explain", "op", "ops", "use_backend"]
+__all__ = ["Explanation", "backends", "current_backend", "explain", "op", "ops", "set_backend", "use_backend"]
 
 _PACKAGE = Path(__file__).parent
 _LIBRARY = torch.library.Library("mxspec", "DEF")
@@ -62,51 +63,85 @@ def _known(backend: str, said_by: str) -> str:
 # The backend of a with-block, and the backward that it was entered in: -1 outside of any.
 _in_context: ContextVar[tuple[str, int] | None] = ContextVar("mxspec_backend", default=None)
 _environment = _known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
-_in_process: use_backend | None = None  # the newest plain call; each knows the one before it
-_lock = threading.Lock()
+_in_process: str | None = None
+# Each `use_backend` that no with-block has entered yet, by id: its thread and its choice, the newest last.
+_not_entered: dict[int, tuple[int, str]] = {}
+
+
+def set_backend(backend: str | None) -> None:
+    """Choose the backend for the whole process, all of its threads, from now on.
+
+    A `backend=` on a call outranks a surrounding `with use_backend(...)`, which outranks this choice, which outranks
+    the environment variable MXSPEC_BACKEND, read when mxspec is imported; without any of them the choice is `auto`.
+
+    Args:
+        backend: `auto`, `reference` or another name in `mxspec.dispatch.backends()`. None takes the choice back: the
+            environment's holds again.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    global _in_process
+    _in_process = None if backend is None else _known(backend, "set_backend")
+    _not_entered.clear()  # an older choice without `with` is outdone
 
 
 class use_backend:
-    """Choose the backend: `use_backend("triton")` for the process, `with use_backend("triton"):` for a block.
+    """Choose the backend for a with-block: `with use_backend("triton"):`.
 
-    A `backend=` on a call outranks a surrounding with-block, which outranks the process-wide choice, which outranks
-    the environment variable MXSPEC_BACKEND, read when mxspec is imported; without any of them the choice is `auto`.
+    The block holds for its own thread and its own asyncio task; `set_backend` chooses for the process, and says which
+    choice outranks which. On CUDA, backward runs on another thread: an `autograd.Function` reads `current_backend()`
+    in forward and passes it as `backend=` in backward.
 
-    A with-block holds for its own thread and its own asyncio task. On CUDA, backward runs on another thread: an
-    `autograd.Function` reads `current_backend()` in forward and passes it as `backend=` in backward.
+    Deprecated, and to go in 0.3: `use_backend("triton")` without `with` does what `set_backend("triton")` does. It
+    is known by the fact that no block has entered it. So it acts when the object is dropped, which is at once if
+    nothing holds it, or when its own thread next reads the switch; other threads do not see it before. An object that
+    is made early and entered late is taken for such a call if an op runs in between.
+
+    Raises:
+        ValueError: an unknown backend.
     """
 
     def __init__(self, backend: str) -> None:
-        global _in_process
         self._backend = _known(backend, "use_backend")
         self._tokens: list[Token[tuple[str, int] | None]] = []
-        self._is_block = False
-        with _lock:
-            self._before, _in_process = _in_process, self
+        _not_entered[id(self)] = threading.get_ident(), self._backend
 
     def __enter__(self) -> use_backend:
-        # It turns out to be a with-block, so it takes itself out of the process-wide choices, from wherever it stands
-        # among them by now: other threads may have made theirs in between.
-        global _in_process
-        self._is_block = True
-        with _lock:
-            while _in_process is not None and _in_process._is_block:
-                _in_process = _in_process._before
+        _not_entered.pop(id(self), None)
         self._tokens.append(_in_context.set((self._backend, torch._C._current_graph_task_id())))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         _in_context.reset(self._tokens.pop())
 
+    def __del__(self) -> None:
+        if dropped := _not_entered.pop(id(self), None):
+            _choose_without_with(dropped[1])
+
+
+def _choose_without_with(backend: str) -> None:
+    set_backend(backend)
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "mxspec":
+        frame, level = frame.f_back, level + 1  # to the user's own line
+    warnings.warn(
+        f"use_backend({backend!r}) is entered by no with-block, so it holds for the whole process; that is deprecated "
+        f"and goes in 0.3; call mxspec.set_backend({backend!r})",
+        DeprecationWarning,
+        stacklevel=level,
+    )
+
 
 def current_backend() -> str:
     """What a call without `backend=` would use here and now: a backend's name or `auto`."""
     if in_context := _in_context.get():
         return in_context[0]
-    choice = _in_process
-    while choice is not None and choice._is_block:
-        choice = choice._before
-    return _environment if choice is None else choice._backend
+    if _not_entered:
+        mine = [chosen for thread, chosen in _not_entered.copy().values() if thread == threading.get_ident()]
+        if mine:
+            _choose_without_with(mine[-1])
+    return _in_process or _environment
 
 
 def is_outer_block_unseen() -> bool:
@@ -272,7 +307,7 @@ def _run(fn: Reference[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
 # A dtype or a name is more than a schema can say: it crosses the operator as text.
 _SCHEMA_TYPES = {
     "Tensor": "Tensor",
-    "int": "int",
+    "int": "SymInt",  # a number of rows may be a symbol while a graph is traced; a kernel always gets a plain int
     "float": "float",
     "bool": "bool",
     "str": "str",
@@ -283,6 +318,18 @@ _SCHEMA_TYPES = {
     "tuple[Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor)",
     "tuple[Tensor, ...]": "Tensor[]",  # as many as the options ask for
+}
+
+
+# The types in Python of what is annotated so.
+_PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
+    "Tensor": Tensor,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "str": str,
+    "torch.dtype": torch.dtype,
+    "torch.dtype | str": (torch.dtype, str),
 }
 
 
@@ -326,6 +373,16 @@ def _is_plain_eager(values: Iterable[Any]) -> bool:
     return True
 
 
+def _differentiated_by_functorch(values: Iterable[Any]) -> bool:
+    """Whether a call lies within `torch.func.grad`, `jvp` or their like, and is to be differentiated."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return True
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
 def _annotated(signature: inspect.Signature, kind: str) -> tuple[str, ...]:
     """The parameters of an op that are of a kind."""
     return tuple(p.name for p in signature.parameters.values() if p.annotation == kind)
@@ -336,6 +393,7 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     name = fn.__name__
     signature, gradient, in_place = inspect.signature(fn), fn.spec.gradient, fn.spec.in_place
     by_text, flags = _annotated(signature, "torch.dtype | str"), _annotated(signature, "bool")
+    types = {p.name: _PYTHON_TYPES[p.annotation] for p in signature.parameters.values()}
     as_list = _SCHEMA_TYPES[signature.return_annotation] == "Tensor[]"  # what crosses the operator as one
 
     def with_dtypes(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -350,6 +408,24 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
             torch.autograd.graph.increment_version(args[0])
         return result
 
+    def misfit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an argument has another type than its annotation says; True is no number here."""
+        given = {**dict(zip(types, args, strict=False)), **kwargs}
+        return any(
+            isinstance(value, bool) or not isinstance(value, types[key])
+            for key, value in given.items()
+            if key in types and key not in flags
+        )
+
+    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> None:
+        """Refuse, before the operator does it in torch's words, or takes True for the number 1."""
+        if backend:
+            _known(backend, name)
+        options = {key: value for key, value in kwargs.items() if key not in flags}  # `check_offs` would wait twice
+        fn.spec.check_args(*args, **with_dtypes(options))
+        if _differentiated_by_functorch((*args, *kwargs.values())):
+            raise RuntimeError(no_gradient if gradient is None else no_transform)
+
     def implementation(*args: Any, backend: str = "", **kwargs: Any) -> Any:
         result = run(args, kwargs, backend)
         return list(result) if as_list else result
@@ -361,6 +437,7 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     no_gradient = (
         f"{name} has no gradient; call it inside an autograd.Function that defines one, or on a detached tensor"
     )
+    no_transform = f"{name} has a gradient for backward() and torch.autograd.grad; torch.func's transforms have none"
 
     def without_gradient(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Refuse at the call: no backward will ever come by here, and torch takes no formula for an op in place."""
@@ -402,8 +479,12 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         for flag in flags:  # as an `if` reads it, "no" is true
             _checks.boolean(name, flag, kwargs.get(flag, False))
-        if not torch.compiler.is_compiling() and args and _is_plain_eager((*args, *kwargs.values())):
-            return run(args, kwargs, backend)
+        if not torch.compiler.is_compiling():
+            if args and _is_plain_eager((*args, *kwargs.values())):
+                return run(args, kwargs, backend)
+            refuse(args, kwargs, backend)
+        elif misfit(args, kwargs):
+            refuse(args, kwargs, backend)
         for key in by_text:
             if key in kwargs:
                 kwargs[key] = str(kwargs[key])

@@ -4,11 +4,13 @@ import functools
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +26,7 @@ interpreted = bool(dispatch.interpreters())
 @pytest.fixture(autouse=True)
 def _leave_the_switch_as_it_was():
     yield
-    dispatch._in_process = None
+    mxspec.set_backend(None)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,12 +59,71 @@ def test_a_flag_that_is_no_bool_is_refused(op, flag):
         getattr(mxspec, op)(*meta, **{**case.kwargs, flag: "no"})
 
 
+def _smallest_case(op):
+    cases = [case for case in dispatch.reference(op).spec.cases() if not case.raises and not case.flags]
+    return min(cases, key=lambda case: sum(a.numel() for a in case.args() if isinstance(a, torch.Tensor)))
+
+
+def _raised(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return type(error), str(error)
+    return None, "nothing"
+
+
+NO_TENSOR = [None, [1.0], np.zeros((2, 2)), 3.0]
+NO_OPTION = [None, "x", 1.5, True, [1], float("nan"), torch.float64, -7, torch.tensor(1)]
+TYPED = [
+    pytest.param(op, p.name, id=f"{op}-{p.name}")
+    for op in dispatch.ops()
+    for p in inspect.signature(dispatch.reference(op)).parameters.values()
+    if p.annotation != "bool"
+]
+
+
+@pytest.mark.parametrize(("op", "name"), TYPED)
+def test_a_wrong_argument_is_refused_in_the_same_words_in_every_mode(op, name):
+    reference, public, case = dispatch.reference(op), getattr(mxspec, op), _smallest_case(op)
+    parameter = inspect.signature(reference).parameters[name]
+    for value in NO_TENSOR if parameter.annotation == "Tensor" else NO_OPTION:
+        if parameter.annotation == "float" and value == 1.5:
+            continue  # it is a float
+        args, kwargs = list(case.args()), dict(case.kwargs)
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs[name] = value
+        else:
+            args[list(inspect.signature(reference).parameters).index(name)] = value
+        expected = _raised(reference.spec.check_args, *args, **kwargs)
+        assert expected[0] in (TypeError, ValueError)
+        assert expected[1].startswith(f"{op}: ")
+        assert _raised(public, *args, **kwargs) == expected
+        floats = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        for i in floats[:1]:
+            args[i] = args[i].detach().requires_grad_()
+            assert _raised(public, *args, **kwargs) == expected
+            with torch.no_grad():
+                assert _raised(public, *args, **kwargs) == expected
+
+
+def test_a_wrong_argument_is_refused_while_a_graph_is_traced():
+    offs = torch.tensor([3, 64], dtype=torch.int32)
+    for wrong in (True, 32.0, None, "32"):
+        torch._dynamo.reset()
+        pad = torch.compile(lambda x, wrong=wrong: mxspec.pad_token_groups(x, offs, wrong)[0], backend="aot_eager")
+        words = re.escape(f"pad_token_groups: alignment = {wrong!r}; needs an integer")
+        with pytest.raises(TypeError, match=words):
+            pad(X)
+        with FakeTensorMode() as mode, pytest.raises(TypeError, match=words):
+            mxspec.pad_token_groups(mode.from_tensor(X), mode.from_tensor(offs), wrong)
+
+
 # --- who wins ---------------------------------------------------------------------------------------------------
 
 
 def test_the_innermost_choice_wins():
     assert mxspec.current_backend() == "auto"
-    mxspec.use_backend("helion")
+    mxspec.set_backend("helion")
     assert mxspec.current_backend() == "helion"
     with mxspec.use_backend("triton"):
         assert mxspec.current_backend() == "triton"
@@ -79,19 +140,89 @@ def test_a_block_ends_with_an_exception_too():
     assert mxspec.current_backend() == "auto"
 
 
-def test_a_plain_call_reaches_other_threads_and_a_block_does_not():
+def seen_by_another_thread() -> str:
     seen = []
+    thread = threading.Thread(target=lambda: seen.append(mxspec.current_backend()))
+    thread.start()
+    thread.join()
+    return seen[0]
 
-    def thread():
-        seen.append(mxspec.current_backend())
 
+def test_set_backend_reaches_other_threads_and_a_block_does_not():
     with mxspec.use_backend("triton"):
-        (t := threading.Thread(target=thread)).start()
-        t.join()
-    mxspec.use_backend("reference")
-    (t := threading.Thread(target=thread)).start()
-    t.join()
-    assert seen == ["auto", "reference"]
+        assert seen_by_another_thread() == "auto"
+    mxspec.set_backend("reference")
+    assert seen_by_another_thread() == "reference"
+    assert mxspec.explain("mx_quantize", X).asked == "reference"
+
+
+def test_a_block_is_not_seen_by_other_threads_before_it_is_entered():
+    block = mxspec.use_backend("triton")
+    assert seen_by_another_thread() == "auto"
+    with block:
+        assert mxspec.current_backend() == "triton"
+    assert mxspec.current_backend() == "auto"
+
+
+def test_blocks_of_one_thread_never_reach_another():
+    entered, done = threading.Event(), threading.Event()
+
+    def enter_again_and_again():
+        while not done.is_set():
+            with mxspec.use_backend("triton"):
+                entered.set()
+
+    thread, interval = threading.Thread(target=enter_again_and_again), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        assert entered.wait(60)
+        seen = {mxspec.current_backend() for _ in range(500_000)}
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert seen == {"auto"}
+
+
+def test_none_gives_the_choice_back_to_the_environment():
+    code = "import mxspec as m; m.set_backend('auto'); print(m.current_backend()); "
+    code += "m.set_backend(None); print(m.current_backend())"
+    assert run_python(code, MXSPEC_BACKEND="reference").stdout == "auto\nreference\n"
+
+
+def test_use_backend_without_with_is_deprecated():
+    with pytest.warns(DeprecationWarning, match=r"0\.3; call mxspec\.set_backend\('helion'\)") as warned:
+        mxspec.use_backend("helion")
+    assert [w.filename for w in warned] == [__file__]
+    assert (mxspec.current_backend(), seen_by_another_thread()) == ("helion", "helion")
+    held = mxspec.use_backend("triton")  # as `Out` of a notebook holds it
+    with pytest.warns(DeprecationWarning, match="set_backend") as warned:
+        assert mxspec.current_backend() == "triton"
+    assert [w.filename for w in warned] == [__file__]
+    mxspec.set_backend("reference")
+    del held
+    assert (mxspec.current_backend(), seen_by_another_thread()) == ("reference", "reference")
+
+
+def test_a_later_choice_outdoes_one_without_with():
+    held = mxspec.use_backend("helion")
+    mxspec.set_backend("reference")
+    assert mxspec.current_backend() == "reference"
+    del held
+    assert mxspec.current_backend() == "reference"
+
+
+def test_a_block_raises_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with mxspec.use_backend("helion"), mxspec.use_backend("reference"):
+            mxspec.mx_quantize(X)
+        block = mxspec.use_backend("reference")
+        with block, block:
+            mxspec.mx_quantize(X)
+        del block
+    assert mxspec.current_backend() == "auto"
 
 
 def test_blocks_that_overlap_in_threads_leave_nothing_behind():
@@ -123,7 +254,15 @@ def test_the_environment_variable():
     assert "MXSPEC_BACKEND: unknown backend 'tritn'; needs one of auto, reference" in refused.stderr
 
 
-@pytest.mark.parametrize("choose", [lambda: mxspec.use_backend("cuda"), lambda: mxspec.mx_quantize(X, backend="cuda")])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda: mxspec.use_backend("cuda"),
+        lambda: mxspec.set_backend("cuda"),
+        lambda: mxspec.mx_quantize(X, backend="cuda"),
+        lambda: mxspec.mx_quantize(X.clone().requires_grad_(), backend="cuda"),
+    ],
+)
 def test_an_unknown_backend_is_refused(choose):
     with pytest.raises(
         ValueError, match="unknown backend 'cuda'; needs one of auto, reference, cublas, deepgemm, helion, triton"
@@ -343,7 +482,8 @@ def _loss(w):
     [
         ("eager", r"mx_\w*quantize has no gradient"),
         ("aot_eager", r"mx_\w*quantize has no gradient"),
-        ("functorch", "functorch transforms"),  # torch's own refusal of an operator with a backward like ours
+        ("functorch", r"mx_\w*quantize has no gradient"),
+        ("functorch, forward", r"mx_\w*quantize has no gradient"),
     ],
 )
 def test_a_gradient_is_refused_and_never_lost(through, words):
@@ -354,9 +494,18 @@ def test_a_gradient_is_refused_and_never_lost(through, words):
         "eager": lambda: _loss(w).backward(),
         "aot_eager": lambda: compiled(w).backward(),
         "functorch": lambda: torch.func.grad(_loss)(X),
+        "functorch, forward": lambda: torch.func.jvp(_loss, (X,), (X,)),
     }
     with pytest.raises(RuntimeError, match=words):
         gradients[through]()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, lambda fn: lambda x: torch.func.jvp(fn, (x,), (x,))])
+def test_torch_func_is_told_that_it_has_no_gradient_of_an_op(transform):
+    offs = torch.tensor([3, 64], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"^pad_token_groups has a gradient for backward\(\) and torch\.autograd"):
+        transform(lambda x: mxspec.pad_token_groups(x, offs, 32)[0].sum())(X)
+    transform(lambda x: (x * mxspec.pad_token_groups(X, offs, 32)[0].sum()).sum())(X)  # nothing to differentiate
 
 
 def test_a_parameter_is_quantized_like_its_values():

@@ -91,6 +91,33 @@ def test_the_gradient_of_pad_is_unpad(compiled):
     assert not start.requires_grad
 
 
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=9), data=st.data())
+def test_groups_lie_in_any_order(sizes, data):
+    """Forward and gradient, against loops over the groups; gaps and empty groups anywhere."""
+    order, M = data.draw(st.permutations(range(len(sizes)))), sum(sizes) + 2
+    begins, rows = [0] * len(sizes), data.draw(st.integers(0, 2))
+    for g in order:
+        begins[g] = rows
+        rows += sizes[g] + data.draw(st.integers(0, 2))
+    offs, start = i32(*sizes).cumsum(0, dtype=torch.int32), i32(*begins)
+    x = torch.arange(1.0, 2 * M + 1).reshape(M, 2).requires_grad_()
+    padded = torch.arange(1.0, 2 * rows + 1).reshape(rows, 2).requires_grad_()
+    placed, tokens = torch.zeros(rows, 2), torch.zeros(M, 2)
+    for end, size, begin in zip(offs.tolist(), sizes, begins, strict=True):
+        placed[begin : begin + size] = x.detach()[end - size : end]
+        tokens[end - size : end] = padded.detach()[begin : begin + size]
+    got_placed = mxspec.place_token_groups(x, offs, start, rows)
+    got_tokens = mxspec.unpad_token_groups(padded, offs, start, M)
+    assert got_placed.equal(placed)
+    assert got_tokens.equal(tokens)
+    # The ops are linear: the gradient of one is the other's loop, over the gradient that arrives.
+    (of_x,) = torch.autograd.grad(got_placed, x, padded.detach())
+    (of_padded,) = torch.autograd.grad(got_tokens, padded, x.detach())
+    assert of_x.equal(tokens)
+    assert of_padded.equal(placed)
+
+
 @pytest.mark.filterwarnings("ignore:Input #")  # that it is not double
 def test_gradients_agree_with_finite_differences():
     """In fp32, where sums of a few numbers are exact enough; the ops are linear."""
@@ -101,6 +128,8 @@ def test_gradients_agree_with_finite_differences():
         (lambda t: mxspec.pad_token_groups(t, offs, 2)[0], x),
         (lambda t: mxspec.unpad_token_groups(t, offs, start, 6), padded.detach().requires_grad_()),
         (lambda t: mxspec.place_token_groups(t, offs, start, 13), x),
+        (lambda t: mxspec.place_token_groups(t, offs, i32(8, 9, 1), 13), x),
+        (lambda t: mxspec.unpad_token_groups(t, offs, i32(8, 9, 1), 6), padded.detach().requires_grad_()),
     ]:
         torch.autograd.gradcheck(fn, (arg,), eps=1.0, atol=1e-5, rtol=1e-5, nondet_tol=0.0)
         torch.autograd.gradgradcheck(fn, (arg,), eps=1.0, atol=1e-5, rtol=1e-5)

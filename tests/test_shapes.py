@@ -1,5 +1,6 @@
-"""The shape sets: what an op is timed at."""
+"""The shape sets, what an op is timed at; and the offs of the cases, which its contract allows too."""
 
+import inspect
 import json
 from functools import reduce
 
@@ -77,3 +78,15 @@ def test_every_op_is_timed_on_calls_that_its_contract_allows(op, shapes):
             outputs = reference.spec.outputs(args, reference(*args, **case.kwargs))  # it checks its arguments
             assert reference.spec.bytes_moved(args, outputs) > 0
             assert reference.spec.flops(args, outputs) >= 0
+
+
+def _reads_offs(op: str) -> bool:
+    return "check_offs" in inspect.signature(dispatch.reference(op)).parameters
+
+
+@pytest.mark.parametrize("op", [op for op in dispatch.ops() if _reads_offs(op)])
+def test_every_valid_case_has_offs_that_its_contract_allows(op):
+    spec = dispatch.reference(op).spec
+    for case in spec.cases():
+        if not case.raises:
+            spec.check_args(*case.args(), **{**case.kwargs, "check_offs": True})

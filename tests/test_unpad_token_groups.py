@@ -11,6 +11,8 @@ GOLDENS = [
     ([1, 0, 0, 2, 3, 0], [1, 1, 3], [0, 3, 3], 5, [1, 2, 3, 0, 0]),  # two tokens belong to no group
     ([9, 9, 1, 2], [2], [2], 2, [1, 2]),  # a gap before the group
     ([1, 2, 3], [2, 4], [0, 2], 4, [1, 2, 3, 0]),  # the last token's place lies outside
+    ([3, 0, 1, 2], [2, 3], [2, 0], 3, [1, 2, 3]),  # the groups exchanged
+    ([1, 2, 3], [2, 4], [0, 1], 4, [1, 2, 2, 3]),  # two groups share a row
     ([5], [], [], 2, [0, 0]),
 ]
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets
+from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import MATRIX, REPEATED, axis_of, fits, made, shape_of
-from mxspec.cases.common.space import Space
+from mxspec.cases.common.space import Space, given
 from mxspec.reference._numerics import SCALINGS
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.mx_quantize_groups import ELEM_CHOICES
 
 
 def _possible(choice: Choice) -> bool:
-    return fits(choice, 1, 32 if axis_of(choice) == -1 else 1) and groups_fit(choice, choice.get("rows"))
+    pad_to = given(choice, "pad_to", 128) or 128
+    arranged = groups_fit(choice, choice.get("rows")) and padded_fits(choice, "rows", "cols", pad_to)
+    return arranged and fits(choice, 1, 32 if axis_of(choice) == -1 else 1)
 
 
 def _make(choice: Choice) -> tuple[Tensor, Tensor]:

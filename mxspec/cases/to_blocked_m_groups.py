@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX, made
-from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets
+from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
@@ -16,7 +16,7 @@ def _make(choice: Choice) -> tuple[Tensor, Tensor]:
 
 
 def _possible(choice: Choice) -> bool:
-    return fits(choice) and groups_fit(choice, choice.get("rows"))
+    return fits(choice) and groups_fit(choice, choice.get("rows")) and padded_fits(choice, "rows", "cols", 128)
 
 
 SPACE = Space({**MATRIX, **GROUPS}, _make, {"check_offs": (False, True)}, _possible, ARRANGED)

@@ -244,7 +244,8 @@ def coverage(op: str, chosen: Callable[[Case], bool] = lambda case: True) -> Cov
         if case.raises or "large" in case.flags or not chosen(case):
             continue
         args = case.args()
-        found, size = facts_of(op, args, case.kwargs), sum(a.numel() for a in args if isinstance(a, Tensor))
+        found = facts_of(op, args, case.kwargs)
+        size = sum(a.untyped_storage().nbytes() for a in args if isinstance(a, Tensor))
         seen |= found
         for pair in pairs(found):
             shown[pair] = min(shown.get(pair, (size, case.name)), (size, case.name))

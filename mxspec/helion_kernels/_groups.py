@@ -81,10 +81,25 @@ def tokens_left(token: Tensor, stop: Tensor, tokens: int) -> Tensor:
 
 
 def at_or_before(ends: Tensor, stride: int, G: int, i: int, chunk: int, row: Tensor) -> Tensor:
-    """Of the ends, or beginnings, from i on, a chunk of them, how many are at or before each row (N,)."""
+    """Of the ends from i on, a chunk of them, how many are at or before each row (N,)."""
     g = i + hl.arange(chunk)
     end = hl.load(ends, [g * stride], extra_mask=g < G).unsqueeze(0)
     return ((end <= row.unsqueeze(1)) & (g < G).unsqueeze(0)).sum(1, dtype=torch.int32)
+
+
+def token_at(
+    offs: Tensor, stride_offs: int, start: Tensor, stride_start: int, G: int, i: int, chunk: int, row: Tensor
+) -> Tensor:
+    """The token of each row (N,) in a chunk of the groups, from i on: the last if they share a row, -1 for none.
+
+    Groups lie in any order, so that every one of them is looked at.
+    """
+    g = i + hl.arange(chunk)
+    first = hl.load(offs, [(g - 1) * stride_offs], extra_mask=(g > 0) & (g < G))
+    stop = hl.load(offs, [g * stride_offs], extra_mask=g < G)
+    place = row.unsqueeze(1) - hl.load(start, [g * stride_start], extra_mask=g < G).unsqueeze(0)  # within the group
+    here = (place >= 0) & (place < (stop - first).unsqueeze(0))
+    return torch.where(here, first.unsqueeze(0) + place, -1).amax(1)
 
 
 def grouped_tile(

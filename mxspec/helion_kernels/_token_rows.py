@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import INT_OF_BYTES
-from mxspec.helion_kernels._groups import at_or_before, chunk, padded_ends, passed, tokens_of
+from mxspec.helion_kernels._groups import at_or_before, chunk, padded_ends, passed, token_at, tokens_of
 from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
 
 
@@ -53,23 +53,19 @@ def _move_rows(
             first, stop = tokens_of(group, offs, stride_offs, G)
             source = first + row - begin
             there = source < stop
+        elif how == "place":
+            source = row * 0 - 1
+            for i in range(0, G, chunk):
+                source = torch.maximum(source, token_at(offs, stride_offs, start, stride_start, G, i, chunk, row))
+            there = source >= 0
         else:
             count = row * 0
             for i in range(0, G, chunk):
-                count = count + at_or_before(
-                    start if how == "place" else offs, stride_start if how == "place" else stride_offs, G, i, chunk, row
-                )
-            if how == "place":
-                group = count - 1
-                token = hl.load(offs, [(group - 1) * stride_offs], extra_mask=group > 0)
-                limit = hl.load(offs, [group * stride_offs], extra_mask=group >= 0)
-                source = token + row - hl.load(start, [group * stride_start], extra_mask=group >= 0)
-                there = source < limit
-            else:
-                token = hl.load(offs, [(count - 1) * stride_offs], extra_mask=count > 0)
-                source = hl.load(start, [count * stride_start], extra_mask=count < G) + row - token
-                there = count < G
-        there = there & (source >= 0) & (source < rows_in)  # also where offs or start are out of order
+                count = count + at_or_before(offs, stride_offs, G, i, chunk, row)
+            token = hl.load(offs, [(count - 1) * stride_offs], extra_mask=count > 0)
+            source = hl.load(start, [count * stride_start], extra_mask=count < G) + row - token
+            there = count < G
+        there = there & (source >= 0) & (source < rows_in)  # also where offs is out of order
         values = hl.load(x, [source.unsqueeze(1) * stride_m + k * stride_k], extra_mask=there.unsqueeze(1) & (k < K))
         owned = None if even else (row < rows_out).unsqueeze(1) & (k < K)
         hl.store(out, [row.unsqueeze(1) * K + k], values, extra_mask=owned)

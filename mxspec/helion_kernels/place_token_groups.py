@@ -1,4 +1,4 @@
-"""place_token_groups in Helion: `_token_rows`, the group of a row found among the starts."""
+"""place_token_groups in Helion: `_token_rows`, the token of a row found among all groups."""
 
 from __future__ import annotations
 

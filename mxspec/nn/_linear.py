@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from mxspec.nn._autograd import backend_now
 from mxspec.nn._cache import Quantized, QuantizesWeights
@@ -61,6 +62,21 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.view(*x.shape[:-1], self.out_features)
+
+
+def whole_blocks(x: Tensor, block_size: int) -> Tensor:
+    """x with rows of zeros that fill the last block of rows, or x itself where none are missing.
+
+    A graph for any number of rows always pads. A branch in it would be a graph for multiples of the block size, and
+    another one for all else.
+    """
+    missing = -(-x.shape[0] // block_size) * block_size - x.shape[0]
+    none_missing = missing == 0
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # not at the top: it imports sympy
+
+        none_missing = statically_known_true(none_missing)
+    return x if none_missing else pad(x, (0, 0, 0, missing))
 
 
 def as_autocast(x: Tensor) -> Tensor:

@@ -13,13 +13,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.nn._autograd import first_derivative_only, keep, kept
 from mxspec.nn._cache import Quantized
-from mxspec.nn._linear import QuantizedLinear
+from mxspec.nn._linear import QuantizedLinear, whole_blocks
 
 
 class _Linear(torch.autograd.Function):
@@ -63,8 +62,7 @@ class _Linear(torch.autograd.Function):
 
 def _along_tokens(x: Tensor, backend: str | None) -> tuple[Tensor, Tensor]:
     """The transpose of x and its scales, in blocks of 128 tokens; tokens of zeros fill the last one."""
-    missing = -x.shape[0] % FP8_BLOCK_SIZE
-    padded = pad(x, (0, 0, 0, missing)) if missing else x
+    padded = whole_blocks(x, FP8_BLOCK_SIZE)
     codes, scale = mxspec.fp8_quantize_1x128(padded, axis=-2, scale_major="mn", backend=backend)
     return codes.mT, scale
 

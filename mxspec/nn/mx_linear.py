@@ -16,13 +16,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.nn._autograd import first_derivative_only, keep, kept
 from mxspec.nn._cache import Quantized
-from mxspec.nn._linear import QuantizedLinear
+from mxspec.nn._linear import QuantizedLinear, whole_blocks
 from mxspec.nn.recipe import Recipe, recipe_of
 
 _SCALE_LAYOUT = "plain"  # what mx_gemm's kernels on Hopper read; cuBLAS wants `blocked`
@@ -38,8 +37,7 @@ def _operands(
     }  # fmt: skip
     rows: Operand = (None, None)
     columns: Operand = (None, None)
-    missing = -x.shape[0] % MX_BLOCK_SIZE if along_tokens else 0
-    padded = pad(x, (0, 0, 0, missing)) if missing else x
+    padded = whole_blocks(x, MX_BLOCK_SIZE) if along_tokens else x
     if along_features and along_tokens:
         q_row, s_row, q_col, s_col = mxspec.mx_quantize_rowcol(padded, **options)
         # Tiles of 128 rows are as many with the padding as without, and what stands in them for it is never read.

@@ -36,7 +36,16 @@ def first_tokens(offs: Tensor) -> Tensor:
 
 def group_of_tokens(offs: Tensor, M: int) -> Tensor:
     """The group of each token; as many as there are groups for a token that belongs to none."""
-    return torch.searchsorted(offs, torch.arange(M, dtype=torch.int32, device=offs.device), right=True)
+    token = torch.arange(M, dtype=torch.int32, device=offs.device)
+    return torch.searchsorted(offs.contiguous(), token, right=True)
+
+
+def rows_of_tokens(offs: Tensor, start: Tensor, M: int) -> Tensor:
+    """The row of each token, int32, where its group begins at row `start[g]`; -1 for a token that belongs to none."""
+    token = torch.arange(M, dtype=torch.int32, device=offs.device)
+    g = group_of_tokens(offs, M)
+    first, begins = first_tokens(offs)[g], torch.cat([start, start.new_zeros(1)])[g]
+    return torch.where(g < offs.shape[0], begins + token - first, -1)
 
 
 def flat_places(end: Tensor, D: int, R: int) -> Tensor:

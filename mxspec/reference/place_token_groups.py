@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxspec.reference import _checks
-from mxspec.reference._groups import bounds, first_tokens, padded_rows, take_rows
+from mxspec.reference._groups import bounds, padded_rows, rows_of_tokens, take_rows
 from mxspec.reference._groups_cases import DTYPES, far_apart, grouped, offs_of, random_offs, start_of
 from mxspec.spec import Case, Gradient, Shapes, random_bits, random_normal, spec, these
 
@@ -32,6 +33,13 @@ def cases() -> Iterator[Case]:
         x = random_bits(M, K, dtype=torch.uint8) > 127 if dtype == torch.bool else random_bits(M, K, dtype=dtype)
         return x, offs_of(sizes), start_of(sizes, alignment), padded_rows(M, len(sizes), alignment)
 
+    def shuffled(G):
+        sizes = Random(G).choices((0, 1, 2, 5), k=G)
+        order = Random(G).sample(range(G), G)  # of the groups in the result
+        begins = dict(zip(order, start_of([sizes[g] for g in order], 4).tolist(), strict=True))
+        start = torch.tensor([begins[g] for g in range(G)], dtype=torch.int32)
+        return random_normal(sum(sizes), 16), offs_of(sizes), start, padded_rows(sum(sizes), G, 4)
+
     for name, sizes, M, K, flags in grouped():
         alignment = 32 if len(sizes) < 300 else 8  # or padding is most of it
         if len(sizes) < 1000:  # which unpad has, and which would be a minute here
@@ -42,12 +50,19 @@ def cases() -> Iterator[Case]:
         yield Case(f"K = {K}", partial(args, [5, 40], 45, K), flags={"edge"})
     x, offs, start, rows = args([5, 0, 40], 50, 256)
     yield Case("a gap before the first group", these(x, offs, start + 3, rows + 8), flags={"edge"})
+    turned = torch.tensor([45, 45, 0], dtype=torch.int32)  # the last group first, the empty one where the first begins
+    yield Case("groups in another order", these(x, offs, turned, rows))
+    yield Case("300 groups in another order", partial(shuffled, 300), flags={"edge"})
+    yield Case("groups that share rows", these(x, offs, start // 8, rows), flags={"edge"})
+    yield Case("groups before the first row", these(x, offs, start - 3, rows), flags={"edge"})
     yield Case("no room for the last rows", these(x, offs, start, 60), flags={"edge"})
     yield Case("no rows", these(x, offs, start, 0), flags={"edge"})
     yield Case("no columns", these(x[:, :0], offs, start, rows), flags={"edge"})
     yield Case("every second column", these(random_normal(50, 512)[:, ::2], offs, start, rows))
     yield Case("every second offset", these(x, offs.repeat_interleave(2)[::2], start, rows), flags={"edge"})
-    yield Case("rows far apart", lambda: (far_apart(140, 64), offs_of([100, 39]), start[:2], 150), flags={"edge"})
+    yield Case(
+        "rows far apart", lambda: (far_apart(140, 64), offs_of([100, 39]), start_of([100, 39], 32), 150), flags={"edge"}
+    )
     yield Case("checked", these(x, offs, start, rows), {"check_offs": True})
 
     def refused(name, error, match, x=x, offs=offs, start=start, rows=rows, **kwargs):
@@ -99,16 +114,16 @@ def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *,
         x: `(M, K)`, the rows of each group together; real numbers of 1, 2 or 4 bytes; any strides.
         offs: `(G,)` int32 on x's device, the exclusive end of each group in x. Never decreasing, the last at most M;
             rows from there on belong to no group.
-        start: `(G,)` int32 on x's device, the row of the result at which each group begins. Groups in order, none
-            reaching into the next.
+        start: `(G,)` int32 on x's device, the row of the result at which each group begins. Groups in any order
+            and with any gaps; no two share a row. If some do, the later token stands there.
         num_rows: of the result, below 2^31.
         check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs or a start out of order gives rows that mean nothing, and no access outside x and
-            the result.
+            nothing waits; an offs out of order gives rows that mean nothing, and no access outside x and the result.
 
     Returns:
-        `(num_rows, K)`, x's dtype, contiguous. Rows where no group lies are zeros; rows of groups that reach past
-        num_rows are dropped. Its gradient is `unpad_token_groups` of the result's.
+        `(num_rows, K)`, x's dtype, contiguous. Rows where no group lies are zeros; rows of groups that reach before
+        row 0 or past num_rows are dropped. The gradient of x is `unpad_token_groups` of the result's; a token whose
+        row another one has taken gets the gradient of that row all the same.
 
     Special values: rows are moved as bytes; zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 
@@ -125,9 +140,9 @@ def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *,
     Source: mxspec, as the inverse that torchao's `unpad_token_groups` needs for its gradient.
     """
     check_args(x, offs, start, num_rows, check_offs=check_offs)
-    first = first_tokens(offs)
-    row = torch.arange(num_rows, dtype=torch.int32, device=x.device)
-    g = torch.searchsorted(start, row, right=True)  # of the groups that begin at or before the row, how many
-    begins = torch.cat([start.new_zeros(1), start])[g]  # the last of them; before the first group, one without tokens
-    token = torch.cat([first[:1], first[:-1]])[g] + row - begins
-    return take_rows(x, torch.where(token < first[g], token, -1))
+    row = rows_of_tokens(offs, start, x.shape[0])
+    there = (row >= 0) & (row < num_rows)
+    token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    source = token.new_full((num_rows + 1,), -1)  # the token of each row; tokens without one meet in the last place
+    source = source.scatter_reduce(0, torch.where(there, row, num_rows).to(torch.int64), token, "amax")
+    return take_rows(x, source[:-1])

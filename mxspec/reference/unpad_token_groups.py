@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.reference import _checks
-from mxspec.reference._groups import bounds, first_tokens, padded_rows, take_rows
+from mxspec.reference._groups import bounds, padded_rows, rows_of_tokens, take_rows
 from mxspec.reference._groups_cases import DTYPES, far_apart, grouped, offs_of, random_offs, start_of
 from mxspec.spec import Case, Gradient, Shapes, random_bits, random_normal, spec, these
 
@@ -45,11 +45,14 @@ def cases() -> Iterator[Case]:
     padded, offs, start, M = args([5, 0, 40], 50, 256)
     yield Case("padded is too short", these(padded[:60], offs, start, M), flags={"edge"})
     yield Case("a gap before the first group", these(padded, offs, start + 3, M), flags={"edge"})
+    turned = torch.tensor([45, 45, 0], dtype=torch.int32)  # the last group first, the empty one where the first begins
+    yield Case("groups in another order", these(padded, offs, turned, M))
+    yield Case("groups that share rows", these(padded, offs, start // 8, M), flags={"edge"})
     yield Case("no columns", these(padded[:, :0], offs, start, M), flags={"edge"})
-    yield Case("no tokens asked for", these(padded, offs, start, 0), flags={"edge"})
+    yield Case("no tokens asked for", these(padded, offs * 0, start * 0, 0), flags={"edge"})
     yield Case("transposed input", lambda: (random_normal(256, padded.shape[0]).mT, offs, start, M))
     yield Case("every second start", these(padded, offs, start.repeat_interleave(2)[::2], M), flags={"edge"})
-    far = lambda: (far_apart(200, 64), offs_of([70, 130]), start_of([70, 60], 128), 130)  # noqa: E731
+    far = lambda: (far_apart(200, 64), offs_of([70, 60]), start_of([70, 60], 128), 130)  # noqa: E731
     yield Case("rows far apart", far, flags={"edge"})
     yield Case("checked", these(padded, offs, start, M), {"check_offs": True})
 
@@ -108,15 +111,16 @@ def unpad_token_groups(
         offs: `(G,)` int32 on padded's device, the exclusive end of each group among the tokens. Never decreasing, the
             last at most num_tokens.
         start: `(G,)` int32 on padded's device, the row of padded at which each group begins, as `pad_token_groups`
-            gives it.
+            gives it; groups in any order and with any gaps. Where groups share a row, each of them reads it.
         num_tokens: rows of the result, below 2^31.
         check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs or a start out of order gives rows that mean nothing, and no access outside padded
-            and the result.
+            nothing waits; an offs out of order gives rows that mean nothing, and no access outside padded and the
+            result.
 
     Returns:
         `(num_tokens, K)`, padded's dtype, contiguous. Rows that belong to no group are zeros, and so are those whose
-        place lies outside padded. The gradient of padded is `place_token_groups` of the result's.
+        place lies outside padded. The gradient of padded is `place_token_groups` of the result's. That is right where
+        no two groups share a row: of several gradients for one row it keeps the last, and adds nothing up.
 
     Special values: rows are moved as bytes; zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 
@@ -133,8 +137,4 @@ def unpad_token_groups(
     Source: torchao, `prototype/moe_training`, `unpad_token_groups`.
     """
     check_args(padded, offs, start, num_tokens, check_offs=check_offs)
-    R = padded.shape[0]
-    token = torch.arange(num_tokens, dtype=torch.int32, device=padded.device)
-    g = torch.searchsorted(offs, token, right=True)  # the group; G for a token that belongs to none
-    begins = torch.cat([start, start.new_full((1,), R)])[g]
-    return take_rows(padded, begins + token - first_tokens(offs)[g])
+    return take_rows(padded, rows_of_tokens(offs, start, num_tokens))

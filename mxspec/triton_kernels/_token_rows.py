@@ -19,14 +19,31 @@ CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 
 
 @triton.jit
-def _last_at_or_before(row, ends, stride, G, CHUNK: tl.constexpr):
-    """How many of the ends, or beginnings, are at or before each row (N,)."""
+def _ended_before(row, ends, stride, G, CHUNK: tl.constexpr):
+    """How many of the ends are at or before each row (N,)."""
     count = row * 0
     for i in range(0, G, CHUNK):
         g = i + tl.arange(0, CHUNK)
         end = tl.load(ends + g * stride, mask=g < G, other=2147483647)
         count += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
     return count
+
+
+@triton.jit
+def _token_at(row, offs, stride_offs, start, stride_start, G, CHUNK: tl.constexpr):
+    """The token of each row (N,), the last if groups share a row, and -1 where there is none; groups in any order.
+
+    Every group is looked at, which costs two loads more than a count of starts in order, and none after it.
+    """
+    token = row * 0 - 1
+    for i in range(0, G, CHUNK):
+        g = i + tl.arange(0, CHUNK)
+        first = tl.load(offs + (g - 1) * stride_offs, mask=(g > 0) & (g < G), other=0)
+        stop = tl.load(offs + g * stride_offs, mask=g < G, other=0)
+        place = row[:, None] - tl.load(start + g * stride_start, mask=g < G, other=0)[None, :]  # within the group
+        here = (place >= 0) & (place < (stop - first)[None, :])
+        token = tl.maximum(token, tl.max(tl.where(here, first[None, :] + place, -1), 1))
+    return token
 
 
 @triton.jit
@@ -44,16 +61,14 @@ def _move_rows(
         _, first, limit, begin = group_of(row0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
         source = first + row - begin
     elif HOW == "place":
-        g = _last_at_or_before(row, start, stride_start, G, CHUNK) - 1
-        first = tl.load(offs + (g - 1) * stride_offs, mask=g > 0, other=0)
-        limit = tl.load(offs + g * stride_offs, mask=g >= 0, other=0)
-        source = first + row - tl.load(start + g * stride_start, mask=g >= 0, other=0)
+        source = _token_at(row, offs, stride_offs, start, stride_start, G, CHUNK)
+        limit = rows_in
     else:
-        g = _last_at_or_before(row, offs, stride_offs, G, CHUNK)
+        g = _ended_before(row, offs, stride_offs, G, CHUNK)
         first = tl.load(offs + (g - 1) * stride_offs, mask=g > 0, other=0)
         source = tl.load(start + g * stride_start, mask=g < G, other=0) + row - first
         limit = tl.where(g < G, rows_in, 0)
-    there = (source >= 0) & (source < tl.minimum(limit, rows_in))  # also where offs or start are out of order
+    there = (source >= 0) & (source < tl.minimum(limit, rows_in))  # also where offs is out of order
     values = tl.load(
         x + (source.to(tl.int64) * stride_m)[:, None] + (k.to(tl.int64) * stride_k)[None, :],
         mask=there[:, None] & (k < K)[None, :], other=0,

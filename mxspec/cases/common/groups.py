@@ -10,8 +10,8 @@ from torch import Tensor
 from mxspec.cases.common.pairwise import Choice
 
 ARRANGEMENTS = (
-    "none", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one", "one offset repeated",
-    "zero repeated", "of 128", "of 128, three hundred", "singles", "forty", "three hundred",
+    "none", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one",
+    "one offset repeated", "one offset thrice", "zero repeated", "of 128", "of 128, three hundred", "singles", "forty", "three hundred",
 )  # fmt: skip
 GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apart"), "offs begin": ("at 0", "later")}
 # What one arrangement shows only with one size.
@@ -37,6 +37,7 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> list[int]:
         "all empty": [0, 0, 0],
         "all to one": [0, 0, 0, 0, T, 0, 0, 0, 0],
         "one offset repeated": [T, *300 * [0]],
+        "one offset thrice": [T, 0, 0],
         "zero repeated": 301 * [0],
         "of 128": [T // 128 // 2 * 128, T // 128 * 128 - T // 128 // 2 * 128],
         "of 128, three hundred": [128 * size for size in _spread(T // 128, 301)],
@@ -81,10 +82,19 @@ def groups_fit(choice: Choice, tokens: int | None, unit: int = 1) -> bool:
         return False
     if arrangement.startswith("of 128"):
         return T >= 128 and T % 128 == 0
-    return 8 * unit <= T or arrangement in ("one", "one offset repeated", "forty", "three hundred", "all to one")
+    return 8 * unit <= T or arrangement in _ANY_TOKENS
 
 
-_REPEATED = ("one offset repeated", "zero repeated")
+def padded_fits(choice: Choice, tokens: str, others: str, pad_to: int) -> bool:
+    """Whether the tokens, once every group is padded, are at most ten million elements."""
+    if not {"groups", tokens, others} <= choice.keys():
+        return True
+    groups = len(sizes_of(choice["groups"], choice[tokens]))
+    return (choice[tokens] + groups * pad_to) * choice[others] <= 10_000_000
+
+
+_ANY_TOKENS = ("one", "one offset repeated", "one offset thrice", "forty", "three hundred", "all to one")
+_REPEATED = ("one offset repeated", "one offset thrice", "zero repeated")
 
 
 def offsets(choice: Choice, tokens: int, unit: int = 1) -> Tensor:

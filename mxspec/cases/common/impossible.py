@@ -28,6 +28,8 @@ IMPOSSIBLE: tuple[tuple[str, str], ...] = (
     (_DIM + r" = 0 \| offs\.(?:sizes|some group|tokens spread|tokens all to one|rest tokens).*", "there are no tokens"),
     (r"\w+\.(?:rows|cols) = 1 \| offs\.(?:sizes multiples of 128|tokens spread)", "there is one token"),
     (_DIM + r" > 4096 \| \1\.(?:rows|cols) > (?:256|1024|4096)", "more than 2.2 million elements in a tensor"),
+    (r"offs\.groups > 256 \| \w+\.cols > (?:256|1024|4096)", "more than ten million elements once groups are padded"),
+    (r"offs\.groups > 32 \| \w+\.cols > 4096", "more than ten million elements once groups are padded"),
     (r"(\w+)\.(?:rows|cols) = 1 \| \1\.(?:saturating block somewhere|block of zeros)", "no 32 elements in a run"),
     (r"scale\.byte .* \| scale\.dtype uint8", "a byte that is no scale means nothing"),
     (r"\w*scale\.strides .* \| scale_layout = blocked", "blocked scales are one run of bytes"),
