@@ -56,11 +56,11 @@ def run_check(options: argparse.Namespace) -> int:
     else:
         candidates = [options.backend] if options.backend else dispatch.backends()
     device = _device(options.device)
-    work: list[tuple[str, check.Candidate, Case | str]] = [
+    work = [
         (op, candidate, case)
         for op in ([options.op] if options.op else dispatch.ops())
         for candidate in candidates
-        for case in (*dispatch.reference(op).spec.cases(), *check.behaviours(op, device))
+        for case in _judged(op, device)
         if options.case in (None, _name(case))
     ]
     if not work and options.op:
@@ -87,6 +87,11 @@ def run_check(options: argparse.Namespace) -> int:
         print(f"mxspec: check: {asked} ran on no case: all were skipped, or are to be refused", file=sys.stderr)
         return 1
     return 1 if any(r.status == "failed" for r in results) else 0
+
+
+def _judged(op: str, device: torch.device) -> list[Case | str]:
+    """The cases of an op, and the names of the behaviours that it promises."""
+    return [*dispatch.reference(op).spec.cases(), *check.behaviours(op, device)]
 
 
 def _name(case: Case | str) -> str:

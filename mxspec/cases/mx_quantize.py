@@ -5,7 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import REPEATED, STACK, axis_of, fits, made, shape_of
+from mxspec.cases.common.quantizers import (
+    EXPERTS_PAST_A_GRID,
+    PAST_A_GRID,
+    REPEATED,
+    STACK,
+    axis_of,
+    fits,
+    made,
+    shape_of,
+)
 from mxspec.cases.common.space import Space
 from mxspec.reference._numerics import SCALINGS
 from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS
@@ -21,7 +30,8 @@ def _make(choice: Choice) -> tuple[Tensor]:
 
 
 OPTIONS = {"axis": (-1, -2), "elem_dtype": ELEM_CHOICES, "scaling": SCALINGS, "scale_layout": SCALE_LAYOUTS}
-SPACE = Space(STACK, _make, OPTIONS, _possible, REPEATED)
+SQUARE = [{"elem_dtype": elem, "rows": 256, "cols": 256, "strides": "row-major"} for elem in ELEM_CHOICES]
+SPACE = Space(STACK, _make, OPTIONS, _possible, [*REPEATED, *SQUARE], [*PAST_A_GRID, EXPERTS_PAST_A_GRID])
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 32"),
     (r"axis = -2 \| x\.rows (?:= 1|odd)", "M is a multiple of 32"),

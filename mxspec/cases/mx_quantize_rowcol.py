@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import REPEATED, STACK, fits, made, shape_of
+from mxspec.cases.common.quantizers import PAST_A_GRID, REPEATED, STACK, fits, made, shape_of
 from mxspec.cases.common.space import Space
 from mxspec.reference._numerics import SCALINGS
 from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS
@@ -18,5 +18,10 @@ def _make(choice: Choice) -> tuple[Tensor]:
 SIZES = (0, 32, 96, 256, 1056, 4128)
 OPTIONS = {"elem_dtype": ELEM_CHOICES, "scaling": SCALINGS, "scale_layout": SCALE_LAYOUTS}
 SPACE = Space(
-    {**STACK, "rows": SIZES, "cols": SIZES}, _make, OPTIONS, lambda choice: fits(choice, 32, 32), REPEATED[:2]
+    {**STACK, "rows": SIZES, "cols": SIZES},
+    _make,
+    OPTIONS,
+    lambda choice: fits(choice, 32, 32),
+    REPEATED[:2],
+    PAST_A_GRID,
 )

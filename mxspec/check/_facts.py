@@ -55,10 +55,12 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
     return frozenset(found)
 
 
-def _size(n: int) -> Iterator[str]:
+def _size(n: int, thresholds: tuple[int, ...] = THRESHOLDS, divided: bool = True) -> Iterator[str]:
     if n < 2:
         yield f"= {n}"
-    yield from (f"> {limit}" for limit in THRESHOLDS if n > limit)
+    yield from (f"> {limit}" for limit in thresholds if n > limit)
+    if not divided:
+        return
     if n % 2:
         yield "odd"
     elif n and n % 16 == 0:
@@ -69,11 +71,16 @@ def _tensor(name: str, t: Tensor, across: bool) -> Iterator[Fact]:
     yield Fact(f"{name}.dtype", str(t.dtype).removeprefix("torch."))
     dims = {1: ("length",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}[t.ndim]
     for dim, size in zip(dims, t.shape, strict=True):
-        yield from (Fact(f"{name}.{dim}", text) for text in _size(size))
+        of_matrix = dim != "experts"  # how many there are decides a grid, and never a tile
+        yield from (
+            Fact(f"{name}.{dim}", text) for text in _size(size, THRESHOLDS if of_matrix else THRESHOLDS[:3], of_matrix)
+        )
     if len(dims) > 1:
         yield Fact(f"{name}.rank", str(len(dims)))
     if not t.numel():
         return
+    if t.ndim > 1 and t.shape[-2] == t.shape[-1] > 1:
+        yield Fact(f"{name}.shape", "square")
     yield from (Fact(f"{name}.strides", text) for text in _strides(t))
     yield Fact(f"{name}.begins", _begins(t))
     if t.is_neg():
@@ -223,8 +230,17 @@ def _offsets(name: str, t: Tensor, tokens: int) -> Iterator[Fact]:
 def pairs(facts: Iterable[Fact]) -> Iterator[Pair]:
     """Every two facts about different things."""
     for one, other in itertools.combinations(sorted(facts), 2):
-        if one.about != other.about:
+        if (
+            one.about != other.about
+            and not (_is_square(one) and "." in other.about)
+            and not (_is_square(other) and "." in one.about)
+        ):
             yield frozenset((one, other))
+
+
+def _is_square(fact: Fact) -> bool:
+    """A fact that matters to an option, such as the axis, and to nothing else."""
+    return fact.value == "square"
 
 
 class Coverage(NamedTuple):

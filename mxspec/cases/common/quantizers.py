@@ -39,6 +39,13 @@ REPEATED = [
     {"values": "special", "rows": 1, "cols": 1056},
     {"values": "special", "rows": 1056, "cols": 1},
 ]
+# A grid holds 65535 programs in its second and third dimension.
+PLAIN = {"experts": None, "strides": "row-major", "values": "finite", "begins": "at 0", "negated": False}
+PAST_A_GRID = [
+    {**PLAIN, "rows": 65600, "cols": 32},
+    {**PLAIN, "rows": 32, "cols": 65600},
+]
+EXPERTS_PAST_A_GRID = {**PLAIN, "rows": 1, "cols": 32, "experts": 65600}
 
 
 def shape_of(choice: Choice) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.formats import INT_OF_BYTES
 from mxspec.reference import _checks
 from mxspec.spec import Case, Reference, these
 
@@ -55,8 +56,11 @@ def _wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
     yield "with one dimension more", t[None]
     yield "with one dimension", t.reshape(-1)
     yield "without a dimension", torch.zeros((), dtype=torch.uint8).to(t.dtype)
+    bits = t.view(INT_OF_BYTES[t.element_size()])
     yield "one column short", t[..., :-1]
+    yield "one column long", torch.cat([bits, bits[..., :1]], -1).view(t.dtype)
     yield "one row short", t[:-1]
+    yield "one row long", torch.cat([bits, bits[:1]]).view(t.dtype)
     yield "None", None
     yield "a list", [0.0]
     yield "on another device", t.to("meta")

@@ -24,6 +24,8 @@ class Space:
     options: the keyword arguments of the op and their values. Each is a dimension too, with `not given` as one more value.
     possible: whether a choice, or a part of one, can be made.
     also: parts of choices to be there as well, where a fact needs more than two dimensions.
+    beyond: choices of values that no dimension has, such as more rows than a grid has programs; what they leave open is
+        the first choice's.
     """
 
     dimensions: Mapping[str, Sequence[Any]]
@@ -31,12 +33,15 @@ class Space:
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     possible: Callable[[Choice], bool] = lambda choice: True
     also: Sequence[Choice] = ()
+    beyond: Sequence[Choice] = ()
 
     @cached_property
     def choices(self) -> list[Choice]:
         options = {name: (NOT_GIVEN, *values) for name, values in self.options.items()}
         decisive = {name: values for name, values in options.items() if name == "axis"}  # which sizes must divide
-        return list(pairwise({**decisive, **self.dimensions, **options}, self.possible, self.also))
+        planned = list(pairwise({**decisive, **self.dimensions, **options}, self.possible, self.also))
+        plain = {name: NOT_GIVEN for name in options}
+        return [*planned, *({**planned[0], **plain, **choice} for choice in self.beyond)]
 
     def cases(self) -> Iterator[Case]:
         for number, choice in enumerate(self.choices, 1):
