@@ -8,41 +8,67 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import EXPERTS, SIZES
+from mxspec.cases.common.quantizers import EXPERTS
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.tensors import laid, small_enough, strides_fit
+from mxspec.cases.common.tensors import BEGINS, laid, small_enough, strides_fit
 from mxspec.reference.to_blocked import blocked_bytes
 from mxspec.spec import random_bits
 
 
 def _possible(choice: Choice) -> bool:
-    if choice.get("strides") in ("rows apart", "one row repeated") and choice.get("experts", 2) in (None, 0, 1):
+    strides, experts = choice.get("strides"), choice.get("experts", 2)
+    sizes = [choice[name] for name in ("rows", "cols", "experts") if choice.get(name) is not None]
+    if strides in ("rows apart", "one row repeated") and experts in (None, 0, 1):
+        return False
+    told = {choice[name] for name in ("strides", "begins") if name in choice}
+    if "none" in told and told != {"none"}:
+        return False
+    if told and 0 in sizes and told != {"none"}:
         return False
     if not {"rows", "cols", "experts"} <= choice.keys():
         return True
-    rows, cols, experts = (choice[name] for name in ("rows", "cols", "experts"))
-    needed = blocked_bytes(rows, cols)
-    shape = (1 if experts is None else experts, needed)
-    fits = small_enough(rows, cols, experts or 1) and small_enough(*shape)
-    strides = choice.get("strides", "row-major")
-    return fits and (strides == "none") == (0 in shape) and strides_fit(strides, shape)
+    shape = (1 if choice["experts"] is None else choice["experts"], blocked_bytes(choice["rows"], choice["cols"]))
+    return small_enough(*shape) and (strides is None or strides_fit(strides, shape))
 
 
 def _make(choice: Choice) -> tuple[Any, ...]:
     rows, cols, experts = (choice[name] for name in ("rows", "cols", "experts"))
-    bits = random_bits(1 if experts is None else experts, blocked_bytes(rows, cols), dtype=torch.uint8).view(
-        choice["dtype"]
-    )
-    blocked: Tensor = laid(bits, choice["strides"], choice["begins"])
+    shape = 1 if experts is None else experts, blocked_bytes(rows, cols)
+    bits = random_bits(*shape, dtype=torch.uint8)
+    if bits.numel():
+        bits[:, :4] = torch.tensor([0, 127, 254, 255], dtype=torch.uint8).roll(experts or 1)
+        bits[:4, 0] = torch.tensor([0, 127, 254, 255], dtype=torch.uint8)[: len(bits)]
+    blocked: Tensor = laid(bits.view(choice["dtype"]), choice["strides"], choice["begins"])
     return blocked[0] if experts is None else blocked, rows, cols
 
 
 DIMENSIONS = {
-    "rows": SIZES,
-    "cols": SIZES,
+    "rows": (0, 1, 32, 161, 256, 272, 1056, 4128),
+    "cols": (0, 1, 33, 48, 161, 256, 272, 1056, 4128),
     "experts": EXPERTS,
     "strides": ("none", "row-major", "rows apart", "columns apart", "one row repeated", "one column repeated"),
-    "begins": ("at 0", "at a later word", "between words"),
+    "begins": ("none", *BEGINS),
     "dtype": (torch.uint8, torch.float8_e8m0fnu),
 }
-SPACE = Space(DIMENSIONS, _make, {}, _possible)
+ALSO = [
+    {"strides": "one column repeated", "experts": 9, "dtype": torch.float8_e8m0fnu},
+    {"strides": "one row repeated", "experts": 9, "dtype": torch.float8_e8m0fnu},
+    {"experts": None, "rows": 4128, "cols": 1},
+    {"experts": None, "rows": 1, "cols": 4128},
+    {"experts": None, "rows": 161, "cols": 256},
+    {"experts": None, "rows": 256, "cols": 4128, "begins": "at 0"},
+    {"experts": 9, "rows": 0, "cols": 1},
+    {"experts": 9, "rows": 1, "cols": 0},
+    {"experts": 9, "rows": 256, "cols": 0},
+    *({"experts": None, "rows": 0, "cols": cols} for cols in (1, 256, 4128)),
+    *({"experts": None, "rows": rows, "cols": 0} for rows in (1, 256, 4128)),
+]
+SPACE = Space(DIMENSIONS, _make, {}, _possible, ALSO)
+IMPOSSIBLE = (
+    (r"blocked\.length .* \| blocked\.(?:rows|cols|rank) .*", "one matrix's bytes are a vector"),
+    (r"blocked\.length .* \| blocked\.strides (?:one row repeated|rows apart)", "a vector has no rows"),
+    (r"(?:rows|cols) = 0 \| blocked\.(?:strides|begins|byte \d+) .*", "there are no bytes"),
+    (r"(?:rows|cols) = 0 \| blocked\.(?:length|cols) (?:> .*|a multiple of 128)", "there are no bytes"),
+    (r"rows > 4096 \| cols > (?:1024|4096)", "more than 2.2 million bytes"),
+    (r"rows > 1024 \| cols > 4096", "more than 2.2 million bytes"),
+)

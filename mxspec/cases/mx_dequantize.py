@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mxspec.cases.common.codes import SCALES, mx_scale, scale_fits
@@ -27,7 +28,7 @@ def _possible(choice: Choice) -> bool:
     axis, plain = axis_of(choice), scale_shape(choice, 32)
     if not fits(choice, 32 if axis == -2 else 1, 32 if axis == -1 else 1):
         return False
-    return plain is None or scale_fits(choice, plain, given(choice, "scale_layout", "plain"))
+    return scale_fits(choice, plain, given(choice, "scale_layout", "plain"))
 
 
 def _make(choice: Choice) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,7 @@ def _make(choice: Choice) -> tuple[Tensor, Tensor]:
     return laid(codes, choice["strides"], choice["begins"]), scale
 
 
-SIZES = (0, 1, 32, 33, 256, 1056, 4128)
+SIZES = (0, 1, 32, 33, 256, 1056, 8256)  # 8256 / 2 bytes of float4 are more than 4096
 DIMENSIONS = {
     "rows": SIZES,
     "cols": SIZES,
@@ -54,12 +55,28 @@ DIMENSIONS = {
     **SCALES,
 }
 OPTIONS = {"axis": (-1, -2), "out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS}
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible)
+NAN = {"values": "bits", "dtype": torch.float8_e4m3fn}
+ALSO = [
+    {"rows": 256, **NAN},
+    {"rows": 1, "cols": 256, **NAN},
+    {"experts": 257, "rows": 32, "cols": 32, **NAN},
+    {"scale strides": "rows apart", **NAN},
+    {"axis": -1, "rows": 33, "strides": "one column repeated", **NAN},  # one of the rows is zeros
+]
+SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO)
+SCALE_IMPOSSIBLE = (
+    (r"qdata\.(?:rows|cols|experts) = 0 \| scale\..*", "there are no scales"),
+    (
+        r"qdata\.(?:rows|cols) = 1 \| scale\.strides (?:one row repeated|rows apart|column-major|experts .*)",
+        "the scale has one row, which has no stride",
+    ),
+    (r"qdata\.(?:rank 2|experts = 1) \| scale\.strides (?:one expert repeated|experts .*)", "there is no other expert"),
+)
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| qdata\.cols (?:= 1|odd)", "K is a multiple of 32"),
     (r"axis = -2 \| qdata\.rows (?:= 1|odd)", "M is a multiple of 32"),
     (r"qdata\.cols (?:= 1|odd) \| qdata\.rows (?:= 1|odd)", "one of them is a multiple of 32"),
     (r"qdata\.dtype float4_e2m1fn_x2 \| qdata\.[+-]?(?:NaN|Inf) .*", "e2m1 has neither NaN nor Inf"),
     (r"qdata\.dtype float8_e4m3fn \| qdata\.[+-]Inf .*", "e4m3fn has no Inf"),
-    (r"qdata\.(?:rows|cols|experts) = 0 \| scale\..*", "there are no scales"),
+    *SCALE_IMPOSSIBLE,
 )

@@ -6,31 +6,45 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.tensors import laid, scale_bytes, strides_fit
+from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, STRIDES, laid, plant, scale_bytes, strides_fit
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.spec import random_normal
 
-SCALE_STRIDES = ("row-major", "column-major", "rows apart", "columns apart", "one row repeated", "one column repeated")
+_SPECIAL = (torch.nan, torch.inf, 0.0, -0.0, -torch.inf, -1.5, 2.0**-140, torch.finfo().max)
+SPECIALS = len(_SPECIAL)  # so many scales in a row or a column are special
+SCALE_STRIDES = (*STRIDES, *EXPERT_STRIDES)
 SCALES = {
-    "scale values": ("near 1", "special"),
+    "scale values": ("none", "near 1", "special"),
     "scale strides": SCALE_STRIDES,
-    "scale begins": ("at 0", "at a later word", "between words"),
+    "scale begins": BEGINS,
 }
 
 
-def scale_fits(choice: Choice, plain: tuple[int, ...], layout: str | None = "plain", name: str = "scale") -> bool:
-    """Whether scales of a plain shape can lie so; blocked ones are one run of bytes, and an empty tensor has no strides."""
-    strides = choice.get(f"{name} strides", "row-major")
-    if layout == "blocked" or 0 in plain:
-        return strides == "row-major"
-    return strides_fit(strides, plain)
+def scale_fits(
+    choice: Choice, plain: tuple[int, ...] | None, layout: str | None = "plain", name: str = "scale"
+) -> bool:
+    """Whether scales of a plain shape, None while that is open, can be and lie so.
+
+    Blocked ones are one run of bytes. Empty ones have neither values nor strides nor a place.
+    """
+    values, strides, begins = (choice.get(f"{name} {what}") for what in ("values", "strides", "begins"))
+    told = [word for word in (values, strides) if word is not None]
+    if "none" in told and (set(told) != {"none"} or begins not in (None, "at 0")):
+        return False
+    if layout == "blocked" and strides not in (None, "none", "row-major"):
+        return False
+    if plain is None:
+        return True
+    if 0 in plain:
+        return set(told) <= {"none"} and begins in (None, "at 0")
+    return "none" not in told and (strides is None or strides_fit(strides, plain))
 
 
 def mx_scale(
     plain: tuple[int, ...], choice: Choice, layout: str = "plain", name: str = "scale", seed: int = 1
 ) -> Tensor:
     """E8M0 scales of a plain shape, in either layout."""
-    scale = scale_bytes(plain, choice["scale values"], seed)
+    scale = scale_bytes(plain, choice[f"{name} values"], seed)
     if layout == "blocked":
         return laid_flat(to_blocked(scale), choice[f"{name} begins"])
     return laid(scale, choice[f"{name} strides"], choice[f"{name} begins"])
@@ -39,11 +53,8 @@ def mx_scale(
 def fp32_scale(shape: tuple[int, ...], choice: Choice) -> Tensor:
     """fp32 scales: near 1; or with every special value."""
     scale = random_normal(*shape, dtype=torch.float32, seed=1).abs()
-    if choice["scale values"] == "special" and scale.numel():
-        special = torch.tensor([torch.nan, torch.inf, 0.0, -0.0, -torch.inf, -1.5, 2.0**-140, torch.finfo().max])
-        flat = scale.view(-1)
-        flat[: len(special)] = special[: flat.numel()]
-        flat[-len(special) :] = special.flip(0)[-flat.numel() :]
+    if choice["scale values"] == "special":
+        plant(scale, torch.tensor(_SPECIAL))
     return laid(scale, choice["scale strides"], choice["scale begins"])
 
 

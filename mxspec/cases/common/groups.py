@@ -1,4 +1,4 @@
-"""Token groups of every arrangement: empty ones first, inside and last, all tokens to one, more groups than a kernel's chunk."""
+"""Token groups of every arrangement: empty ones first, inside and last, all tokens to one, more than a kernel's chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mxspec.cases.common.pairwise import Choice
 
 ARRANGEMENTS = (
     "none", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one",
-    "one offset repeated", "one offset thrice", "zero repeated", "of 128", "of 128, three hundred", "singles", "forty", "three hundred",
+    "one offset repeated", "one offset thrice", "zero repeated", "of 128", "of 128, three hundred", "singles", "forty",
+    "three hundred",
 )  # fmt: skip
 GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apart"), "offs begin": ("at 0", "later")}
 # What one arrangement shows only with one size.

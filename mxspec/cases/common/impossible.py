@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 _DIM = r"(\w+)\.(?:rows|cols|experts|length)"
-_VALUE = r"\.(?:[+-]?(?:NaN|Inf)|-0|subnormal|largest|negative|tie of e\w+|values|saturating block|block|row of zeros|byte \d+)"
+_VALUE = (
+    r"\.(?:[+-]?(?:NaN|Inf)|-0|subnormal|largest|negative|tie of e\w+|values|saturating block|block|row of zeros"
+    r"|byte \d+)"
+)
 
 IMPOSSIBLE: tuple[tuple[str, str], ...] = (
     (_DIM + r" = 0 \| \1\.(?:strides|begins|sign) .*", "an empty tensor has no place in memory"),
@@ -31,6 +34,6 @@ IMPOSSIBLE: tuple[tuple[str, str], ...] = (
     (r"offs\.groups > 256 \| \w+\.cols > (?:256|1024|4096)", "more than ten million elements once groups are padded"),
     (r"offs\.groups > 32 \| \w+\.cols > 4096", "more than ten million elements once groups are padded"),
     (r"(\w+)\.(?:rows|cols) = 1 \| \1\.(?:saturating block somewhere|block of zeros)", "no 32 elements in a run"),
-    (r"scale\.byte .* \| scale\.dtype uint8", "a byte that is no scale means nothing"),
+    (r"(\w+)\.byte .* \| \1\.dtype uint8", "a byte that is no scale means nothing"),
     (r"\w*scale\.strides .* \| scale_layout = blocked", "blocked scales are one run of bytes"),
 )

@@ -22,7 +22,8 @@ def pairwise(
         possible: whether some or all of a choice can be made; a part that cannot be made must stay so when it grows.
         also: parts of choices, each with some dimensions, that are to be there as well.
 
-    >>> for choice in pairwise({"axis": (-1, -2), "rows": (1, 32), "cols": (1, 32)}, lambda c: c.get("rows") != c.get("cols")):
+    >>> sizes = {"axis": (-1, -2), "rows": (1, 32), "cols": (1, 32)}
+    >>> for choice in pairwise(sizes, lambda c: c.get("rows") != c.get("cols")):
     ...     print(*choice.values())
     -1 1 32
     -1 32 1

@@ -54,7 +54,7 @@ def shape_of(choice: Choice) -> tuple[int, ...]:
 
 
 def fits(choice: Choice, rows: int = 1, cols: int = 1) -> bool:
-    """Whether a tensor of such a size, such strides and such values can be made; rows and cols have to divide its own."""
+    """Whether a tensor of such sizes, strides and values can be made; rows and cols have to divide its own."""
     if choice.get("rows", 0) % rows or choice.get("cols", 0) % cols:
         return False
     told = [choice[name] for name in ("strides", "values") if name in choice]

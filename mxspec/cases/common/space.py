@@ -21,11 +21,12 @@ class Space:
 
     dimensions: the values of each; a choice takes one value of each.
     make: the positional arguments of a choice.
-    options: the keyword arguments of the op and their values. Each is a dimension too, with `not given` as one more value.
+    options: the keyword arguments of the op and their values. Each is a dimension too, with one more value, `not given`.
     possible: whether a choice, or a part of one, can be made.
     also: parts of choices to be there as well, where a fact needs more than two dimensions.
     beyond: choices of values that no dimension has, such as more rows than a grid has programs; what they leave open is
         the first choice's.
+    decisive: the options that decide what other dimensions may be, and so come first.
     """
 
     dimensions: Mapping[str, Sequence[Any]]
@@ -34,11 +35,12 @@ class Space:
     possible: Callable[[Choice], bool] = lambda choice: True
     also: Sequence[Choice] = ()
     beyond: Sequence[Choice] = ()
+    decisive: Sequence[str] = ("axis",)
 
     @cached_property
     def choices(self) -> list[Choice]:
         options = {name: (NOT_GIVEN, *values) for name, values in self.options.items()}
-        decisive = {name: values for name, values in options.items() if name == "axis"}  # which sizes must divide
+        decisive = {name: values for name, values in options.items() if name in self.decisive}
         planned = list(pairwise({**decisive, **self.dimensions, **options}, self.possible, self.also))
         plain = {name: NOT_GIVEN for name in options}
         return [*planned, *({**planned[0], **plain, **choice} for choice in self.beyond)]

@@ -32,7 +32,7 @@ def laid(t: Tensor, strides: str = "row-major", begins: str = "at 0") -> Tensor:
     """The same values with these strides; of a repeated row or column the first is taken."""
     bits = t.resolve_neg().view(INT_OF_BYTES[t.element_size()])
     moved = _LAYOUTS[strides](bits)
-    start = {"at 0": 0, "at a later word": 64 // t.element_size(), "between words": 1}[begins]
+    start = {"none": 0, "at 0": 0, "at a later word": 64 // t.element_size(), "between words": 1}[begins]
     if start:
         extent = 1 + sum((size - 1) * stride for size, stride in zip(moved.shape, moved.stride(), strict=True))
         memory = torch.empty(start + max(extent, 0), dtype=bits.dtype)
@@ -135,8 +135,20 @@ def _plant(rows: Tensor, turn: int) -> None:
         rows[row, column : column + len(kind)] = kind
 
 
+def plant(t: Tensor, values: Tensor) -> None:
+    """The values along the first row and column of the tensor and, the other way round, along its last ones.
+
+    Each repetition of a row, a column or an expert then shows them.
+    """
+    for row, line in ((0, values), (-1, values.flip(0))):
+        n = min(len(line), t.shape[-2])
+        t[..., slice(n) if row == 0 else slice(-n, None), row] = line[:n] if row == 0 else line[-n:]
+        n = min(len(line), t.shape[-1])
+        t[..., row, slice(n) if row == 0 else slice(-n, None)] = line[:n] if row == 0 else line[-n:]
+
+
 def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: int = 0) -> Tensor:
-    """Codes of a format: numbers; any byte; or zeros of both signs."""
+    """Codes of a format: numbers; any byte, with each NaN and Inf; or zeros of both signs."""
     fmt = BY_DTYPE[dtype]
     if values == "zeros":
         return (random_bits(*shape, dtype=torch.uint8, seed=seed) & (0x88 if fmt.per_byte > 1 else 0x80)).view(dtype)
@@ -144,6 +156,8 @@ def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: i
     if values == "finite" and fmt.per_byte == 1:
         magnitude = bits & 0x7F
         bits = torch.where(magnitude > fmt.largest_code, bits & 0x80, bits)
+    if values == "bits" and bits.numel():
+        plant(bits, torch.tensor([0x7F, 0xFF, 0x7C, 0xFC, 0x80, 0x7E, 0x7B, 0x01], dtype=torch.uint8))
     return bits.view(dtype)
 
 
@@ -153,8 +167,5 @@ def scale_bytes(shape: tuple[int, ...], values: str, seed: int = 1) -> Tensor:
     if values != "special":
         bits = 120 + bits % 16
     elif bits.numel():
-        flat = bits.view(-1)
-        extremes = torch.tensor([255, 0, 254, 127], dtype=torch.uint8)[: flat.numel()]
-        flat[: len(extremes)] = extremes
-        flat[-len(extremes) :] = extremes.flip(0)
+        plant(bits, torch.tensor([255, 0, 254, 127], dtype=torch.uint8))
     return bits.view(E8M0FNU.dtype)
