@@ -47,12 +47,20 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
         if position and name.endswith("scale"):
             found |= set(_beside(name, value))
         elif not isinstance(value, Tensor):
-            found |= {Fact(name, text) for text in _size(value)}
+            found |= {Fact(name, text) for text in _number(value, beside_groups="offs" in signature.parameters)}
         elif value.dtype == torch.int32 and value.ndim == 1:
             found |= set(_offsets(name, value, cases.tokens(op, args)))
         else:
-            found |= set(_tensor(name, value, cases.across(op, kwargs)))
+            found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
     return frozenset(found)
+
+
+def _number(n: int, beside_groups: bool) -> Iterator[str]:
+    """A size; beside token groups a count of their rows, which says little, or what they are padded to a multiple of."""
+    if not beside_groups:
+        yield from _size(n)
+    else:
+        yield "= 0" if n == 0 else "> 0"
 
 
 def _size(n: int, thresholds: tuple[int, ...] = THRESHOLDS, divided: bool = True) -> Iterator[str]:
@@ -67,7 +75,7 @@ def _size(n: int, thresholds: tuple[int, ...] = THRESHOLDS, divided: bool = True
         yield "a multiple of 128" if n % 128 == 0 else "a multiple of 16"
 
 
-def _tensor(name: str, t: Tensor, across: bool) -> Iterator[Fact]:
+def _tensor(name: str, t: Tensor, across: bool, moved: bool) -> Iterator[Fact]:
     yield Fact(f"{name}.dtype", str(t.dtype).removeprefix("torch."))
     dims = {1: ("length",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}[t.ndim]
     for dim, size in zip(dims, t.shape, strict=True):
@@ -85,6 +93,8 @@ def _tensor(name: str, t: Tensor, across: bool) -> Iterator[Fact]:
     yield Fact(f"{name}.begins", _begins(t))
     if t.is_neg():
         yield Fact(f"{name}.sign", "of a negated view")
+    if moved:
+        return
     values = t.resolve_neg().mT if across and t.ndim > 1 else t.resolve_neg()
     if t.dtype == E8M0FNU.dtype:
         yield from _bytes(name, t)
@@ -201,7 +211,8 @@ _ENDS = {"first": 0, "last": -1}
 
 def _offsets(name: str, t: Tensor, tokens: int) -> Iterator[Fact]:
     """How token groups are arranged; `start` has the same dtype and rank, and its order is what matters."""
-    yield from (Fact(f"{name}.groups", text) for text in _size(len(t)))
+    if name == "offs":
+        yield from (Fact(f"{name}.groups", text) for text in _size(len(t), THRESHOLDS[:3]))
     if not len(t):
         return
     if len(t) > 1:

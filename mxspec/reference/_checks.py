@@ -34,6 +34,12 @@ def boolean(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} = {value!r}; needs True or False")
 
 
+def flag(op: str, name: str, value: bool) -> bool:
+    """The flag itself, which is no number and no text: as an `if` reads it, "no" is true."""
+    boolean(op, name, value)
+    return value
+
+
 def rank(op: str, name: str, tensor: Tensor, allowed: Collection[int]) -> None:
     if tensor.ndim not in allowed:
         needs = " or ".join(f"{n}-D" for n in allowed)

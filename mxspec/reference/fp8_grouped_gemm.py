@@ -62,7 +62,7 @@ def check_args(
     _checks.shape(op, "a_scale", a_scale, (M, C), f"(1x128 blocks) for a {(M, K)}")
     _checks.shape(op, "b_scale", b_scale, (E, -(-N // FP8_BLOCK_SIZE), C), f"(128x128 blocks) for b {(E, N, K)}")
     _checks.fits_int32(op, f"the padded rows of {E} groups", M + FP8_BLOCK_SIZE * E)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "M", M, alignment)
 
 

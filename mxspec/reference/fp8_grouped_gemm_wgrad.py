@@ -38,7 +38,7 @@ def check_groups(
         if not flat.is_contiguous():
             raise ValueError(f"{op}: {name} has strides {flat.stride()}; needs it contiguous, for it is read as flat")
     _checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", R)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "R", R, FP8_BLOCK_SIZE)
 
 

@@ -68,7 +68,7 @@ def check_args(
         blocked = round_up(rows, 128), C + 4 * E
         check_scale(op, f"{name}_scale", scale, (rows, C), blocked, scale_layout, operand)
     _checks.fits_int32(op, f"the padded rows of {E} groups", M + 128 * E)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "M", M, MX_BLOCK_SIZE)
 
 

@@ -51,7 +51,7 @@ def check_args(
         _checks.multiple(op, "K", x.shape[1], MX_BLOCK_SIZE)
     rows = padded_rows(x.shape[0], offs.shape[0], pad_to) + 128 * offs.shape[0]
     _checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "M", x.shape[0])
 
 

@@ -23,7 +23,7 @@ def check_args(x: Tensor, offs: Tensor, alignment: int, *, check_offs: bool = Fa
     _checks.positive(op, "alignment", alignment)
     rows = padded_rows(x.shape[0], offs.shape[0], alignment)
     _checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "M", x.shape[0])
 
 

@@ -24,7 +24,7 @@ def check_args(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *, check_o
     _checks.shape(op, "start", start, tuple(offs.shape), "as offs has")
     _checks.size(op, "num_rows", num_rows)
     _checks.fits_int32(op, "num_rows", num_rows)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "M", x.shape[0])
 
 

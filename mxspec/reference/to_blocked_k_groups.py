@@ -24,7 +24,7 @@ def check_args(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> None
     _checks.offsets(op, "offs", offs, ("scale", scale))
     columns = padded_rows(scale.shape[1], offs.shape[0], 4)
     _checks.fits_int32(op, f"the padded columns of {offs.shape[0]} groups", columns)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "C", scale.shape[1])
 
 

@@ -24,7 +24,7 @@ def check_args(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> None
     _checks.offsets(op, "offs", offs, ("scale", scale))
     rows = padded_rows(scale.shape[0], offs.shape[0], 128)
     _checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "M", scale.shape[0])
 
 

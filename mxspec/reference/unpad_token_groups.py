@@ -23,7 +23,7 @@ def check_args(padded: Tensor, offs: Tensor, start: Tensor, num_tokens: int, *, 
     _checks.shape(op, "start", start, tuple(offs.shape), "as offs has")
     _checks.size(op, "num_tokens", num_tokens)
     _checks.fits_int32(op, "num_tokens", num_tokens)
-    if check_offs:
+    if _checks.flag(op, "check_offs", check_offs):
         _checks.offs_in_order(op, offs, "num_tokens", num_tokens)
 
 

@@ -19,6 +19,7 @@ GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apar
 ARRANGED = [
     {"groups": "one offset repeated", "rows": 256, "rest": False},
     {"groups": "one offset repeated", "rows": 1, "rest": False},
+    {"groups": "forty", "rows": 1, "rest": False, "offs": "dense"},
     {"groups": "one", "rows": 256, "rest": False},
     {"groups": "of 128, three hundred", "rest": True, "offs": "apart"},
 ]

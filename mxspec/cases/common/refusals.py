@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import INT_OF_BYTES
-from mxspec.reference import _checks
 from mxspec.spec import Case, Reference, these
 
 DTYPES = (torch.uint8, torch.bool, torch.int32, torch.float64, torch.bfloat16, torch.float8_e5m2)
@@ -40,9 +39,6 @@ def refusals(reference: Reference[..., Any], valid: Case) -> Iterator[Case]:
 def _refused(reference: Reference[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """The error that the public op raises for such a call."""
     try:
-        for name, parameter in inspect.signature(reference).parameters.items():
-            if parameter.annotation == "bool" and name in kwargs:
-                _checks.boolean(reference.__name__, name, kwargs[name])
         reference.spec.check_args(*args, **kwargs)
     except (TypeError, ValueError) as error:
         return error
