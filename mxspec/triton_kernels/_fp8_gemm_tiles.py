@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.triton_kernels._groups import chunk, group_of, tokens_of
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import FUSED, for_device
 
 _TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 CONFIGS = {(9, 0): _TILE, (10, 0): _TILE}
@@ -108,5 +108,5 @@ def fp8_tiles(
         a, a.stride(0), a_scale, *a_scale.stride(), b, *of_b[:2], b_scale, *of_b_scale, out, *of_out[:2],
         offs, 0 if offs is None else offs.stride(0), E, M_tiles, M, N, K // FP8_BLOCK_SIZE,
         GROUPS=groups, VECTOR=groups == "K" or (not groups and b_scale.shape[0] == N != 1), ACCUMULATE=accumulate,
-        CHUNK=chunk(E), **config,
+        CHUNK=chunk(E), **config, **FUSED,
     )  # fmt: skip
