@@ -83,11 +83,13 @@ def test_machine_code(version: str) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("version", OTHERS)
+@pytest.mark.parametrize("version", OTHERS[1:])
 def test_tiles_of_the_gluon_kernels(version: str) -> None:
-    """Which the ops' cases are too small to choose."""
+    """Which the ops' cases are too small to choose, with outputs of fp32, which take the most registers. The oldest
+    release is left to a GPU, where the same files run all of them."""
     files = [f"tests/test_{name}_sm90.py" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm")]
-    run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "without_spilling", *files, cwd=ROOT)
+    chosen = "without_spilling and not bfloat16"
+    run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, cwd=ROOT)
     assert run.returncode == 0, run.stdout
     assert " passed" in run.stdout
 
