@@ -20,9 +20,10 @@ NBVAL = $(PYTHON) -m pytest -q -o addopts= -n $(WORKERS) --dist loadscope \
 # Where kernels are called by their backend's name, and so run on the CPU only interpreted.
 INTERPRETED = $(addprefix tests/test_,conformance.py int64.py limits.py pad_token_groups.py fp8_factors.py \
     fp8_quantize_1x128.py fp8_dequantize.py mx_gemm_tiles.py mx_gemm_blackwell.py mutants.py)
-# An older triton, for kernels to be compiled under it too: a folder put first on PYTHONPATH, no second torch.
-OLD_TRITON := 3.6.0
-export MXSPEC_OLD_TRITON = $(if $(VENV),$(VENV)/triton-$(OLD_TRITON))
+# The other releases of triton that pyproject.toml takes, from the oldest to the newest, for kernels to be compiled and
+# interpreted under them too: each a folder put first on PYTHONPATH, no second torch.
+OTHER_TRITONS := 3.6.0 3.8.0 3.9.0
+export MXSPEC_TRITONS = $(abspath $(VENV))
 # The checkout itself, from whichever folder a test or a notebook runs, installed or not.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Helion ships configurations with its kernels; none is searched for at run time.
@@ -92,7 +93,9 @@ $(VENV)/base: pyproject.toml constraints.txt
 
 $(VENV)/ready: $(VENV)/base
 	$(PIP) -c constraints.txt -e '.[dev,notebooks]'
-	$(PIP) --no-deps --target $(VENV)/triton-$(OLD_TRITON) --upgrade triton==$(OLD_TRITON)
+	for version in $(OTHER_TRITONS); do \
+	    $(PIP) --no-deps --target $(VENV)/triton-$$version --upgrade triton==$$version || exit 1; \
+	done
 	touch $@
 
 $(VENV)/docs: $(VENV)/base

@@ -6,7 +6,8 @@ what it would launch is compiled instead, with the signature, the alignments and
 A kernel module says with `PTX` what its machine code must show: regular expressions that are searched in the PTX of
 every case with contiguous, 16-byte aligned tensors and without the flag `edge`; a tuple for both targets or a dict by
 target. `PTX = "no: reason"` is said by a module that has no machine code of its own. In all cases no kernel may touch
-local memory, which is also where registers are spilled to.
+local memory, which is also where registers are spilled to, and none whose bytes are promised may have a sum of floats,
+whose rounding would depend on whether the compiler fuses it with a product.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -171,10 +173,12 @@ class MachineCode:
     shared_bytes: int
     load_bytes: int  # the widest access to global memory by one thread
     store_bytes: int
+    has_float_sum: bool  # one outside of matrix instructions
     instructions: tuple[str, ...]  # those that convert to narrow floats, multiply matrices or copy tiles
     ptx: str = field(repr=False)
 
 
+_FLOAT_SUM = re.compile(r"= f(?:add|sub) (?!float -?0\.0+e\+00,)")  # of LLVM's, which negates by a difference to 0
 _INSTRUCTION = re.compile(r"\b(?:cvt\.r\w+\.satfinite|wgmma\.mma|tcgen05|mma\.sync|cp\.async\.bulk)[.\w:]*")
 
 
@@ -203,7 +207,8 @@ def _measure(kernel: Any, target: str) -> MachineCode:
         ptx = kernel.asm["ptx"]
         _measured[kernel.hash] = MachineCode(
             kernel.metadata.name, target, most["REG"], most["STACK"] + most["LOCAL"], kernel.metadata.shared,
-            _widest("ld", ptx), _widest("st", ptx), tuple(sorted(set(_INSTRUCTION.findall(ptx)))), ptx,
+            _widest("ld", ptx), _widest("st", ptx), bool(_FLOAT_SUM.search(kernel.asm["llir"])),
+            tuple(sorted(set(_INSTRUCTION.findall(ptx)))), ptx,
         )  # fmt: skip
     return _measured[kernel.hash]
 
@@ -326,6 +331,7 @@ def compile_op(op: str, backend: str, target: str, cover: int = 0) -> list[Resul
     if isinstance(module, str) or (isinstance(ptx, str) and ptx.startswith("no: ")):
         return [Result(op, backend, "all", target, skipped=module if isinstance(module, str) else str(ptx))]
     fn, expected, results = getattr(module, op), _expected(module, target), []
+    exact = reference(op).spec.min_sqnr_db == math.inf
     with fake_gpu(target) as compiled:
         calls = [_call(case, module, bool(cover)) for case in reference(op).spec.cases()]
         for call in _covered(calls, fn, cover) if cover else calls:
@@ -340,6 +346,7 @@ def compile_op(op: str, backend: str, target: str, cover: int = 0) -> list[Resul
                 results.append(result(problems=tuple(f"{type(e).__name__}: {e}" for e in causes)))
                 continue
             wrong = problems(code, expected, [*call.args, *call.kwargs.values()], _is_edge(call.case))
+            wrong += [f"{c.kernel} has a sum of floats, and promises bytes" for c in code if exact and c.has_float_sum]
             results.append(result(code=tuple(code), problems=tuple(wrong)))
     return results
 

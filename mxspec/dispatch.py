@@ -509,9 +509,11 @@ class Explanation:
     asked: str
     backend: str | None  # None: the call would raise
     reasons: dict[str, str]
+    note: str | None = None  # how that backend runs the call, where it is not as its rank was measured
 
     def __str__(self) -> str:
         head = f"{self.op}: {self.asked!r} " + (f"runs {self.backend!r}" if self.backend else "raises")
+        head += f", {self.note}" if self.note else ""
         return "\n".join([head, *(f"  {backend:<10} {reason}" for backend, reason in self.reasons.items())])
 
 
@@ -551,4 +553,5 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
                 reasons[other] = refusal(name, other, args, kwargs) or f"could run it, but {asked!r} was asked for"
         if why_not:
             reasons = {asked: why_not, **reasons}
-    return Explanation(name, asked, chosen, reasons)
+    note = getattr(kernel_module(name, chosen), "note", None) if chosen not in (None, "reference") else None
+    return Explanation(name, asked, chosen, reasons, note and note(*args, **kwargs))

@@ -2,12 +2,12 @@
 
 Its float conversion (triton 3.6 to 3.9) loses the carry of a rounding (fp32 31.4 becomes the e4m3 16), breaks ties away
 from even, and widens bfloat16 subnormals, Inf and NaN wrongly; torch's casts are right. Its fused multiply-add rounds
-twice. And it calls the own combine function of a reduction or a scan, which Helion's always have, once an element:
-minutes for a few thousand. And it computes whether integers overflow, in order to assert what only its debug mode
-asserts. And it looks through `triton.language` for what to replace at every call of a device function, where once a
-launch is enough, builds its table of numpy's types at every use, and describes the shape of every value anew, as a
-compiler may, which sees an instruction once. And numpy, on which it computes, warns of Inf and NaN, of which a GPU says
-nothing.
+twice. Its comparisons keep the operands' type, and triton 3.9 refuses one of numbers as a mask. And it calls the own
+combine function of a reduction or a scan, which Helion's always have, once an element: minutes for a few thousand. And
+it computes whether integers overflow, in order to assert what only its debug mode asserts. And it looks through
+`triton.language` for what to replace at every call of a device function, where once a launch is enough, builds its
+table of numpy's types at every use, and describes the shape of every value anew, as a compiler may, which sees an
+instruction once. And numpy, on which it computes, warns of Inf and NaN, of which a GPU says nothing.
 
 Of Helion's, HELION_INTERPRET=1, only the time is corrected that it takes to multiply FP8.
 """
@@ -65,6 +65,12 @@ def install() -> None:
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         values = fused_multiply_add(x.data, y.data, z.data) if x.data.dtype == np.float32 else x.data * y.data + z.data
         return interpreter.TensorHandle(values, z.dtype.scalar)
+
+    def comparing(create: Any) -> Any:
+        def compare(self: Any, lhs: Any, rhs: Any) -> Any:
+            return interpreter.TensorHandle(create(self, lhs, rhs).data, interpreter.tl.int1)
+
+        return compare
 
     def generic_reduce(self: Any, input: tuple[Any, ...]) -> Any:
         """Combine neighbours along the axis, all pairs at once, until one is left: sizes are powers of two."""
@@ -135,6 +141,9 @@ def install() -> None:
     core.block_type.__init__ = block_type_init
     core.tensor.__init__ = tensor_init
     interpreter.InterpreterBuilder.create_fma = create_fma
+    for name, create in vars(interpreter.InterpreterBuilder).copy().items():
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(interpreter.InterpreterBuilder, name, comparing(create))
     interpreter.ReduceOps.generic_reduce = generic_reduce
     interpreter.ScanOps.generic_scan = generic_scan
 

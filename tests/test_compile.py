@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mxspec import compile as mx_compile
 from mxspec.compile import TARGETS, Result, compile_call, compile_op, kernels, problems, unavailable
-from mxspec.dispatch import reference
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -27,7 +24,7 @@ from triton.experimental.gluon import language as gl
 each_target = pytest.mark.parametrize("target", TARGETS)
 
 # Any two options of a Triton kernel meet on sm_90, where it is run. What breaks a pair breaks it as a rule on both
-# targets and under both releases of Triton, and what breaks an option on one of them shows in any case that has it.
+# targets and under every release of Triton, and what breaks an option on one of them shows in any case that has it.
 # A pair costs Helion a second to trace; `python -m mxspec compile` has them all.
 TOGETHER = {("triton", "sm90"): 2}
 
@@ -45,35 +42,6 @@ def test_machine_code(op: str, backend: str, target: str, monkeypatch) -> None:
         pytest.skip("; ".join(sorted({r.skipped for r in results})))
 
 
-ROOT = Path(mx_compile.__file__).parents[1]
-OLD = Path(os.environ.get("MXSPEC_OLD_TRITON", ROOT / ".venv/triton-3.6.0"))
-OLD_TARGET = "sm90"  # where that release is used
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(triton.__version__.startswith("3.6."), reason="this is the old triton")
-@pytest.mark.skipif(not (OLD / "triton").is_dir(), reason=f"no triton in {OLD} (MXSPEC_OLD_TRITON)")
-def test_machine_code_of_the_old_triton() -> None:
-    """All ops in one run: its processes import torch once, not once an op. What Helion generates is left to a GPU with
-    that release, where it runs; Gluon's language differs between the two."""
-    chosen = ["--cover", "1", "--target", OLD_TARGET, "--backend", "triton"]
-    command = [sys.executable, "-m", "mxspec.compile", "--json", *chosen]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(OLD), str(ROOT)])}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode in (0, 1), run.stderr
-    report = json.loads(run.stdout)
-    assert report["triton"] != triton.__version__
-    results = [Result(**row) for row in report["results"]]
-    assert not [(r.op, r.backend, r.target, r.case, r.problems) for r in results if r.problems]
-    assert {r.target for r in results} == {OLD_TARGET}
-    compiled: dict[tuple[str, str], list[str]] = {}
-    for r in results:
-        compiled.setdefault((r.op, r.backend), []).append(r.case)
-    assert compiled.keys() == {(op, backend) for op, backend in kernels() if backend == "triton"}
-    for (op, _), found in compiled.items():
-        assert found in ([case.name for case in reference(op).spec.cases()], ["all"])
-
-
 # --- the checks themselves ----------------------------------------------------------------------------------------
 
 
@@ -89,6 +57,13 @@ def _sort(x, out, N: tl.constexpr):
     tl.store(out + i, tl.sort(tl.load(x + i)))
 
 
+@triton.jit
+def _shift(x, out, N: tl.constexpr, SUM: tl.constexpr):
+    i = tl.arange(0, N)
+    value = -tl.load(x + i) * 3
+    tl.store(out + i, value + 1 if SUM else value)
+
+
 @gluon.jit
 def _gluon_copy(x, out):
     i = gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
@@ -101,6 +76,14 @@ def copy(x: torch.Tensor) -> None:
 
 def spill(x: torch.Tensor) -> None:
     _sort[(1,)](x, torch.empty_like(x), N=1024, num_warps=1, maxnreg=24)
+
+
+def shift(x: torch.Tensor) -> None:
+    _shift[(1,)](x, torch.empty_like(x), N=1024, SUM=True)
+
+
+def scale(x: torch.Tensor) -> None:
+    _shift[(1,)](x, torch.empty_like(x), N=1024, SUM=False)
 
 
 def gluon_copy(x: torch.Tensor) -> None:
@@ -129,6 +112,21 @@ def test_spilled_registers_are_a_problem(target: str) -> None:
     code = compile_call(spill, torch.zeros(1024), target=target)
     assert "local memory" in problems(code, (), (), edge=False)[0]
     assert problems(code, (), (), edge=True)
+
+
+@each_target
+def test_a_sum_of_floats_is_a_problem_where_bytes_are_promised(target: str, monkeypatch) -> None:
+    assert not compile_call(scale, torch.zeros(1024), target=target)[0].has_float_sum
+    assert compile_call(shift, torch.zeros(1024), target=target)[0].has_float_sum
+    monkeypatch.setattr(mx_compile, "kernel_module", lambda op, backend: SimpleNamespace(**{op: shift_any}))
+
+    def shift_any(x: torch.Tensor, *_: object, **__: object) -> None:
+        shift(x.new_empty(1024, dtype=torch.float32))
+
+    for op, promises_bytes in (("mx_quantize", True), ("mx_gemm", False)):
+        results = compile_op(op, "triton", target, cover=1)
+        said = {problem for r in results for problem in r.problems if not r.skipped}
+        assert ("_shift has a sum of floats, and promises bytes" in said) == promises_bytes, said
 
 
 def test_missing_instruction_is_a_problem() -> None:

@@ -53,7 +53,7 @@ SMALL = 2**15  # elements of a case, all its tensors together: what an interpret
 def showing_each_fact(op):
     """Names of enough small generated cases to show every fact that any small one shows; interpreted, a case takes a second."""
     found = {}
-    for case in dispatch.reference(op).spec.cases():
+    for case in cases_of(op):
         if "generated" in case.flags and not case.raises:
             args = case.args()
             if sum(a.numel() for a in args if hasattr(a, "numel")) <= SMALL:
@@ -70,8 +70,13 @@ def on_a_gpu():
     return torch.cuda.is_available() and not dispatch.interpreters()
 
 
+@functools.cache
+def cases_of(op):
+    return tuple(dispatch.reference(op).spec.cases())
+
+
 def work(op, backend):
-    cases = [case for case in dispatch.reference(op).spec.cases() if shows_something(op, backend, case)]
+    cases = [case for case in cases_of(op) if shows_something(op, backend, case)]
     if dispatch.interpreters():
         cases = [case for case in cases if "generated" not in case.flags or case.name in showing_each_fact(op)]
     elif backend != "reference":  # every backend refuses in the same words; and without a GPU kernels answer nothing

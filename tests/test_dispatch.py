@@ -284,6 +284,23 @@ def test_a_backend_asked_for_by_name_never_falls_back():
         mxspec.from_blocked(torch.zeros(512, dtype=torch.uint8), 1, 1)
 
 
+def test_explain_passes_on_what_a_kernel_notes_of_a_call(monkeypatch):
+    noted = []
+
+    def note(*args, **kwargs):
+        noted.append((args, kwargs))
+        return "by plain tiles"
+
+    monkeypatch.setattr(dispatch.kernel_module("mx_quantize", "triton"), "note", note, raising=False)
+    monkeypatch.setattr(dispatch, "refusal", lambda name, backend, args, kwargs: None)
+    said = mxspec.explain("mx_quantize", X, backend="triton", axis=-2)
+    assert noted == [((X,), {"axis": -2})]
+    assert said.note == "by plain tiles"
+    assert str(said).startswith("mx_quantize: 'triton' runs 'triton', by plain tiles\n")
+    for backend in ("helion", "reference"):
+        assert mxspec.explain("mx_quantize", X, backend=backend).note is None
+
+
 @pytest.mark.parametrize("backend", ["triton", "helion"])
 def test_kernels_say_that_their_elements_have_a_byte_each(backend):
     checked = 0

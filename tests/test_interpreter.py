@@ -1,5 +1,8 @@
 """Corrections to Triton's interpreter that no op's case would show by itself."""
 
+import os
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -37,3 +40,28 @@ def test_special_values():
     got = fused_multiply_add(x, np.float32([1.0, 1.0, 10.0, 0.0]), np.float32([-np.inf, 0.0, 0.0, -0.0]))
     assert np.isnan(got[:2]).all()
     assert got[2:].tolist() == [np.inf, 0.0]
+
+
+MASK = """
+import torch, triton, triton.language as tl
+from mxspec import interpreter
+
+interpreter.install()
+
+@triton.jit
+def fill(out, wanted, N: tl.constexpr):
+    mask = tl.program_id(0).to(tl.int64) < wanted
+    tl.store(out + tl.program_id(0) * N + tl.arange(0, N), 1, mask=mask)
+    print(mask.handle.dtype, tl.broadcast_to(mask, (N,)).handle.data.dtype)
+
+out = torch.zeros(8, dtype=torch.int32)
+fill[(2,)](out, 1, N=4)
+print(out.tolist())
+"""
+
+
+def test_a_comparison_of_numbers_is_a_mask(tmp_path):
+    (tmp_path / "mask.py").write_text(MASK)  # Triton reads a kernel's source from its file
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, tmp_path / "mask.py"], env=environment, capture_output=True, text=True)
+    assert run.stdout.splitlines() == ["int1 bool", "int1 bool", "[1, 1, 1, 1, 0, 0, 0, 0]"], run.stderr

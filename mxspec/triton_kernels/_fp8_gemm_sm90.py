@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mxspec.triton_kernels._fp8_producers_sm90 import load, scale
-from mxspec.triton_kernels._math_warpgroup_sm90 import barrier, my_turn, promote, write, write_rows, your_turn
+from mxspec.triton_kernels._gluon_names import barrier
+from mxspec.triton_kernels._math_warpgroup_sm90 import my_turn, promote, write, write_rows, your_turn
 from mxspec.triton_kernels._tile_order_sm90 import blocks_of_group, geometry, next_group
 
 

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.triton_kernels._groups import chunk, group_of, tokens_of
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import FUSED, for_device
 
 _TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 CONFIGS = {(9, 0): _TILE, (10, 0): _TILE}
-# Rows that are as far apart as a group has tokens take more registers for their addresses.
-K_GROUPS = {(9, 0): _TILE, (10, 0): _TILE | {"BLOCK_N": 64}}
+# Rows that are as far apart as a group has tokens take more registers for their addresses; on Hopper, whose sums lie in
+# registers, so does a scale for each row of b.
+K_GROUPS = {(9, 0): _TILE | {"BLOCK_N": 64}, (10, 0): _TILE | {"BLOCK_N": 64}}
+VECTOR = {(9, 0): _TILE | {"BLOCK_N": 64}, (10, 0): _TILE}
 
 
 @triton.jit
@@ -96,7 +98,8 @@ def fp8_tiles(
     b of its own, "M", or of K, "K", laid out as `fp8_quantize_k_groups` does it, each with an output of its own.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
-    config = for_device(K_GROUPS if groups == "K" else CONFIGS, a.device)
+    vector = groups == "K" or (not groups and b_scale.shape[0] == N != 1)
+    config = for_device(K_GROUPS if groups == "K" else VECTOR if vector else CONFIGS, a.device)
     if accumulate:  # a tile of the output needs registers as well
         config = {**config, "BLOCK_M": 64}
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
@@ -107,6 +110,5 @@ def fp8_tiles(
     _tiles[(M_tiles * N_tiles * (E if groups == "K" else 1),)](
         a, a.stride(0), a_scale, *a_scale.stride(), b, *of_b[:2], b_scale, *of_b_scale, out, *of_out[:2],
         offs, 0 if offs is None else offs.stride(0), E, M_tiles, M, N, K // FP8_BLOCK_SIZE,
-        GROUPS=groups, VECTOR=groups == "K" or (not groups and b_scale.shape[0] == N != 1), ACCUMULATE=accumulate,
-        CHUNK=chunk(E), **config,
+        GROUPS=groups, VECTOR=vector, ACCUMULATE=accumulate, CHUNK=chunk(E), **config, **FUSED,
     )  # fmt: skip

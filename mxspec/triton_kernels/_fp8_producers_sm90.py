@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from mxspec.triton_kernels._gluon_names import async_load
 from mxspec.triton_kernels._tile_order_sm90 import blocks_of_group, geometry, next_group, place
 
 
@@ -24,8 +25,8 @@ def _load_tile(
         mbarrier.wait(empty.index(stage), i // STAGES & 1)
         bar = full.index(stage)
         mbarrier.expect(bar, (ROWS + BLOCK_N) * 128)
-        tma.async_copy_global_to_shared(a_desc, [row, k * 128], bar, a_tiles.index(stage).slice(0, ROWS))
-        tma.async_copy_global_to_shared(b_desc, [b_row, k * 128], bar, b_tiles.index(stage))
+        async_load(a_desc, [row, k * 128], bar, a_tiles.index(stage).slice(0, ROWS))
+        async_load(b_desc, [b_row, k * 128], bar, b_tiles.index(stage))
         i += 1
     return i
 

@@ -9,11 +9,16 @@ from typing import Any, TypeVar
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxspec.formats import FP8_BLOCK_SIZE
-from mxspec.triton_kernels._fp8_gemm_sm90 import fp8_gemm_sm90
-from mxspec.triton_kernels._launch import capability, processors, shared_layout
+from mxspec.triton_kernels import _gluon
+from mxspec.triton_kernels._launch import FUSED, capability, processors
+
+if _gluon.refusal() is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from mxspec.triton_kernels._fp8_gemm_sm90 import fp8_gemm_sm90
+    from mxspec.triton_kernels._gluon_names import shared_layout
 
 T = TypeVar("T")
 # Tiles of the Gluon kernel. The cost is that of an element of the output: smaller tiles read more for it. Three stages
@@ -36,7 +41,7 @@ def _tma_reads(matrix: Tensor) -> bool:
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether the Gluon kernel can run: on Hopper, where TMA reads a and b and writes out; several matrices as one."""
-    if a.device.type == "cpu" or capability(a.device) != (9, 0) or not a.numel() or not b.numel():
+    if a.device.type == "cpu" or capability(a.device) != (9, 0) or _gluon.refusal() or not a.numel() or not b.numel():
         return False
     one = all(t.ndim == 2 or t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in (b, out))
     return one and _tma_reads(a) and _tma_reads(b) and _tma_reads(out)
@@ -101,10 +106,12 @@ def fp8_sm90(
     halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
     # The scales of the columns, 32 a thread, are read once a block where registers are left for them: shared memory is
     # what bounds this kernel, and every thread's own 128 bytes of scales count as much there as operands.
-    config.setdefault("ONCE", vector and (halves == 1 or out.element_size() == 4))
+    # From Triton 3.9 on a thread needs some registers more: a tile of two halves then has none left for them.
+    cramped = halves == 2 and _gluon.release() not in ("3.6", "3.7", "3.8")
+    config.setdefault("ONCE", vector and (halves == 1 or (out.element_size() == 4 and not cramped)))
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
     # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.
-    config.setdefault("REGISTERS", 184 if halves == 1 else 232 if vector else 224)
+    config.setdefault("REGISTERS", 184 if halves == 1 else 232 if vector and not cramped else 224)
     row_bytes = config["chunk"] * out.element_size()
     codes, rows = shared_layout(128, 8), shared_layout(min(row_bytes, 128), 8 * out.element_size())
     of_rows, of_a, of_b = out.view(-1, N), a, b.view(-1, K)
@@ -119,7 +126,7 @@ def fp8_sm90(
     def launch() -> Any:
         return fp8_gemm_sm90[(min(tiles, programs),)](
             *operands, out, of_rows.stride(0), *scales, offs, *sizes,
-            GROUPS=groups, VECTOR=vector, ACCUMULATE=accumulate, **config, num_warps=4,
+            GROUPS=groups, VECTOR=vector, ACCUMULATE=accumulate, **config, num_warps=4, **FUSED,
         )  # fmt: skip
 
     return _with_scratch(launch, a.device) if groups == "K" else launch()

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
-from triton.experimental.gluon import language as gl
 
 T = TypeVar("T")
 
-shared_layout = functools.cache(gl.NVMMASharedLayout)  # by swizzle in bytes and bits an element; one takes microseconds
+# Whether a product and a sum may be rounded at once, which each launch says: the default of Triton 3.10 is another one
+# than that of 3.9. Quantizers and dequantizers have no such sum, so that no bit of theirs depends on it (the fused
+# multiply-adds of a quantization factor are calls); every machine code is searched for one. A matmul's sums, promised
+# to so many dB, take half the instructions where they are fused.
+UNFUSED = {"enable_fp_fusion": False}
+FUSED = {"enable_fp_fusion": True}
 
 
 @functools.cache

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxspec.triton_kernels._launch import UNFUSED
+
 CAST = {"BLOCK": 2048, "num_warps": 2}
 COPY = {"BLOCK": 4096, "num_warps": 4}  # bytes
 
@@ -26,7 +28,7 @@ def _copy(x, out, n, BLOCK: tl.constexpr):
 def bare_cast(x: Tensor) -> Tensor:
     """Cast a contiguous tensor to float8_e4m3fn."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    _bare_cast[(-(-x.numel() // CAST["BLOCK"]),)](x, out, x.numel(), **CAST)
+    _bare_cast[(-(-x.numel() // CAST["BLOCK"]),)](x, out, x.numel(), **CAST, **UNFUSED)
     return out
 
 
@@ -38,5 +40,5 @@ def copy(x: Tensor) -> Tensor:
     """
     out = torch.empty_like(x)
     source, target = (t.view(-1).view(torch.uint8) for t in (x, out))
-    _copy[(-(-source.numel() // COPY["BLOCK"]),)](source, target, source.numel(), **COPY)
+    _copy[(-(-source.numel() // COPY["BLOCK"]),)](source, target, source.numel(), **COPY, **UNFUSED)
     return out

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-# As it is called since Triton 3.7, and before.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from mxspec.triton_kernels._gluon_names import async_add, async_store
 
 
 @gluon.jit
@@ -52,13 +47,6 @@ def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
         )  # fmt: skip
 
 
-@builtin
-def _add_shared_to_global(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
-    """TMA's store that adds, which Gluon compiles and has no name for. Subnormal fp32 sums become 0."""
-    at = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
-
-
 @gluon.jit
 def write(
     out_desc, out_tiles, row, column, acc, buffer,
@@ -66,7 +54,8 @@ def write(
 ):  # fmt: skip
     """64 rows of the output through shared memory, whole or in two halves along N; written or added to what is there.
 
-    The L2 adds: to read the output beforehand would take registers, of which there are none, or the loop's time.
+    The L2 adds: to read the output beforehand would take registers, of which there are none, or the loop's time. A sum
+    that is a subnormal fp32 becomes 0 there.
     """
     parts = (acc,) if CHUNKS == 1 else acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
     mma: gl.constexpr = gl.NVMMADistributedLayout(
@@ -78,9 +67,9 @@ def write(
         target.store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
         fence_async_shared()
         if ACCUMULATE:
-            _add_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
+            async_add(out_desc, [row, column + c * out_desc.block_shape[1]], target)
         else:
-            tma.async_copy_shared_to_global(out_desc, [row, column + c * out_desc.block_shape[1]], target)
+            async_store(out_desc, [row, column + c * out_desc.block_shape[1]], target)
 
 
 @gluon.jit
@@ -117,4 +106,4 @@ def write_turned(out_desc, out_tiles, row, column, acc, buffer, CHUNKS: gl.const
         tma.store_wait(0)  # the store that last read this buffer
         target.permute((1, 0)).store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [column + c * CHUNK, row], target)
+        async_store(out_desc, [column + c * CHUNK, row], target)

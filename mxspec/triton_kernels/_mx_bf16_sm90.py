@@ -21,7 +21,7 @@ from torch.nn.functional import grouped_mm
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.triton_kernels._blocked import row_col_in_tile
 from mxspec.triton_kernels._groups import chunk, group_of, store_in_order
-from mxspec.triton_kernels._launch import capability, grid, processors
+from mxspec.triton_kernels._launch import UNFUSED, capability, grid, processors
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._numerics import scale_value
 
@@ -106,6 +106,7 @@ def bf16_values(
     _bf16_values[grid(across, all_tiles)](
         codes, codes.stride(0) if lead else 0, codes.stride(-2), scale.view(torch.uint8), *of_scale,
         out, flags, first_flag, R, C, tiles, all_tiles, plan, blocked, *EXACT[codes.dtype], **VALUES,
+        **UNFUSED,
     )  # fmt: skip
     return out
 
@@ -133,7 +134,7 @@ def mx_bf16(
     flags = a.new_empty(1 + row_tiles + E * -(-b.shape[-2] // 128), dtype=torch.int32)
     plan, ends = (None, None) if offs is None else (offs.new_empty(row_tiles, 2), offs.new_empty(E))
     programs = max(-(-flags.numel() // 128), 0 if plan is None else row_tiles)
-    _prepare[(programs,)](flags, flags.numel(), plan, row_tiles, offs, stride, E, a.shape[0], ends, chunk(E))
+    _prepare[(programs,)](flags, flags.numel(), plan, row_tiles, offs, stride, E, a.shape[0], ends, chunk(E), **UNFUSED)
     x = bf16_values(a, a_scale, scale_layout, flags, 1, plan)
     w = bf16_values(b, b_scale, scale_layout, flags, 1 + row_tiles)
     if ends is not None:

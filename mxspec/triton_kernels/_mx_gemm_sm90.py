@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mxspec.triton_kernels._math_warpgroup_sm90 import barrier, write, write_turned
+from mxspec.triton_kernels._gluon_names import async_load, barrier
+from mxspec.triton_kernels._math_warpgroup_sm90 import write, write_turned
 from mxspec.triton_kernels._tile_order_sm90 import place as tile_place
 
 # For an element format: how a code, in the upper byte of 16 bits, is moved to where bf16 has its bits, which of them
@@ -72,8 +73,8 @@ def _load(
             mbarrier.wait(empty.index(stage), i // STAGES & 1)
             bar = full.index(stage)
             mbarrier.expect(bar, 128 * 64 + 2 * BLOCK_N * 64)
-            tma.async_copy_global_to_shared(a_desc, [row, k], bar, a_tiles.index(stage))
-            tma.async_copy_global_to_shared(b_desc, [b_row, k], bar, b_tiles.index(stage))
+            async_load(a_desc, [row, k], bar, a_tiles.index(stage))
+            async_load(b_desc, [b_row, k], bar, b_tiles.index(stage))
             i += 1
     # The math warpgroups look one block ahead, after the last one too.
     stage = i % STAGES

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.triton_kernels._groups import chunk, group_of, rows_before, tokens_of
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import FUSED, for_device
 
 # A tile has the 128 rows of the blocked layout, to which a group's are padded there: its scales are one tile's as well.
 # Codes that lie at multiples of 16 bytes are copied 16 at a time; others pass through registers, of which every larger
@@ -281,7 +281,7 @@ def mx_tiles(
         b, expert[0], b.stride(-2), b_scale.view(torch.uint8), expert[1], *of_b,
         out, *out.stride()[-2:], offs, 0 if offs is None else offs.stride(0), E, M, N, K,
     )  # fmt: skip
-    config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E), **options}
+    config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E), **FUSED, **options}
     row_tiles = -(-M // config["BLOCK_M"])
     if groups == "M":
         row_tiles += E  # each group, and the rows of none, may begin a tile

@@ -13,17 +13,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.triton_kernels import _gluon
 from mxspec.triton_kernels._groups import chunk, group_of
-from mxspec.triton_kernels._launch import capability, processors, shared_layout
-from mxspec.triton_kernels._mx_gemm_sm90 import E4M3, E5M2, mx_gemm_sm90
+from mxspec.triton_kernels._launch import FUSED, UNFUSED, capability, processors
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 
-# By code format: its constants, and the exponent by which its values are shifted, so that the smallest of them,
-# 2^-9 or 2^-16 times 2^-127, is a subnormal bf16 at least.
-FORMATS = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
+if _gluon.refusal() is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from mxspec.triton_kernels._gluon_names import shared_layout
+    from mxspec.triton_kernels._mx_gemm_sm90 import E4M3, E5M2, mx_gemm_sm90
+
+    # By code format: its constants, and the exponent by which its values are shifted, so that the smallest of them,
+    # 2^-9 or 2^-16 times 2^-127, is a subnormal bf16 at least.
+    FORMATS = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
 # The cost is that of an element of the output: smaller tiles read more for it.
 TILES = (
     (1.0, {"BLOCK_N": 256, "STAGES": 4, "AHEAD": 4, "REGISTERS": 224}),
@@ -95,7 +100,7 @@ def _mx_values(
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether the Gluon kernel can run: on Hopper, where TMA reads a and writes out, rows at multiples of 16 bytes."""
-    if a.device.type == "cpu" or capability(a.device) != (9, 0) or not a.numel() or not b.numel():
+    if a.device.type == "cpu" or capability(a.device) != (9, 0) or _gluon.refusal() or not a.numel() or not b.numel():
         return False
     rows_fit = a.stride(0) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
     return rows_fit and a.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
@@ -141,6 +146,7 @@ def mx_sm90(
     _mx_values[(-(-R // VALUES["ROWS"]), columns)](
         b, b.stride(0) if b.ndim == 3 else 0, b.stride(-2), b_scale, *of_b, values, values.stride(0),
         R, N, K, tokens, offs_stride, E, plan, plan_tiles, M, marks, groups, blocked, chunk(E), span, b_shift, **VALUES,
+        **UNFUSED,
     )  # fmt: skip
 
     turned, size, chunk_size = out.stride(-2) == 1 and M > 1, out.element_size(), min(128, BLOCK_N)
@@ -157,7 +163,7 @@ def mx_sm90(
         *descriptors, out, a_scale, *of_a, marks, plan if groups == "M" else tokens, offs_stride,
         tiles, M, plan_tiles or row_tiles, N, col_tiles, K, C,
         GROUPS=groups, BLOCKED=blocked, CHUNK=chunk(E), SPAN=span, FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
-        UNSHIFT=2.0 ** -(a_shift + b_shift), **config, num_warps=4,
+        UNSHIFT=2.0 ** -(a_shift + b_shift), **config, num_warps=4, **FUSED,
     )  # fmt: skip
     only: Any = {"marks": marks, "width": BLOCK_N, "programs": programs}
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups=groups, **only)

@@ -20,7 +20,7 @@ from torch import Tensor
 from mxspec.formats import ElementFormat, exponent_rule
 from mxspec.triton_kernels._blocked import blocked_shape
 from mxspec.triton_kernels._groups import chunk, group_of, grouped_tile, tokens_left
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import UNFUSED, for_device
 from mxspec.triton_kernels._numerics import (
     magnitude_bits,
     reciprocal_scale,
@@ -164,6 +164,7 @@ def mx_tile(
             x, q_col, s_col, q_row, s_row, None, None, None,
             M, K, M // 32, K // 32, x.stride(0) if lead else 0, *x.stride()[-2:], M, 0, 0,
             *exponent_rule(fmt, scaling, x.dtype), blocked, with_rows, even, wide, **chosen, STRIP=strip,
+            **UNFUSED,
         )  # fmt: skip
     columns = q_col, s_col.view(torch.float8_e8m0fnu)
     return (q_row, s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
@@ -182,5 +183,5 @@ def launch_groups(
         grid = (-(-scaled_rows // rows), max(1, -(-K // cols)), 1)  # one if only start and end are written
         _mx_tile[grid](
             x, q_col, s_col, q_col, s_col, start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(), tokens, G,
-            offs.stride(0), *constants, False, False, wide, **chosen, ALIGN=pad_to, CHUNK=chunk(G),
+            offs.stride(0), *constants, False, False, wide, **chosen, ALIGN=pad_to, CHUNK=chunk(G), **UNFUSED,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxspec.formats import INT_OF_BYTES
 from mxspec.triton_kernels._groups import chunk, group_of
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import UNFUSED, for_device
 
 # A program moves ROWS rows by up to BYTES bytes of each. benchmarks/tune.py on an H200, two 16-byte words a thread, as
 # here, and four, as fractions of a copy's rate: pad at 16384 x 2048 0.96 and 0.93, at 131072 x 7168 1.00 and 0.99.
@@ -53,7 +53,7 @@ def _move_rows(
     HOW: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row0 = tl.program_id(0) // col_programs * ROWS
-    k = tl.program_id(0) % col_programs * COLS + tl.arange(0, COLS)
+    k0, k = tl.program_id(0) % col_programs * COLS, tl.arange(0, COLS)
     row = row0 + tl.arange(0, ROWS)
     # The row of x for each row of the output: none at or past `limit`.
     if HOW == "pad":  # ROWS divides the alignment, so that all of them are in one group
@@ -68,13 +68,15 @@ def _move_rows(
         first = tl.load(offs + (g - 1) * stride_offs, mask=g > 0, other=0)
         source = tl.load(start + g * stride_start, mask=g < G, other=0) + row - first
         limit = tl.where(g < G, rows_in, 0)
-    there = (source >= 0) & (source < tl.minimum(limit, rows_in))  # also where offs is out of order
+    there = (source >= 0) & (source < tl.minimum(limit, rows_in))  # also where offs or start are out of order
+    # The pointers are moved to the first column, so that a thread keeps no address for each of its elements.
+    x += k0.to(tl.int64) * stride_k
     values = tl.load(
         x + (source.to(tl.int64) * stride_m)[:, None] + (k.to(tl.int64) * stride_k)[None, :],
-        mask=there[:, None] & (k < K)[None, :], other=0,
+        mask=there[:, None] & (k0 + k < K)[None, :], other=0,
     )  # fmt: skip
     place = (row.to(tl.int64) * K)[:, None] + k[None, :]
-    tl.store(out + place, values, mask=(row < rows_out)[:, None] & (k < K)[None, :])
+    tl.store(out + k0 + place, values, mask=(row < rows_out)[:, None] & (k0 + k < K)[None, :])
 
 
 def supports(x: Tensor, rows_out: int) -> str | None:
@@ -99,6 +101,6 @@ def move_rows(
         _move_rows[(-(-rows_out // rows) * col_programs,)](
             x.view(bits), out.view(bits), start, end, offs, rows_in, rows_out, K, offs.shape[0],
             *x.stride(), offs.stride(0), start.stride(0), col_programs,
-            how, alignment, chunk(offs.shape[0]), rows, cols, num_warps=num_warps,
+            how, alignment, chunk(offs.shape[0]), rows, cols, num_warps=num_warps, **UNFUSED,
         )  # fmt: skip
     return out

@@ -111,6 +111,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     even = even and grid[1] * grid[2] == E * tiles
     wide = max(FP8_BLOCK_SIZE, chosen.get("COLS", 0)) * max(*strides, *scale_strides, R if axis == -2 else K) >= 2**31
     kernel[grid](
-        q, scale, out, E, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, **chosen
-    )
+        q, scale, out, E, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, **chosen,
+        **_launch.UNFUSED,
+    )  # fmt: skip
     return out

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from mxspec.triton_kernels._fp8_gemm_tiles import fp8_tiles
 from mxspec.triton_kernels._fp8_sm90 import fp8_sm90, reads
+from mxspec.triton_kernels._gluon import note
+
+__all__ = ["PTX", "RANK", "fp8_gemm", "multiply", "note"]
 
 # H200, of DeepGEMM's and cuBLAS's rates in a race: 4096x4096x7168 0.95, 1.05; 7168x4096x4096 by 1x128 1.06, 0.95. It is
 # first since it takes every call, and DeepGEMM compiles for seconds at a shape's first. Blackwell: compiled, not run.

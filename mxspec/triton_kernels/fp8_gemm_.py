@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mxspec.triton_kernels.fp8_gemm import PTX, multiply
+from mxspec.triton_kernels.fp8_gemm import PTX, multiply, note
 
-__all__ = ["PTX", "RANK", "fp8_gemm_"]
+__all__ = ["PTX", "RANK", "fp8_gemm_", "note"]
 
 # H200, 7168x4096x4096 by 1x128: 1.02 of DeepGEMM's rate, which adds in place too. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from mxspec.triton_kernels._fp8_gemm_tiles import fp8_tiles
 from mxspec.triton_kernels._fp8_sm90 import fp8_sm90, reads
-from mxspec.triton_kernels.fp8_gemm import PTX
+from mxspec.triton_kernels.fp8_gemm import PTX, note
 
-__all__ = ["PTX", "RANK", "fp8_grouped_gemm"]
+__all__ = ["PTX", "RANK", "fp8_grouped_gemm", "note"]
 
 # H200, 32768 tokens of 8 experts, of DeepGEMM's rate, each by itself for 150 ms: N 2048, K 7168 0.93, N 7168, K 2048
 # 0.95, 64 experts 0.93, ragged 0.85; of bf16's 1.66. Groups that end anywhere 0.93 of DeepGEMM on padded ones.

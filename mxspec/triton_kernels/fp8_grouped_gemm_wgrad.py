@@ -7,9 +7,9 @@ from torch import Tensor
 
 from mxspec.triton_kernels._fp8_gemm_tiles import fp8_tiles
 from mxspec.triton_kernels._fp8_sm90 import fp8_sm90, reads
-from mxspec.triton_kernels.fp8_gemm import PTX
+from mxspec.triton_kernels.fp8_gemm import PTX, note
 
-__all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad", "multiply"]
+__all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad", "multiply", "note"]
 
 # H200, 32768 tokens of 8 experts, N 2048, K 7168: 842 TFLOP/s to fp32, 871 to bf16, 1.28 and 1.33 times bf16's rate.
 # 64 experts, 3.8 GB of fp32: 531, to bf16 673, bf16's own 529. Blackwell: compiled, not run.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mxspec.triton_kernels.fp8_grouped_gemm_wgrad import PTX, multiply
+from mxspec.triton_kernels.fp8_grouped_gemm_wgrad import PTX, multiply, note
 
-__all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad_"]
+__all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad_", "note"]
 
 # H200, 32768 tokens of 8 experts, N 2048, K 7168: 804 TFLOP/s; 64 experts, 3.8 GB to add to, 281. Blackwell:
 # compiled, not run.

@@ -109,6 +109,7 @@ def fp8_quantize_128x128(
         if with_transpose:
             chosen = {**chosen, "WHOLE": N % 16 == 0}
         (_square_and_transpose if with_transpose else _square)[col_blocks, row_blocks, E](
-            w, *written, N, K, stride_e, *w.stride()[-2:], fp32_bits(eps), scale_format == "pow2", even, wide, **chosen
-        )
+            w, *written, N, K, stride_e, *w.stride()[-2:], fp32_bits(eps), scale_format == "pow2", even, wide, **chosen,
+            **_launch.UNFUSED,
+        )  # fmt: skip
     return result

@@ -98,6 +98,6 @@ def fp8_quantize_1x128(
     wide = max(height * max(rows.stride(0), K, scale_strides[0]), width * rows.stride(1)) >= 2**31
     kernel[grid](
         rows, qdata, scale, R, K, *rows.stride(), *scale_strides, fp32_bits(eps), scale_format == "pow2", even, wide,
-        **config,
+        **config, **_launch.UNFUSED,
     )  # fmt: skip
     return result

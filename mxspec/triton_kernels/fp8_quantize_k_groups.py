@@ -67,5 +67,6 @@ def fp8_quantize_k_groups(
         _fp8_quantize_k_groups[grid](
             x, qdata, scale, start, end, offs, M, D, blocks, *x.stride(), G, offs.stride(0),
             fp32_bits(eps), scale_format == "pow2", even, wide, chunk(G), **config,
+            **_launch.UNFUSED,
         )  # fmt: skip
     return qdata, scale.mT, start, end

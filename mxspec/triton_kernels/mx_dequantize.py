@@ -16,7 +16,7 @@ from torch import Tensor
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.triton_kernels import _numerics
 from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import UNFUSED, for_device
 from mxspec.triton_kernels._numerics import scale_value
 
 RANK = {(9, 0): 1, (10, 0): 1}  # H200: 0.98 of a copy's rate; Blackwell: compiled, not run
@@ -180,7 +180,7 @@ def mx_dequantize(
         config = for_device(CONFIGS, q.device)["turned" if out_dtype == torch.bfloat16 else "turned_fp32"]
         row_programs, col_programs = -(-R // config["ROWS"]), -(-C // config["BLOCKS"])
         grid = (row_programs * col_programs * E, 1, 1)
-        _mx_dequantize_turned[grid](*args, R, C, *strides, row_programs, col_programs, blocked, **config)
+        _mx_dequantize_turned[grid](*args, R, C, *strides, row_programs, col_programs, blocked, **config, **UNFUSED)
         return out
     contiguous = q.is_contiguous() and scale.is_contiguous()
     layout = "blocked" if blocked else "flat" if contiguous else "strided"
@@ -195,5 +195,5 @@ def mx_dequantize(
         row_tiles, col_tiles = blocked_shape(R, C)
         row_groups = -(-row_tiles // _ROW_TILES)
         grid = (col_tiles * 512 // blocks, min(row_tiles, _ROW_TILES), E * row_groups)
-    _mx_dequantize[grid](*args, R, C, *strides, row_groups, layout, even, ROW_TILES=_ROW_TILES, **config)
+    _mx_dequantize[grid](*args, R, C, *strides, row_groups, layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED)
     return out

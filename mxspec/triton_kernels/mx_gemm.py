@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from mxspec.triton_kernels import _mx_gemm_tiles
+from mxspec.triton_kernels._gluon import note
 from mxspec.triton_kernels._mx_bf16_sm90 import mx_bf16, pays
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
+
+__all__ = ["PTX", "RANK", "mx_gemm", "note"]
 
 # H200, each by itself for 150 ms, of the rate of cuBLAS in bf16 on unquantized operands, 8192^3, 4096x4096x7168,
 # 32768x2048x7168: 1.00, 0.93, 0.91; the Gluon kernel, which small outputs take, 0.84, 0.83, 0.88. Blackwell: compiled,

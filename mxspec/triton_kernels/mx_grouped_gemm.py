@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from mxspec.triton_kernels import _mx_gemm_tiles
+from mxspec.triton_kernels._gluon import note
 from mxspec.triton_kernels._mx_bf16_sm90 import mx_bf16, pays_for_groups
 from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
 from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
+
+__all__ = ["PTX", "RANK", "mx_grouped_gemm", "note"]
 
 # H200, each by itself for 150 ms, of the rate of torch._grouped_mm on unquantized operands: 32768x2048x7168, 8 experts,
 # even 0.91, ragged 0.90; 32768x8192x5120, 8 experts 0.96, one 1.04. 64 experts of 512 tokens, whose weights' values are

@@ -17,7 +17,7 @@ from torch import Tensor
 from mxspec.formats import element, exponent_rule
 from mxspec.triton_kernels import _mx_tile, _numerics
 from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import UNFUSED, for_device
 from mxspec.triton_kernels._numerics import (
     magnitude_bits,
     reciprocal_scale,
@@ -152,6 +152,6 @@ def mx_quantize(
     if scale.numel():
         _mx_quantize[grid](
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
-            *exponent_rule(fmt, scaling, x.dtype), layout, even, ROW_TILES=_ROW_TILES, **config,
+            *exponent_rule(fmt, scaling, x.dtype), layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return qdata, scale.view(torch.float8_e8m0fnu)

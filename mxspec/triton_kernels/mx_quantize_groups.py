@@ -18,7 +18,7 @@ from mxspec.formats import element, exponent_rule
 from mxspec.triton_kernels import _mx_tile
 from mxspec.triton_kernels._blocked import row_col_in_tile
 from mxspec.triton_kernels._groups import chunk, group_of, padded_rows
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import UNFUSED, for_device
 from mxspec.triton_kernels._numerics import (
     magnitude_bits,
     reciprocal_scale,
@@ -112,6 +112,6 @@ def mx_quantize_groups(
         grid = (programs, min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
         _mx_quantize_groups[grid](
             x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, *x.stride(), G, offs.stride(0),
-            *constants, pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config,
+            *constants, pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return qdata, scale.view(torch.float8_e8m0fnu), start, end

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.triton_kernels._blocked import blocked_shape, turned
+from mxspec.triton_kernels._launch import UNFUSED
 
 RANK = {(9, 0): 1, (10, 0): 1}
 # Tiles a program, from what the rows allow: 16 read 64 bytes of a row, which 16-byte loads need to start at a multiple
@@ -41,5 +42,7 @@ def to_blocked(scale: Tensor) -> Tensor:
         programs = -(-col_tiles // config["TILES"])  # for each row of tiles
         strides = scale.stride(0) if lead else 0, *scale.stride()[-2:]
         grid = (programs * row_tiles * (lead[0] if lead else 1),)
-        _to_blocked[grid](scale.view(torch.uint8), out, R, C, *strides, row_tiles, col_tiles, programs, **config)
+        _to_blocked[grid](
+            scale.view(torch.uint8), out, R, C, *strides, row_tiles, col_tiles, programs, **config, **UNFUSED
+        )
     return out.view(scale.dtype)

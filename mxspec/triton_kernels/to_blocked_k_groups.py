@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.triton_kernels._groups import chunk, grouped_tile, groups_of, tokens_of
-from mxspec.triton_kernels._launch import for_device
+from mxspec.triton_kernels._launch import UNFUSED, for_device
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 # By the ends that are read at a time. On an H200, 7168 x 4096, where a copy takes 15.9 us: 8 groups 21.3 us (16 tiles
@@ -84,5 +84,6 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     _to_blocked_k_groups[(programs * max(1, row_tiles),)](
         bits.as_strided((extent,), (1,)).view(torch.int32) if words else bits, out.view(torch.int32), start, offs,
         R, C, G, *scale.stride(), offs.stride(0), row_tiles, col_tiles, programs, words, wide, chunk(G), **config,
+        **UNFUSED,
     )  # fmt: skip
     return out[: 128 * row_tiles * (C + 4 * G)].view(128 * row_tiles, C + 4 * G), start

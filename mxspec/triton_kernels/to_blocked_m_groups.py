@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels._blocked import blocked_shape, turned
 from mxspec.triton_kernels._groups import chunk, group_of
+from mxspec.triton_kernels._launch import UNFUSED
 from mxspec.triton_kernels.to_blocked import CONFIGS
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
@@ -46,6 +47,6 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     programs = max(1, -(-col_tiles // config["TILES"]))  # for each row of tiles; one if only start is written
     _to_blocked_m_groups[(programs * max(1, row_tiles),)](
         scale.view(torch.uint8), out.view(torch.uint8), start, offs, M, C, G, *scale.stride(),
-        offs.stride(0), col_tiles, programs, chunk(G), **config,
+        offs.stride(0), col_tiles, programs, chunk(G), **config, **UNFUSED,
     )  # fmt: skip
     return out[: M + 128 * G], start

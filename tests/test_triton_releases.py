@@ -1,0 +1,197 @@
+"""The other releases of Triton that mxspec takes: kernels compile under them, and are the reference's in their
+interpreters. `make` puts each in a folder, which stands first on PYTHONPATH."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from mxspec import compile as mx_compile
+from mxspec import dispatch
+from mxspec.compile import Result, fake_gpu, kernels, unavailable
+from mxspec.covering import covering, recorded
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+import triton
+
+from mxspec.triton_kernels import _gluon, _limits
+
+ROOT = Path(mx_compile.__file__).parents[1]
+FOLDER = Path(os.environ.get("MXSPEC_TRITONS") or ROOT / ".venv")
+OTHERS = re.findall(r"^OTHER_TRITONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+PINNED = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+OLDEST, *_, NEWEST = OTHERS
+TRITON_OPS = [op for op, backend in kernels() if backend == "triton"]
+TARGET = "sm90"  # where those releases are used; sm_100 is left to the pinned one
+
+
+def under(version: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run Python with another release of Triton."""
+    folder = FOLDER / f"triton-{version}"
+    if triton.__version__ == version:
+        pytest.skip(f"this is triton {version}")
+    if not (folder / "triton").is_dir():
+        pytest.skip(f"no triton in {folder} (MXSPEC_TRITONS)")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])} | options.pop("env", {})
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, **options)
+
+
+def releases(specifier: str) -> list[tuple[int, int]]:
+    """The bounds of a range `>=a.b,<c.d`."""
+    return [(int(major), int(minor)) for major, minor in re.findall(r"[<>]=?(\d+)\.(\d+)", specifier)]
+
+
+def test_gluon_is_offered_where_it_is_compiled_and_nowhere_else():
+    tried = sorted(tuple(map(int, version.split(".")[:2])) for version in (PINNED, *OTHERS))
+    assert [f"{major}.{minor}" for major, minor in tried] == list(_gluon.COMPILED_UNDER)
+    requirement = re.findall(r'"triton([^;"]*)', (ROOT / "pyproject.toml").read_text())[0]
+    first, beyond = releases(requirement)
+    assert (first, beyond) == (tried[0], (tried[-1][0], tried[-1][1] + 1)), "pyproject.toml takes what nobody tried"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_machine_code(version: str) -> None:
+    """All ops in one run: its processes import torch once, not once an op. What Helion generates is left to a GPU with
+    that release, where it runs; Gluon's language differs between the two."""
+    chosen = ["--cover", "1", "--target", TARGET, "--backend", "triton"]
+    run = under(version, "-m", "mxspec.compile", "--json", *chosen)
+    assert run.returncode in (0, 1), run.stderr
+    assert "FP_FUSION" not in run.stderr
+    report = json.loads(run.stdout)
+    assert report["triton"] == version
+    results = [Result(**row) for row in report["results"]]
+    assert not [(r.op, r.backend, r.target, r.case, r.problems) for r in results if r.problems]
+    assert {r.target for r in results} == {TARGET}
+    compiled: dict[str, list[str]] = {}
+    for r in results:
+        compiled.setdefault(r.op, []).append(r.case)
+    assert compiled.keys() == set(TRITON_OPS)
+    for op, found in compiled.items():
+        assert found in ([case.name for case in dispatch.reference(op).spec.cases()], ["all"])
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", OTHERS[1:])
+def test_tiles_of_the_gluon_kernels(version: str) -> None:
+    """Which the ops' cases are too small to choose, with outputs of fp32, which take the most registers. The oldest
+    release is left to a GPU, where the same files run all of them."""
+    files = [f"tests/test_{name}_sm90.py" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm")]
+    chosen = "without_spilling and not bfloat16"
+    run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, cwd=ROOT)
+    assert run.returncode == 0, run.stdout
+    assert " passed" in run.stdout
+
+
+# --- what no release is to change ---------------------------------------------------------------------------------
+
+
+def test_every_launch_says_whether_sums_are_fused(monkeypatch):
+    from triton.runtime.jit import JITFunction
+
+    from mxspec.triton_kernels import _mx_bf16_sm90
+
+    said: dict[str, set[bool | None]] = {}
+
+    def run(self, *args, grid, warmup, enable_fp_fusion=None, **options):
+        said.setdefault(self.fn.__qualname__, set()).add(enable_fp_fusion)
+
+    for target, waves in (("sm90", _mx_bf16_sm90.WAVES), ("sm90", 0), ("sm100", 0)):
+        monkeypatch.setattr(_mx_bf16_sm90, "WAVES", waves)
+        for op in TRITON_OPS:
+            module, exact = dispatch.kernel_module(op, "triton"), dispatch.reference(op).spec.min_sqnr_db == math.inf
+            before, said = said, {}
+            with fake_gpu(target), mock.patch.object(JITFunction, "run", run):
+                for call in (mx_compile._call(case, module) for case in dispatch.reference(op).spec.cases()):
+                    if not call.skipped:
+                        getattr(module, op)(*call.args, **call.kwargs)
+            assert not exact or set().union(*said.values()) <= {False}, f"{op}: {said}"
+            said = {name: before.get(name, set()) | said.get(name, set()) for name in before | said}
+    with fake_gpu("sm90"), mock.patch.object(JITFunction, "run", run):
+        _limits.copy(torch.empty(64, device="meta"))
+        _limits.bare_cast(torch.empty(64, device="meta"))
+    sums = {"fp8_gemm_sm90", "mx_gemm_sm90", "_tiles", "_marked_tiles", "_flagged_tiles"}
+    assert said.keys() >= {*sums, "_mx_values", "_bf16_values", "_prepare", "_bare_cast", "_copy"}
+    assert {name: {name in sums} for name in said} == said
+
+
+UNKNOWN = """
+import torch, triton
+from triton.experimental.gluon.language.nvidia import hopper
+from mxspec.compile import fake_gpu, compile_op
+triton.__version__ = "3.99.0"
+del hopper.warpgroup_mma, hopper.fence_async_shared  # as where Gluon is no more what it was
+for op in ("fp8_gemm", "fp8_grouped_gemm_wgrad", "mx_gemm"):
+    results = compile_op(op, "triton", "sm90", 1)
+    assert not [r for r in results if r.problems], results
+    print({code.kernel for r in results for code in r.code})
+from mxspec.triton_kernels.fp8_gemm import note
+with fake_gpu("sm90"):
+    print(note(torch.empty(1, device="meta")))
+with fake_gpu("sm100"):
+    print(note(torch.empty(1, device="meta")))
+"""
+
+
+def test_under_an_unknown_release_matmuls_are_plain_tiles():
+    run = subprocess.run([sys.executable, "-c", UNKNOWN], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    *kernels_of_ops, hopper, blackwell = run.stdout.splitlines()
+    assert kernels_of_ops == 3 * ["{'_tiles'}"]
+    known = ", ".join(_gluon.COMPILED_UNDER)
+    assert hopper == f"by plain tiles: the Gluon kernels are compiled under Triton {known}, and this is 3.99.0"
+    assert blackwell == "None"
+
+
+# --- interpreted --------------------------------------------------------------------------------------------------
+
+CHECK = """
+import json, sys
+import triton
+from mxspec import check
+wrong, passed = [], 0
+for op, names in json.load(sys.stdin).items():
+    for case in check.cases_of(op, lambda case: case.name in names):
+        result = check.check_case(op, case, "triton")
+        passed += result.status == "passed"
+        wrong += [] if result.status in ("passed", "skipped") else [f"{op}, {case.name}: {result.message}"]
+print(json.dumps([triton.__version__, passed, wrong]))
+"""
+
+
+def shown_once(op: str) -> list[str]:
+    """The names of enough cases that every value of every option of its kernels is in one."""
+    module = dispatch.kernel_module(op, "triton")
+    with fake_gpu("sm100"), recorded() as seen:  # whose matmuls are plain tiles, as on a CPU
+        names, launches = [], []
+        for case in dispatch.reference(op).spec.cases():
+            call = mx_compile._call(case, module)
+            if not call.skipped and "large" not in case.flags:
+                seen.clear()
+                getattr(module, op)(*call.args, **call.kwargs)
+                names.append(case.name)
+                launches.append(tuple(seen))
+    return [names[i] for i in sorted(covering(launches, together=1))]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_interpreted(version: str) -> None:
+    chosen = {op: shown_once(op) for op in TRITON_OPS}
+    run = under(version, "-c", CHECK, input=json.dumps(chosen), env={"TRITON_INTERPRET": "1"})
+    assert run.returncode == 0, run.stderr
+    used, passed, wrong = json.loads(run.stdout.splitlines()[-1])
+    assert used == version
+    assert not wrong, "\n".join(wrong)
+    assert passed == sum(map(len, chosen.values()))
