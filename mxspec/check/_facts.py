@@ -45,14 +45,19 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
             found.add(Fact(name, f"= {kwargs[name]}" if name in kwargs else "not given"))
     for position, (name, value) in enumerate(zip(signature.parameters, args, strict=False)):
         if position and name.endswith("scale"):
-            found |= set(_beside(name, value))
+            found |= set(_beside(name, value, args[position - 1]))
         elif not isinstance(value, Tensor):
             found |= {Fact(name, text) for text in _size(value)}
         elif value.dtype == torch.int32 and value.ndim == 1:
             found |= set(_offsets(name, value, cases.tokens(op, args)))
         else:
-            found |= set(_tensor(name, value, cases.across(op, kwargs)))
+            summed = dispatch.reference(op).spec.in_place and not position
+            about = set(_tensor(name, value, cases.across(op, kwargs)))
+            found |= {fact for fact in about if not (summed and fact.about.startswith(_QUANTIZED))}
     return frozenset(found)
+
+
+_QUANTIZED = ("acc.tie", "acc.block", "acc.saturating")  # what matters where numbers are rounded to a block's codes
 
 
 def _size(n: int) -> Iterator[str]:
@@ -87,7 +92,7 @@ def _tensor(name: str, t: Tensor, across: bool) -> Iterator[Fact]:
         yield from _floats(name, values)
 
 
-def _beside(name: str, scale: Tensor) -> Iterator[Fact]:
+def _beside(name: str, scale: Tensor, codes: Tensor) -> Iterator[Fact]:
     """The facts of a scale that goes with codes, whose sizes follow from theirs."""
     if not scale.numel():
         return
@@ -96,6 +101,8 @@ def _beside(name: str, scale: Tensor) -> Iterator[Fact]:
     if scale.dtype == E8M0FNU.dtype:
         yield from _bytes(name, scale)
         return
+    if codes.shape[-2] > 1:
+        yield Fact(f"{name}.blocks", "of one row" if scale.shape[-2] in codes.shape[-2:] else "of 128 rows")
     kinds = {
         "NaN": scale.isnan(),
         "+Inf": scale == torch.inf,
@@ -128,11 +135,16 @@ def _strides(t: Tensor) -> Iterator[str]:
         return
     order = [dim for dim, _ in sorted(many, key=lambda found: -found[1])]
     if order != sorted(order):
-        yield "experts inside the rows" if order[0] != -3 and any(dim == -3 for dim in order) else "column-major"
+        if order[0] != -3 and any(dim == -3 for dim in order):
+            yield "experts inside the rows"
+        else:
+            yield "column-major" if t.mT.is_contiguous() else "column-major, apart"
     elif t.is_contiguous():
         yield "row-major"
+    elif many[-1][1] != 1:
+        yield "columns apart"
     else:
-        yield "columns apart" if many[-1][1] != 1 else "rows apart"
+        yield "experts apart" if t.ndim == 3 and t[0].is_contiguous() else "rows apart"
 
 
 def _codes(t: Tensor) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Token groups of every arrangement: empty ones first, inside and last, all tokens to one, more than a kernel's chunk."""
+"""Token groups of every arrangement: empty ones first, inside and last, all to one, more than a kernel's chunk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ ARRANGEMENTS = (
     "one offset repeated", "zero repeated", "of 128", "of 128, three hundred", "singles", "forty", "three hundred",
 )  # fmt: skip
 GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apart"), "offs begin": ("at 0", "later")}
+# For matmuls, whose operands are in groups in one way only: those that show a fact of their own.
+OF_EXPERTS = {
+    **GROUPS,
+    "groups": (
+        "none", "one", "first empty", "inner empty", "last empty", "all empty", "all to one", "one offset repeated",
+        "zero repeated", "of 128", "singles", "forty", "three hundred",
+    ),
+}  # fmt: skip
 # What one arrangement shows only with one size.
 ARRANGED = [
     {"groups": "one offset repeated", "rows": 256, "rest": False},
@@ -45,6 +53,16 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> list[int]:
         "three hundred": _spread(T, 301),
     }[arrangement]
     return [size * unit for size in made]
+
+
+def arranged_groups(choice: Choice) -> int | None:
+    """How many groups an arrangement has; None while it is open."""
+    return len(sizes_of(choice["groups"], 8)) if "groups" in choice else None
+
+
+def nothing_in_groups(choice: Choice) -> bool:
+    """Whether no token is in a group."""
+    return choice.get("groups") in ("none", "all empty", "zero repeated")
 
 
 def _spread(T: int, groups: int) -> list[int]:

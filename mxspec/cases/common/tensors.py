@@ -60,6 +60,7 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns apart": lambda t: _apart(t, 0, 2),
     "one row repeated": lambda t: t[..., :1, :].contiguous().expand(t.shape),
     "one column repeated": lambda t: t[..., :1].contiguous().expand(t.shape),
+    "experts apart": lambda t: _apart(t.reshape(len(t), 1, -1), 16, 1).unflatten(-1, t.shape[1:])[:, 0],
     "experts inside the rows": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
     "one expert repeated": lambda t: t[:1].contiguous().expand(t.shape),
 }
@@ -69,6 +70,8 @@ def strides_fit(strides: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape can show these strides: each dimension that they are about has two elements."""
     if (strides == "none") != (0 in shape):
         return False
+    if strides == "experts apart":
+        return len(shape) == 3 and shape[0] > 1 and shape[-1] > 1
     if strides in EXPERT_STRIDES:
         return len(shape) == 3 and shape[0] > 1 and (strides == "one expert repeated" or shape[1] > 1) and shape[2] > 0
     rows, cols = shape[-2:]

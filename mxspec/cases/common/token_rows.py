@@ -1,0 +1,69 @@
+"""The rows of tokens that are padded, taken out of their padding, and placed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.cases.common.bytes import MATRIX as BYTES
+from mxspec.cases.common.bytes import made
+from mxspec.cases.common.groups import GROUPS, in_groups, laid_vector, sizes_of
+from mxspec.cases.common.pairwise import Choice
+from mxspec.reference._groups_cases import DTYPES
+
+MATRIX: dict[str, Any] = {**BYTES, "dtype": DTYPES, "negated": (False, True), **GROUPS}
+# Where the groups lie among the padded rows.
+PLACES: dict[str, Any] = {
+    "order": ("rising", "turned", "turned but the first", "with gaps"),
+    "start": ("dense", "apart"),
+    "start begin": ("at 0", "later"),
+}
+
+
+def rows_of(choice: Choice) -> Tensor:
+    """Rows of any bits; those of floats may be a negated view."""
+    x = made(choice)
+    return torch._neg_view(x) if choice["negated"] else x
+
+
+def may_be_negated(choice: Choice) -> bool:
+    floats = (torch.bfloat16, torch.float32)
+    return not choice.get("negated") or choice.get("dtype", floats[0]) in floats
+
+
+def places(choice: Choice, tokens: int, alignment: int) -> tuple[Tensor, int]:
+    """`start` of a choice, ranges that do not meet, and the rows that hold them all."""
+    sizes = sizes_of(choice["groups"], in_groups(choice, tokens))
+    turned, order = choice["order"].startswith("turned"), list(range(len(sizes)))
+    if turned:
+        order = order[:0:-1] + order[:1] if choice["order"] == "turned" else order[:1] + order[:0:-1]
+    start, row = [0] * len(sizes), 7 if choice["order"] == "with gaps" else 0
+    for group in order:
+        start[group] = row
+        row += max(-(-sizes[group] // alignment) * alignment, int(turned))  # so that empty groups have an order too
+    v = torch.tensor(start, dtype=torch.int32)
+    return laid_vector(v, choice["start"], choice["start begin"]), row
+
+
+def places_fit(choice: Choice) -> bool:
+    """One start has no stride, and none is nowhere."""
+    single = choice.get("groups") in ("none", "one")
+    if single and (choice.get("start") == "apart" or choice.get("order", "rising").startswith("turned")):
+        return False
+    return choice.get("groups") != "none" or (
+        choice.get("start begin", "at 0") == "at 0" and choice.get("order", "rising") == "rising"
+    )
+
+
+IMPOSSIBLE = (
+    (
+        r"\w+\.dtype (?:bool|float8_e4m3fn|int16|uint8) \| \w+\.sign .*",
+        "a negated view is of a complex number's part, a float",
+    ),
+    (r"offs\.groups = 0 \| start\..*", "there is no group"),
+    (r"offs\.groups = 1 \| start\.(?:strides|order mixed).*", "there is one group"),
+    (r"num_tokens = 0 \| offs\.(?:sizes|some group|tokens spread|tokens all|rest tokens).*", "there are no tokens"),
+    (r"num_tokens = 1 \| offs\.sizes multiples of 128", "there is one token"),
+)

@@ -1,0 +1,35 @@
+"""The calls of place_token_groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mxspec.cases.common import token_rows
+from mxspec.cases.common.groups import ARRANGED, groups_fit, offsets, padded_fits
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.quantizers import fits
+from mxspec.cases.common.space import Space
+from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit, rows_of
+
+
+def _possible(choice: Choice) -> bool:
+    arranged = groups_fit(choice, choice.get("rows")) and places_fit(choice)
+    return arranged and may_be_negated(choice) and padded_fits(choice, "rows", "cols", 32) and fits(choice)
+
+
+def _make(choice: Choice) -> tuple[Any, ...]:
+    start, needed = places(choice, choice["rows"], 32)
+    room = {"none": 0, "too little": needed // 2, "just enough": needed, "more": needed + 45}[choice["room"]]
+    return rows_of(choice), offsets(choice, choice["rows"]), start, room
+
+
+DIMENSIONS = {"room": ("none", "too little", "just enough", "more"), **MATRIX, **PLACES}
+SPACE = Space(
+    DIMENSIONS,
+    _make,
+    {"check_offs": (False, True)},
+    _possible,
+    [*ARRANGED, {"check_offs": False, "begins": "at 0", "strides": "row-major"}],
+)
+MOVES_BYTES = True
+IMPOSSIBLE = token_rows.IMPOSSIBLE[:3]
