@@ -2,7 +2,7 @@
 
 `mxspec/cases/<op>.py` holds `SPACE`, from which they are made; `IMPOSSIBLE`, patterns of two facts that no valid call
 has, each with the reason; `tokens(args)`, how many tokens a call with token groups has; `ACROSS`, where blocks lie
-along rows.
+along rows; `MOVED`, where values mean nothing to it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ def tokens(op: str, args: tuple[Any, ...]) -> int:
 def across(op: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call has its blocks along the rows of a tensor, and not along its columns."""
     return getattr(of(op), "ACROSS", False) or kwargs.get("axis") == -2
+
+
+def moved(op: str) -> bool:
+    """Whether an op moves the bytes of its tensors, whatever they mean."""
+    return getattr(of(op), "MOVED", False)
 
 
 def why_not(op: str, pair: Iterable[Any]) -> str | None:

@@ -80,6 +80,13 @@ DIMENSIONS: dict[str, Any] = {
     **operand("a"),
     **operand("b", experts=True),
 }
-OPTIONS = {"out_dtype": OUT_DTYPES, "alignment": (1, 16, 128), "check_offs": (False, True)}
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("alignment",))
-IMPOSSIBLE = (*impossible("a", "b"), *EXPERTS)
+OPTIONS = {"out_dtype": OUT_DTYPES, "alignment": (1, 10, 128), "check_offs": (False, True)}
+ALSO: list[Choice] = [{"M": 1041, "groups": "of 128", "rest": True}]
+SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, blind=_blind, implied=("none",), decisive=("alignment",))
+IMPOSSIBLE = (
+    *impossible("a", "b"),
+    *EXPERTS,
+    (r"alignment = 10 \| offs\.some group of one token", "sizes are multiples of it"),
+    (r"alignment = 128 \| offs\.(?:some group of one token|sizes ragged)", "sizes are multiples of it"),
+    (r"alignment = 10 \| offs\.sizes multiples of 128", "no case has groups of 640 tokens: a limit on its size"),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def make(choice: Choice) -> tuple[Tensor, ...]:
     N, K, R, E, C = (size or 0 for size in sizes(choice))
     offs = offsets(choice, R, FP8_BLOCK_SIZE)
     ends = [0, *offs.tolist()]
-    groups = [(begin, end) for begin, end in zip(ends, ends[1:], strict=False) if end > begin]
+    groups = [(begin, end) for begin, end in pairwise(ends) if end > begin]
     laid: list[Tensor] = []
     for name, D, seed in (("dy", N, 0), ("x", K, 2)):
         codes, scale = fp8_operand(choice, name, (D, R), (D, C), seed)

@@ -26,9 +26,10 @@ DIMENSIONS: dict[str, Any] = {**wgrad.DIMENSIONS, **sum_of("acc", ("row-major", 
 SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, blind=wgrad.blind, implied=("none",))
 IMPOSSIBLE = (
     *wgrad.IMPOSSIBLE,
-    (r"acc\.rows .* \| dy\.rows .*", "one size in both, and two facts about one make no pair"),
-    (r"acc\.cols .* \| x\.rows .*", "one size in both, and two facts about one make no pair"),
-    (r"acc\.experts .* \| offs\.groups .*", "one size in both, and two facts about one make no pair"),
+    (r"(?:(?:dy|x)\.rows|offs\.groups) = 0 \| acc\.(?!dtype).*", "there is no element"),
+    (r"(?:dy|x)\.rows = 1 \| acc\.strides rows apart", "one row, or rows of one element, have no stride"),
+    (r"x\.rows = 1 \| acc\.strides experts apart", "matrices of one column count as columns"),
+    (r"offs\.groups = 1 \| acc\.strides experts apart", "there is no other matrix"),
 )
 
 

@@ -78,6 +78,13 @@ DIMENSIONS: dict[str, Any] = {
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs": (False, True)}
 ALSO: list[Choice] = [
+    {"M": 1041, "groups": "of 128", "rest": True},
+    {"M": 1, "groups": "forty", "a values": "Inf"},
+    {"M": 1, "groups": "forty", "a values": "NaN"},
+    {"groups": "three hundred", "b_scale strides": "column-major"},
+    {"groups": "three hundred", "b_scale strides": "rows apart"},
+    {"groups": "one offset repeated", "b_scale strides": "column-major"},
+    {"groups": "one offset repeated", "b_scale strides": "rows apart"},
     {"M": 384, "groups": "one offset repeated", "rest": False},
     {"groups": "all empty", "K": 384, "a_scale values": "extreme", "a_scale strides": "one row repeated"},
 ]

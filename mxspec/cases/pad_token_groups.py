@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxspec.cases.common import token_rows
-from mxspec.cases.common.groups import ARRANGED, groups_fit, offsets, padded_fits
+from mxspec.cases.common.bytes import made
+from mxspec.cases.common.groups import arranged_groups, groups_fit, offsets
+from mxspec.cases.common.movers import ALIGNMENTS, ROWS
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_rows import MATRIX, may_be_negated, rows_of
-
-ALIGNMENTS = (1, 3, 16, 32, 128, 200)
+from mxspec.cases.common.tensors import small_enough
 
 
 def _possible(choice: Choice) -> bool:
-    padded = padded_fits(choice, "rows", "cols", choice.get("alignment", 1))
-    return padded and may_be_negated(choice) and fits(choice) and groups_fit(choice, choice.get("rows"))
+    if {"groups", "alignment", "rows", "cols"} <= choice.keys():
+        padded = choice["rows"] + (arranged_groups(choice) or 0) * choice["alignment"]
+        if not small_enough(padded, choice["cols"]):
+            return False
+    return fits(choice) and groups_fit(choice, choice.get("rows"))
 
 
 def _make(choice: Choice) -> tuple[Any, ...]:
-    return rows_of(choice), offsets(choice, choice["rows"]), choice["alignment"]
+    return made(choice), offsets(choice, choice["rows"]), choice["alignment"]
 
 
-DIMENSIONS = {"alignment": ALIGNMENTS, **MATRIX}
-SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ARRANGED)
-MOVES_BYTES = True
-IMPOSSIBLE = token_rows.IMPOSSIBLE[:1]
+SPACE = Space({**ROWS, "alignment": ALIGNMENTS}, _make, {"check_offs": (False, True)}, _possible)
+MOVED = True

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxspec.cases.common import token_rows
-from mxspec.cases.common.groups import ARRANGED, groups_fit, offsets, padded_fits
+from mxspec.cases.common.bytes import made
+from mxspec.cases.common.groups import offsets
+from mxspec.cases.common.movers import ROWS, STARTS, starts, starts_fit
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit, rows_of
+from mxspec.cases.common.tensors import small_enough
 
 
 def _possible(choice: Choice) -> bool:
-    arranged = groups_fit(choice, choice.get("rows")) and places_fit(choice)
-    return arranged and may_be_negated(choice) and padded_fits(choice, "rows", "cols", 32) and fits(choice)
+    few = small_enough(choice.get("num_rows", 1), choice.get("cols", 1))
+    return few and fits(choice) and starts_fit(choice, choice.get("rows"))
 
 
 def _make(choice: Choice) -> tuple[Any, ...]:
-    start, needed = places(choice, choice["rows"], 32)
-    room = {"none": 0, "too little": needed // 2, "just enough": needed, "more": needed + 45}[choice["room"]]
-    return rows_of(choice), offsets(choice, choice["rows"]), start, room
+    tokens = choice["rows"]
+    return made(choice), offsets(choice, tokens), starts(choice, tokens), choice["num_rows"]
 
 
-DIMENSIONS = {"room": ("none", "too little", "just enough", "more"), **MATRIX, **PLACES}
-SPACE = Space(
-    DIMENSIONS,
-    _make,
-    {"check_offs": (False, True)},
-    _possible,
-    [*ARRANGED, {"check_offs": False, "begins": "at 0", "strides": "row-major"}],
-)
-MOVES_BYTES = True
-IMPOSSIBLE = token_rows.IMPOSSIBLE[:3]
+# Rows of groups that reach past the result are dropped, so that its size is any.
+DIMENSIONS = {**ROWS, "num_rows": ROWS["rows"], **STARTS}
+SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible)
+MOVED = True

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxspec.cases.common import token_rows
-from mxspec.cases.common.groups import ARRANGED, groups_fit, offsets, padded_fits
+from mxspec.cases.common.bytes import made
+from mxspec.cases.common.groups import offsets
+from mxspec.cases.common.movers import ROWS, STARTS, starts, starts_fit
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit, rows_of
+from mxspec.cases.common.tensors import small_enough
 
 
 def _possible(choice: Choice) -> bool:
-    arranged = groups_fit(choice, choice.get("tokens")) and places_fit(choice)
-    return arranged and may_be_negated(choice) and padded_fits(choice, "tokens", "cols", 32) and fits(choice)
+    few = small_enough(choice.get("num_tokens", 1), choice.get("cols", 1))
+    return few and fits(choice) and starts_fit(choice, choice.get("num_tokens"))
 
 
 def _make(choice: Choice) -> tuple[Any, ...]:
-    """Of padded there may be fewer rows than the groups take, or more."""
-    start, _ = places(choice, choice["tokens"], 32)
-    return rows_of(choice), offsets(choice, choice["tokens"]), start, choice["tokens"]
+    tokens = choice["num_tokens"]
+    return made(choice), offsets(choice, tokens), starts(choice, tokens), tokens
 
 
-DIMENSIONS = {"tokens": (0, 1, 161, 256, 1056, 4128), **MATRIX, **PLACES}
-ALSO = [{"tokens" if name == "rows" else name: value for name, value in part.items()} for part in ARRANGED]
-ALSO += [{"tokens": few, "rows": 256, "cols": 256, "strides": "row-major"} for few in (0, 1)]
-SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO)
+# Tokens whose place lies outside the padded rows are zeros, so that their number is any.
+DIMENSIONS = {"num_tokens": ROWS["rows"], **ROWS, **STARTS}
+SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible)
+MOVED = True
 
 
 def tokens(args: tuple[Any, ...]) -> int:
     return args[3]
-
-
-MOVES_BYTES = True
-IMPOSSIBLE = token_rows.IMPOSSIBLE

@@ -51,13 +51,14 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
         elif value.dtype == torch.int32 and value.ndim == 1:
             found |= set(_offsets(name, value, cases.tokens(op, args)))
         else:
-            summed = dispatch.reference(op).spec.in_place and not position
-            about = set(_tensor(name, value, cases.across(op, kwargs)))
-            found |= {fact for fact in about if not (summed and fact.about.startswith(_QUANTIZED))}
+            found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moved(op)))
+    if dispatch.reference(op).spec.in_place:  # the sizes of what is added to follow from the operands'
+        first = next(iter(signature.parameters))
+        found = {fact for fact in found if fact.about not in {f"{first}.{what}" for what in _NOT_OF_SUMS}}
     return frozenset(found)
 
 
-_QUANTIZED = ("acc.tie", "acc.block", "acc.saturating")  # what matters where numbers are rounded to a block's codes
+_NOT_OF_SUMS = ("experts", "rows", "cols", "rank", "tie of e4m3fn", "tie of e5m2", "block", "saturating block")
 
 
 def _size(n: int) -> Iterator[str]:
@@ -70,7 +71,7 @@ def _size(n: int) -> Iterator[str]:
         yield "a multiple of 128" if n % 128 == 0 else "a multiple of 16"
 
 
-def _tensor(name: str, t: Tensor, across: bool) -> Iterator[Fact]:
+def _tensor(name: str, t: Tensor, across: bool, moved: bool) -> Iterator[Fact]:
     yield Fact(f"{name}.dtype", str(t.dtype).removeprefix("torch."))
     dims = {1: ("length",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}[t.ndim]
     for dim, size in zip(dims, t.shape, strict=True):
@@ -83,6 +84,8 @@ def _tensor(name: str, t: Tensor, across: bool) -> Iterator[Fact]:
     yield Fact(f"{name}.begins", _begins(t))
     if t.is_neg():
         yield Fact(f"{name}.sign", "of a negated view")
+    if moved:
+        return
     values = t.resolve_neg().mT if across and t.ndim > 1 else t.resolve_neg()
     if t.dtype == E8M0FNU.dtype:
         yield from _bytes(name, t)
@@ -138,7 +141,7 @@ def _strides(t: Tensor) -> Iterator[str]:
         if order[0] != -3 and any(dim == -3 for dim in order):
             yield "experts inside the rows"
         else:
-            yield "column-major" if t.mT.is_contiguous() else "column-major, apart"
+            yield "column-major"
     elif t.is_contiguous():
         yield "row-major"
     elif many[-1][1] != 1:
@@ -158,8 +161,8 @@ def _codes(t: Tensor) -> Iterator[str]:
     kinds = {
         "NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits < sign),
         "-NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits >= sign),
-        "+Inf": bits == (fmt.inf_code or 512),
-        "-Inf": bits == (fmt.inf_code or 512) + sign,
+        "+Inf": (magnitude == fmt.inf_code) & (bits < sign) if fmt.inf_code else bits < 0,
+        "-Inf": (magnitude == fmt.inf_code) & (bits >= sign) if fmt.inf_code else bits < 0,
         "-0": bits == sign,
         "subnormal": (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits),
         "largest": magnitude == largest,

@@ -10,7 +10,7 @@ from torch import Tensor
 from mxspec.cases.common.pairwise import Choice
 
 ARRANGEMENTS = (
-    "none", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one",
+    "no group", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one",
     "one offset repeated", "zero repeated", "of 128", "of 128, three hundred", "singles", "forty", "three hundred",
 )  # fmt: skip
 GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apart"), "offs begin": ("at 0", "later")}
@@ -18,7 +18,7 @@ GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apar
 OF_EXPERTS = {
     **GROUPS,
     "groups": (
-        "none", "one", "first empty", "inner empty", "last empty", "all empty", "all to one", "one offset repeated",
+        "no group", "one", "first empty", "inner empty", "last empty", "all empty", "all to one", "one offset repeated",
         "zero repeated", "of 128", "singles", "forty", "three hundred",
     ),
 }  # fmt: skip
@@ -36,7 +36,7 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> list[int]:
     T = tokens // unit
     third = T // 3
     made = {
-        "none": [],
+        "no group": [],
         "one": [T],
         "three": [third, T - 2 * third, third],
         "first empty": [0, third, T - third],
@@ -62,7 +62,7 @@ def arranged_groups(choice: Choice) -> int | None:
 
 def nothing_in_groups(choice: Choice) -> bool:
     """Whether no token is in a group."""
-    return choice.get("groups") in ("none", "all empty", "zero repeated")
+    return choice.get("groups") in ("no group", "all empty", "zero repeated")
 
 
 def _spread(T: int, groups: int) -> list[int]:
@@ -84,15 +84,15 @@ def groups_fit(choice: Choice, tokens: int | None, unit: int = 1) -> bool:
     arrangement, rest = choice.get("groups"), choice.get("rest")
     if arrangement is None:
         return True
-    if choice.get("offs") == "apart" and arrangement in ("none", "one", *_REPEATED):
+    if choice.get("offs") == "apart" and arrangement in ("no group", "one", *_REPEATED):
         return False  # of fewer than two offsets, or of one that is repeated, the stride is given
-    if arrangement == "none" and choice.get("offs begin") == "later":
+    if arrangement == "no group" and choice.get("offs begin") == "later":
         return False
     if rest is None or tokens is None:
         return True
     if rest and not tokens:
         return False
-    if arrangement in ("none", "all empty", "zero repeated"):
+    if arrangement in ("no group", "all empty", "zero repeated"):
         return bool(rest) == bool(tokens)
     T = in_groups(choice, tokens, unit)
     if T % unit:

@@ -24,7 +24,7 @@ from mxspec.spec import normal
 Shape = tuple[int | None, ...]  # None for a size that is still open
 Operand = tuple[Tensor, Tensor]  # codes, with blocks along the last dimension, and plain scales
 
-SIZES = (0, 1, 33, 384, 1040, 4128)
+SIZES = (0, 1, 48, 384, 1041, 4128)
 MX_SIZES = (0, 32, 384, 1056, 4128)  # multiples of a block; with 4128 rows, 384 are as many as are not too many
 FP8_SIZES = (0, 128, 384, 1152, 4224)
 _CODE_STRIDES = ("none", "row-major", "rows apart", "one row repeated")
@@ -150,6 +150,8 @@ def fp8_operand(
             line[..., : len(_EXTREMES)] = _EXTREMES[: line.shape[-1]]
     elif values == "NaN":
         scale[..., 0, 0] = torch.nan
+        if scale.shape[-2] > 2 * len(_EXTREMES):
+            scale[..., -len(_EXTREMES) :, -1] = _EXTREMES
     return _finite(shape, E4M3FN.dtype, seed), scale
 
 
@@ -173,7 +175,7 @@ def with_special_codes(q: Tensor, values: str) -> None:
         code = 0x7F if values == "NaN" else 0x7C
         bits[..., 0, 5], bits[..., 0, 9], bits[..., rows // 2, -1] = code, code | 0x80, code
         if rows > 4:
-            bits[..., 1, 12], bits[..., 2, :] = 0x7F, bits[..., 2, :] & 0x80
+            bits[..., 1, 12], bits[..., 1, 13], bits[..., 2, :] = 0x7F, 0xFF, bits[..., 2, :] & 0x80
 
 
 def _extreme_bytes(choice: Choice, names: tuple[str, str], operand: Operand, other_scale: Tensor, block: int) -> None:
@@ -239,6 +241,8 @@ def poison(choice: Choice, name: str, operand: Operand, tokens: int, blocks: int
 def summed(choice: Choice, name: str, *shape: int) -> Tensor:
     """What a product is added to: as large as the product; or zero; with every special value but a huge one."""
     x = normal(*shape, seed=4) * (0 if choice[f"{name} values"] == "zeros" else 2**18)
+    if x.numel() > 1:
+        x.view(-1)[-2] = 2.0**-140
     if choice[f"{name} values"] == "special":
         special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 2.0**-140])
         flat = x.view(-1)
@@ -254,6 +258,8 @@ def impossible(first: str, second: str, rows: str = "rows", cols: str = "cols") 
     return (
         (rf"{either}\.{cols} = 0 \| {either}_scale\..*", "a sum of nothing has no scales"),
         (rf"{either}\.{cols} = 0 \| {either}\.(?!{rows}|dtype|experts|rank).*", "a sum of nothing has no codes"),
+        (rf"({either})\.dtype float8_e4m3fn \| \1\.[+-]Inf .*", "e4m3fn has no Inf"),
+        (rf"({either})\.{rows} = 1 \| \1_scale\.blocks .*", "one row, whichever block it is in"),
         (rf"({either})\.{rows} = 0 \| \1_scale\..*", "there are no scales"),
         (
             rf"({either})\.{rows} = 1 \| \1_scale\.strides (?:column-major.*|one row repeated|rows apart|experts .*)",

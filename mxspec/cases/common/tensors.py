@@ -151,7 +151,7 @@ def plant(t: Tensor, values: Tensor) -> None:
 
 
 def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: int = 0) -> Tensor:
-    """Codes of a format: numbers; any byte, with each NaN and Inf; or zeros of both signs."""
+    """Codes of a format: numbers; any byte, with each NaN and Inf, by either name; or zeros of both signs."""
     fmt = BY_DTYPE[dtype]
     if values == "zeros":
         return (random_bits(*shape, dtype=torch.uint8, seed=seed) & (0x88 if fmt.per_byte > 1 else 0x80)).view(dtype)
@@ -159,7 +159,7 @@ def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: i
     if values == "finite" and fmt.per_byte == 1:
         magnitude = bits & 0x7F
         bits = torch.where(magnitude > fmt.largest_code, bits & 0x80, bits)
-    if values == "bits" and bits.numel():
+    if values in ("bits", "Inf") and bits.numel():
         plant(bits, torch.tensor([0x7F, 0xFF, 0x7C, 0xFC, 0x80, 0x7E, 0x7B, 0x01], dtype=torch.uint8))
     return bits.view(dtype)
 
