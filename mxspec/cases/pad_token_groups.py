@@ -25,5 +25,6 @@ def _make(choice: Choice) -> tuple[Any, ...]:
     return made(choice), offsets(choice, choice["rows"]), choice["alignment"]
 
 
-SPACE = Space({**ROWS, "alignment": ALIGNMENTS}, _make, {"check_offs": (False, True)}, _possible)
+ALSO = [{"rows": 384, "groups": "one", "rest": False}]
+SPACE = Space({**ROWS, "alignment": ALIGNMENTS}, _make, {"check_offs": (False, True)}, _possible, ALSO)
 MOVED = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mxspec.cases.common import movers
 from mxspec.cases.common.bytes import made
 from mxspec.cases.common.groups import offsets
 from mxspec.cases.common.movers import ROWS, STARTS, starts, starts_fit
@@ -25,5 +26,7 @@ def _make(choice: Choice) -> tuple[Any, ...]:
 
 # Rows of groups that reach past the result are dropped, so that its size is any.
 DIMENSIONS = {**ROWS, "num_rows": ROWS["rows"], **STARTS}
-SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible)
+ALSO = [{"rows": 384, "groups": "one", "rest": False}]
+SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO)
+IMPOSSIBLE = movers.IMPOSSIBLE
 MOVED = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mxspec.cases.common import movers
 from mxspec.cases.common.bytes import made
 from mxspec.cases.common.groups import offsets
 from mxspec.cases.common.movers import ROWS, STARTS, starts, starts_fit
@@ -25,7 +26,9 @@ def _make(choice: Choice) -> tuple[Any, ...]:
 
 # Tokens whose place lies outside the padded rows are zeros, so that their number is any.
 DIMENSIONS = {"num_tokens": ROWS["rows"], **ROWS, **STARTS}
-SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible)
+ALSO = [{"num_tokens": 384, "groups": "one", "rest": False}]
+SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO)
+IMPOSSIBLE = movers.IMPOSSIBLE
 MOVED = True
 
 

@@ -15,8 +15,8 @@ from mxspec.reference._groups_cases import DTYPES
 ALIGNMENTS = (1, 3, 16, 32, 128, 200)
 ROWS: dict[str, Any] = {
     **MATRIX,
-    "rows": (0, 1, 33, 256, 1041, 4128),
-    "cols": (0, 1, 33, 256, 1040, 4128),
+    "rows": (0, 1, 48, 384, 1041, 4128),
+    "cols": (0, 1, 48, 384, 1041, 4128),
     "dtype": DTYPES,
     **GROUPS,
 }
@@ -59,3 +59,17 @@ def starts(choice: Choice, tokens: int) -> Tensor:
     if choice["start"] == "one repeated":
         return laid_vector(found[:1], "dense", choice["start begin"]).expand(len(found))
     return laid_vector(found, choice["start"], choice["start begin"])
+
+
+IMPOSSIBLE = (
+    (r"offs\.groups .* \| start\.groups .*", "one number, and two facts about one make no pair"),
+    (r"(?:offs|start)\.groups = 0 \| (?:start|offs)\..*", "there is no group"),
+    (r"(?:offs|start)\.groups = 1 \| start\.(?:order mixed|strides .*)", "there is one group"),
+    (r"start\.groups = 1 \| offs\.(?:inner group|last group|strides|tokens all to one) ?.*", "there is one group"),
+    (r"start\.strides one repeated \| start\.order mixed", "they exclude each other"),
+    (r"start\.strides one repeated \| offs\.tokens spread", "groups that begin at one row share it"),
+    (r"num_\w+ > 4096 \| \w+\.cols > (?:1024|4096)", "more than 2.2 million elements in the result"),
+    (r"num_\w+ > 1024 \| \w+\.cols > 4096", "more than 2.2 million elements in the result"),
+    (r"num_tokens = 0 \| offs\.(?:rest tokens|sizes|some group|tokens (?:all|spread)).*", "there are no tokens"),
+    (r"num_tokens = 1 \| offs\.(?:sizes multiples of 128|tokens spread)", "there is one token"),
+)
