@@ -58,7 +58,12 @@ DIMENSIONS: dict[str, Any] = {
     "cols": SIZES,
     "experts": EXPERTS,
     "blocks": ("1x128", "128x128"),
-    **{name: values for name, values in MX_DIMENSIONS.items() if name not in ("rows", "cols", "experts", "dtype")},
+    "values": ("none", "finite", "bits", "zeros"),
+    **{
+        name: values
+        for name, values in MX_DIMENSIONS.items()
+        if name not in ("rows", "cols", "experts", "dtype", "values")
+    },
 }
 ALSO = [
     {"rows": 1, "cols": 128, "values": "bits"},

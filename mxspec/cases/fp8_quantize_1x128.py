@@ -24,7 +24,7 @@ SIZES = (0, 1, 33, 128, 144, 1152, 4224)
 REPEATED_HERE = [{name: 1152 if value == 1056 else value for name, value in part.items()} for part in REPEATED]
 OPTIONS = {"axis": (-1, -2), "scale_format": SCALE_FORMATS, "scale_major": SCALE_MAJORS, "eps": (1e-12, 1e-4)}
 BEYOND = [{**PAST_A_GRID[0], "cols": 128}, {**PAST_A_GRID[1], "rows": 128, "axis": -2}]
-SPACE = Space({**MATRIX, "rows": SIZES, "cols": SIZES}, _make, OPTIONS, _possible, REPEATED_HERE, BEYOND)
+SPACE = Space({**MATRIX, "rows": SIZES, "cols": SIZES}, _make, OPTIONS, _possible, REPEATED_HERE, beyond=BEYOND)
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd|a multiple of 16)", "K is a multiple of 128"),
     (r"axis = -2 \| x\.rows (?:= 1|odd|a multiple of 16)", "M is a multiple of 128"),

@@ -20,5 +20,11 @@ def _possible(choice: Choice) -> bool:
 
 
 OPTIONS = {"scale_format": SCALE_FORMATS, "eps": (1e-12, 1e-4), "check_offs": (False, True)}
-SPACE = Space({**MATRIX, **GROUPS}, _make, OPTIONS, _possible, [*REPEATED, *ARRANGED])
+SPACE = Space(
+    {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
+    _make,
+    OPTIONS,
+    _possible,
+    [*REPEATED, *ARRANGED],
+)
 ACROSS = True

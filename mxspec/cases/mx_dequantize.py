@@ -28,6 +28,8 @@ def _possible(choice: Choice) -> bool:
     axis, plain = axis_of(choice), scale_shape(choice, 32)
     if not fits(choice, 32 if axis == -2 else 1, 32 if axis == -1 else 1):
         return False
+    if choice.get("values") == "Inf" and choice.get("dtype") not in (None, torch.float8_e5m2):
+        return False
     return scale_fits(choice, plain, given(choice, "scale_layout", "plain"))
 
 
@@ -49,7 +51,7 @@ DIMENSIONS = {
     "cols": SIZES,
     "experts": EXPERTS,
     "strides": (*STRIDES, *EXPERT_STRIDES),
-    "values": ("none", "finite", "bits", "zeros"),
+    "values": ("none", "finite", "bits", "Inf", "zeros"),
     "begins": BEGINS,
     "dtype": tuple(BY_DTYPE),
     **SCALES,
@@ -65,6 +67,7 @@ ALSO = [
 ]
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO)
 SCALE_IMPOSSIBLE = (
+    (r"qdata\.(?:rows|cols) = 1 \| scale\.blocks .*", "one row, whichever block it is in"),
     (r"qdata\.(?:rows|cols|experts) = 0 \| scale\..*", "there are no scales"),
     (
         r"qdata\.(?:rows|cols) = 1 \| scale\.strides (?:one row repeated|rows apart|column-major|experts .*)",

@@ -31,5 +31,11 @@ OPTIONS = {
     "scale_layout": SCALE_LAYOUTS,
     "check_offs": (False, True),
 }
-SPACE = Space({**MATRIX, **GROUPS}, _make, OPTIONS, _possible, [*REPEATED, *ARRANGED])
+SPACE = Space(
+    {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
+    _make,
+    OPTIONS,
+    _possible,
+    [*REPEATED, *ARRANGED],
+)
 IMPOSSIBLE = ((r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 32"),)

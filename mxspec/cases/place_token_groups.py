@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mxspec.cases.common import token_rows
-from mxspec.cases.common.groups import ARRANGED, groups_fit, offsets, padded_fits
+from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
@@ -23,7 +23,7 @@ def _make(choice: Choice) -> tuple[Any, ...]:
     return rows_of(choice), offsets(choice, choice["rows"]), start, room
 
 
-DIMENSIONS = {"room": ("none", "too little", "just enough", "more"), **MATRIX, **PLACES}
+DIMENSIONS = {"room": ("none", "too little", "just enough", "more"), **token_rows.SIZES, **GROUPS, **PLACES, **MATRIX}
 SPACE = Space(
     DIMENSIONS,
     _make,

@@ -23,7 +23,13 @@ def _possible(choice: Choice) -> bool:
 
 ALSO = [{"cols" if name == "rows" else name: value for name, value in part.items()} for part in ARRANGED]
 ALSO.append({"cols": 1, "groups": "forty", "offs": "dense"})
-SPACE = Space({**MATRIX, **GROUPS}, _make, {"check_offs": (False, True)}, _possible, ALSO)
+SPACE = Space(
+    {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
+    _make,
+    {"check_offs": (False, True)},
+    _possible,
+    ALSO,
+)
 
 
 def tokens(args: tuple[Any, ...]) -> int:

@@ -19,4 +19,10 @@ def _possible(choice: Choice) -> bool:
     return fits(choice) and groups_fit(choice, choice.get("rows")) and padded_fits(choice, "rows", "cols", 128)
 
 
-SPACE = Space({**MATRIX, **GROUPS}, _make, {"check_offs": (False, True)}, _possible, ARRANGED)
+SPACE = Space(
+    {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
+    _make,
+    {"check_offs": (False, True)},
+    _possible,
+    ARRANGED,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mxspec.cases.common import token_rows
-from mxspec.cases.common.groups import ARRANGED, groups_fit, offsets, padded_fits
+from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
@@ -23,7 +23,7 @@ def _make(choice: Choice) -> tuple[Any, ...]:
     return rows_of(choice), offsets(choice, choice["tokens"]), start, choice["tokens"]
 
 
-DIMENSIONS = {"tokens": (0, 1, 161, 256, 1056, 4128), **MATRIX, **PLACES}
+DIMENSIONS = {"tokens": (0, 1, 161, 256, 1056, 4128), **token_rows.SIZES, **GROUPS, **PLACES, **MATRIX}
 ALSO = [{"tokens" if name == "rows" else name: value for name, value in part.items()} for part in ARRANGED]
 ALSO += [{"tokens": few, "rows": 256, "cols": 256, "strides": "row-major"} for few in (0, 1)]
 SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO)

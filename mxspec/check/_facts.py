@@ -45,14 +45,20 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
             found.add(Fact(name, f"= {kwargs[name]}" if name in kwargs else "not given"))
     for position, (name, value) in enumerate(zip(signature.parameters, args, strict=False)):
         if position and name.endswith("scale"):
-            found |= set(_beside(name, value))
+            found |= set(_beside(name, value, args[position - 1]))
         elif not isinstance(value, Tensor):
             found |= {Fact(name, text) for text in _number(value, beside_groups="offs" in signature.parameters)}
         elif value.dtype == torch.int32 and value.ndim == 1:
             found |= set(_offsets(name, value, cases.tokens(op, args)))
         else:
             found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
+    if dispatch.reference(op).spec.in_place:  # the sizes of what is added to follow from the operands'
+        first = next(iter(signature.parameters))
+        found = {fact for fact in found if fact.about not in {f"{first}.{what}" for what in _NOT_OF_SUMS}}
     return frozenset(found)
+
+
+_NOT_OF_SUMS = ("experts", "rows", "cols", "rank", "tie of e4m3fn", "tie of e5m2", "block", "saturating block")
 
 
 def _number(n: int, beside_groups: bool) -> Iterator[str]:
@@ -104,7 +110,7 @@ def _tensor(name: str, t: Tensor, across: bool, moved: bool) -> Iterator[Fact]:
         yield from _floats(name, values)
 
 
-def _beside(name: str, scale: Tensor) -> Iterator[Fact]:
+def _beside(name: str, scale: Tensor, codes: Tensor) -> Iterator[Fact]:
     """The facts of a scale that goes with codes, whose sizes follow from theirs."""
     if not scale.numel():
         return
@@ -113,6 +119,8 @@ def _beside(name: str, scale: Tensor) -> Iterator[Fact]:
     if scale.dtype == E8M0FNU.dtype:
         yield from _bytes(name, scale)
         return
+    if codes.shape[-2] > 1:
+        yield Fact(f"{name}.blocks", "of one row" if scale.shape[-2] in codes.shape[-2:] else "of 128 rows")
     kinds = {
         "NaN": scale.isnan(),
         "+Inf": scale == torch.inf,
@@ -145,11 +153,16 @@ def _strides(t: Tensor) -> Iterator[str]:
         return
     order = [dim for dim, _ in sorted(many, key=lambda found: -found[1])]
     if order != sorted(order):
-        yield "experts inside the rows" if order[0] != -3 and any(dim == -3 for dim in order) else "column-major"
+        if order[0] != -3 and any(dim == -3 for dim in order):
+            yield "experts inside the rows"
+        else:
+            yield "column-major"
     elif t.is_contiguous():
         yield "row-major"
+    elif many[-1][1] != 1:
+        yield "columns apart"
     else:
-        yield "columns apart" if many[-1][1] != 1 else "rows apart"
+        yield "experts apart" if t.ndim == 3 and t[0].is_contiguous() else "rows apart"
 
 
 def _codes(t: Tensor) -> Iterator[str]:
@@ -163,8 +176,8 @@ def _codes(t: Tensor) -> Iterator[str]:
     kinds = {
         "NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits < sign),
         "-NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits >= sign),
-        "+Inf": bits == (fmt.inf_code or 512),
-        "-Inf": bits == (fmt.inf_code or 512) + sign,
+        "+Inf": (magnitude == fmt.inf_code) & (bits < sign) if fmt.inf_code else bits < 0,
+        "-Inf": (magnitude == fmt.inf_code) & (bits >= sign) if fmt.inf_code else bits < 0,
         "-0": bits == sign,
         "subnormal": (magnitude > 0) & (magnitude < 1 << fmt.mantissa_bits),
         "largest": magnitude == largest,

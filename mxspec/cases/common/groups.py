@@ -1,4 +1,4 @@
-"""Token groups of every arrangement: empty ones first, inside and last, all tokens to one, more than a kernel's chunk."""
+"""Token groups of every arrangement: empty ones first, inside and last, all to one, more than a kernel's chunk."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from torch import Tensor
 from mxspec.cases.common.pairwise import Choice
 
 ARRANGEMENTS = (
-    "none", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one",
+    "no group", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one",
     "one offset repeated", "one offset thrice", "zero repeated", "of 128", "of 128, three hundred", "singles", "forty",
     "three hundred",
 )  # fmt: skip
 GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apart"), "offs begin": ("at 0", "later")}
+# For matmuls, whose operands are in groups in one way only: those that show a fact of their own.
+OF_EXPERTS = {
+    **GROUPS,
+    "groups": (
+        "no group", "one", "first empty", "inner empty", "last empty", "all empty", "all to one", "one offset repeated",
+        "zero repeated", "of 128", "singles", "forty", "three hundred",
+    ),
+}  # fmt: skip
 # What one arrangement shows only with one size.
 ARRANGED = [
     {"groups": "one offset repeated", "rows": 256, "rest": False},
@@ -30,7 +38,7 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> list[int]:
     T = tokens // unit
     third = T // 3
     made = {
-        "none": [],
+        "no group": [],
         "one": [T],
         "three": [third, T - 2 * third, third],
         "first empty": [0, third, T - third],
@@ -48,6 +56,16 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> list[int]:
         "three hundred": _spread(T, 301),
     }[arrangement]
     return [size * unit for size in made]
+
+
+def arranged_groups(choice: Choice) -> int | None:
+    """How many groups an arrangement has; None while it is open."""
+    return len(sizes_of(choice["groups"], 8)) if "groups" in choice else None
+
+
+def nothing_in_groups(choice: Choice) -> bool:
+    """Whether no token is in a group."""
+    return choice.get("groups") in ("no group", "all empty", "zero repeated")
 
 
 def _spread(T: int, groups: int) -> list[int]:
@@ -69,15 +87,15 @@ def groups_fit(choice: Choice, tokens: int | None, unit: int = 1) -> bool:
     arrangement, rest = choice.get("groups"), choice.get("rest")
     if arrangement is None:
         return True
-    if choice.get("offs") == "apart" and arrangement in ("none", "one", *_REPEATED):
+    if choice.get("offs") == "apart" and arrangement in ("no group", "one", *_REPEATED):
         return False  # of fewer than two offsets, or of one that is repeated, the stride is given
-    if arrangement == "none" and choice.get("offs begin") == "later":
+    if arrangement == "no group" and choice.get("offs begin") == "later":
         return False
     if rest is None or tokens is None:
         return True
     if rest and not tokens:
         return False
-    if arrangement in ("none", "all empty", "zero repeated"):
+    if arrangement in ("no group", "all empty", "zero repeated"):
         return bool(rest) == bool(tokens)
     T = in_groups(choice, tokens, unit)
     if T % unit:

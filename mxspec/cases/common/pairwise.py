@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -10,7 +10,11 @@ Choice = dict[str, Any]
 
 
 def pairwise(
-    dimensions: Mapping[str, Sequence[Any]], possible: Callable[[Choice], bool], also: Iterable[Choice] = ()
+    dimensions: Mapping[str, Sequence[Any]],
+    possible: Callable[[Choice], bool],
+    also: Iterable[Choice] = (),
+    blind: Callable[[Choice], bool] = lambda choice: False,
+    implied: Collection[Any] = (),
 ) -> Iterator[Choice]:
     """Choices, one value for each dimension, that show every possible pair of values.
 
@@ -21,6 +25,9 @@ def pairwise(
         dimensions: the values of each dimension, those first that decide what others may be.
         possible: whether some or all of a choice can be made; a part that cannot be made must stay so when it grows.
         also: parts of choices, each with some dimensions, that are to be there as well.
+        blind: whether a choice, or a part of one, hides what the others of its values do: its output is all NaN, say.
+            It is made only for pairs that no other choice has.
+        implied: values that follow from those of other dimensions, and whose pairs nobody needs.
 
     >>> sizes = {"axis": (-1, -2), "rows": (1, 32), "cols": (1, 32)}
     >>> for choice in pairwise(sizes, lambda c: c.get("rows") != c.get("cols")):
@@ -37,12 +44,13 @@ def pairwise(
         for one, other in combinations(names, 2)
         for i in places[one]
         for j in places[other]
+        if not {dimensions[one][i], dimensions[other][j]} & set(implied)
     }
 
     def chosen(picked: dict[str, int]) -> Choice:
         return {name: dimensions[name][picked[name]] for name in dimensions if name in picked}
 
-    def completed(picked: dict[str, int], turn: int) -> dict[str, int] | None:
+    def completed(picked: dict[str, int], turn: int, seeing: bool) -> dict[str, int] | None:
         """The choice with a value for every dimension, or None where no value fits one of them."""
         name = next((name for name in names if name not in picked), None)
         if name is None:
@@ -52,20 +60,27 @@ def pairwise(
         shows = {i: sum(_pair(names, name, i, other, j) in missing for other, j in picked.items()) for i in turned}
         for i in sorted(turned, key=lambda i: -shows[i]):
             tried = {**picked, name: i}
-            if possible(chosen(tried)) and (found := completed(tried, turn + 1)):
+            if fits(chosen(tried), seeing) and (found := completed(tried, turn + 1, seeing)):
                 return found
         return None
+
+    def fits(choice: Choice, seeing: bool) -> bool:
+        return possible(choice) and not (seeing and blind(choice))
 
     wanted = [tuple((name, list(dimensions[name]).index(value)) for name, value in part.items()) for part in also]
     for turn, part in enumerate([*wanted, *missing]):
         if turn >= len(wanted) and part not in missing:
             continue
-        picked = completed(dict(part), turn) if possible(chosen(dict(part))) else None
+        start = dict(part)
+        tries = ((seeing, completed(start, turn, seeing)) for seeing in (True, False) if fits(chosen(start), seeing))
+        seeing, picked = next(((seeing, picked) for seeing, picked in tries if picked), (False, None))
         missing.pop(part, None)
         if picked is None:
             continue  # no choice has this pair
         for one, other in combinations(names, 2):
-            missing.pop(((one, picked[one]), (other, picked[other])), None)
+            pair = ((one, picked[one]), (other, picked[other]))
+            if seeing or blind(chosen(dict(pair))):
+                missing.pop(pair, None)
         yield chosen(picked)
 
 

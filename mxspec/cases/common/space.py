@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -21,11 +21,13 @@ class Space:
 
     dimensions: the values of each; a choice takes one value of each.
     make: the positional arguments of a choice.
-    options: the keyword arguments of the op and their values. Each is a dimension too, with one more value, `not given`.
+    options: the keyword arguments of the op and their values. Each is a dimension too, with `not given` as a value.
     possible: whether a choice, or a part of one, can be made.
     also: parts of choices to be there as well, where a fact needs more than two dimensions.
     beyond: choices of values that no dimension has, such as more rows than a grid has programs; what they leave open is
         the first choice's.
+    blind: whether a choice, or a part of one, hides what most of its values do.
+    implied: values that follow from those of other dimensions, and whose pairs nobody needs.
     decisive: the options that decide what other dimensions may be, and so come first.
     """
 
@@ -34,14 +36,17 @@ class Space:
     options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     possible: Callable[[Choice], bool] = lambda choice: True
     also: Sequence[Choice] = ()
-    beyond: Sequence[Choice] = ()
+    blind: Callable[[Choice], bool] = lambda choice: False
+    implied: Collection[Any] = ()
     decisive: Sequence[str] = ("axis",)
+    beyond: Sequence[Choice] = ()
 
     @cached_property
     def choices(self) -> list[Choice]:
         options = {name: (NOT_GIVEN, *values) for name, values in self.options.items()}
         decisive = {name: values for name, values in options.items() if name in self.decisive}
-        planned = list(pairwise({**decisive, **self.dimensions, **options}, self.possible, self.also))
+        dimensions = {**decisive, **self.dimensions, **options}
+        planned = list(pairwise(dimensions, self.possible, self.also, self.blind, self.implied))
         plain = {name: NOT_GIVEN for name in options}
         return [*planned, *({**planned[0], **plain, **choice} for choice in self.beyond)]
 

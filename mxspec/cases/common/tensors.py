@@ -60,6 +60,7 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns apart": lambda t: _apart(t, 0, 2),
     "one row repeated": lambda t: t[..., :1, :].contiguous().expand(t.shape),
     "one column repeated": lambda t: t[..., :1].contiguous().expand(t.shape),
+    "experts apart": lambda t: _apart(t.reshape(len(t), 1, -1), 16, 1).unflatten(-1, t.shape[1:])[:, 0],
     "experts inside the rows": lambda t: t.transpose(0, -2).contiguous().transpose(0, -2),
     "one expert repeated": lambda t: t[:1].contiguous().expand(t.shape),
 }
@@ -69,6 +70,8 @@ def strides_fit(strides: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape can show these strides: each dimension that they are about has two elements."""
     if (strides == "none") != (0 in shape):
         return False
+    if strides == "experts apart":
+        return len(shape) == 3 and shape[0] > 1 and shape[-1] > 1
     if strides in EXPERT_STRIDES:
         return len(shape) == 3 and shape[0] > 1 and (strides == "one expert repeated" or shape[1] > 1) and shape[2] > 0
     rows, cols = shape[-2:]
@@ -148,7 +151,7 @@ def plant(t: Tensor, values: Tensor) -> None:
 
 
 def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: int = 0) -> Tensor:
-    """Codes of a format: numbers; any byte, with each NaN and Inf; or zeros of both signs."""
+    """Codes of a format: numbers; any byte, with each NaN and Inf, by either name; or zeros of both signs."""
     fmt = BY_DTYPE[dtype]
     if values == "zeros":
         return (random_bits(*shape, dtype=torch.uint8, seed=seed) & (0x88 if fmt.per_byte > 1 else 0x80)).view(dtype)
@@ -156,7 +159,7 @@ def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: i
     if values == "finite" and fmt.per_byte == 1:
         magnitude = bits & 0x7F
         bits = torch.where(magnitude > fmt.largest_code, bits & 0x80, bits)
-    if values == "bits" and bits.numel():
+    if values in ("bits", "Inf") and bits.numel():
         plant(bits, torch.tensor([0x7F, 0xFF, 0x7C, 0xFC, 0x80, 0x7E, 0x7B, 0x01], dtype=torch.uint8))
     return bits.view(dtype)
 

@@ -13,7 +13,9 @@ from mxspec.cases.common.groups import GROUPS, in_groups, laid_vector, sizes_of
 from mxspec.cases.common.pairwise import Choice
 from mxspec.reference._groups_cases import DTYPES
 
-MATRIX: dict[str, Any] = {**BYTES, "dtype": DTYPES, "negated": (False, True), **GROUPS}
+# What decides the most comes first.
+SIZES = {name: BYTES[name] for name in ("rows", "cols")}
+MATRIX: dict[str, Any] = {**SIZES, **GROUPS, **BYTES, "dtype": DTYPES, "negated": (False, True)}
 # Where the groups lie among the padded rows.
 PLACES: dict[str, Any] = {
     "order": ("rising", "turned", "turned but the first", "with gaps"),
@@ -49,10 +51,10 @@ def places(choice: Choice, tokens: int, alignment: int) -> tuple[Tensor, int]:
 
 def places_fit(choice: Choice) -> bool:
     """One start has no stride, and none is nowhere."""
-    single = choice.get("groups") in ("none", "one")
+    single = choice.get("groups") in ("no group", "one")
     if single and (choice.get("start") == "apart" or choice.get("order", "rising").startswith("turned")):
         return False
-    return choice.get("groups") != "none" or (
+    return choice.get("groups") != "no group" or (
         choice.get("start begin", "at 0") == "at 0" and choice.get("order", "rising") == "rising"
     )
 

@@ -1,0 +1,287 @@
+"""Operands of matmuls: their codes, the scales beside them, and the few special values that they hold.
+
+A matmul is judged by its SQNR where it is finite, so that most of every output has to be: special values stand in one
+or two rows. Other codes are normal and other scales within a factor of two of 1: each element then shows in the SQNR.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.cases.common.codes import SCALE_STRIDES, laid_flat
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, laid, small_enough, strides_fit
+from mxspec.formats import BY_DTYPE, E4M3FN, E5M2, MX_BLOCK_SIZE
+from mxspec.reference._mx_gemm_cases import codes, laid_out, scales
+from mxspec.reference.fp8_gemm import scales as fp32_scales
+from mxspec.spec import normal
+
+Shape = tuple[int | None, ...]  # None for a size that is still open
+Operand = tuple[Tensor, Tensor]  # codes, with blocks along the last dimension, and plain scales
+
+SIZES = (0, 1, 48, 384, 1041, 4128)
+MX_SIZES = (0, 32, 384, 1056, 4128)  # multiples of a block; with 4128 rows, 384 are as many as are not too many
+FP8_SIZES = (0, 128, 384, 1152, 4224)
+_CODE_STRIDES = ("none", "row-major", "rows apart", "one row repeated")
+_EXTREMES = torch.tensor([0.0, -0.0, -1.5, 2.0**-140])  # fp32 scales
+
+
+def operand(
+    name: str, dtypes: Sequence[torch.dtype] = (), experts: bool = False, codes_apart: bool = True
+) -> dict[str, Any]:
+    """The dimensions of an operand. Codes of one dtype need none for it; nor do codes that are one run of bytes."""
+    strides = _CODE_STRIDES if codes_apart else _CODE_STRIDES[:2]
+    return {
+        **({f"{name} dtype": dtypes} if dtypes else {}),
+        f"{name} values": ("none", "finite", "zeros", "NaN", *(("Inf",) if dtypes else ())),
+        f"{name} strides": (*strides, *(EXPERT_STRIDES if experts else ())),
+        f"{name} begins": ("none", *BEGINS),
+        f"{name}_scale values": ("none", "near 1", "extreme", "NaN"),
+        f"{name}_scale strides": tuple(s for s in SCALE_STRIDES if experts or s not in EXPERT_STRIDES),
+        f"{name}_scale begins": ("none", *BEGINS),
+    }
+
+
+def sum_of(name: str, strides: Sequence[str] = ("row-major", "rows apart")) -> dict[str, Any]:
+    """The dimensions of a matrix that a product is added to."""
+    return {
+        f"{name} values": ("none", "finite", "zeros", "special"),
+        f"{name} strides": ("none", *strides),
+        f"{name} begins": ("none", *BEGINS),
+    }
+
+
+def tensor_fits(choice: Choice, name: str, shape: Shape) -> bool:
+    """Whether a tensor of this shape can have the values, the strides and the place of a choice."""
+    parts = [choice[f"{name} {part}"] for part in ("values", "strides", "begins") if f"{name} {part}" in choice]
+    if 0 in shape or "none" in parts:
+        return set(parts) <= {"none"} and (0 in shape or None in shape)
+    strides = choice.get(f"{name} strides")
+    return strides is None or strides_fit(strides, tuple(2 if size is None else size for size in shape))
+
+
+def operand_fits(choice: Choice, name: str, shape: Shape, scale: Shape, blocked: Shape | None = None) -> bool:
+    """Whether codes of one shape can be made, and plain scales of another, or the bytes of blocked ones of a third."""
+    if choice.get(f"{name} values") == "Inf" and choice.get(f"{name} dtype") not in (None, E5M2.dtype):
+        return False
+    if blocked is not None and choice.get(f"{name}_scale strides") not in (None, "none", "row-major"):
+        return False
+    of_scale = scale if blocked is None else (1, *blocked)
+    return tensor_fits(choice, name, shape) and tensor_fits(choice, f"{name}_scale", of_scale)
+
+
+def extremes_fit(choice: Choice, name: str, scale: Shape) -> bool:
+    """Whether all the extreme fp32 scales have a place in a row or a column that is not repeated."""
+    if choice.get(f"{name}_scale values") != "extreme":
+        return True
+    strides, (rows, cols) = choice.get(f"{name}_scale strides"), scale[-2:]
+    in_rows = strides != "one row repeated" and (rows is None or rows >= len(_EXTREMES))
+    return in_rows or (strides != "one column repeated" and (cols is None or cols >= len(_EXTREMES)))
+
+
+def _repeats(choice: Choice, name: str) -> bool:
+    return "one row repeated" in (choice.get(f"{name} strides"), choice.get(f"{name}_scale strides"))
+
+
+def hides(choice: Choice, name: str, rows: int | None, blocks: int | None, scale_rows: int | None = None) -> bool:
+    """Whether an operand makes all of the product zero or no number."""
+    parts = [f"{of} {part}" for of in (name, f"{name}_scale") for part in ("values", "strides", "begins")]
+    if 0 in (rows, blocks) or "none" in (choice.get(part) for part in parts):
+        return True
+    if choice.get(f"{name}_scale values") == "NaN" and scale_rows == 1:
+        return True
+    if rows != 1 and not _repeats(choice, name):
+        return False
+    told, of_scale = choice.get(f"{name} values"), choice.get(f"{name}_scale values")
+    if told in ("NaN", "Inf", "zeros") and (rows == 1 or choice.get(f"{name} strides") == "one row repeated"):
+        return True
+    if of_scale == "NaN" and (rows == 1 or choice.get(f"{name}_scale strides") == "one row repeated"):
+        return True
+    few = blocks is not None and blocks < 2
+    return of_scale == "extreme" and (few or choice.get(f"{name}_scale strides") == "one column repeated")
+
+
+def costly(*sizes: int | None) -> bool:
+    """Whether a product of these sizes is one that few cases should have."""
+    return math.prod(size or 1 for size in sizes) > 2**24
+
+
+def affordable(*sizes: int | None, tensors: Sequence[Sequence[int | None]]) -> bool:
+    """Whether a product of these sizes takes the reference moments, and its tensors are small."""
+    return math.prod(size or 1 for size in sizes) <= 2**28 and all(
+        small_enough(*(size or 1 for size in shape)) for shape in tensors
+    )
+
+
+def mx_operands(choice: Choice, names: tuple[str, str], shapes: Sequence[tuple[int, ...]]) -> list[Operand]:
+    """Codes of two shapes and their plain scales."""
+    made = [
+        (
+            _finite(shape, choice[f"{name} dtype"], seed),
+            scales(*shape[:-1], shape[-1] // MX_BLOCK_SIZE, seed=2 + seed),
+        )
+        for seed, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    ]
+    for i, name in enumerate(names):
+        if choice[f"{name}_scale values"] == "extreme" and made[i][1].numel():
+            _extreme_bytes(choice, (name, names[1 - i]), made[i], made[1 - i][1], i + 1)
+    for name, (q, scale) in zip(names, made, strict=True):
+        with_special_codes(q, choice[f"{name} values"])
+        if choice[f"{name}_scale values"] == "NaN" and scale.numel():
+            scale.view(torch.uint8)[..., 0, 0] = 255
+    return made
+
+
+def fp8_operand(
+    choice: Choice, name: str, shape: tuple[int, ...], scale_shape: tuple[int, ...], seed: int = 0
+) -> Operand:
+    """Codes of one shape and their scales of another; the codes' special values are planted by whom they belong to."""
+    scale = fp32_scales(math.prod(scale_shape[:-1]), scale_shape[-1], 1, seed=seed + 1).view(scale_shape)
+    values = choice[f"{name}_scale values"]
+    if not scale.numel():
+        pass
+    elif values == "extreme":
+        for line in (scale[..., 0, :], scale[..., 0]):
+            line[..., : len(_EXTREMES)] = _EXTREMES[: line.shape[-1]]
+    elif values == "NaN":
+        scale[..., 0, 0] = torch.nan
+        if scale.shape[-2] > 2 * len(_EXTREMES):
+            scale[..., -len(_EXTREMES) :, -1] = _EXTREMES
+    return _finite(shape, E4M3FN.dtype, seed), scale
+
+
+def _finite(shape: tuple[int, ...], dtype: torch.dtype | None, seed: int) -> Tensor:
+    """Normal codes; with -0, a subnormal one and the largest in two rows: the first may be repeated, or zeros."""
+    assert dtype is not None
+    q = codes(*shape, dtype=dtype, seed=seed)
+    if q.numel():
+        q.view(torch.uint8)[..., :2, 1:4] = torch.tensor([0x80, 1, BY_DTYPE[dtype].largest_code], dtype=torch.uint8)
+    return q
+
+
+def with_special_codes(q: Tensor, values: str) -> None:
+    """Plant special codes into matrices: two in the first row, which may be repeated; others in a few rows."""
+    bits, rows = q.view(torch.uint8), q.shape[-2]
+    if not q.numel():
+        return
+    if values == "zeros":
+        bits[..., ::4, :] &= 0x80
+    elif values in ("NaN", "Inf"):
+        code = 0x7F if values == "NaN" else 0x7C
+        bits[..., 0, 5], bits[..., 0, 9], bits[..., rows // 2, -1] = code, code | 0x80, code
+        if rows > 4:
+            bits[..., 1, 12], bits[..., 1, 13], bits[..., 2, :] = 0x7F, 0xFF, bits[..., 2, :] & 0x80
+
+
+def _extreme_bytes(choice: Choice, names: tuple[str, str], operand: Operand, other_scale: Tensor, block: int) -> None:
+    """The bytes 254 and 0, which are 2^127 and 2^-127, into some row's scales.
+
+    What 254 scales is scaled by 0 in the other operand, or, where that would reach every block, is zero: products stay
+    within fp32 and near the others.
+    """
+    (name, other), (q, scale) = names, operand
+    bits, (rows, blocks) = scale.view(torch.uint8), scale.shape[-2:]
+    row = 0 if choice[f"{name}_scale strides"] == "one row repeated" else 1 % rows
+    everywhere = choice[f"{name}_scale strides"] == "one column repeated"
+    if everywhere or choice[f"{other}_scale strides"] == "one column repeated" or blocks < 3:
+        block = blocks - 1
+        for zero in range(rows) if _repeats(choice, name) else (row,):
+            of_row = q.view(torch.uint8)[..., zero, :]
+            of_row[..., 0 if everywhere else block * MX_BLOCK_SIZE :] &= 0x80
+    else:
+        other_scale.view(torch.uint8)[..., block] = 0
+    if everywhere:
+        bits[..., (row + 1) % rows, :], bits[..., row, :] = 0, 254
+    else:
+        small = 0 if blocks - 1 in (block, 2) else blocks - 1
+        bits[..., row if blocks > 1 else (row + 1) % rows, small] = 0
+        bits[..., row, block] = 254
+
+
+def lay(
+    choice: Choice,
+    name: str,
+    operand: Operand,
+    layout: str = "plain",
+    rearrange: Callable[[Tensor], Tensor] | None = None,
+) -> Operand:
+    """Codes and scales as they lie in memory; `rearrange` gives the blocked layout of plain scales."""
+    q, scale = operand
+    begins = choice[f"{name}_scale begins"]
+    if layout == "blocked":
+        assert rearrange is not None
+        placed = laid_flat(laid_out(scale, layout, rearrange), begins)
+    else:
+        placed = laid(scale, choice[f"{name}_scale strides"], begins)
+    return laid(q, choice[f"{name} strides"], choice[f"{name} begins"]), placed
+
+
+def poison(choice: Choice, name: str, operand: Operand, tokens: int, blocks: int | None = None) -> None:
+    """Nothing but NaN in what belongs to no group: rows from `tokens` on, or, with their blocks, columns.
+
+    A row that is repeated has no memory of its own, and a row of zeros stays one.
+    """
+    q, scale = (t.view(torch.uint8) for t in operand)
+    if blocks is not None:
+        q[:, tokens:], scale[:, blocks * scale.shape[1] // max(operand[1].shape[1], 1) :] = 0x7F, 0xFF
+    else:
+        if choice[f"{name} strides"] != "one row repeated":
+            q[tokens:] = 0x7F
+        if choice[f"{name}_scale strides"] != "one row repeated":
+            scale[tokens:] = 0xFF
+    if choice[f"{name} values"] == "zeros":
+        with_special_codes(operand[0], "zeros")
+
+
+def summed(choice: Choice, name: str, *shape: int) -> Tensor:
+    """What a product is added to: as large as the product; or zero; with every special value but a huge one."""
+    x = normal(*shape, seed=4) * (0 if choice[f"{name} values"] == "zeros" else 2**18)
+    if x.numel() > 1:
+        x.view(-1)[-2] = 2.0**-140
+    if choice[f"{name} values"] == "special":
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 2.0**-140])
+        flat = x.view(-1)
+        flat[: len(special)] = special[: flat.numel()]
+        flat[-1] = torch.nan
+    return laid(x, choice[f"{name} strides"], choice[f"{name} begins"])
+
+
+def impossible(first: str, second: str, rows: str = "rows", cols: str = "cols") -> tuple[tuple[str, str], ...]:
+    """Why two facts of two operands cannot meet; `cols` is what both have in common, the dimension of the sum."""
+    either = f"(?:{first}|{second})"
+    one, other = rf"{first}\.{rows}", rf"{second}\.{rows}"
+    return (
+        (rf"{either}\.{cols} = 0 \| {either}_scale\..*", "a sum of nothing has no scales"),
+        (rf"{either}\.{cols} = 0 \| {either}\.(?!{rows}|dtype|experts|rank).*", "a sum of nothing has no codes"),
+        (rf"({either})\.dtype float8_e4m3fn \| \1\.[+-]Inf .*", "e4m3fn has no Inf"),
+        (rf"({either})\.{rows} = 1 \| \1_scale\.blocks .*", "one row, whichever block it is in"),
+        (rf"({either})\.{rows} = 0 \| \1_scale\..*", "there are no scales"),
+        (
+            rf"({either})\.{rows} = 1 \| \1_scale\.strides (?:column-major.*|one row repeated|rows apart|experts .*)",
+            "the scale has one row, which has no stride",
+        ),
+        (rf"{first}\.{cols} .* \| {second}\.{cols} .*", "one size in both, and two facts about one make no pair"),
+        (rf"{one} > 4096 \| {other} > (?:1024|4096)", "more than 2.2 million elements in the result"),
+        (rf"{one} > 1024 \| {other} > 4096", "more than 2.2 million elements in the result"),
+        (rf"{either}\.{rows} > 4096 \| {either}\.{cols} > (?:1024|4096)", "more than 2.2 million elements in a tensor"),
+        (rf"{either}\.{rows} > 1024 \| {either}\.{cols} > 4096", "more than 2.2 million elements in a tensor"),
+    )
+
+
+# Of the weights b of experts, one for each group.
+EXPERTS = (
+    (r"b\.experts .* \| offs\.groups .*", "one number, and two facts about one make no pair"),
+    (r"b\.experts = 0 \| (?:b_scale|offs)\..*", "there is no expert"),
+    (r"offs\.groups = 0 \| b\.(?!rows|cols|dtype|rank).*", "there is no expert"),
+    (r"offs\.groups = 0 \| b_scale\..*", "there is no expert"),
+    (
+        r"(?:b\.experts|offs\.groups) = 1 \| b(?:_scale)?\.strides (?:one expert repeated|experts .*)",
+        "there is no other",
+    ),
+    (r"b\.experts = 1 \| offs\.(?:inner group|last group|strides|tokens all to one) ?.*", "there is one group"),
+)
