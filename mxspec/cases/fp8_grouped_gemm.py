@@ -68,7 +68,7 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
     for name, (codes, _) in (("a", a), ("b", b)):
         with_special_codes(codes, choice[f"{name} values"])
     if E:
-        poison(choice, "a", a, int(offs[-1]))
+        poison(choice, "a", a, int(offs[-1]) or M // 2)  # in no group, other values count as little
     return *lay(choice, "a", a), *lay(choice, "b", b), offs
 
 

@@ -25,6 +25,7 @@ def _make(choice: Choice) -> tuple[Any, ...]:
     return made(choice), offsets(choice, choice["rows"]), choice["alignment"]
 
 
-ALSO = [{"rows": 384, "groups": "one", "rest": False}]
+ALSO = [{"rows": 384, "groups": groups, "rest": False} for groups in ("one", "one offset repeated")]
+ALSO.append({"rows": 1, "groups": "one offset repeated", "rest": False})
 SPACE = Space({**ROWS, "alignment": ALIGNMENTS}, _make, {"check_offs": (False, True)}, _possible, ALSO)
 MOVED = True

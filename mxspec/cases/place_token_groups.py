@@ -26,7 +26,11 @@ def _make(choice: Choice) -> tuple[Any, ...]:
 
 # Rows of groups that reach past the result are dropped, so that its size is any.
 DIMENSIONS = {**ROWS, "num_rows": ROWS["rows"], **STARTS}
-ALSO = [{"rows": 384, "groups": "one", "rest": False}]
+ALSO: list[Choice] = [
+    {"rows": 384, "groups": "one", "rest": False},
+    {"groups": "all to one", "rows": 48, "check_offs": True},
+]
+ALSO += [{"num_rows": 1, "rows": 48, "strides": "row-major"}, {"rows": 48, "order": "mixed", "begins": "at 0"}]
 SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO)
 IMPOSSIBLE = movers.IMPOSSIBLE
 MOVED = True

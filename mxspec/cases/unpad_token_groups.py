@@ -26,7 +26,11 @@ def _make(choice: Choice) -> tuple[Any, ...]:
 
 # Tokens whose place lies outside the padded rows are zeros, so that their number is any.
 DIMENSIONS = {"num_tokens": ROWS["rows"], **ROWS, **STARTS}
-ALSO = [{"num_tokens": 384, "groups": "one", "rest": False}]
+ALSO: list[Choice] = [
+    {"num_tokens": 384, "groups": "one", "rest": False},
+    {"num_tokens": 384, "groups": "one offset repeated", "rest": False, "start": "one repeated"},
+    {"num_tokens": 1, "groups": "one offset repeated", "rest": False, "start": "one repeated"},
+]
 SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO)
 IMPOSSIBLE = movers.IMPOSSIBLE
 MOVED = True

@@ -48,7 +48,7 @@ def starts(choice: Choice, tokens: int) -> Tensor:
     sizes, alignment = sizes_of(choice["groups"], in_groups(choice, tokens)), choice["alignment"]
     order = list(range(len(sizes)))
     if choice["order"] == "mixed":
-        order = order[::-1]
+        order = order[:1] + order[:0:-1] if len(order) > 2 and choice["alignment"] == 16 else order[::-1]
     row, begins = (5 if choice["order"] == "later" else 0), dict[int, int]()
     for group in order:
         begins[group] = row
