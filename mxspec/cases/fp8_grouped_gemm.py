@@ -44,6 +44,8 @@ def _unit(choice: Choice) -> int | None:
 def _possible(choice: Choice) -> bool:
     M, N, K, E, rows, C = _sizes(choice)
     unit = _unit(choice)
+    if choice.get("groups", "").startswith("of 128") and choice.get("alignment") == 10:
+        return False
     return (
         affordable(M, N, K, E, tensors=[(M, K), (E, N, K), (M, N)])
         and groups_fit(choice, M if unit else None, unit or 1)
@@ -68,7 +70,7 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
     for name, (codes, _) in (("a", a), ("b", b)):
         with_special_codes(codes, choice[f"{name} values"])
     if E:
-        poison(choice, "a", a, int(offs[-1]))
+        poison(choice, "a", a, int(offs[-1]) or M // 2)  # in no group, other values count as little
     return *lay(choice, "a", a), *lay(choice, "b", b), offs
 
 

@@ -63,10 +63,12 @@ def make(choice: Choice) -> tuple[Tensor, ...]:
     for name, D, seed in (("dy", N, 0), ("x", K, 2)):
         codes, scale = fp8_operand(choice, name, (D, R), (D, C), seed)
         flat = codes.view(-1)
-        for begin, end in {*groups[:1], *groups[-1:]} if choice[f"{name} values"] != "zeros" else ():
+        for begin, end in (
+            {*groups[:1], *groups[-1:]} or {(0, R)} if D * R and choice[f"{name} values"] != "zeros" else ()
+        ):
             with_special_codes(flat[D * begin : D * end].view(D, -1), choice[f"{name} values"])
         if E:  # what belongs to no group is NaN
-            tokens = ends[-1]
+            tokens = ends[-1] or C // 2 * FP8_BLOCK_SIZE  # other values there count as little
             flat[D * tokens :], scale[:, tokens // FP8_BLOCK_SIZE :] = torch.nan, torch.nan
         if choice[f"{name} values"] == "zeros":
             with_special_codes(codes, "zeros")
@@ -84,7 +86,12 @@ DIMENSIONS: dict[str, Any] = {
     **operand("x", codes_apart=False),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "check_offs": (False, True)}
-SPACE = Space(DIMENSIONS, make, OPTIONS, possible, blind=blind, implied=("none",))
+ALSO: list[Choice] = [
+    {"N": 0, "R": 384, "K": 48, "x_scale strides": "row-major"},
+    {"groups": "no group", "R": 384, "N": 48, "K": 48, "dy values": "NaN", "x values": "NaN"},
+    {"groups": "all empty", "R": 384, "N": 48, "K": 48, "dy values": "NaN", "x values": "NaN"},
+]
+SPACE = Space(DIMENSIONS, make, OPTIONS, possible, ALSO, blind, implied=("none",))
 IMPOSSIBLE = impossible("dy", "x")
 
 

@@ -63,7 +63,7 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
     offs, layout = offsets(choice, M), given(choice, "scale_layout", "blocked")
     a, b = mx_operands(choice, ("a", "b"), [(M, K), (E, N, K)])
     if E:
-        poison(choice, "a", a, int(offs[-1]))
+        poison(choice, "a", a, int(offs[-1]) or M // 2)  # in no group, other values count as little
     of_a = lay(choice, "a", a, layout, lambda scale: to_blocked_m_groups(scale, offs)[0])
     return *of_a, *lay(choice, "b", b, layout, to_blocked), offs
 

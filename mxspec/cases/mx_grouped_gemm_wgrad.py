@@ -62,13 +62,14 @@ def _blind(choice: Choice) -> bool:
 
 
 def _make(choice: Choice) -> tuple[Tensor, ...]:
-    N, K, M, E, _ = (size or 0 for size in _sizes(choice))
+    N, K, M, E, C = (size or 0 for size in _sizes(choice))
     offs, layout = offsets(choice, M, _unit(choice)), given(choice, "scale_layout", "blocked")
     made = mx_operands(choice, ("dy", "x"), [(N, M), (K, M)])
     laid: list[Tensor] = []
     for name, of_name in zip(("dy", "x"), made, strict=True):
         if E:
-            poison(choice, name, of_name, int(offs[-1]), int(offs[-1]) // MX_BLOCK_SIZE)
+            blocks = int(offs[-1]) // MX_BLOCK_SIZE or C // 2  # other values there count as little
+            poison(choice, name, of_name, MX_BLOCK_SIZE * blocks, blocks)
         codes, scale = lay(
             choice, name, of_name, layout, lambda scale: to_blocked_k_groups(scale, offs // MX_BLOCK_SIZE)[0]
         )
@@ -88,6 +89,11 @@ OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs":
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
 IMPOSSIBLE = (
     *impossible("dy", "x", "cols", "rows"),
+    (r"((?:dy|x)\.)strides row-major \| \1cols .*", "a single column alone is row-major as well"),
+    (
+        r"((?:dy|x))\.strides row-major \| \1_scale\.strides (?:column-major|one row repeated|rows apart)",
+        "the scale has one row, which has no stride",
+    ),
     (r"scale_layout not given \| (?:dy|x)_scale\.strides (?!row-major).*", "blocked scales are one run of bytes"),
 )
 ACROSS = True

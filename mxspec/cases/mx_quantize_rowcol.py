@@ -23,5 +23,5 @@ SPACE = Space(
     OPTIONS,
     lambda choice: fits(choice, 32, 32),
     REPEATED[:2],
-    PAST_A_GRID,
+    beyond=PAST_A_GRID,
 )
