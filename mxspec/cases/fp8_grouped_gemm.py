@@ -84,8 +84,38 @@ DIMENSIONS: dict[str, Any] = {
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "alignment": (1, 10, 128), "check_offs": (False, True)}
 ALSO: list[Choice] = [{"M": 1041, "groups": "of 128", "rest": True}]
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, blind=_blind, implied=("none",), decisive=("alignment",))
+_PLAIN: Choice = {
+    **{name: "dense" if name == "offs" else "at 0" for name in ("offs", "offs begin")},
+    **{f"{name} values": "finite" for name in "ab"},
+    **{f"{name}_scale values": "near 1" for name in "ab"},
+    **{f"{name} strides": "row-major" for name in ("a", "b", "a_scale", "b_scale")},
+    **{f"{name} begins": "at 0" for name in ("a", "b", "a_scale", "b_scale")},
+    "rest": False,
+}
+# Sizes between those of the dimensions, where only they are small enough.
+BEYOND: list[Choice] = [
+    {**_PLAIN, "M": 384, "N": 8, "K": 128, "groups": "of 128, three hundred"},
+    *(
+        {**_PLAIN, "M": 48, "N": 130, "K": 256, "groups": "all to one", "b_scale strides": s}
+        for s in ("one row repeated", "rows apart")
+    ),
+    *(
+        {**_PLAIN, "M": 384, "N": 130, "K": 256, "groups": "forty", "b_scale strides": s}
+        for s in ("column-major", "rows apart")
+    ),
+    *(
+        {**_PLAIN, "M": 4128, "N": 130, "K": 256, "groups": "last empty", "b_scale strides": s}
+        for s in ("column-major", "rows apart", "experts inside the rows")
+    ),
+    {**_PLAIN, "M": 4128, "N": 64, "K": 512, "groups": "last empty", "b_scale values": "extreme"},
+    {**_PLAIN, "M": 48, "N": 130, "K": 4224, "groups": "last empty", "b_scale strides": "experts inside the rows"},
+]
+SPACE = Space(
+    DIMENSIONS, _make, OPTIONS, _possible, ALSO, blind=_blind, implied=("none",), decisive=("alignment",), beyond=BEYOND
+)
+_OF_MANY = r"b_scale\.strides (?:column-major|experts inside the rows|one row repeated|rows apart)"
 IMPOSSIBLE = (
+    (r"(?:b\.experts|offs\.groups) > 256 \| " + _OF_MANY, "more than 2.2 million elements in a tensor"),
     *impossible("a", "b"),
     *EXPERTS,
     (r"alignment = 10 \| offs\.some group of one token", "sizes are multiples of it"),

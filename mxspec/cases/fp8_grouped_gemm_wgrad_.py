@@ -23,7 +23,8 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
 
 
 DIMENSIONS: dict[str, Any] = {**wgrad.DIMENSIONS, **sum_of("acc", ("row-major", "rows apart", "experts apart"))}
-SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, blind=wgrad.blind, implied=("none",))
+ALSO = [*wgrad.ALSO, {"K": 4128, "N": 48, "R": 384, "groups": "one", "dy_scale values": "extreme"}]
+SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO, blind=wgrad.blind, implied=("none",))
 IMPOSSIBLE = (
     *wgrad.IMPOSSIBLE,
     (r"(?:(?:dy|x)\.rows|offs\.groups) = 0 \| acc\.(?!dtype).*", "there is no element"),

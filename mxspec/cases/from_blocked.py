@@ -72,3 +72,4 @@ IMPOSSIBLE = (
     (r"rows > 4096 \| cols > (?:1024|4096)", "more than 2.2 million bytes"),
     (r"rows > 1024 \| cols > 4096", "more than 2.2 million bytes"),
 )
+MOVES_BYTES = True

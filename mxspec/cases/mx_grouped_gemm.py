@@ -81,15 +81,31 @@ ALSO: list[Choice] = [
     {"M": 1041, "groups": "of 128", "rest": True},
     {"M": 1, "groups": "forty", "a values": "Inf"},
     {"M": 1, "groups": "forty", "a values": "NaN"},
-    {"groups": "three hundred", "b_scale strides": "column-major"},
-    {"groups": "three hundred", "b_scale strides": "rows apart"},
-    {"groups": "one offset repeated", "b_scale strides": "column-major"},
-    {"groups": "one offset repeated", "b_scale strides": "rows apart"},
     {"M": 384, "groups": "one offset repeated", "rest": False},
     {"groups": "all empty", "K": 384, "a_scale values": "extreme", "a_scale strides": "one row repeated"},
 ]
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",))
+_PLAIN: Choice = {
+    **{name: "dense" if name == "offs" else "at 0" for name in ("offs", "offs begin")},
+    **{f"{name} dtype": FP8_DTYPES[0] for name in "ab"},
+    **{f"{name} values": "finite" for name in "ab"},
+    **{f"{name}_scale values": "near 1" for name in "ab"},
+    **{f"{name} strides": "row-major" for name in ("a", "b", "a_scale", "b_scale")},
+    **{f"{name} begins": "at 0" for name in ("a", "b", "a_scale", "b_scale")},
+    "rest": False,
+}
+# Sizes between those of the dimensions, where only they are small enough.
+BEYOND: list[Choice] = [
+    {**_PLAIN, "M": 384, "N": 40, "K": 64, "groups": groups, "scale_layout": "plain", "b_scale strides": strides}
+    for groups in ("three hundred", "one offset repeated")
+    for strides in ("column-major", "rows apart")
+]
+BEYOND += [{**_PLAIN, "M": 384, "N": 40, "K": 64, "groups": "one"}]
+SPACE = Space(
+    DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",), beyond=BEYOND
+)
 IMPOSSIBLE = (
+    (r"a\.-NaN somewhere \| a\.rows = 1", "one row has a NaN of one sign in every case"),
+    (r"a\.[+-]Inf somewhere \| offs\.tokens in no group", "rows in no group hold NaN in every case"),
     *impossible("a", "b"),
     *EXPERTS,
     (r"scale_layout not given \| [ab]_scale\.strides (?!row-major).*", "blocked scales are one run of bytes"),

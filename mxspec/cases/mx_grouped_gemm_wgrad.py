@@ -86,7 +86,13 @@ DIMENSIONS: dict[str, Any] = {
     **operand("x", FP8_DTYPES),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs": (False, True)}
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
+ALSO: list[Choice] = [
+    {"dy values": "Inf", "K": 4128, "N": 48, "M": 32},
+    {"x values": "Inf", "N": 4128, "K": 48, "M": 32},
+    {"N": 1, "M": 32, "groups": "no group", "rest": True},
+    {"N": 1, "K": 0, "M": 32, "groups": "one", "rest": False},
+]
+SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, blind=_blind, implied=("none",), decisive=("scale_layout",))
 IMPOSSIBLE = (
     *impossible("dy", "x", "cols", "rows"),
     (r"((?:dy|x)\.)strides row-major \| \1cols .*", "a single column alone is row-major as well"),

@@ -9,3 +9,4 @@ from mxspec.cases.common.tensors import EXPERT_STRIDES, STRIDES
 
 DIMENSIONS = {**MATRIX, "experts": EXPERTS, "strides": (*STRIDES, *EXPERT_STRIDES)}
 SPACE = Space(DIMENSIONS, lambda choice: (made(choice),), {}, fits, (), beyond=[*PAST_A_GRID, EXPERTS_PAST_A_GRID])
+MOVES_BYTES = True

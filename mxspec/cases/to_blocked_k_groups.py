@@ -34,3 +34,6 @@ SPACE = Space(
 
 def tokens(args: tuple[Any, ...]) -> int:
     return args[0].shape[1]
+
+
+MOVES_BYTES = True

@@ -26,3 +26,4 @@ SPACE = Space(
     _possible,
     ARRANGED,
 )
+MOVES_BYTES = True

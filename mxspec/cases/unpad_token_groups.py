@@ -9,6 +9,7 @@ from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, pa
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
+from mxspec.cases.common.tensors import STRIDES
 from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit, rows_of
 
 
@@ -25,7 +26,7 @@ def _make(choice: Choice) -> tuple[Any, ...]:
 
 DIMENSIONS = {"tokens": (0, 1, 161, 256, 1056, 4128), **token_rows.SIZES, **GROUPS, **PLACES, **MATRIX}
 ALSO = [{"tokens" if name == "rows" else name: value for name, value in part.items()} for part in ARRANGED]
-ALSO += [{"tokens": few, "rows": 256, "cols": 256, "strides": "row-major"} for few in (0, 1)]
+ALSO += [{"tokens": 0, "rows": 256, "cols": 256, "strides": strides} for strides in STRIDES[1:]]
 SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO)
 
 

@@ -46,6 +46,8 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
     for position, (name, value) in enumerate(zip(signature.parameters, args, strict=False)):
         if position and name.endswith("scale"):
             found |= set(_beside(name, value, args[position - 1]))
+            if dispatch.reference(op).spec.inf_is_free:  # what comes of an Inf is not specified
+                found -= {Fact(f"{name}.{sign}Inf", "somewhere") for sign in "+-"}
         elif not isinstance(value, Tensor):
             found |= {Fact(name, text) for text in _number(value, beside_groups="offs" in signature.parameters)}
         elif value.dtype == torch.int32 and value.ndim == 1:
@@ -252,19 +254,11 @@ def _offsets(name: str, t: Tensor, tokens: int) -> Iterator[Fact]:
 
 
 def pairs(facts: Iterable[Fact]) -> Iterator[Pair]:
-    """Every two facts about different things."""
+    """Every two facts about different things. That a matrix is square matters to the axis alone."""
     for one, other in itertools.combinations(sorted(facts), 2):
-        if (
-            one.about != other.about
-            and not (_is_square(one) and "." in other.about)
-            and not (_is_square(other) and "." in one.about)
-        ):
+        square = "square" in (one.value, other.value)
+        if one.about != other.about and (not square or "axis" in (one.about, other.about)):
             yield frozenset((one, other))
-
-
-def _is_square(fact: Fact) -> bool:
-    """A fact that matters to an option, such as the axis, and to nothing else."""
-    return fact.value == "square"
 
 
 class Coverage(NamedTuple):

@@ -20,7 +20,7 @@ OF_EXPERTS = {
     **GROUPS,
     "groups": (
         "no group", "one", "first empty", "inner empty", "last empty", "all empty", "all to one", "one offset repeated",
-        "zero repeated", "of 128", "singles", "forty", "three hundred",
+        "one offset thrice",         "zero repeated", "of 128", "singles", "forty", "three hundred",
     ),
 }  # fmt: skip
 # What one arrangement shows only with one size.

@@ -9,6 +9,9 @@ from typing import Any
 Choice = dict[str, Any]
 
 
+_MOST_DECISIONS = 400
+
+
 def pairwise(
     dimensions: Mapping[str, Sequence[Any]],
     possible: Callable[[Choice], bool],
@@ -55,14 +58,23 @@ def pairwise(
         name = next((name for name in names if name not in picked), None)
         if name is None:
             return picked
+        left[0] -= 1
         size = len(places[name])
         turned = [(i + turn) % size for i in places[name]]  # equally good values take turns
         shows = {i: sum(_pair(names, name, i, other, j) in missing for other, j in picked.items()) for i in turned}
         for i in sorted(turned, key=lambda i: -shows[i]):
+            if left[0] < 0:
+                return None  # there may be a choice; to find it would take every combination of what comes before
             tried = {**picked, name: i}
             if fits(chosen(tried), seeing) and (found := completed(tried, turn + 1, seeing)):
                 return found
         return None
+
+    left = [0]  # dimensions that the search for one choice may still decide
+
+    def searched(start: dict[str, int], turn: int, seeing: bool) -> dict[str, int] | None:
+        left[0] = _MOST_DECISIONS
+        return completed(start, turn, seeing)
 
     def fits(choice: Choice, seeing: bool) -> bool:
         return possible(choice) and not (seeing and blind(choice))
@@ -72,7 +84,7 @@ def pairwise(
         if turn >= len(wanted) and part not in missing:
             continue
         start = dict(part)
-        tries = ((seeing, completed(start, turn, seeing)) for seeing in (True, False) if fits(chosen(start), seeing))
+        tries = ((seeing, searched(start, turn, seeing)) for seeing in (True, False) if fits(chosen(start), seeing))
         seeing, picked = next(((seeing, picked) for seeing, picked in tries if picked), (False, None))
         missing.pop(part, None)
         if picked is None:
