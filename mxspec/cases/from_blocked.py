@@ -50,7 +50,7 @@ DIMENSIONS = {
     "begins": ("none", *BEGINS),
     "dtype": (torch.uint8, torch.float8_e8m0fnu),
 }
-ALSO = [
+ALSO: list[Choice] = [
     {"strides": "one column repeated", "experts": 9, "dtype": torch.float8_e8m0fnu},
     {"strides": "one row repeated", "experts": 9, "dtype": torch.float8_e8m0fnu},
     {"experts": None, "rows": 4128, "cols": 1},

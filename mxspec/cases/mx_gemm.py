@@ -36,7 +36,7 @@ def _possible(choice: Choice) -> bool:
     blocked = given(choice, "scale_layout", "plain") == "blocked"
 
     def fits(name: str, rows: int | None) -> bool:
-        tiles = None if None in (rows, C) else blocked_bytes(rows, C)
+        tiles = None if rows is None or C is None else blocked_bytes(rows, C)
         return operand_fits(choice, name, (rows, K), (rows, C), (tiles,) if blocked else None)
 
     return fits("a", M) and fits("b", N)

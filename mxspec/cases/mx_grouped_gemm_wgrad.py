@@ -86,13 +86,24 @@ DIMENSIONS: dict[str, Any] = {
     **operand("x", FP8_DTYPES),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs": (False, True)}
-ALSO: list[Choice] = [
-    {"dy values": "Inf", "K": 4128, "N": 48, "M": 32},
-    {"x values": "Inf", "N": 4128, "K": 48, "M": 32},
-    {"N": 1, "M": 32, "groups": "no group", "rest": True},
-    {"N": 1, "K": 0, "M": 32, "groups": "one", "rest": False},
+_PLAIN: Choice = {
+    **{"offs": "dense", "offs begin": "at 0", "rest": False, "groups": "one"},
+    **{f"{name} dtype": FP8_DTYPES[1] for name in ("dy", "x")},
+    **{f"{name} values": "finite" for name in ("dy", "x")},
+    **{f"{name}_scale values": "near 1" for name in ("dy", "x")},
+    **{f"{name} strides": "row-major" for name in ("dy", "x", "dy_scale", "x_scale")},
+    **{f"{name} begins": "at 0" for name in ("dy", "x", "dy_scale", "x_scale")},
+}
+BEYOND: list[Choice] = [
+    {**_PLAIN, "dy values": "Inf", "N": 48, "K": 4128, "M": 32},
+    {**_PLAIN, "dy values": "Inf", "N": 48, "K": 48, "M": 384, "groups": "last empty"},
+    {**_PLAIN, "x_scale values": "extreme", "N": 48, "K": 48, "M": 384, "groups": "no group", "rest": True},
+    {**_PLAIN, "N": 1, "K": 48, "M": 32, "groups": "no group", "rest": True},
+    {**_PLAIN, "N": 1, "K": 0, "M": 32},
 ]
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, blind=_blind, implied=("none",), decisive=("scale_layout",))
+SPACE = Space(
+    DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",), beyond=BEYOND
+)
 IMPOSSIBLE = (
     *impossible("dy", "x", "cols", "rows"),
     (r"((?:dy|x)\.)strides row-major \| \1cols .*", "a single column alone is row-major as well"),
