@@ -100,7 +100,7 @@ def _name(case: Case | str) -> str:
 
 
 def _print_facts(options: argparse.Namespace) -> int:
-    """Which pairs of facts the valid cases of an op show, and of each other pair why not. Exit code 1 where one is missing."""
+    """Which pairs of facts no valid case of an op shows, and why. Exit code 1 where one is missing."""
     if not options.op:
         raise ValueError("check: --facts needs --op, whose facts it lists")
     if options.function or options.backend or options.case or options.device:

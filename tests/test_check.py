@@ -254,7 +254,9 @@ def test_assert_conforms_counts_what_it_ran():
 
     cases = [c for c in dispatch.reference("to_blocked").spec.cases() if "large" not in c.flags]
     counts = check.assert_conforms(bytes_only, op="to_blocked", cases=lambda c: "large" not in c.flags, device=CPU)
-    assert counts == {"passed": len(cases) - 2, "skipped": 2}
+    others = sum(not c.raises and c.args()[0].dtype != torch.uint8 for c in cases)
+    assert others > 2
+    assert counts == {"passed": len(cases) - others, "skipped": others}
     assert check.assert_conforms(bytes_only, op="to_blocked", cases="127x3", device=CPU) == {"passed": 1, "skipped": 0}
 
 
@@ -475,7 +477,8 @@ def writes_the_next_element(acc, *operands):
 
 def test_an_op_in_place_is_green():
     results = list(check.check("fp8_gemm_", adds, CPU))
-    assert {r.status for r in results if not next(c for c in cases_in_place() if c.name == r.case).raises} == {"passed"}
+    refused = {c.name for c in cases_in_place() if c.raises}
+    assert {r.status for r in results if r.case not in refused} == {"passed"}
 
 
 def cases_in_place():
@@ -485,12 +488,12 @@ def cases_in_place():
 @pytest.mark.parametrize(
     ("mutant", "words"),
     [
-        (overwrites, "dB; needs 70.0 dB"),
-        (adds_twice, "dB; needs 70.0 dB"),
-        (forgets_an_element, "dB; needs 70.0 dB"),
-        (forgets_what_was_there_in_a_row, "dB; needs 70.0 dB"),
-        (gives_a_copy, "2 outputs; needs 1"),
-        (also_returns_it, "2 outputs; needs 1"),
+        (overwrites, "further off than their sums explain"),
+        (adds_twice, "further off than their sums explain"),
+        (forgets_an_element, "further off than their sums explain"),
+        (forgets_what_was_there_in_a_row, "further off than their sums explain"),
+        (gives_a_copy, "needs None"),
+        (also_returns_it, "needs None"),
         (writes_the_next_element, "bytes around what it is to change were written"),
     ],
 )

@@ -73,14 +73,14 @@ def test_options_whose_instructions_are_searched_are_covered_by_cases_that_are_s
     def shown(calls):
         found = set()
         for call in calls:
-            if not call.skipped and compile.is_searched(call.args, "edge" in call.case.flags):
+            if not call.skipped and compile.is_searched(call.args, compile._is_edge(call.case)):
                 with recorded() as launches:
                     module.mx_dequantize(*call.args, **call.kwargs)
                 found |= set().union(*(one.shows(together) for one in launches))
         return found
 
     with fake_gpu("sm90"):
-        calls = [compile._call(case, module) for case in dispatch.reference("mx_dequantize").spec.cases()]
+        calls = [compile._call(case, module, True) for case in dispatch.reference("mx_dequantize").spec.cases()]
         covered = compile._covered(calls, module.mx_dequantize, together)
         assert sum(not call.skipped for call in covered) < sum(not call.skipped for call in calls) / 2
         assert shown(covered) == shown(calls) != set()

@@ -1,8 +1,8 @@
 """The cases of an op in which every two facts of a call meet, found by the op's name.
 
 `mxspec/cases/<op>.py` holds `SPACE`, from which they are made; `IMPOSSIBLE`, patterns of two facts that no valid call
-has, each with the reason; `tokens(args)`, how many tokens a call with token groups has; `ACROSS`, where blocks lie along
-rows; `MOVES_BYTES`, where values do not matter.
+has, each with the reason; `tokens(args)`, how many tokens a call with token groups has; `ACROSS`, where blocks lie
+along rows; `MOVES_BYTES`, where values do not matter.
 """
 
 from __future__ import annotations

@@ -105,6 +105,7 @@ SPACE = Space(
     DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",), beyond=BEYOND
 )
 IMPOSSIBLE = (
+    (r"offs\.groups = 0 \| x_scale\.byte 254 somewhere", "without a group every case has other scales"),
     *impossible("dy", "x", "cols", "rows"),
     (r"((?:dy|x)\.)strides row-major \| \1cols .*", "a single column alone is row-major as well"),
     (

@@ -23,7 +23,7 @@ from mxspec.spec import Case, Reference
 
 # Of the vectors themselves, in every manifest: raised whenever a test or a byte of them changes.
 VERSION = 2
-MOST_ELEMENTS = 2**17  # of the inputs of one test
+MOST_ELEMENTS, MOST_GROUPS = 2**13, 40  # of the inputs of one generated test
 FORMAT = (
     "A test is one call of the op: `inputs` in their order, `options` by name, all of them written out.",
     "`stored` names a tensor of <op>.safetensors, which holds its bytes as they lie in memory, without gaps; element "
@@ -157,8 +157,12 @@ def _unstorable(reference: Reference[..., Any], case: Case, args: tuple[Any, ...
     """Why a case is not among the vectors: what it takes is more than bytes can say, or than a file should hold."""
     if "large" in case.flags:
         return "more than 2^31 elements"
-    if (size := sum(a.numel() for a in args if isinstance(a, Tensor) and not case.raises)) > MOST_ELEMENTS:
-        return f"{size} elements; a file holds tests of {MOST_ELEMENTS} at most"
+    if "generated" in case.flags and not case.raises:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        groups = max((len(a) for a in tensors if a.dtype == torch.int32 and a.ndim == 1), default=0)
+        if (size := sum(a.numel() for a in tensors)) > MOST_ELEMENTS or groups > MOST_GROUPS:
+            most = f"{MOST_ELEMENTS} elements and {MOST_GROUPS} groups"
+            return f"{size} elements and {groups} groups; a file holds tests of {most} at most, of those generated"
     for arg in args:
         if isinstance(arg, Tensor) and arg.is_meta:
             return "a tensor on another device"

@@ -47,7 +47,7 @@ class Space:
         decisive = {name: values for name, values in options.items() if name in self.decisive}
         dimensions = {**decisive, **self.dimensions, **options}
         planned = list(pairwise(dimensions, self.possible, self.also, self.blind, self.implied))
-        plain = {name: NOT_GIVEN for name in options}
+        plain = dict.fromkeys(options, NOT_GIVEN)
         return [*planned, *({**planned[0], **plain, **choice} for choice in self.beyond)]
 
     def cases(self) -> Iterator[Case]:
