@@ -299,7 +299,7 @@ def _call(case: Case, module: ModuleType, covering: bool = False) -> _Call:
 
 
 def _is_edge(case: Case) -> bool:
-    """Whether a case may launch nothing, or lack an instruction: it is at a limit, or whatever its dimensions made of it."""
+    """Whether a case may launch nothing or lack an instruction: it is at a limit, or it is generated."""
     return bool(set(case.flags) & {"edge", "generated"})
 
 

@@ -51,7 +51,7 @@ SMALL = 2**15  # elements of a case, all its tensors together: what an interpret
 
 @functools.cache
 def showing_each_fact(op):
-    """Names of enough small generated cases to show every fact that any small one shows; interpreted, a case takes a second."""
+    """Names of enough small generated cases to show every fact that any small one shows."""
     found = {}
     for case in cases_of(op):
         if "generated" in case.flags and not case.raises:

@@ -1,4 +1,4 @@
-"""No blind spot: every two facts of a call meet in a valid case, and a candidate that is wrong there alone is caught."""
+"""Every two facts of a call meet in a valid case, and a candidate that is wrong there alone is caught."""
 
 import inspect
 import re
@@ -51,7 +51,7 @@ def both(pair):
 
 @each_op
 def test_a_candidate_that_is_wrong_on_one_pair_alone_is_caught(op):
-    """For each pair the smallest case that has it. All pairs of a case hold in the same call, so one run is the proof of each."""
+    """For each pair the smallest case that has it. All pairs of a case hold in one call, so one run proves each."""
     of_case = {}
     for pair, name in coverage(op).shown.items():
         of_case.setdefault(name, set()).add(pair)

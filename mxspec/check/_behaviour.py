@@ -1,7 +1,7 @@
 """What a candidate does besides answering: once for a candidate, not once a case.
 
-A case judges one answer. These look at several calls: the same bits again, memory of its own for every answer, no answer kept
-from an earlier call, nothing of the process changed, gradients where the op has them.
+A case judges one answer. These look at several calls: the same bits again, memory of its own for every answer, no
+answer kept from an earlier call, nothing of the process changed, gradients where the op has them.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def memory_of_its_own(trial: Trial) -> str | None:
 
 
 def no_stale_answer(trial: Trial) -> str | None:
-    """Other values in the same memory, other tensors of the same shape, an error in between: each call is answered anew."""
+    """Other values in the same memory, other shapes, an error in between: each call is answered anew."""
     for case in trial.cases:
         args = trial.args(case)
         trial.outputs(trial.reference.spec.own(args), case)

@@ -276,7 +276,7 @@ def _refusal_problem(
 def _magnitudes(
     reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...] | None:
-    """Of an op that sums, what each output would be were no operand negative or Inf: no error is larger than its share."""
+    """What each output of a sum would be if no operand were negative or Inf; it bounds the error. None for bytes."""
     if reference.spec.min_sqnr_db == math.inf:
         return None
     own = tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in reference.spec.own(args))

@@ -64,7 +64,7 @@ _NOT_OF_SUMS = ("experts", "rows", "cols", "rank", "tie of e4m3fn", "tie of e5m2
 
 
 def _number(n: int, beside_groups: bool) -> Iterator[str]:
-    """A size; beside token groups a count of their rows, which says little, or what they are padded to a multiple of."""
+    """A size. Beside token groups a number counts their rows, which says little."""
     if not beside_groups:
         yield from _size(n)
     else:

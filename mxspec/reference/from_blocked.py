@@ -83,4 +83,5 @@ def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
     tiles = blocked.view(torch.uint8).reshape(*lead, row_tiles, col_tiles, 32, 4, 4)
     tiles = tiles.movedim((-4, -3, -2), (-2, -3, -4))  # row tile, r % 128 // 32, r % 32, col tile, c % 4
     padded = tiles.reshape(*lead, 128 * row_tiles, 4 * col_tiles)
-    return padded[..., :rows, :cols].contiguous().view(blocked.dtype)
+    out = padded[..., :rows, :cols].clone(memory_format=torch.contiguous_format)  # never a view of blocked
+    return out.view(blocked.dtype)

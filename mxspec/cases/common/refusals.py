@@ -1,7 +1,7 @@
-"""What an op must refuse, made from one valid call: every tensor with wrong dtypes and ranks, every option with wrong values.
+"""What an op must refuse: every tensor with wrong dtypes and ranks, every option with wrong values.
 
-A change that the op's own `check_args` accepts is no refusal and is left out. `tests/test_facts.py` holds that each tensor keeps
-a wrong dtype and a wrong rank, and each option a wrong value.
+The refusals are made from one valid call. A change that the op's own `check_args` accepts is no refusal, and is left
+out. `tests/test_facts.py` holds that each tensor keeps a wrong dtype and rank, and each option a wrong value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def refusals(reference: Reference[..., Any], valid: Case) -> Iterator[Case]:
             given = {key: value for key, value in bound.kwargs.items() if key in valid.kwargs or key == name}
             if error := _refused(reference, bound.args, given):
                 made = these(*bound.args)
-                yield Case(f"refused: {name} {what}", made, given, type(error), str(error), {"generated"})
+                yield Case(
+                    f"refused: {name} {what}", made, given, type(error), str(error).rpartition("; ")[2], {"generated"}
+                )
         bound.arguments[name] = right
 
 
