@@ -141,8 +141,13 @@ def _sum_problem(
 
 
 def magnitude_of(t: Tensor) -> Tensor:
-    """The magnitudes of an operand: no sign, and the largest number for Inf; NaN stays."""
+    """The magnitudes of an operand, in its order of dimensions: no sign, the largest number for Inf; NaN stays."""
     if fmt := BY_DTYPE.get(t.dtype):
         bits = t.view(torch.uint8) & 0x7F
-        return bits.where(bits != fmt.inf_code, fmt.largest_code).view(t.dtype) if fmt.inf_code else bits.view(t.dtype)
-    return t.abs().nan_to_num(torch.nan, torch.finfo(t.dtype).max) if t.dtype == torch.float32 else t
+        found = (bits.where(bits != fmt.inf_code, fmt.largest_code) if fmt.inf_code else bits).view(t.dtype)
+    elif t.dtype == torch.float32:
+        found = t.abs().nan_to_num(torch.nan, torch.finfo(t.dtype).max)
+    else:
+        return t
+    order = sorted(range(t.ndim), key=lambda d: t.stride(d) or math.inf, reverse=True)
+    return found.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])

@@ -23,7 +23,7 @@ from mxspec.spec import Case, Reference
 
 # Of the vectors themselves, in every manifest: raised whenever a test or a byte of them changes.
 VERSION = 2
-MOST_ELEMENTS, MOST_GROUPS = 2**13, 40  # of the inputs of one generated test
+MOST_ELEMENTS, MOST_GROUPS = 2**11, 9  # of the inputs of one generated test
 FORMAT = (
     "A test is one call of the op: `inputs` in their order, `options` by name, all of them written out.",
     "`stored` names a tensor of <op>.safetensors, which holds its bytes as they lie in memory, without gaps; element "
