@@ -70,7 +70,7 @@ def test_every_op_that_is_judged_byte_for_byte_has_vectors(published):
             assert too_much or "invalid" in c["flags"], (op, c)
         assert sum(bool(t["flags"]) for t in tests) * 4 >= len(tests), op
         assert all((t["result"] == "invalid") == ("invalid" in t["flags"]) for t in tests)
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 60e6
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 100e6
 
 
 def accepts(op, option, value):
@@ -100,7 +100,7 @@ def test_every_scaling_and_element_format_that_an_op_takes_is_there(published):
 # What was published under vectors.VERSION. Where this changes, a test or its bytes did: raise VERSION, and pin the new
 # digest. Seen with torch 2.13 and safetensors 0.8, with and without vector instructions; another release that gives
 # other bytes breaks what `export` promises, and is to be understood first.
-PUBLISHED = (1, "b481afca309e99534377be4d87c937ed1254376a66cb91f87060b1666310f7c5")
+PUBLISHED = (2, "c9d52236563dc5a116eea1d51a094da229087abedab5c0af009eb3a294a318d2")
 
 
 def test_what_is_published_under_a_version_stays(published):
