@@ -53,7 +53,7 @@ def test_programs_that_fill_no_dimension_of_a_grid_evenly(op, monkeypatch):
     monkeypatch.setattr(_launch, "MOST", 4)
     ran = set()
     for case in dispatch.reference(op).spec.cases():
-        if not case.raises and "large" not in case.flags and case.args()[0].numel() > 2**14:
+        if not case.raises and not {"large", "generated"} & set(case.flags) and case.args()[0].numel() > 2**14:
             result = check.check_case(op, case, "triton")
             assert result.status == "passed", result.message
             ran.add(case.name)

@@ -113,7 +113,7 @@ def test_every_launch_says_whether_sums_are_fused(monkeypatch):
             module, exact = dispatch.kernel_module(op, "triton"), dispatch.reference(op).spec.min_sqnr_db == math.inf
             before, said = said, {}
             with fake_gpu(target), mock.patch.object(JITFunction, "run", run):
-                for call in (mx_compile._call(case, module) for case in dispatch.reference(op).spec.cases()):
+                for call in (mx_compile._call(case, module, True) for case in dispatch.reference(op).spec.cases()):
                     if not call.skipped:
                         getattr(module, op)(*call.args, **call.kwargs)
             assert not exact or set().union(*said.values()) <= {False}, f"{op}: {said}"
@@ -176,7 +176,7 @@ def shown_once(op: str) -> list[str]:
     with fake_gpu("sm100"), recorded() as seen:  # whose matmuls are plain tiles, as on a CPU
         names, launches = [], []
         for case in dispatch.reference(op).spec.cases():
-            call = mx_compile._call(case, module)
+            call = mx_compile._call(case, module, True)
             if not call.skipped and "large" not in case.flags:
                 seen.clear()
                 getattr(module, op)(*call.args, **call.kwargs)
