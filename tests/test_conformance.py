@@ -94,6 +94,7 @@ def test_generated_cases_on_a_gpu(op, backend):
     pytest.skip("the generated cases of a kernel need a GPU")
 
 
+@pytest.mark.skipif(bool(dispatch.interpreters()), reason="interpreted, each behaviour takes a minute")
 @pytest.mark.parametrize(
     ("op", "backend"),
     [(op, b) for op in dispatch.ops() for b in dispatch.backends() if dispatch.has_kernel(op, b) or b == "reference"],
