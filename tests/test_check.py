@@ -360,6 +360,17 @@ def test_sqnr():
     assert check.sqnr_db(torch.tensor([torch.nan]), torch.ones(1)) == -float("inf")
 
 
+def test_the_largest_of_few_numbers_may_be_rounded_the_other_way():
+    e = torch.tensor([*35 * [1.0], 3.0]).bfloat16()
+    unit = 2.0**-6
+    for units, place, enough in ((1, 35, True), (2, 35, False), (2, 0, False)):
+        g = e.clone()
+        g[place] += units * unit
+        assert (check.difference((g,), (e,), 60.0) is None) == enough, (units, place)
+    zero = torch.zeros(36, dtype=torch.bfloat16)
+    assert "needs 60.0 dB" in check.difference((zero + 2.0**-40,), (zero,), 60.0)
+
+
 def test_sqnr_is_judged_by_the_dtype_and_away_from_nan_and_inf():
     bounds = {torch.float32: 30.0, torch.bfloat16: 10.0}
     e, g = torch.tensor([3.0, torch.nan, torch.inf, 4.0]), torch.tensor([3.0, torch.nan, torch.inf, 4.5])

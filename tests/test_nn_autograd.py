@@ -159,7 +159,8 @@ def test_compiled_pytorch_refuses(made):
     torch._dynamo.reset()
     module, x = torch.compile(layer(made), backend="aot_eager", fullgraph=True), tokens()
     (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+    # PyTorch 2.11 gives a gradient that has none of its own.
+    with pytest.raises(RuntimeError, match="does not currently support double backward|does not require grad"):
         gradient.square().sum().backward()
 
 

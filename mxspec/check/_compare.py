@@ -136,8 +136,23 @@ def _sum_problem(
             f"{list(index)}: got {float(got[index])}, expected {float(expected[index])}, where the magnitudes of all "
             f"products sum to {float(magnitude[index]):.4g}"
         )
-    measured = sqnr_db(got.where(finite, zero), expected.where(finite, zero))
-    return None if measured >= min_sqnr_db else f"output {i}: {measured:.1f} dB; needs {min_sqnr_db} dB"
+    got, expected = got.where(finite, zero), expected.where(finite, zero)
+    measured = sqnr_db(got, expected)
+    if measured >= min_sqnr_db or _rounded_once(got, expected, min_sqnr_db):
+        return None
+    return f"output {i}: {measured:.1f} dB; needs {min_sqnr_db} dB"
+
+
+def _rounded_once(got: Tensor, expected: Tensor, min_sqnr_db: float) -> bool:
+    """Whether the SQNR is enough once the largest element is forgiven for being rounded the other way.
+
+    Few elements need it: of 36 numbers in bfloat16 the largest alone, one unit off in the last place, leaves 51 dB.
+    """
+    e = expected.double()
+    largest = float(e.abs().max())
+    unit = 2.0 ** (math.frexp(largest)[1] - 1) * torch.finfo(expected.dtype).eps if largest else 0.0
+    noise = max(float((got.double() - e).square().sum()) - unit**2, 0.0)
+    return noise * 10 ** (min_sqnr_db / 10) <= float(e.square().sum())
 
 
 def magnitude_of(t: Tensor) -> Tensor:

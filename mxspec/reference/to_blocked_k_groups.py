@@ -53,6 +53,7 @@ def cases() -> Iterator[Case]:
     yield Case("e8m0fnu", partial(args, 130, [4, 9], 13, torch.float8_e8m0fnu))
     scale, offs = args(130, [5, 0, 12], 20)
     yield Case("no rows", these(scale[:0], offs), flags={"edge"})
+    yield Case("one tile and no group", these(scale[:, :1], offs[:0]))
     yield Case("transposed input", lambda: (random_bits(20, 130, dtype=torch.uint8).mT, offs))
     far = lambda: (far_apart(140, 8, torch.float16).view(torch.uint8), offs_of([9, 6]))  # noqa: E731
     yield Case("rows far apart", far, flags={"edge"})

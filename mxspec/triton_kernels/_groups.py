@@ -119,7 +119,8 @@ def grouped_tile(tile, row_tile, group, begin, size, G, row_tiles, col_tiles):
     width = tl.where(group < G, size, col_tiles - begin)
     place = begin.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * width + tile - begin
     there = (tile < col_tiles) & (row_tile < row_tiles)
-    return place, there & (place >= 0) & (place < col_tiles.to(tl.int64) * row_tiles)
+    # A number that is 1 is a constant, which has no `to`.
+    return place, there & (place >= 0) & (place < tl.cast(col_tiles, tl.int64) * row_tiles)
 
 
 @triton.jit

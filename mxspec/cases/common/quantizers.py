@@ -83,8 +83,10 @@ def made(choice: Choice, shape: tuple[int, ...], across: bool = False) -> Tensor
 
 
 def _negative(x: Tensor) -> Tensor:
-    """With the other sign in every element, a NaN's too."""
+    """With the other sign in every element, a NaN's too. A NaN is quiet: some CPUs' negation makes it so, some not."""
     bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+    quiet = {torch.float16: 0x200, torch.bfloat16: 0x40, torch.float32: 0x400000}[x.dtype]
+    bits = torch.where(x.isnan(), bits | quiet, bits)
     return (bits ^ torch.iinfo(bits.dtype).min).view(x.dtype)
 
 
