@@ -96,6 +96,11 @@ def install() -> None:
         return [self.to_tensor(np.moveaxis(values, -1, self.axis), dtype)]
 
     class Scope(interpreter._LangPatchScope):
+        def set_attr(self, obj: object, name: str, value: object) -> None:
+            if name == "__index__":  # triton 3.6 takes an array of one element for a number, as numpy 2.4 does not
+                value = lambda of: of.handle.data.item()  # noqa: E731
+            super().set_attr(obj, name, value)
+
         def restore(self) -> None:
             super().restore()
             replaced.clear()

@@ -62,6 +62,15 @@ def difference(
     return None
 
 
+def minus_zero_problem(got: Tensor, expected: Tensor, before: Tensor) -> str | None:
+    """What is wrong where a -0 had to stay one: an empty sum was added to it, and `-0 + 0` is `+0`."""
+    stayed = (before == 0) & before.signbit() & (expected == 0) & expected.signbit()
+    wrong = stayed & ~got.signbit()
+    if not wrong.any():
+        return None
+    return f"output 0: {int(wrong.sum())} of {wrong.numel()} elements are +0, first at {list(_first(wrong))}; needs -0"
+
+
 def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
     if not expected.ndim:
         got, expected = got[None], expected[None]

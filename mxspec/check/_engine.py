@@ -18,7 +18,7 @@ from torch import Tensor
 from mxspec import dispatch, interpreter, rules
 from mxspec.check import _behaviour
 from mxspec.check._answers import quietly, returned_problem, shared
-from mxspec.check._compare import difference, form_difference, magnitude_of
+from mxspec.check._compare import difference, form_difference, magnitude_of, minus_zero_problem
 from mxspec.check._memory import changed, embedded, memory_of_inputs, on_device, poisoned, strayed, tensors_of
 from mxspec.spec import Case, Reference
 
@@ -109,7 +109,7 @@ def check_case(
             problem = problem or difference(got, wanted, spec.min_sqnr_db, magnitudes, spec.inf_is_free)
             problem = problem or shared(got, tensors_of(reference, given))
             if spec.in_place and not problem:
-                problem = strayed(given[0], before[0])
+                problem = strayed(given[0], before[0]) or minus_zero_problem(got[0], wanted[0], before[0])
         except NotImplementedError as error:
             return result("skipped", f"{name}: {error}")
         except (Exception, SystemExit) as error:  # whatever a kernel raises on a valid call is the finding

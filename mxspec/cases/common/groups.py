@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 import torch
@@ -20,7 +21,7 @@ OF_EXPERTS = {
     **GROUPS,
     "groups": (
         "no group", "one", "first empty", "inner empty", "last empty", "all empty", "all to one", "one offset repeated",
-        "one offset thrice",         "zero repeated", "of 128", "singles", "forty", "three hundred",
+        "one offset thrice", "zero repeated", "of 128", "singles", "forty", "three hundred",
     ),
 }  # fmt: skip
 # What one arrangement shows only with one size.
@@ -33,11 +34,12 @@ ARRANGED = [
 ]
 
 
-def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> list[int]:
+@cache  # a plan asks for the same sizes thousands of times
+def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> tuple[int, ...]:
     """The tokens of each group, all of them multiples of `unit`; together at most `tokens`."""
     T = tokens // unit
     third = T // 3
-    made = {
+    made: dict[str, list[int]] = {
         "no group": [],
         "one": [T],
         "three": [third, T - 2 * third, third],
@@ -55,7 +57,7 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> list[int]:
         "forty": _spread(T, 40),
         "three hundred": _spread(T, 301),
     }[arrangement]
-    return [size * unit for size in made]
+    return tuple(size * unit for size in made)
 
 
 def arranged_groups(choice: Choice) -> int | None:
@@ -68,6 +70,7 @@ def nothing_in_groups(choice: Choice) -> bool:
     return choice.get("groups") in ("no group", "all empty", "zero repeated")
 
 
+@cache
 def _spread(T: int, groups: int) -> list[int]:
     """Uneven sizes, some of them 0; the first and the last are not where there are tokens for them."""
     ends = sorted(Random(groups).choices(range(T + 1), k=groups - 1))

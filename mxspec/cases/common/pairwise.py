@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import accumulate, combinations, product
 from typing import Any
 
 Choice = dict[str, Any]
-
+Pair = tuple[tuple[str, int], ...]  # a dimension and the place of its value, twice
 
 _MOST_DECISIONS = 400
 
@@ -41,17 +41,29 @@ def pairwise(
     -2 32 1
     """
     names = list(dimensions)
-    places = {name: range(len(dimensions[name])) for name in names}
-    missing: dict[tuple[tuple[str, int], ...], None] = {
-        ((one, i), (other, j)): None
-        for one, other in combinations(names, 2)
-        for i in places[one]
-        for j in places[other]
-        if not {dimensions[one][i], dimensions[other][j]} & set(implied)
-    }
+    values = {name: list(of) for name, of in dimensions.items()}
+    # A value is a bit. Counting those that a choice has and a value has not met is then one operation.
+    first = dict(zip(names, accumulate((len(values[name]) for name in names), initial=0), strict=False))
+    unmet = [0] * sum(map(len, values.values()))
+    order: list[Pair] = []
+    for one, other in combinations(names, 2):
+        for i, j in product(range(len(values[one])), range(len(values[other]))):
+            if not {values[one][i], values[other][j]} & set(implied):
+                order.append(((one, i), (other, j)))
+                unmet[first[one] + i] |= 1 << first[other] + j
+                unmet[first[other] + j] |= 1 << first[one] + i
+
+    def meet(pair: Pair) -> None:
+        a, b = (first[name] + i for name, i in pair)
+        unmet[a] &= ~(1 << b)
+        unmet[b] &= ~(1 << a)
+
+    def have_met(pair: Pair) -> bool:
+        a, b = (first[name] + i for name, i in pair)
+        return not unmet[a] >> b & 1
 
     def chosen(picked: dict[str, int]) -> Choice:
-        return {name: dimensions[name][picked[name]] for name in dimensions if name in picked}
+        return {name: values[name][picked[name]] for name in names if name in picked}
 
     def completed(picked: dict[str, int], turn: int, seeing: bool) -> dict[str, int] | None:
         """The choice with a value for every dimension, or None where no value fits one of them."""
@@ -59,10 +71,9 @@ def pairwise(
         if name is None:
             return picked
         left[0] -= 1
-        size = len(places[name])
-        turned = [(i + turn) % size for i in places[name]]  # equally good values take turns
-        shows = {i: sum(_pair(names, name, i, other, j) in missing for other, j in picked.items()) for i in turned}
-        for i in sorted(turned, key=lambda i: -shows[i]):
+        size, has = len(values[name]), sum(1 << first[other] + i for other, i in picked.items())
+        turned = [(i + turn) % size for i in range(size)]  # equally good values take turns
+        for i in sorted(turned, key=lambda i: -(unmet[first[name] + i] & has).bit_count()):
             if left[0] < 0:
                 return None  # there may be a choice; to find it would take every combination of what comes before
             tried = {**picked, name: i}
@@ -79,22 +90,19 @@ def pairwise(
     def fits(choice: Choice, seeing: bool) -> bool:
         return possible(choice) and not (seeing and blind(choice))
 
-    wanted = [tuple((name, list(dimensions[name]).index(value)) for name, value in part.items()) for part in also]
-    for turn, part in enumerate([*wanted, *missing]):
-        if turn >= len(wanted) and part not in missing:
+    wanted = [tuple((name, values[name].index(value)) for name, value in part.items()) for part in also]
+    for turn, part in enumerate([*wanted, *order]):
+        if turn >= len(wanted) and have_met(part):
             continue
         start = dict(part)
         tries = ((seeing, searched(start, turn, seeing)) for seeing in (True, False) if fits(chosen(start), seeing))
         seeing, picked = next(((seeing, picked) for seeing, picked in tries if picked), (False, None))
-        missing.pop(part, None)
+        if turn >= len(wanted):
+            meet(part)
         if picked is None:
             continue  # no choice has this pair
         for one, other in combinations(names, 2):
             pair = ((one, picked[one]), (other, picked[other]))
-            if seeing or blind(chosen(dict(pair))):
-                missing.pop(pair, None)
+            if not have_met(pair) and (seeing or blind(chosen(dict(pair)))):
+                meet(pair)
         yield chosen(picked)
-
-
-def _pair(names: list[str], one: str, i: int, other: str, j: int) -> tuple[tuple[str, int], ...]:
-    return ((one, i), (other, j)) if names.index(one) < names.index(other) else ((other, j), (one, i))
