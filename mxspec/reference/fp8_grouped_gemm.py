@@ -11,7 +11,7 @@ from torch import Tensor
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._fp8_numerics import square_values, values
-from mxspec.reference._groups import group_of_tokens
+from mxspec.reference._groups import each_group, group_of_tokens
 from mxspec.reference._groups_cases import grouped, offs_of
 from mxspec.reference._mx_gemm_cases import bench_sizes
 from mxspec.reference._numerics import round_once
@@ -252,9 +252,9 @@ def fp8_grouped_gemm(
     Source: DeepSeek-V3 technical report, section 3.3.2; DeepGEMM, `m_grouped_fp8_gemm_nt_contiguous`.
     """
     check_args(a, a_scale, b, b_scale, offs, out_dtype=out_dtype, alignment=alignment, check_offs=check_offs)
-    M, (E, N, _) = a.shape[0], b.shape
+    M, N = a.shape[0], b.shape[1]
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
-    out = torch.zeros(M, N, dtype=out_dtype, device=a.device)
-    for e in range(E):  # every token by every expert: how many are an expert's, the host does not know
-        out = torch.where(group == e, round_once(x @ square_values(b[e], b_scale[e]).t(), out_dtype), out)
-    return out
+    product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
+    for e in each_group(offs):  # every token by every expert: how many are an expert's, the host does not know
+        product = torch.where(group == e, x @ square_values(b[e], b_scale[e]).t(), product)
+    return round_once(product, out_dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference import _checks
 from mxspec.reference._fp8_numerics import values
-from mxspec.reference._groups import flat_places, group_of_tokens
+from mxspec.reference._groups import each_group, flat_places, group_of_tokens
 from mxspec.reference._groups_cases import offs_of
 from mxspec.reference._mx_gemm_cases import bench_sizes
 from mxspec.reference._numerics import round_once
@@ -192,7 +192,7 @@ def products(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Ten
     """Of each group which tokens are its own, and the product in fp64."""
     left, right = group_values(dy, dy_scale, offs), group_values(x, x_scale, offs)  # (N, R), (K, R)
     group = group_of_tokens(offs, dy.shape[1])
-    for e in range(offs.shape[0]):  # operands are masked, not products: 0 * NaN is NaN
+    for e in each_group(offs):  # operands are masked, not products: 0 * NaN is NaN
         own_dy, own_x = (torch.where(group == e, t, 0.0) for t in (left, right))
         yield group == e, own_dy @ own_x.t()
 

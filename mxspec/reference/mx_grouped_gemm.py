@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
-from mxspec.reference._groups import group_of_tokens, round_up
+from mxspec.reference._groups import each_group, group_of_tokens, round_up
 from mxspec.reference._groups_cases import grouped, offs_of
 from mxspec.reference._mx_gemm import (
     MIN_SQNR_DB,
@@ -257,12 +257,12 @@ def mx_grouped_gemm(
     check_args(
         a, a_scale, b, b_scale, offs, out_dtype=out_dtype, scale_layout=scale_layout, check_offs=check_offs
     )  # fmt: skip
-    (M, K), (E, N, _) = a.shape, b.shape
+    (M, K), N = a.shape, b.shape[1]
     if scale_layout == "blocked":
         a_scale = from_blocked_m_groups(a_scale, offs, M, K // MX_BLOCK_SIZE)
         b_scale = from_blocked(b_scale, N, K // MX_BLOCK_SIZE)
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
-    out = torch.zeros(M, N, dtype=out_dtype, device=a.device)
-    for e in range(E):  # every token by every expert: how many are an expert's, the host does not know
-        out = torch.where(group == e, round_once(x @ values(b[e], b_scale[e]).t(), out_dtype), out)
-    return out
+    product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
+    for e in each_group(offs):  # every token by every expert: how many are an expert's, the host does not know
+        product = torch.where(group == e, x @ values(b[e], b_scale[e]).t(), product)
+    return round_once(product, out_dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
-from mxspec.reference._groups import group_of_tokens, round_up
+from mxspec.reference._groups import each_group, group_of_tokens, round_up
 from mxspec.reference._groups_cases import offs_of
 from mxspec.reference._mx_gemm import (
     MIN_SQNR_DB,
@@ -272,7 +272,7 @@ def mx_grouped_gemm_wgrad(
     left, right = values(dy.mT, dy_scale), values(x.mT, x_scale)  # (N, M), (K, M)
     group = group_of_tokens(offs, M)
     out = torch.empty(E, N, K, dtype=out_dtype, device=dy.device)
-    for e in range(E):  # operands are masked, not products: 0 * NaN is NaN
+    for e in each_group(offs):  # operands are masked, not products: 0 * NaN is NaN
         own_dy, own_x = (torch.where(group == e, t, 0.0) for t in (left, right))
         out[e] = round_once(own_dy @ own_x.t(), out_dtype)
     return out
