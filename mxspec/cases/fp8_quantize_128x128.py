@@ -15,10 +15,16 @@ def _make(choice: Choice) -> tuple[Tensor]:
     return (made(choice, shape_of(choice)),)
 
 
+def _possible(choice: Choice) -> bool:
+    wide = choice.get("cols", 0) > 4096 and (choice.get("experts") or 0) > 256
+    return fits(choice, 1, 128) and not wide
+
+
 SIZES = {"rows": (0, 1, 33, 128, 144, 1152, 4224), "cols": (0, 128, 1152, 4224)}
 OPTIONS = {"scale_format": SCALE_FORMATS, "eps": (1e-12, 1e-4), "with_transpose": (False, True)}
 ALSO = [
     *(part for part in REPEATED_HERE if part.get("cols") != 1),
     {"with_transpose": False, "begins": "at 0", "strides": "row-major"},
 ]
-SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, lambda choice: fits(choice, 1, 128), ALSO)
+SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, _possible, ALSO)
+IMPOSSIBLE = ((r"x\.cols > 4096 \| x\.experts > 256", "whole blocks of it have more than 100 million elements"),)

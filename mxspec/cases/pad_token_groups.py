@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mxspec.cases.common import token_rows
+from mxspec.cases.common.bytes import made
 from mxspec.cases.common.groups import ARRANGED, groups_fit, offsets, padded_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_rows import MATRIX, may_be_negated, rows_of
+from mxspec.cases.common.token_rows import MATRIX, may_be_negated
 
 ALIGNMENTS = (1, 3, 16, 32, 128, 200)
 
@@ -20,7 +21,7 @@ def _possible(choice: Choice) -> bool:
 
 
 def _make(choice: Choice) -> tuple[Any, ...]:
-    return rows_of(choice), offsets(choice, choice["rows"]), choice["alignment"]
+    return made(choice), offsets(choice, choice["rows"]), choice["alignment"]
 
 
 DIMENSIONS = {"alignment": ALIGNMENTS, **MATRIX}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mxspec.cases.common import token_rows
+from mxspec.cases.common.bytes import made
 from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit, rows_of
+from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit
 
 
 def _possible(choice: Choice) -> bool:
@@ -20,7 +21,7 @@ def _possible(choice: Choice) -> bool:
 def _make(choice: Choice) -> tuple[Any, ...]:
     start, needed = places(choice, choice["rows"], 32)
     room = {"none": 0, "too little": needed // 2, "just enough": needed, "more": needed + 45}[choice["room"]]
-    return rows_of(choice), offsets(choice, choice["rows"]), start, room
+    return made(choice), offsets(choice, choice["rows"]), start, room
 
 
 DIMENSIONS = {"room": ("none", "too little", "just enough", "more"), **token_rows.SIZES, **GROUPS, **PLACES, **MATRIX}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mxspec.cases.common import token_rows
+from mxspec.cases.common.bytes import made
 from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.tensors import STRIDES
-from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit, rows_of
+from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit
 
 
 def _possible(choice: Choice) -> bool:
@@ -21,7 +22,7 @@ def _possible(choice: Choice) -> bool:
 def _make(choice: Choice) -> tuple[Any, ...]:
     """Of padded there may be fewer rows than the groups take, or more."""
     start, _ = places(choice, choice["tokens"], 32)
-    return rows_of(choice), offsets(choice, choice["tokens"]), start, choice["tokens"]
+    return made(choice), offsets(choice, choice["tokens"]), start, choice["tokens"]
 
 
 DIMENSIONS = {"tokens": (0, 1, 161, 256, 1056, 4128), **token_rows.SIZES, **GROUPS, **PLACES, **MATRIX}

@@ -115,7 +115,7 @@ def fp8_quantize_1x128(
         axis: -1 for 1x128 blocks (K a multiple of 128), -2 for 128x1 blocks (M a multiple of 128).
         scale_format: `fp32`, or `pow2`, where s is rounded down to a power of two.
         scale_major: the scale's strides: `k`, row-major; `mn`, column-major, as DeepGEMM wants them.
-        eps: the smallest amax, as fp32.
+        eps: the smallest amax, 1e-35 to 1e35; rounded to fp32.
 
     Returns:
         `(qdata, scale)`. qdata: `(M, K)` float8_e4m3fn, row-major for axis -1, column-major (strides `(1, M)`)

@@ -57,9 +57,9 @@ def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
     `out[r, c] = blocked[offset(r, c)]` with the offset that `to_blocked` states.
 
     Args:
-        blocked: `(Rp*Cp,)`, or `(E, Rp*Cp)`; float8_e8m0fnu or uint8; `Rp = 128*ceil(rows/128)`,
+        blocked: `(Rp*Cp,)`, or `(E, Rp*Cp)`; float8_e8m0fnu or uint8; any strides; `Rp = 128*ceil(rows/128)`,
             `Cp = 4*ceil(cols/4)`.
-        rows, cols: of the matrix of scales, without padding.
+        rows, cols: of the matrix of scales, without padding; ints of at least 0.
 
     Returns:
         `(rows, cols)`, or `(E, rows, cols)`, contiguous, of blocked's dtype. Padding bytes are dropped unread.

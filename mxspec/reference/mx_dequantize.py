@@ -170,7 +170,8 @@ def mx_dequantize(
         qdata: `(M, K)` or `(E, N, K)`; float8_e4m3fn, float8_e5m2 or float4_e2m1fn_x2; any strides. Of the last, whose
             bytes hold two elements along `axis`, the first in the low nibble, `(..., K/2)` for axis -1 and
             `(..., M/2, K)` for axis -2.
-        scale: float8_e8m0fnu on qdata's device, in the shape that `mx_quantize` gives for axis and scale_layout.
+        scale: float8_e8m0fnu on qdata's device, in the shape that `mx_quantize` gives for axis and scale_layout;
+            any strides.
         axis: -1 for 1x32 blocks, -2 for 32x1 blocks.
         out_dtype: torch.bfloat16 or torch.float32.
         scale_layout: `plain` or `blocked`.

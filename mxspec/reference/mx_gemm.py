@@ -167,7 +167,7 @@ def mx_gemm(
         a: `(M, K)` float8_e4m3fn or float8_e5m2, K-major: `stride(1) = 1`; K a multiple of 32. M and N are free.
         a_scale: float8_e8m0fnu; plain, `(M, K/32)`, any strides; blocked, `to_blocked` of that, contiguous. The bytes
             of its padding are never read as numbers.
-        b: `(N, K)` float8_e4m3fn or float8_e5m2, whichever a has, K-major.
+        b: `(N, K)` float8_e4m3fn or float8_e5m2, of a's dtype or of the other, K-major.
         b_scale: as a_scale, of `(N, K/32)`.
         out_dtype: torch.bfloat16 or torch.float32.
         scale_layout: `plain` or `blocked`, for both scales.

@@ -223,7 +223,7 @@ def mx_grouped_gemm(
             multiple of 32. M and N are free.
         a_scale: float8_e8m0fnu; plain, `(M, K/32)`, any strides; blocked, `(M + 128*E, Cp)` with `Cp = 4*ceil(K/128)`,
             contiguous, as `to_blocked_m_groups` gives it under offs, and `mx_quantize_groups` for `offs = end`.
-        b: `(E, N, K)` float8_e4m3fn or float8_e5m2, whichever a has, each matrix K-major: `stride(2) = 1`.
+        b: `(E, N, K)` float8_e4m3fn or float8_e5m2, of a's dtype or of the other, each matrix K-major: `stride(2) = 1`.
         b_scale: float8_e8m0fnu; plain, `(E, N, K/32)`, any strides; blocked, `to_blocked` of that, contiguous.
         offs: `(E,)` int32 on a's device, the exclusive end of each group, of any alignment. Never decreasing, the last
             at most M.

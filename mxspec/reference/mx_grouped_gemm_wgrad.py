@@ -228,7 +228,7 @@ def mx_grouped_gemm_wgrad(
         dy_scale: float8_e8m0fnu, blocks of 32 tokens; plain, `(N, M/32)`, any strides; blocked, `(Np, M/32 + 4*E)` with
             `Np = 128*ceil(N/128)`, contiguous, as `to_blocked_k_groups` gives it under `offs / 32`, and
             `mx_quantize_groups` for `offs = end`.
-        x: `(M, K)` float8_e4m3fn or float8_e5m2, whichever dy has, column-major.
+        x: `(M, K)` float8_e4m3fn or float8_e5m2, of dy's dtype or of the other, column-major.
         x_scale: as dy_scale, of K.
         offs: `(E,)` int32 on dy's device, the exclusive end of each group, multiples of 32. Never decreasing, the last
             at most M.

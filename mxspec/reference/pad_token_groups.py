@@ -109,7 +109,7 @@ def pad_token_groups(
         x: `(M, K)`, the tokens of each group together; real numbers of 1, 2 or 4 bytes; any strides.
         offs: `(G,)` int32 on x's device, the exclusive end of each group. Never decreasing, the last at most M; rows
             from there on belong to no group and are dropped.
-        alignment: in rows, at least 1.
+        alignment: in rows, an int of at least 1; any number, not only a power of two.
         check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
             nothing waits; an offs out of order gives rows that mean nothing, and no access outside x and the result.
 

@@ -116,9 +116,10 @@ def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *,
             rows from there on belong to no group.
         start: `(G,)` int32 on x's device, the row of the result at which each group begins. Groups in any order
             and with any gaps; no two share a row. If some do, the later token stands there.
-        num_rows: of the result, below 2^31.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives rows that mean nothing, and no access outside x and the result.
+        num_rows: of the result, 0 to 2^31 - 1.
+        check_offs: read offs on the host, which waits for the device, and raise if it is not in order; start is not
+            read there. Without it nothing waits; an offs out of order gives rows that mean nothing, and no access
+            outside x and the result.
 
     Returns:
         `(num_rows, K)`, x's dtype, contiguous. Rows where no group lies are zeros; rows of groups that reach before

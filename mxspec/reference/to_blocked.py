@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference import _checks
+from mxspec.reference._groups_cases import far_apart
 from mxspec.spec import Case, Shapes, given, random_bits, spec
 
 DTYPES = (torch.float8_e8m0fnu, torch.uint8)
@@ -35,6 +36,8 @@ def cases() -> Iterator[Case]:
     yield Case("3-D e8m0fnu", given(random_bits, 3, 130, 6, dtype=torch.float8_e8m0fnu))
     yield Case("e8m0fnu", given(random_bits, 130, 6, dtype=torch.float8_e8m0fnu))
     yield Case("transposed input", lambda: (random_bits(6, 130, dtype=torch.uint8).mT,), flags={"edge"})
+    far = lambda: (far_apart(140, 8, torch.float16).view(torch.uint8),)  # noqa: E731
+    yield Case("rows far apart", far, flags={"edge"})
     yield Case("no rows", given(torch.zeros, 0, 8, dtype=torch.uint8), flags={"edge"})
     yield Case("no columns", given(torch.zeros, 8, 0, dtype=torch.uint8), flags={"edge"})
     yield Case("no experts", given(torch.zeros, 0, 8, 8, dtype=torch.uint8), flags={"edge"})

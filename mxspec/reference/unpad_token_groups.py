@@ -112,10 +112,10 @@ def unpad_token_groups(
             last at most num_tokens.
         start: `(G,)` int32 on padded's device, the row of padded at which each group begins, as `pad_token_groups`
             gives it; groups in any order and with any gaps. Where groups share a row, each of them reads it.
-        num_tokens: rows of the result, below 2^31.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives rows that mean nothing, and no access outside padded and the
-            result.
+        num_tokens: rows of the result, 0 to 2^31 - 1.
+        check_offs: read offs on the host, which waits for the device, and raise if it is not in order; start is not
+            read there. Without it nothing waits; an offs out of order gives rows that mean nothing, and no access
+            outside padded and the result.
 
     Returns:
         `(num_tokens, K)`, padded's dtype, contiguous. Rows that belong to no group are zeros, and so are those whose

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import SIZES, shape_of
-from mxspec.cases.common.tensors import BEGINS, STRIDES, laid
+from mxspec.cases.common.tensors import BEGINS, STRIDES, laid, laid_negated
 from mxspec.spec import random_bits
 
 MATRIX: dict[str, Any] = {
@@ -23,8 +23,9 @@ MATRIX: dict[str, Any] = {
 
 
 def made(choice: Choice) -> Tensor:
-    """Every bit pattern equally likely."""
+    """Every bit pattern equally likely; of a negated view all but those of NaN."""
     shape, dtype = shape_of(choice), choice["dtype"]
     if dtype == torch.bool:
         return laid(random_bits(*shape, dtype=torch.uint8) > 127, choice["strides"], choice["begins"])
-    return laid(random_bits(*shape, dtype=dtype), choice["strides"], choice["begins"])
+    arrange = laid_negated if choice.get("negated") else laid
+    return arrange(random_bits(*shape, dtype=dtype), choice["strides"], choice["begins"])

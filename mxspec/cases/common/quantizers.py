@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
@@ -15,6 +14,7 @@ from mxspec.cases.common.tensors import (
     VALUES,
     float_values,
     laid,
+    laid_negated,
     small_enough,
     strides_fit,
 )
@@ -75,19 +75,10 @@ def fits(choice: Choice, rows: int = 1, cols: int = 1) -> bool:
 
 
 def made(choice: Choice, shape: tuple[int, ...], across: bool = False) -> Tensor:
-    """The tensor of a choice; a negated view reads the negative of what is in memory."""
+    """The tensor of a choice, which may be a negated view."""
     x = float_values(shape, choice["dtype"], choice["values"], across)
-    if choice["negated"]:
-        return torch._neg_view(laid(_negative(x), choice["strides"], choice["begins"]))
-    return laid(x, choice["strides"], choice["begins"])
-
-
-def _negative(x: Tensor) -> Tensor:
-    """With the other sign in every element, a NaN's too. A NaN is quiet: some CPUs' negation makes it so, some not."""
-    bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32)
-    quiet = {torch.float16: 0x200, torch.bfloat16: 0x40, torch.float32: 0x400000}[x.dtype]
-    bits = torch.where(x.isnan(), bits | quiet, bits)
-    return (bits ^ torch.iinfo(bits.dtype).min).view(x.dtype)
+    arrange = laid_negated if choice["negated"] else laid
+    return arrange(x, choice["strides"], choice["begins"])
 
 
 def axis_of(choice: Choice) -> int | None:

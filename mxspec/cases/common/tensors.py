@@ -43,6 +43,16 @@ def laid(t: Tensor, strides: str = "row-major", begins: str = "at 0") -> Tensor:
     return moved.view(t.dtype)
 
 
+def laid_negated(t: Tensor, strides: str, begins: str) -> Tensor:
+    """A view that reads the negative of what lies in memory, which is `t`.
+
+    Each NaN is the same positive one: what a negation makes of the bits of another depends on the CPU's instructions.
+    """
+    bits, nan = t.view(INT_OF_BYTES[t.element_size()]), t.new_tensor(torch.nan).view(INT_OF_BYTES[t.element_size()])
+    bits = torch.where(t.isnan(), nan, bits) ^ torch.iinfo(bits.dtype).min
+    return torch._neg_view(laid(bits.view(t.dtype), strides, begins))
+
+
 def _apart(t: Tensor, rows: int, cols: int) -> Tensor:
     """Room of 0xFF bytes between rows, and between columns."""
     *lead, M, K = t.shape

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX as BYTES
-from mxspec.cases.common.bytes import made
 from mxspec.cases.common.groups import GROUPS, in_groups, laid_vector, sizes_of
 from mxspec.cases.common.pairwise import Choice
 from mxspec.reference._groups_cases import DTYPES
@@ -22,12 +21,6 @@ PLACES: dict[str, Any] = {
     "start": ("dense", "apart"),
     "start begin": ("at 0", "later"),
 }
-
-
-def rows_of(choice: Choice) -> Tensor:
-    """Rows of any bits; those of floats may be a negated view."""
-    x = made(choice)
-    return torch._neg_view(x) if choice["negated"] else x
 
 
 def may_be_negated(choice: Choice) -> bool:
