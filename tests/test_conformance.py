@@ -57,12 +57,12 @@ def cases_of(op):
 
 def work(op, backend):
     cases = [case for case in cases_of(op) if shows_something(op, backend, case)]
-    if dispatch.interpreters():
-        cases = [
-            case for case in cases if "generated" not in case.flags
-        ]  # a GPU runs those; interpreted, each takes seconds
-    elif backend != "reference":  # every backend refuses in the same words; and without a GPU kernels answer nothing
-        cases = [case for case in cases if "generated" not in case.flags or (on_a_gpu() and not case.raises)]
+    # Generated cases of a reference are one test, of a kernel they need a GPU: interpreted, each takes seconds. Refusals
+    # are the switch's, in the same words for every backend.
+    if backend == "reference" or not on_a_gpu():
+        cases = [case for case in cases if "generated" not in case.flags]
+    else:
+        cases = [case for case in cases if "generated" not in case.flags or not case.raises]
     generates = backend == "helion" and "TRITON_INTERPRET" in dispatch.interpreters()
     return worth_tracing(op, cases) if cases and generates else cases
 
@@ -86,6 +86,17 @@ def test_case(op, backend, case):
 KERNELS = [
     (op, b) for op in dispatch.ops() for b in dispatch.backends() if b != "reference" and dispatch.has_kernel(op, b)
 ]
+
+
+@pytest.mark.skipif(bool(dispatch.interpreters()), reason="references are no different interpreted")
+@pytest.mark.parametrize("op", dispatch.ops())
+def test_generated_cases_of_the_reference(op):
+    """A reference beside itself: its shapes under FakeTensor, and other strides. Without a GPU a third shows that."""
+    cases = [case for case in cases_of(op) if "generated" in case.flags][:: 1 if on_a_gpu() else 3]
+    results = [check.check_case(op, case, "reference") for case in cases]
+    failed = [f"{result.case}: {result.message}" for result in results if result.status == "failed"]
+    assert not failed, "\n".join(failed)
+    assert any(result.status == "passed" for result in results)
 
 
 @pytest.mark.skipif(on_a_gpu(), reason="on a GPU each generated case is a test of its own")

@@ -25,7 +25,7 @@ def test_every_two_facts_meet_in_a_valid_case_or_cannot(op):
     assert not missing, f"{op}: no case has {missing[:5]}, {len(missing)} in all"
 
 
-@pytest.mark.parametrize("op", [op for op in dispatch.ops() if dispatch.reference(op).spec.min_sqnr_db == float("inf")])
+@each_op
 def test_a_candidate_that_is_wrong_on_one_pair_alone_is_caught(op):
     """For each pair the smallest case that has it. All pairs of a case hold in one call, so one run proves each."""
     of_case = {}

@@ -27,4 +27,4 @@ ALSO = [
     {"with_transpose": False, "begins": "at 0", "strides": "row-major"},
 ]
 SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, _possible, ALSO)
-IMPOSSIBLE = ((r"x\.cols > 4096 \| x\.experts > 256", "whole blocks of it have more than 100 million elements"),)
+IMPOSSIBLE = ((r"w\.cols > 4096 \| w\.experts > 256", "whole blocks of it have more than 100 million elements"),)

@@ -88,7 +88,7 @@ def check_case(
 
     own = spec.own(args)
     expected = spec.outputs(own, reference(*own, **case.kwargs))
-    magnitudes = _magnitudes(reference, args, case.kwargs)
+    magnitudes = None if candidate == "reference" else _magnitudes(reference, args, case.kwargs)  # it is exact
     problem = _fake_problem(op, case, args, expected) if candidate == "reference" else None
     for poison, embed in zip(_POISONS, (False, True), strict=True):
         if problem or (embed and "large" in case.flags):

@@ -1,0 +1,1036 @@
+"""Wrong candidates, written from the ops' docstrings alone.
+
+Each has the signature of its op, is right almost everywhere, and comes with a witness: a call on which it is not what
+the docstring says. A witness returns True when it catches its candidate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from mxspec import dispatch
+
+BF16, F32, U8 = torch.bfloat16, torch.float32, torch.uint8
+E4M3, E5M2, E2M1, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
+NAN, INF = math.nan, math.inf
+right = SimpleNamespace(**{op: dispatch.reference(op) for op in dispatch.ops()})
+
+
+class Mutant(NamedTuple):
+    op: str
+    candidate: Callable[..., Any]
+    witness: Callable[[], bool]
+
+
+MUTANTS: dict[str, Mutant] = {}
+KINDS: dict[str, str] = {}
+KEPT: dict[Any, Any] = {}  # what the stateful ones remember
+
+
+# ---- registration: `make` gives a witness's positional arguments, `options` its keywords
+
+
+def add(op, kind, candidate, make, options, witness=None):
+    name, reference = f"{op}: {candidate.__name__}", getattr(right, op)
+    assert name not in MUTANTS, name
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inspect.signature(candidate).parameters.values()):
+        candidate.__signature__ = inspect.signature(reference)
+    prove = (lambda: witness(candidate)) if witness else (lambda: differs(op, candidate, make, options))
+    MUTANTS[name], KINDS[name] = Mutant(op, candidate, prove), kind
+
+
+def mutant(op, kind, make=None, witness=None, **options):
+    return lambda candidate: add(op, kind, candidate, make, options, witness) or candidate
+
+
+def bound(op, args, kwargs) -> SimpleNamespace:
+    arguments = inspect.signature(getattr(right, op)).bind(*args, **kwargs)
+    arguments.apply_defaults()
+    return SimpleNamespace(**arguments.arguments)
+
+
+def built(build):
+    """A decorator for `change`, from which `build(op, change)` makes the candidate."""
+
+    def register(op, kind, make=None, witness=None, **options):
+        def named(change):
+            candidate = build(op, change)
+            candidate.__name__ = change.__name__
+            return add(op, kind, candidate, make, options, witness)
+
+        return named
+
+    return register
+
+
+@built
+def after(op, change):
+    """Right, and then `change(result, arguments)`."""
+    return lambda *args, **kwargs: change(getattr(right, op)(*args, **kwargs), bound(op, args, kwargs))
+
+
+@built
+def before(op, change):
+    """Right of other arguments: those that `change(arguments)` gives, if any."""
+
+    def candidate(*args, **kwargs):
+        result, given = getattr(right, op)(*args, **kwargs), bound(op, args, kwargs)
+        other = change(given)
+        return getattr(right, op)(**{**vars(given), **other}) if other else result
+
+    return candidate
+
+
+@built
+def accepts(op, change):
+    """Takes what it must refuse, with the arguments repaired by `change(arguments)`."""
+
+    def candidate(*args, **kwargs):
+        try:
+            return getattr(right, op)(*args, **kwargs)
+        except (TypeError, ValueError):
+            given = bound(op, args, kwargs)
+            return getattr(right, op)(**{**vars(given), **change(given)})
+
+    return candidate
+
+
+# ---- what a witness compares
+
+
+def memory(tensor):
+    return torch.empty(0, dtype=U8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def flip(result):
+    """One bit of the last byte of the first output."""
+    first, *rest = result if isinstance(result, tuple) else (result,)
+    first = first.clone()
+    memory(first)[-1] ^= 0x40
+    return (first, *rest) if isinstance(result, tuple) else first
+
+
+def observe(function, args, options):
+    """What a call gives or raises, and the memory of its arguments afterwards."""
+    try:
+        result = function(*args, **options)
+    except BaseException as error:
+        result = type(error)
+    return result, [memory(a).clone() for a in args if isinstance(a, Tensor)]
+
+
+def differs(op, candidate, make, options) -> bool:
+    loose = op.rstrip("_").endswith(("gemm", "wgrad"))
+    (want, want_left), (got, got_left) = (observe(f, make(), options) for f in (getattr(right, op), candidate))
+    if op.endswith("_"):  # acc, by the numbers
+        want_left[0], got_left[0] = want_left[0].view(F32), got_left[0].view(F32)
+    pairs = [(want, got), *zip(want_left, got_left, strict=True)]
+    return not all(same(one, other, loose) for one, other in pairs)
+
+
+def same(want, got, loose=False) -> bool:
+    if isinstance(want, tuple):
+        return type(got) is tuple and len(got) == len(want) and all(map(same, want, got, [loose] * len(want)))
+    if not isinstance(want, Tensor) or not isinstance(got, Tensor):
+        return want is got
+    looks = [(type(t), t.dtype, t.shape, t.requires_grad, steps(t)) for t in (want, got)]
+    return looks[0] == looks[1] and same_values(want.detach(), got.detach(), loose)
+
+
+def steps(tensor):
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and tensor.numel()]
+
+
+def same_values(want, got, loose) -> bool:
+    if want.dtype in (E2M1, E8M0) or not want.is_floating_point():
+        return torch.equal(want.view(U8), got.view(U8)) if want.element_size() == 1 else torch.equal(want, got)
+    want, got = want.double(), got.double()
+    infinite = torch.equal(want.nan_to_num(0.5, 1, 2)[~want.isfinite()], got.nan_to_num(0.5, 1, 2)[~want.isfinite()])
+    if not infinite or not torch.equal(want.isfinite(), got.isfinite()):
+        return False
+    want, got = want[want.isfinite()], got[want.isfinite()]
+    noise = (want - got).norm()
+    if loose:
+        return bool(noise == 0 or 20 * torch.log10(want.norm() / noise) > 55)
+    return bool(noise == 0) and torch.equal(want.signbit(), got.signbit())
+
+
+# ---- operands
+
+
+def rand(*shape, dtype=F32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def codes(*shape, dtype=E4M3, seed=0):
+    return rand(*shape, seed=seed).to(dtype)
+
+
+def some_scales(*shape, seed=3):
+    return rand(*shape, seed=seed).abs() + 0.1
+
+
+def ends(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def octets(*shape):
+    return torch.randint(1, 255, shape, generator=torch.Generator().manual_seed(1)).to(U8)
+
+
+def e8m0(*shape, byte=127):
+    return torch.full(shape, byte, dtype=U8).view(E8M0)
+
+
+def put(x, index, value):
+    x = x.clone()
+    x.view(U8 if x.dtype == E8M0 else x.dtype)[index] = 255 if x.dtype == E8M0 else value
+    return x
+
+
+def put_in(args, position, index, value=NAN):
+    return (*args[:position], put(args[position], index, value), *args[position + 1 :])
+
+
+def fp8_operands(m=40, n=200, k=384):
+    return codes(m, k), some_scales(m, k // 128), codes(n, k, seed=1), some_scales(-(-n // 128), k // 128, seed=4)
+
+
+def fp8_grouped(m=300, offs=(100, 100, 260), n=16, k=256):
+    e = len(offs)
+    return *fp8_operands(m, n, k)[:2], codes(e, n, k, seed=5), some_scales(e, 1, k // 128, seed=6), ends(*offs)
+
+
+def fp8_wgrad(offs=(128, 128, 384), r=512, n=8, k=16):
+    return codes(n, r), some_scales(n, r // 128), codes(k, r, seed=1), some_scales(k, r // 128, seed=4), ends(*offs)
+
+
+def mx_operands(m=40, n=48, k=96, a_type=E4M3, b_type=E4M3):
+    return codes(m, k, dtype=a_type), e8m0(m, k // 32), codes(n, k, dtype=b_type, seed=1), e8m0(n, k // 32, byte=128)
+
+
+def mx_grouped(m=300, offs=(100, 100, 260), n=16, k=64):
+    a_scale = octets(m, k // 32).clamp(120, 130).view(E8M0)
+    return codes(m, k), a_scale, codes(len(offs), n, k, seed=1), e8m0(len(offs), n, k // 32), ends(*offs)
+
+
+def mx_wgrad(offs=(32, 32, 160), m=256, n=8, k=16):
+    return codes(n, m).mT, e8m0(n, m // 32), codes(k, m, seed=1).mT, e8m0(k, m // 32), ends(*offs)
+
+
+def groups_of(offs):
+    """(group, first row, row past the last) of each."""
+    return list(zip(range(len(offs)), [0, *offs.tolist()[:-1]], offs.tolist(), strict=True))
+
+
+def last_of(offs):
+    return int(offs[-1]) if len(offs) else 0
+
+
+def packed(offs):
+    """What a reader of memory sees that takes offs as contiguous."""
+    return {"offs": offs.as_strided(offs.shape, (1,))}
+
+
+# ---- to_blocked, from_blocked
+
+
+@after("to_blocked", "size", lambda: (torch.full((65537, 1, 1), 7, dtype=U8),))
+def experts_past_a_grid_of_65535(out, c):
+    return torch.cat([out[:65535], torch.zeros_like(out[65535:])]) if c.scale.dim() == 3 else out
+
+
+@before("to_blocked", "layout", lambda: (octets(3, 10, 8)[:, :6],))
+def experts_lie_rows_times_stride_apart(c):
+    return c.scale.dim() == 3 and c.scale.numel() and {"scale": tall(c.scale)}
+
+
+def tall(x):
+    """3-D as a kernel sees it that takes the matrices as one tall one."""
+    return x.as_strided(x.shape, (x.shape[1] * x.stride(1), *x.stride()[1:]))
+
+
+def far_rows(candidate):
+    scale = torch.empty(2**31 + 64, dtype=U8).as_strided((2, 4), (2**31, 1))  # two pages of it are ever touched
+    scale[0], scale[1] = 9, 7
+    return not torch.equal(candidate(scale), right.to_blocked(scale.contiguous()))
+
+
+@before("to_blocked", "layout", witness=far_rows)
+def offsets_wrap_at_32_bits(c):
+    return c.scale.dim() == 2 and c.scale.stride(0) >= 2**31 and {"scale": c.scale[:1].expand(c.scale.shape)}
+
+
+def stale(candidate):
+    scale = octets(8, 8)
+    candidate(scale)
+    scale.data.fill_(3)  # the version counter does not move
+    return not torch.equal(candidate(scale), right.to_blocked(scale))
+
+
+@mutant("to_blocked", "calls", witness=stale)
+def caches_by_pointer_and_version(scale):
+    out = right.to_blocked(scale)
+    key = (scale.data_ptr(), scale.shape, scale.stride(), scale.dtype, scale._version)
+    return KEPT.setdefault(key, out).clone()
+
+
+@mutant("from_blocked", "size", lambda: (octets(2048), 130, 5))
+def row_tiles_are_128_columns_apart(blocked, rows, cols):
+    want = right.from_blocked(blocked, rows, cols)
+    if blocked.dim() != 1:
+        return want
+    r, c = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    at = r // 128 * 128 * cols + c // 4 * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+    return blocked.view(U8)[at.to(blocked.device)].view(want.dtype)
+
+
+@accepts("from_blocked", "refusal", lambda: (octets(1024), 128, 4))
+def takes_a_blocked_that_is_too_long(c):
+    return {"blocked": c.blocked[: -(-c.rows // 128) * 128 * (-(-c.cols // 4) * 4)]}
+
+
+# ---- to_blocked_m_groups, to_blocked_k_groups
+
+
+@before("to_blocked_m_groups", "offs", lambda: (octets(40, 4), ends(10, 30)))
+def rows_past_the_last_group_join_it(c):
+    return len(c.offs) and {"offs": torch.cat([c.offs[:-1], c.offs.new_tensor([len(c.scale)])])}
+
+
+@before("to_blocked_m_groups", "layout", lambda: (octets(40, 4), ends(10, 15, 30, 35)[::2]))
+def reads_offs_as_contiguous(c):
+    return packed(c.offs)
+
+
+@mutant("to_blocked_k_groups", "size", lambda: (octets(200, 8), ends(8)))
+def tiles_of_wide_tall_groups_go_down_first(scale, offs, *, check_offs=False):
+    out, start = right.to_blocked_k_groups(scale, offs, check_offs=check_offs)
+    flat, high = out.view(U8).flatten().clone(), -(-len(scale) // 128)
+    for g, _, _ in groups_of(offs):
+        part = flat[int(start[g]) * 128 * high : int(start[g + 1]) * 128 * high]
+        part.copy_(part.view(high, -1, 512).transpose(0, 1).flatten().clone() if part.numel() else part)
+    return flat.view(out.shape).view(out.dtype), start
+
+
+@after("to_blocked_k_groups", "return", lambda: (octets(4, 7), ends(7)))
+def gives_a_list(out, c):
+    return list(out)
+
+
+@accepts("to_blocked_k_groups", "refusal", lambda: (octets(4, 7), ends(2, 8)), check_offs=True)
+def check_offs_misses_an_end_past_the_columns(c):
+    return {"offs": c.offs.clamp(max=c.scale.shape[1]).cummax(0).values.int(), "check_offs": False}
+
+
+# ---- pad, place, unpad
+
+
+@mutant("pad_token_groups", "size", lambda: (rand(50, 4), ends(20, 50), 12))
+def rounds_up_with_a_mask_of_bits(x, offs, alignment, *, check_offs=False):
+    out = right.pad_token_groups(x, offs, alignment, check_offs=check_offs)[0]
+    padded = (torch.diff(offs, prepend=offs.new_zeros(1)) + alignment - 1) & ~(alignment - 1)
+    end = padded.cumsum(0).int()
+    return right.place_token_groups(x, offs, end - padded, len(out)), end - padded, end
+
+
+@after("pad_token_groups", "dtype", lambda: (torch.full((3, 2), 2**24 + 1, dtype=torch.int32), ends(1, 3), 4))
+def moves_int32_as_floats(out, c):
+    return (out[0].float().to(c.x.dtype), *out[1:]) if c.x.dtype == torch.int32 else out
+
+
+@before("pad_token_groups", "layout", lambda: (torch._neg_view(rand(3, 4)), ends(1, 3), 4))
+def ignores_the_bit_of_a_negated_view(c):
+    return c.x.is_neg() and {"x": torch._neg_view(c.x)}
+
+
+@after("pad_token_groups", "size", lambda: (rand(80, 4), torch.arange(2, 82, 2, dtype=torch.int32), 1))
+def groups_past_the_32nd_are_not_moved(out, c):
+    return (
+        (out[0].view(U8).index_fill(0, torch.arange(int(out[1][32]), len(out[0])), 0).view(c.x.dtype), *out[1:])
+        if len(c.offs) > 32
+        else out
+    )
+
+
+@accepts("pad_token_groups", "refusal", lambda: (rand(3, 4), ends(1, 3), True))
+def takes_an_alignment_of_True(c):
+    return {"alignment": int(c.alignment)}
+
+
+def wrong_gradient(make, expected):
+    """Whether the gradient of the first output is not `expected(grad, rows, *args)`."""
+
+    def witness(candidate):
+        x, *rest = make()
+        result = candidate(x.requires_grad_(), *rest)
+        out = result[0] if isinstance(result, tuple) else result
+        grad = rand(*out.shape, seed=9)
+        return not same(expected(grad, len(x), *rest), torch.autograd.grad(out, x, grad)[0])
+
+    return witness
+
+
+class PadKeepsDropped(Function):
+    @staticmethod
+    def forward(ctx, x, offs, alignment, check_offs):
+        out, start, end = right.pad_token_groups(x.detach(), offs, alignment, check_offs=check_offs)
+        ctx.save_for_backward(torch.cat([offs[:-1], offs.new_full((min(len(offs), 1),), len(x))]), start)
+        ctx.rows = len(x)
+        ctx.mark_non_differentiable(start, end)
+        return out, start, end
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return right.unpad_token_groups(grad, *ctx.saved_tensors, ctx.rows), None, None, None
+
+
+def gradient_of_pad(grad, rows, offs, alignment):
+    start = right.pad_token_groups(torch.zeros(rows, 1), offs, alignment)[1]
+    return right.unpad_token_groups(grad, offs, start, rows)
+
+
+@mutant("pad_token_groups", "gradient", witness=wrong_gradient(lambda: (rand(5, 2), ends(1, 3), 4), gradient_of_pad))
+def rows_of_no_group_get_a_gradient(x, offs, alignment, *, check_offs=False):
+    if isinstance(x, Tensor) and x.requires_grad:
+        return PadKeepsDropped.apply(x, offs, alignment, check_offs)
+    return right.pad_token_groups(x, offs, alignment, check_offs=check_offs)
+
+
+@mutant("place_token_groups", "offs", lambda: (rand(4, 2), ends(2, 4), ends(0, 4), 5))
+def rows_past_the_result_land_on_its_last(x, offs, start, num_rows, *, check_offs=False):
+    out = right.place_token_groups(x, offs, start, num_rows, check_offs=check_offs)
+    for g, first, stop in groups_of(offs) if num_rows else ():
+        if stop > first and int(start[g]) + stop - first > num_rows:
+            out[-1] = x[stop - 1]
+    return out
+
+
+@accepts("place_token_groups", "refusal", lambda: (rand(4, 2), ends(2, 4), ends(0, 4, 8), 9))
+def takes_a_start_of_one_more(c):
+    return {"start": c.start[: len(c.offs)]}
+
+
+@mutant("unpad_token_groups", "offs", lambda: (rand(4, 2), ends(2, 4), ends(0, 3), 5))
+def a_place_outside_padded_is_clamped(padded, offs, start, num_tokens, *, check_offs=False):
+    out = right.unpad_token_groups(padded, offs, start, num_tokens, check_offs=check_offs)
+    for g, first, stop in groups_of(offs) if len(padded) else ():
+        at = torch.arange(int(start[g]), int(start[g]) + stop - first, device=padded.device)
+        out[first:stop] = padded[at.clamp(0, len(padded) - 1)]
+    return out
+
+
+def an_earlier_result_changes(candidate):
+    first = candidate(rand(4, 2), ends(2, 4), ends(0, 2), 4)
+    kept = first.clone()
+    candidate(rand(4, 2, seed=1), ends(2, 4), ends(0, 2), 4)
+    return not torch.equal(first, kept)
+
+
+@after("unpad_token_groups", "calls", witness=an_earlier_result_changes)
+def writes_into_its_last_result(out, c):
+    return KEPT.setdefault(("unpad", out.shape, out.dtype, out.device), out).copy_(out)
+
+
+# ---- mx_quantize, written out for 2-D x along K, e4m3fn, plain
+
+
+def mx_amax(x):
+    return x.float().unflatten(-1, (-1, 32)).abs().amax(-1)
+
+
+def mx_scaled(x, scale):
+    return x.float() * torch.exp2(127.0 - scale.view(U8).repeat_interleave(32, 1))
+
+
+def mx_codes(value, scale, elem=E4M3):
+    top = torch.finfo(elem).max
+    return value.clamp(-top, top).masked_fill((scale.view(U8) == 255).repeat_interleave(32, 1), NAN).to(elem)
+
+
+def from_bytes(x, byte, elem=E4M3):
+    scale = torch.where(mx_amax(x).isfinite(), byte.int().clamp(0, 254), 255).to(U8).view(E8M0)
+    return mx_codes(mx_scaled(x, scale), scale, elem), scale
+
+
+def written_out(c, **options):
+    plain = c.x.dim() == 2 and c.x.numel() and c.axis == -1 and c.scale_layout == "plain"
+    wanted = {"elem_dtype": (E4M3, "e4m3fn"), "scaling": ("rceil",), **options}
+    return plain and all(getattr(c, name) in allowed for name, allowed in wanted.items())
+
+
+ANY = ("rceil", "floor", "ceil", "even")
+E2M1S = (E2M1, "e2m1")
+
+
+@after("mx_quantize", "special", lambda: (torch.full((1, 32), 448 * (1 + 2**-22) * 2.0**40),))
+def rceil_by_the_logarithm(out, c):
+    return (
+        from_bytes(c.x, torch.log2(mx_amax(c.x) / 448).ceil().nan_to_num(0, 0, -127) + 127) if written_out(c) else out
+    )
+
+
+@after("mx_quantize", "special", lambda: (torch.full((1, 32), 448 * 2.0**-126.5),))
+def a_subnormal_quotient_is_flushed(out, c):
+    return from_bytes(c.x, out[1].view(U8).int() * (mx_amax(c.x) / 448 >= 2.0**-126)) if written_out(c) else out
+
+
+@mutant("mx_quantize", "special", lambda: (torch.full((1, 32), 3 * 2.0**-140),), scaling="ceil")
+def ceil_adds_after_the_clamp(x, **options):
+    want, c = right.mx_quantize(x, **options), bound("mx_quantize", (x,), options)
+    if not written_out(c, scaling=("ceil",)):
+        return want
+    bits = mx_amax(x).view(torch.int32)
+    return from_bytes(x, ((bits >> 23) - 8).clamp(0, 254) + (bits & 0x7FFFFF != 0).int())
+
+
+@mutant("mx_quantize", "dtype", lambda: (torch.full((1, 32), 1.90),), scaling="even", elem_dtype="e5m2")
+def even_rounds_at_the_bit_of_e4m3(x, **options):
+    want, c = right.mx_quantize(x, **options), bound("mx_quantize", (x,), options)
+    if not written_out(c, scaling=("even",), elem_dtype=(E5M2, "e5m2")):
+        return want
+    return from_bytes(x, ((mx_amax(x).view(torch.int32) + (1 << 19)) >> 23) - 15, E5M2)
+
+
+@after("mx_quantize", "dtype", lambda: (rand(64, 256),))
+def rounds_twice_through_bf16(out, c):
+    return (mx_codes(mx_scaled(c.x, out[1]).to(BF16).float(), out[1]), out[1]) if written_out(c, scaling=ANY) else out
+
+
+@before("mx_quantize", "special", lambda: (put(rand(2, 32), (1, 3), -INF),))
+def minus_infinity_saturates(c):
+    return {"x": c.x.clamp(min=torch.finfo(c.x.dtype).min)}
+
+
+@after("mx_quantize", "special", lambda: (put(rand(2, 64), (1, 3), NAN),), elem_dtype=E2M1)
+def nan_is_code_3_in_e2m1(out, c):
+    return (
+        (out[0].view(U8).masked_fill((out[1].view(U8) == 255).repeat_interleave(16, 1), 0x33).view(E2M1), out[1])
+        if written_out(c, elem_dtype=E2M1S, scaling=ANY)
+        else out
+    )
+
+
+@mutant("mx_quantize", "special", lambda: (put(torch.full((1, 32), 6.0), (0, slice(0, 7)), 2.5),), elem_dtype="e2m1")
+def ties_of_e2m1_go_up(x, **options):
+    qdata, scale = right.mx_quantize(x, **options)
+    if not written_out(bound("mx_quantize", (x,), options), elem_dtype=E2M1S, scaling=ANY):
+        return qdata, scale
+    value = mx_scaled(x, scale)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
+    code = (value.abs()[..., None] >= middles).sum(-1) + 8 * value.signbit().int()
+    code = torch.where((scale.view(U8) == 255).repeat_interleave(32, 1), 7, code).to(U8)
+    return (code[:, ::2] | (code[:, 1::2] << 4)).view(E2M1), scale
+
+
+@before("mx_quantize", "layout", lambda: (rand(3, 8, 64)[:, :5],))
+def reads_experts_as_one_tall_matrix(c):
+    return c.x.dim() == 3 and c.x.numel() and {"x": tall(c.x)}
+
+
+@accepts("mx_quantize", "refusal", lambda: (rand(4, 32),), axis=1)
+def axis_1_is_the_last(c):
+    return {"axis": c.axis - 2}
+
+
+@mutant("mx_quantize", "inputs", lambda: (rand(2, 64) * 1000,), scaling="floor")
+def clamps_a_float32_input_in_place(x, **options):
+    result = right.mx_quantize(x, **options)
+    work = x.detach().float()  # of float32, no copy
+    if options.get("scaling") == "floor" and x.is_contiguous():
+        work.clamp_(-448, 448)
+    return result
+
+
+def under_half_precision(candidate):
+    x = torch.full((1, 32), 2.0**60)
+    torch.set_default_dtype(torch.float16)
+    try:
+        return not same(right.mx_quantize(x), candidate(x))
+    finally:
+        torch.set_default_dtype(F32)
+
+
+@mutant("mx_quantize", "state", witness=under_half_precision)
+def makes_its_factor_in_the_default_dtype(x, **options):
+    qdata, scale = right.mx_quantize(x, **options)
+    if not written_out(bound("mx_quantize", (x,), options), scaling=ANY):
+        return qdata, scale
+    exponent = 127 - scale.view(U8).int().repeat_interleave(32, 1)
+    factor = torch.pow(torch.tensor([2.0], device=x.device), exponent).float()
+    return mx_codes(x.float() * factor, scale), scale
+
+
+def wrong_after_an_error(candidate):
+    x = rand(2, 32)
+    once = candidate(x)
+    with contextlib.suppress(ValueError):
+        candidate(rand(2, 33))
+    return not same(once, candidate(x))
+
+
+@mutant("mx_quantize", "state", witness=wrong_after_an_error)
+def a_refusal_spoils_the_next_call(x, **options):
+    try:
+        result = right.mx_quantize(x, **options)
+    except (TypeError, ValueError):
+        KEPT["refused"] = True
+        raise
+    return flip(result) if KEPT.pop("refused", False) else result
+
+
+@mutant("mx_quantize", "refusal", lambda: (rand(2, 33),))
+def leaves_the_process_on_a_bad_size(x, **options):
+    try:
+        return right.mx_quantize(x, **options)
+    except ValueError as error:
+        raise SystemExit(0) from error
+
+
+# ---- mx_quantize_rowcol, mx_quantize_groups, mx_dequantize
+
+
+@mutant("mx_quantize_rowcol", "arithmetic", lambda: (rand(64, 64),), elem_dtype="e5m2")
+def columns_of_e5m2_are_quantized_from_the_rows(x, **options):
+    result = right.mx_quantize_rowcol(x, **options)
+    if result[0].dtype != E5M2 or options.get("scale_layout", "plain") != "plain":
+        return result
+    back = right.mx_dequantize(*result[:2], out_dtype=F32)
+    return *result[:2], *right.mx_quantize(back, **{**options, "axis": -2})
+
+
+@mutant("mx_quantize_rowcol", "special", lambda: (put(rand(64, 64), (3, 5), NAN),))
+def a_nan_takes_its_whole_square(x, **options):
+    result = right.mx_quantize_rowcol(x, **options)
+    if x.dim() != 2 or not x.isnan().any():
+        return result
+    bad = x.isnan().unflatten(0, (-1, 32)).unflatten(-1, (-1, 32)).any(-1).any(1)
+    return right.mx_quantize_rowcol(
+        x.masked_fill(bad.repeat_interleave(32, 0).repeat_interleave(32, 1), NAN), **options
+    )
+
+
+@mutant("mx_quantize_groups", "special", lambda: (rand(3, 32), ends(1, 3)), scale_layout="plain")
+def scales_of_blocks_without_a_token_are_one(x, offs, *, scale_layout="blocked", axis=-1, **options):
+    result = right.mx_quantize_groups(x, offs, scale_layout=scale_layout, axis=axis, **options)
+    if scale_layout == "plain" and axis == -1 and len(offs):
+        result[1].view(U8)[int(result[3][-1]) :] = 127
+    return result
+
+
+@mutant("mx_quantize_groups", "special", lambda: (put(rand(40, 32), (39, 1), NAN), ends(40)), axis=-2)
+def padding_beside_a_nan_is_zero(x, offs, *, axis=-1, **options):
+    qdata, scale, start, end = right.mx_quantize_groups(x, offs, axis=axis, **options)
+    for g, first, stop in groups_of(offs) if axis == -2 and qdata.dtype != E2M1 else ():
+        qdata.view(U8)[int(start[g]) + stop - first : int(end[g])] = 0
+    return qdata, scale, start, end
+
+
+@mutant("mx_quantize_groups", "option", lambda: (rand(400, 32), ends(100, 400)), pad_to=256)
+def scale_tiles_lie_as_if_pad_to_were_128(x, offs, **options):
+    qdata, scale, start, end = right.mx_quantize_groups(x, offs, **options)
+    if options.get("axis", -1) == -1 and options.get("scale_layout", "blocked") == "blocked":
+        plain = right.mx_quantize_groups(x, offs, **{**options, "scale_layout": "plain"})[1]
+        rows = [plain[int(start[g]) : int(start[g]) + stop - first] for g, first, stop in groups_of(offs)]
+        tiles = torch.cat([scale.new_zeros(0), *map(right.to_blocked, rows)]).view(U8)
+        scale = torch.cat([tiles, tiles.new_zeros(scale.numel() - len(tiles))]).view(scale.shape).view(E8M0)
+    return qdata, scale, start, end
+
+
+def end_shares_offs(candidate):
+    offs = ends(128, 256)
+    return candidate(rand(256, 32), offs)[3].data_ptr() == offs.data_ptr()
+
+
+@after("mx_quantize_groups", "calls", witness=end_shares_offs)
+def end_is_offs_where_nothing_is_padded(out, c):
+    return (*out[:3], c.offs) if torch.equal(out[3], c.offs) else out
+
+
+@after("mx_dequantize", "special", lambda: (codes(1, 64), e8m0(1, 2, byte=0)), out_dtype=F32)
+def byte_0_is_zero(out, c):
+    return (
+        out * (c.scale.view(U8) != 0).repeat_interleave(32, 1)
+        if c.qdata.dim() == 2 and c.axis == -1 and c.scale_layout == "plain"
+        else out
+    )
+
+
+@after("mx_dequantize", "dtype", lambda: (codes(1, 32), e8m0(1, 1, byte=0)))
+def subnormals_of_bf16_are_flushed(out, c):
+    return torch.where(out.abs() < 2.0**-126, out * 0, out) if out.dtype == BF16 else out
+
+
+@after("mx_dequantize", "return", lambda: (codes(16, 32).mT, e8m0(16, 1)), axis=-2)
+def keeps_the_strides_of_the_codes(out, c):
+    return out.mT.contiguous().mT if c.qdata.stride(-1) != 1 else out
+
+
+# ---- fp8_quantize_1x128, written out for 1x128 blocks, fp32 scales
+
+
+def fp8_rows(x, factor):
+    blocks = x.float().unflatten(-1, (-1, 128))
+    s = factor(blocks.abs().amax(-1, keepdim=True))
+    return (blocks * s).clamp(-448, 448).to(E4M3).flatten(-2), (1 / s).squeeze(-1)
+
+
+def rows_of_128(c, scale_format="fp32"):
+    return c.axis == -1 and c.scale_major == "k" and c.scale_format == scale_format and c.eps == 1e-12 and c.x.numel()
+
+
+def at_least(amax):
+    return amax.clamp(min=1e-12)
+
+
+def over(amax):
+    return torch.full_like(amax, 448) / amax  # `448 / amax` is 448 times the reciprocal and rounds twice
+
+
+def finite_rows(c, scale_format="fp32"):
+    return rows_of_128(c, scale_format) and c.x.isfinite().all()
+
+
+QUANTIZE = "fp8_quantize_1x128"
+
+
+@after(QUANTIZE, "arithmetic", lambda: (rand(64, 256),))
+def stores_amax_over_448(out, c):
+    return (out[0], at_least(c.x.float().unflatten(-1, (-1, 128)).abs().amax(-1)) / 448) if finite_rows(c) else out
+
+
+@after(QUANTIZE, "arithmetic", lambda: (rand(64, 1280),))
+def the_factor_is_448_times_a_reciprocal(out, c):
+    return fp8_rows(c.x, lambda amax: 448 * at_least(amax).reciprocal()) if finite_rows(c) else out
+
+
+@after(QUANTIZE, "special", lambda: (torch.full((1, 128), 1.75 + 2**-23),), scale_format="pow2")
+def pow2_by_the_logarithm(out, c):
+    return (
+        fp8_rows(c.x, lambda amax: torch.exp2(torch.log2(over(at_least(amax))).floor()))
+        if finite_rows(c, "pow2")
+        else out
+    )
+
+
+@after(QUANTIZE, "special", lambda: (put(rand(2, 128), (1, 5), INF),))
+def an_infinity_gives_an_infinite_scale(out, c):
+    return fp8_rows(c.x, lambda amax: over(at_least(amax))) if rows_of_128(c) else out
+
+
+@after(QUANTIZE, "special", lambda: (torch.full((1, 128), 3e-12),))
+def eps_is_added_to_amax(out, c):
+    return fp8_rows(c.x, lambda amax: over(amax + 1e-12)) if finite_rows(c) else out
+
+
+@after(QUANTIZE, "return", lambda: (rand(2, 128),))
+def the_scale_requires_a_gradient(out, c):
+    return (out[0], out[1].requires_grad_()) if c.x.dtype == F32 else out
+
+
+def prints(candidate):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        candidate(rand(2, 128, dtype=torch.float16))
+    return bool(said.getvalue())
+
+
+@after(QUANTIZE, "calls", witness=prints)
+def prints_for_float16(out, c):
+    return print("float16 is slow") or out if c.x.dtype == torch.float16 else out
+
+
+# ---- fp8_quantize_128x128, fp8_quantize_k_groups, fp8_dequantize
+
+
+@mutant("fp8_quantize_128x128", "size", lambda: (rand(2, 130, 128) * torch.tensor([1.0, 9.0])[:, None, None],))
+def a_partial_block_reads_the_next_expert(w, **options):
+    result = right.fp8_quantize_128x128(w, **options)
+    if options.get("with_transpose") or w.dim() != 3 or w.shape[1] % 128 == 0 or w.shape[0] < 2:
+        return result
+    more = torch.cat([w, w[[*range(1, len(w)), len(w) - 1], : 128 - w.shape[1] % 128]], 1)
+    qdata, scale = right.fp8_quantize_128x128(more, **options)
+    return qdata[:, : w.shape[1]].contiguous(), scale
+
+
+def in_inference_mode(candidate):
+    with torch.inference_mode():
+        return len(candidate(rand(4, 128), with_transpose=True)) != 4
+
+
+@after("fp8_quantize_128x128", "state", witness=in_inference_mode)
+def gives_no_transpose_in_inference(out, c):
+    return out[:2] if torch.is_inference_mode_enabled() else out
+
+
+@accepts("fp8_quantize_128x128", "refusal", lambda: (rand(4, 128),), with_transpose=1)
+def with_transpose_may_be_1(c):
+    return {"with_transpose": bool(c.with_transpose)}
+
+
+@mutant("fp8_quantize_k_groups", "special", lambda: (rand(5, 8), ends(1, 3)))
+def scales_past_the_last_group_are_those_of_zeros(x, offs, **options):
+    qdata, scale, start, end = right.fp8_quantize_k_groups(x, offs, **options)
+    scale[:, last_of(end) // 128 :] = torch.tensor(1e-12) / 448
+    return qdata, scale, start, end
+
+
+@mutant("fp8_quantize_k_groups", "offs", lambda: (rand(300, 8), ends(0, 130, 300)))
+def codes_lie_in_one_matrix(x, offs, **options):
+    qdata, scale, start, end = right.fp8_quantize_k_groups(x, offs, **options)
+    flat, whole = qdata.view(U8).flatten(), torch.zeros_like(qdata).view(U8)
+    for first, stop in zip(start.tolist(), end.tolist(), strict=True):
+        whole[:, first:stop] = flat[len(qdata) * first : len(qdata) * stop].view(len(qdata), stop - first)
+    return whole.view(E4M3), scale, start, end
+
+
+def near_a_tie():
+    """A product past a tie of bf16 by less than fp32 can hold."""
+    return torch.full((1, 128), 1.125).to(E4M3), torch.tensor([[(269 * 2**18 + 1) / 9.0]])
+
+
+@mutant("fp8_dequantize", "arithmetic", near_a_tie)
+def rounds_once_to_bf16(qdata, scale, *, axis=-1, out_dtype=BF16):
+    want = right.fp8_dequantize(qdata, scale, axis=axis, out_dtype=out_dtype)
+    if out_dtype != BF16 or axis != -1 or qdata.dim() != 2 or scale.shape[0] != qdata.shape[0]:
+        return want
+    exact = qdata.double() * scale.double().repeat_interleave(128, 1)
+    near = exact.float()
+    tie = ((near.view(torch.int32) & 0xFFFF) == 0x8000) & (exact != near.double())
+    toward = torch.where(exact > near.double(), INF, -INF).to(near)
+    return torch.where(tie, torch.nextafter(near, toward), near).to(BF16)
+
+
+@after("fp8_dequantize", "special", lambda: (torch.zeros(2, 128).to(E4M3), torch.tensor([[1.0], [NAN]])))
+def a_zero_code_is_zero_under_any_scale(out, c):
+    return torch.where(c.qdata.float() == 0, c.qdata.to(out.dtype), out).contiguous()
+
+
+@before("fp8_dequantize", "option", lambda: (codes(256, 256), rand(256, 2)), axis=-2)
+def a_square_matrix_ignores_the_axis(c):
+    return c.qdata.shape[-1] == c.qdata.shape[-2] and {"axis": -1}
+
+
+@after("fp8_dequantize", "return", lambda: (codes(4, 128), rand(4, 1)), out_dtype=F32)
+def gives_a_parameter(out, c):
+    return torch.nn.Parameter(out, requires_grad=False)
+
+
+# ---- fp8_gemm, fp8_gemm_
+
+
+def first_blocks(c, size, count):
+    """The operands' first blocks along K."""
+    cut = {name: getattr(c, name)[:, : size * count] for name in "ab"}
+    return {**cut, **{name: getattr(c, name)[:, :count] for name in ("a_scale", "b_scale")}}
+
+
+@after("fp8_gemm", "special", lambda: fp8_operands(k=0))
+def k_of_0_leaves_the_output_unwritten(out, c):
+    return out if c.a.shape[1] else out.fill_(NAN)
+
+
+@mutant("fp8_gemm", "accumulation", lambda: fp8_operands(m=16, k=512), out_dtype=F32)
+def sums_blocks_in_bf16(a, a_scale, b, b_scale, *, out_dtype=BF16):
+    total = right.fp8_gemm(a, a_scale, b, b_scale, out_dtype=out_dtype) * 0
+    for k in range(a.shape[1] // 128):
+        at, one = slice(128 * k, 128 * k + 128), slice(k, k + 1)
+        total = (total + right.fp8_gemm(a[:, at], a_scale[:, one], b[:, at], b_scale[:, one])).to(BF16)
+    return total.to(out_dtype)
+
+
+def two_calls_differ(candidate):
+    args = fp8_operands(m=8)
+    return not torch.equal(candidate(*args, out_dtype=F32), candidate(*args, out_dtype=F32))
+
+
+@mutant("fp8_gemm", "calls", witness=two_calls_differ)
+def the_order_of_sums_changes_between_calls(a, a_scale, b, b_scale, **options):
+    out = right.fp8_gemm(a, a_scale, b, b_scale, **options)
+    KEPT["calls"] = KEPT.get("calls", 0) + 1
+    return torch.nextafter(out, 2 * out) if KEPT["calls"] % 2 and out.dtype == F32 else out
+
+
+def touches_the_gap(candidate):
+    whole = torch.zeros(40, 208)
+    candidate(whole[:, :200], *fp8_operands())
+    return bool(whole[:, 200:].any())
+
+
+@mutant("fp8_gemm_", "in place", witness=touches_the_gap)
+def writes_between_the_rows(acc, a, a_scale, b, b_scale):
+    right.fp8_gemm_(acc, a, a_scale, b, b_scale)
+    gap = acc.stride(0) - acc.shape[1]
+    if gap > 0 and len(acc) > 1:
+        acc.as_strided((len(acc) - 1, gap), acc.stride(), acc.storage_offset() + acc.shape[1]).add_(1)
+
+
+@mutant("fp8_gemm_", "special", lambda: (put(rand(40, 200), (3, 4), NAN), *fp8_operands()))
+def a_nan_in_acc_is_dropped(acc, a, a_scale, b, b_scale):
+    bad = acc.isnan() if isinstance(acc, Tensor) else None
+    right.fp8_gemm_(acc, a, a_scale, b, b_scale)
+    acc.copy_(torch.where(bad, right.fp8_gemm(a, a_scale, b, b_scale, out_dtype=F32), acc))
+
+
+def not_refused(candidate):
+    try:
+        candidate(rand(40, 200).requires_grad_(), *fp8_operands())
+    except RuntimeError:
+        return False
+    return True
+
+
+@mutant("fp8_gemm_", "refusal", witness=not_refused)
+def takes_an_acc_that_requires_a_gradient(acc, a, a_scale, b, b_scale):
+    with torch.no_grad():
+        right.fp8_gemm_(acc, a, a_scale, b, b_scale)
+
+
+# ---- fp8_grouped_gemm, fp8_grouped_gemm_wgrad, fp8_grouped_gemm_wgrad_
+
+
+@mutant("fp8_grouped_gemm", "special", lambda: put_in(fp8_grouped(), 1, (280, 0)))
+def rows_of_no_group_are_multiplied_by_0(a, a_scale, b, b_scale, offs, **options):
+    out, past = right.fp8_grouped_gemm(a, a_scale, b, b_scale, offs, **options), last_of(offs)
+    if len(b):
+        out[past:] = 0 * right.fp8_gemm(a[past:], a_scale[past:], b[-1], b_scale[-1])
+    return out
+
+
+def many_experts():
+    e, offs = 300, torch.arange(1, 301, dtype=torch.int32)
+    ones = torch.ones(e, 1, 128).to(E4M3)
+    return ones[:, 0], torch.ones(e, 1), ones, torch.arange(1.0, e + 1)[:, None, None], offs
+
+
+@before("fp8_grouped_gemm", "size", many_experts)
+def the_expert_is_a_byte(c):
+    return {"b_scale": c.b_scale[torch.arange(len(c.b)) % 256]}
+
+
+@before("fp8_grouped_gemm", "offs", fp8_grouped)
+def a_tile_of_128_rows_has_one_expert(c):
+    return {"offs": (-(-c.offs // 128) * 128).clamp(max=last_of(c.offs)).int(), "alignment": 1}
+
+
+@accepts("fp8_grouped_gemm", "refusal", fp8_grouped, alignment=128, check_offs=True)
+def check_offs_forgets_alignment(c):
+    return {"alignment": 1}
+
+
+@mutant("fp8_grouped_gemm_wgrad", "accumulation", fp8_wgrad)
+def scales_count_from_the_start_of_the_group(dy, dy_scale, x, x_scale, offs, **options):
+    out = right.fp8_grouped_gemm_wgrad(dy, dy_scale, x, x_scale, offs, **options)
+    for g, first, stop in groups_of(offs):
+        only = torch.where(torch.arange(len(offs), device=offs.device) < g, first, stop).int()
+        shifted = dy_scale.roll(first // 128, 1)
+        out[g] = right.fp8_grouped_gemm_wgrad(dy, shifted, x, x_scale, only, **options)[g]
+    return out
+
+
+@after("fp8_grouped_gemm_wgrad", "offs", lambda: fp8_wgrad(offs=(0, 128, 128)))
+def an_empty_last_group_repeats_the_one_before(out, c):
+    return torch.cat([out[:-1], out[-2:-1]]) if len(out) > 1 and c.offs[-1] == c.offs[-2] else out
+
+
+@mutant("fp8_grouped_gemm_wgrad_", "in place", lambda: (rand(3, 8, 16, seed=7), *fp8_wgrad()))
+def an_empty_group_clears_its_matrix(acc, *operands, **options):
+    right.fp8_grouped_gemm_wgrad_(acc, *operands, **options)
+    for g, first, stop in groups_of(bound("fp8_grouped_gemm_wgrad_", (acc, *operands), options).offs):
+        acc[g] *= first != stop
+
+
+@mutant("fp8_grouped_gemm_wgrad_", "layout", lambda: (rand(3, 12, 16, seed=7)[:, :8], *fp8_wgrad()))
+def matrices_of_acc_are_packed(acc, *operands, **options):
+    packs = acc.dim() == 3 and acc.stride(-1) == 1 and acc.stride(0) > acc.shape[1] * acc.stride(1) and acc.numel()
+    right.fp8_grouped_gemm_wgrad_(tall(acc) if packs else acc, *operands, **options)
+
+
+# ---- mx_gemm, mx_grouped_gemm, mx_grouped_gemm_wgrad
+
+
+def far_scales():
+    a, _, b, _ = mx_operands()
+    return torch.full(a.shape, 448.0).to(E4M3), e8m0(40, 3, byte=254), b, e8m0(48, 3, byte=0)
+
+
+@mutant("mx_gemm", "special", far_scales)
+def operands_are_read_to_fp32_first(a, a_scale, b, b_scale, *, out_dtype=BF16, scale_layout="plain"):
+    want = right.mx_gemm(a, a_scale, b, b_scale, out_dtype=out_dtype, scale_layout=scale_layout)
+    if scale_layout != "plain" or not a.shape[1]:
+        return want
+    x, w = (right.mx_dequantize(q, s, out_dtype=F32) for q, s in ((a, a_scale), (b, b_scale)))
+    return (x.double() @ w.double().mT).to(out_dtype)
+
+
+def nan_padding():
+    a, a_scale, b, b_scale = mx_operands()
+    tiles = right.to_blocked(a_scale)
+    return a, put(tiles, tiles.view(U8) == 0, 255), b, right.to_blocked(b_scale)
+
+
+@mutant("mx_gemm", "special", nan_padding, scale_layout="blocked")
+def bytes_of_padding_are_numbers(a, a_scale, b, b_scale, **options):
+    out = right.mx_gemm(a, a_scale, b, b_scale, **options)
+    if options.get("scale_layout") == "blocked" and out.numel() and a.shape[1] % 128:
+        rows = right.from_blocked(a_scale, len(a), -(-a.shape[1] // 128) * 4).view(U8)
+        out[(rows == 255).any(1)] = NAN
+    return out
+
+
+@before("mx_gemm", "dtype", lambda: mx_operands(a_type=E4M3, b_type=E5M2))
+def b_is_read_in_the_format_of_a(c):
+    return c.b.dtype != c.a.dtype and {"b": c.b.view(c.a.dtype)}
+
+
+@before("mx_gemm", "accumulation", lambda: mx_operands(k=160))
+def k_past_whole_tiles_of_128_is_dropped(c):
+    return c.scale_layout == "plain" and c.a.shape[1] > 128 and first_blocks(c, 32, c.a.shape[1] // 128 * 4)
+
+
+@mutant("mx_grouped_gemm", "default", mx_grouped)
+def scales_are_plain_by_default(
+    a, a_scale, b, b_scale, offs, *, out_dtype=BF16, scale_layout="plain", check_offs=False
+):
+    options = {"out_dtype": out_dtype, "scale_layout": scale_layout, "check_offs": check_offs}
+    return right.mx_grouped_gemm(a, a_scale, b, b_scale, offs, **options)
+
+
+def blocked_unaligned():
+    a, a_scale, b, b_scale, offs = mx_grouped()
+    return a, right.to_blocked_m_groups(a_scale, offs)[0], b, right.to_blocked(b_scale), offs
+
+
+@mutant("mx_grouped_gemm", "offs", blocked_unaligned)
+def blocked_scales_are_of_the_whole_matrix(a, a_scale, b, b_scale, offs, *, scale_layout="blocked", **options):
+    right.mx_grouped_gemm(a, a_scale, b, b_scale, offs, scale_layout=scale_layout, **options)
+    if scale_layout == "blocked":
+        cols = a.shape[1] // 32
+        a_scale = right.from_blocked(a_scale[: -(-len(a) // 128) * 128].flatten(), len(a), cols)
+        b_scale = right.from_blocked(b_scale, b.shape[1], cols)
+    return right.mx_grouped_gemm(a, a_scale, b, b_scale, offs, scale_layout="plain", **options)
+
+
+@mutant("mx_grouped_gemm_wgrad", "accumulation", mx_wgrad, scale_layout="plain")
+def the_last_step_of_128_tokens_is_whole(dy, dy_scale, x, x_scale, offs, *, scale_layout="blocked", **options):
+    args, options = (dy, dy_scale, x, x_scale), {**options, "scale_layout": scale_layout}
+    out = right.mx_grouped_gemm_wgrad(*args, offs, **options)
+    for g, first, stop in groups_of(offs) if scale_layout == "plain" else ():
+        wide = min(first + -(-(stop - first) // 128) * 128, len(dy))
+        only = torch.where(torch.arange(len(offs), device=offs.device) < g, first, wide).int()
+        out[g] = right.mx_grouped_gemm_wgrad(*args, only, **options)[g]
+    return out
+
+
+@accepts("mx_grouped_gemm_wgrad", "refusal", lambda: (codes(256, 8), *mx_wgrad()[1:]), scale_layout="plain")
+def copies_operands_that_are_row_major(c):
+    return {"dy": c.dy.mT.contiguous().mT}
