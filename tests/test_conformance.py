@@ -57,8 +57,8 @@ def cases_of(op):
 
 def work(op, backend):
     cases = [case for case in cases_of(op) if shows_something(op, backend, case)]
-    # Generated cases of a reference are one test, of a kernel they need a GPU: interpreted, each takes seconds. Refusals
-    # are the switch's, in the same words for every backend.
+    # Generated cases of a reference are one test. Those of a kernel need a GPU: interpreted, each takes seconds. The
+    # switch refuses calls, in the same words for every backend.
     if backend == "reference" or not on_a_gpu():
         cases = [case for case in cases if "generated" not in case.flags]
     else:

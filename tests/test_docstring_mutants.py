@@ -8,7 +8,9 @@ from mxspec import check, dispatch
 
 CPU = torch.device("cpu")
 # What the judge does not see, and why.
-SURVIVORS: dict[str, str] = {}
+SURVIVORS = {
+    "fp8_quantize_1x128: prints_for_float16": "a candidate may print: what it prints is kept apart from the report",
+}
 
 
 def found_by(op, candidate):

@@ -30,7 +30,11 @@ SPACE = Space(
     _make,
     {"check_offs": (False, True)},
     _possible,
-    [*ARRANGED, {"check_offs": False, "begins": "at 0", "strides": "row-major"}],
+    [
+        *ARRANGED,
+        {"check_offs": False, "begins": "at 0", "strides": "row-major"},
+        {"rows": 4128, "strides": "one column repeated"},
+    ],
 )
 MOVES_BYTES = True
 IMPOSSIBLE = token_rows.IMPOSSIBLE[:3]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxspec.spec import random_normal
 
-DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int16, torch.uint8, torch.bool)
+DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.int16, torch.uint8, torch.bool)
 
 # name -> tokens of each group, rows that belong to none, whether the case is at a limit of the contract
 SIZES: dict[str, tuple[list[int], int, bool]] = {

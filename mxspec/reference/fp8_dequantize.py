@@ -54,6 +54,7 @@ def cases() -> Iterator[Case]:
 
         yield Case(f"every other element, axis {axis}", these(turned(codes(154, 512)[::2, ::2]), scales(77, 2)), kw)
         yield Case(f"codes along the other axis, axis {axis}", these(turned(codes(256, 80).mT), scales(80, 2)), kw)
+        yield Case(f"square, axis {axis}", these(turned(codes(256, 256)), scales(256, 2)), kw)
         yield Case(f"128x128, axis {axis}", these(turned(codes(2, 300, 256)), scales(2, 3, 2)), kw)
         yield Case(f"ragged against every tile, axis {axis}", these(turned(codes(304, 1408)), scales(304, 11)), kw)
         large = turned(codes(1, 640).expand(2**22 + 2, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from random import Random
 
@@ -39,7 +40,7 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> tuple[int, ...]:
     """The tokens of each group, all of them multiples of `unit`; together at most `tokens`."""
     T = tokens // unit
     third = T // 3
-    made: dict[str, list[int]] = {
+    sizes: Sequence[int] = {
         "no group": [],
         "one": [T],
         "three": [third, T - 2 * third, third],
@@ -57,7 +58,7 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> tuple[int, ...]:
         "forty": _spread(T, 40),
         "three hundred": _spread(T, 301),
     }[arrangement]
-    return tuple(size * unit for size in made)
+    return tuple(size * unit for size in sizes)
 
 
 def arranged_groups(choice: Choice) -> int | None:

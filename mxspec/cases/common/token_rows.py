@@ -54,7 +54,7 @@ def places_fit(choice: Choice) -> bool:
 
 IMPOSSIBLE = (
     (
-        r"\w+\.dtype (?:bool|float8_e4m3fn|int16|uint8) \| \w+\.sign .*",
+        r"\w+\.dtype (?:bool|float8_e4m3fn|int16|int32|uint8) \| \w+\.sign .*",
         "a negated view is of a complex number's part, a float",
     ),
     (r"offs\.groups = 0 \| start\..*", "there is no group"),
