@@ -289,9 +289,7 @@ class _Call:
 def _call(case: Case, module: ModuleType, covering: bool = False) -> _Call:
     if case.raises:
         return _Call(case, skipped="is refused")
-    if (
-        covering and "generated" in case.flags
-    ):  # an op's own cases have every option; to make and trace these takes minutes
+    if covering and "generated" in case.flags:  # an op's own cases have every option; tracing these takes minutes
         return _Call(case, skipped="is generated, and compiled where all cases are")
     args, kwargs = [_meta(arg) for arg in case.args()], {k: _meta(v) for k, v in case.kwargs.items()}
     reason = module.supports(*args, **kwargs) if hasattr(module, "supports") else None

@@ -95,11 +95,13 @@ def install() -> None:
             values, step = np.where(lane < step, values, combined), 2 * step
         return [self.to_tensor(np.moveaxis(values, -1, self.axis), dtype)]
 
+    def number_of(tensor: Any) -> int:
+        """Triton 3.6 takes an array of one element for a number, which numpy 2.4 refuses."""
+        return int(tensor.handle.data.item())
+
     class Scope(interpreter._LangPatchScope):
         def set_attr(self, obj: object, name: str, value: object) -> None:
-            if name == "__index__":  # triton 3.6 takes an array of one element for a number, as numpy 2.4 does not
-                value = lambda of: of.handle.data.item()  # noqa: E731
-            super().set_attr(obj, name, value)
+            super().set_attr(obj, name, number_of if name == "__index__" else value)
 
         def restore(self) -> None:
             super().restore()

@@ -515,6 +515,23 @@ def test_each_mistake_in_place_is_found(mutant, words):
     assert all(words in r.message for r in results)
 
 
+def adds_even_where_nothing_is_summed(acc, *operands):
+    acc.copy_(acc + product_of(*operands))
+
+
+def test_a_minus_zero_stays_one_where_nothing_is_summed():
+    def operands(K):
+        acc = torch.tensor([[-0.0, 0.0, 1.0]])
+        codes, scales = torch.zeros(4, K).to(torch.float8_e4m3fn), torch.ones(4, K // 128)
+        return acc, codes[:1], scales[:1], codes[1:], scales[1:]
+
+    for K, status in ((0, "failed"), (128, "passed")):  # of zeros the sum is +0, and -0 + 0 is +0
+        one = Case("a -0", lambda K=K: operands(K))
+        result = check.check_case("fp8_gemm_", one, adds_even_where_nothing_is_summed, CPU)
+        assert (result.status, "needs -0" in result.message) == (status, K == 0)
+        assert check.check_case("fp8_gemm_", one, adds, CPU).status == "passed"
+
+
 def test_what_lies_between_the_rows_is_compared_without_embedding_too():
     result = check.check_case("fp8_gemm_", case("fp8_gemm_", "rows of acc far apart"), writes_the_next_element, CPU)
     assert result.message.startswith("2 bytes around")  # of a NaN, two are 0 anyway

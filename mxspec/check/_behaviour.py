@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from mxspec import dispatch
 from mxspec.check._answers import copies, equal_bits, overlap, quietly, shared
-from mxspec.check._compare import difference, magnitude_of
+from mxspec.check._compare import difference, magnitudes_of
 from mxspec.check._facts import Fact, facts_of
 from mxspec.check._memory import on_device, tensors_of
 from mxspec.formats import INT_OF_BYTES
@@ -52,9 +51,7 @@ class Trial:
     def wrong(self, got: tuple[Tensor, ...], args: tuple[Any, ...], case: Case) -> str | None:
         """What tells outputs from the reference's on these arguments, as they were before the call."""
         spec = self.reference.spec
-        magnitudes = None
-        if spec.min_sqnr_db != math.inf:
-            magnitudes = self.expected(tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in args), case)
+        magnitudes = magnitudes_of(self.reference, args, case.kwargs)
         return difference(got, self.expected(args, case), spec.min_sqnr_db, magnitudes, spec.inf_is_free)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import BY_DTYPE, INT_OF_BYTES, MX_BLOCK_SIZE, same_bits
-from mxspec.spec import MinSqnr
+from mxspec.spec import MinSqnr, Reference
 
 
 def _form_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
@@ -175,3 +175,13 @@ def magnitude_of(t: Tensor) -> Tensor:
         return t
     order = sorted(range(t.ndim), key=lambda d: t.stride(d) or math.inf, reverse=True)
     return found.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
+
+
+def magnitudes_of(
+    reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, ...] | None:
+    """What each output of a sum would be if no operand were negative or Inf; it bounds the error. None for bytes."""
+    if reference.spec.min_sqnr_db == math.inf:
+        return None
+    own = tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in reference.spec.own(args))
+    return reference.spec.outputs(own, reference(*own, **kwargs))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-import math
 import shlex
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,9 +17,9 @@ from torch import Tensor
 from mxspec import dispatch, interpreter, rules
 from mxspec.check import _behaviour
 from mxspec.check._answers import quietly, returned_problem, shared
-from mxspec.check._compare import difference, form_difference, magnitude_of, minus_zero_problem
+from mxspec.check._compare import difference, form_difference, magnitudes_of, minus_zero_problem
 from mxspec.check._memory import changed, embedded, memory_of_inputs, on_device, poisoned, strayed, tensors_of
-from mxspec.spec import Case, Reference
+from mxspec.spec import Case
 
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
 
@@ -88,7 +87,7 @@ def check_case(
 
     own = spec.own(args)
     expected = spec.outputs(own, reference(*own, **case.kwargs))
-    magnitudes = None if candidate == "reference" else _magnitudes(reference, args, case.kwargs)  # it is exact
+    magnitudes = None if candidate == "reference" else magnitudes_of(reference, args, case.kwargs)  # it is exact
     problem = _fake_problem(op, case, args, expected) if candidate == "reference" else None
     for poison, embed in zip(_POISONS, (False, True), strict=True):
         if problem or (embed and "large" in case.flags):
@@ -109,7 +108,7 @@ def check_case(
             problem = problem or difference(got, wanted, spec.min_sqnr_db, magnitudes, spec.inf_is_free)
             problem = problem or shared(got, tensors_of(reference, given))
             if spec.in_place and not problem:
-                problem = strayed(given[0], before[0]) or minus_zero_problem(got[0], wanted[0], before[0])
+                problem = minus_zero_problem(got[0], wanted[0], before[0]) or strayed(given[0], before[0])
         except NotImplementedError as error:
             return result("skipped", f"{name}: {error}")
         except (Exception, SystemExit) as error:  # whatever a kernel raises on a valid call is the finding
@@ -271,16 +270,6 @@ def _refusal_problem(
     if same_words and (type(got), str(got)) != (type(expected), str(expected)):
         return f"raised {got!r}; needs {expected!r}"
     return None
-
-
-def _magnitudes(
-    reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Tensor, ...] | None:
-    """What each output of a sum would be if no operand were negative or Inf; it bounds the error. None for bytes."""
-    if reference.spec.min_sqnr_db == math.inf:
-        return None
-    own = tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in reference.spec.own(args))
-    return reference.spec.outputs(own, reference(*own, **kwargs))
 
 
 def _fake_problem(op: str, case: Case, args: tuple[Any, ...], real: tuple[Tensor, ...] | None) -> str | None:

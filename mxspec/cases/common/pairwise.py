@@ -45,10 +45,10 @@ def pairwise(
     # A value is a bit. Counting those that a choice has and a value has not met is then one operation.
     first = dict(zip(names, accumulate((len(values[name]) for name in names), initial=0), strict=False))
     unmet = [0] * sum(map(len, values.values()))
-    order: list[Pair] = []
+    order, unneeded = list[Pair](), set(implied)
     for one, other in combinations(names, 2):
         for i, j in product(range(len(values[one])), range(len(values[other]))):
-            if not {values[one][i], values[other][j]} & set(implied):
+            if not {values[one][i], values[other][j]} & unneeded:
                 order.append(((one, i), (other, j)))
                 unmet[first[one] + i] |= 1 << first[other] + j
                 unmet[first[other] + j] |= 1 << first[one] + i
