@@ -1,4 +1,4 @@
-"""What the doctests know: an op's example runs twice, on its reference and on the public op."""
+"""What doctests know (an op's example runs twice, on its reference and on the public op), and what a test leaves."""
 
 import pytest
 import torch
@@ -7,3 +7,11 @@ import torch
 @pytest.fixture(autouse=True)
 def _torch_in_doctests(doctest_namespace):
     doctest_namespace["torch"] = torch
+
+
+@pytest.fixture(autouse=True)
+def _memory_goes_back_to_the_gpu():
+    """A test of rows gigabytes apart leaves its memory to the processes beside it; torch would keep it for its own."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()

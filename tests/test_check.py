@@ -519,17 +519,29 @@ def adds_even_where_nothing_is_summed(acc, *operands):
     acc.copy_(acc + product_of(*operands))
 
 
-def test_a_minus_zero_stays_one_where_nothing_is_summed():
-    def operands(K):
-        acc = torch.tensor([[-0.0, 0.0, 1.0]])
-        codes, scales = torch.zeros(4, K).to(torch.float8_e4m3fn), torch.ones(4, K // 128)
-        return acc, codes[:1], scales[:1], codes[1:], scales[1:]
+def adds_a_sum_that_begins_at_minus_zero(acc, *operands):
+    summed = product_of(*operands)
+    acc.copy_(acc + torch.where(summed == 0, -0.0, summed))
 
-    for K, status in ((0, "failed"), (128, "passed")):  # of zeros the sum is +0, and -0 + 0 is +0
-        one = Case("a -0", lambda K=K: operands(K))
-        result = check.check_case("fp8_gemm_", one, adds_even_where_nothing_is_summed, CPU)
-        assert (result.status, "needs -0" in result.message) == (status, K == 0)
-        assert check.check_case("fp8_gemm_", one, adds, CPU).status == "passed"
+
+@pytest.mark.parametrize(
+    ("K", "candidate", "status"),
+    [
+        (0, adds, "passed"),
+        (0, adds_even_where_nothing_is_summed, "failed"),
+        (128, adds, "passed"),
+        (128, adds_even_where_nothing_is_summed, "passed"),
+        (128, adds_a_sum_that_begins_at_minus_zero, "passed"),  # the reference's fp64 matmul has either zero
+    ],
+)
+@pytest.mark.parametrize("code", [0.0, -0.0])
+def test_a_minus_zero_stays_one_where_nothing_is_summed(K, candidate, status, code):
+    def operands():
+        codes, scales = torch.full((4, K), code).to(torch.float8_e4m3fn), torch.ones(4, K // 128)
+        return torch.tensor([[-0.0, 0.0, 1.0]]), codes[:1], scales[:1], codes[1:].abs(), scales[1:]
+
+    result = check.check_case("fp8_gemm_", Case("a -0", operands), candidate, CPU)
+    assert (result.status, "needs -0" in result.message) == (status, status == "failed"), result.message
 
 
 def test_what_lies_between_the_rows_is_compared_without_embedding_too():

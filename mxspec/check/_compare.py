@@ -62,10 +62,20 @@ def difference(
     return None
 
 
-def minus_zero_problem(got: Tensor, expected: Tensor, before: Tensor) -> str | None:
-    """What is wrong where a -0 had to stay one: an empty sum was added to it, and `-0 + 0` is `+0`."""
-    stayed = (before == 0) & before.signbit() & (expected == 0) & expected.signbit()
-    wrong = stayed & ~got.signbit()
+def minus_zero_problem(
+    got: Tensor, before: Tensor, reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
+    """What is wrong where an op in place had nothing to add: a -0 stays one there, and `-0 + 0` is `+0`.
+
+    Elsewhere the sign of a zero is free: where every product is -0, a sum that begins at +0 is +0.
+    """
+    wrong = (before == 0) & before.signbit() & (got == 0) & ~got.signbit()
+    if not wrong.any():
+        return None
+    # With NaN for every scale, each sum of one product or more is NaN.
+    nans = (torch.full_like(a, math.nan) if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in args[1:])
+    reference(summed := before.clone(), *nans, **kwargs)
+    wrong &= ~summed.isnan()
     if not wrong.any():
         return None
     return f"output 0: {int(wrong.sum())} of {wrong.numel()} elements are +0, first at {list(_first(wrong))}; needs -0"
