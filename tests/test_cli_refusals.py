@@ -284,7 +284,14 @@ def started(*arguments, cwd):
     clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")]))
     command = [sys.executable, "-W", "ignore", "-m", "mxspec", *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=clean, text=True, start_new_session=True, stdout=-1, stderr=-1)
+    return subprocess.Popen(
+        command, cwd=cwd, env=clean, text=True, start_new_session=True, stdout=-1, stderr=-1, preexec_fn=hears_ctrl_c
+    )
+
+
+def hears_ctrl_c():
+    """A shell has its background jobs ignore SIGINT, and what they start inherits that: so does a test run by them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def children(pid):
