@@ -2,8 +2,8 @@
 
 A kernel is compiled anew for every combination of its constants and dtypes. What breaks one of them breaks, as a rule,
 each in which the same one or two options meet. So a covering of an op's cases shows, of each of its kernels, every
-value of every option that any case has, shipped configurations included, and every two values that meet in any; and,
-each by itself, how its numbers divide and how its tensors are aligned.
+value of every option that any case has, shipped configurations included. One of two options at a time shows every two
+values that meet in any case as well, and, each by itself, how the numbers divide and how the tensors are aligned.
 
 What a launch depends on is asked of the frameworks, before they compile: nothing here names an op or an option.
 """
@@ -32,9 +32,10 @@ class Launch:
     numbers: frozenset[Trait]  # whether an argument is 1, or a multiple of 16
 
     def shows(self, together: int) -> set[Hashable]:
-        """So many options at a time, or all where there are fewer, and each of the numbers."""
+        """So many options at a time, or all where there are fewer; beside two or more, each of the numbers too."""
         some = itertools.combinations(self.options, min(together, len(self.options)))
-        return {(self.kernel, frozenset(traits)) for traits in (*some, *({number} for number in self.numbers))}
+        numbers = self.numbers if together > 1 else ()
+        return {(self.kernel, frozenset(traits)) for traits in (*some, *({number} for number in numbers))}
 
 
 @contextlib.contextmanager

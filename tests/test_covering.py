@@ -27,6 +27,7 @@ def test_every_kernel_and_every_number_counts():
     aligned, odd = ("x", True), ("x", False)
     assert covering([[launch("f", a=1)], [], [launch("g", a=1)]]) == {0, 2}
     assert covering([[launch(numbers=[aligned])], [launch(numbers=[aligned])], [launch(numbers=[odd])]]) == {0, 2}
+    assert covering([[launch(numbers=[aligned])], [launch(numbers=[odd])]], together=1) == {0}  # it has no options
     assert covering([[launch(a=1)], [launch(a=2)], [launch(a=1), launch(a=2)]]) == {2}
 
 

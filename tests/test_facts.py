@@ -9,27 +9,43 @@ from mxspec import cases, check, dispatch
 from mxspec.cases.common.pairwise import pairwise
 from mxspec.check import Fact
 
-each_op = pytest.mark.parametrize("op", dispatch.ops())
-_found = {}
+
+@pytest.fixture(scope="module", params=dispatch.ops())  # so that the tests of an op follow each other
+def op(request):
+    return request.param
 
 
+@pytest.fixture(scope="module")
 def coverage(op):
-    if op not in _found:
-        _found[op] = check.coverage(op)
-    return _found[op]
+    return check.coverage(op)
 
 
-@each_op
-def test_every_two_facts_meet_in_a_valid_case_or_cannot(op):
-    missing = [" and ".join(sorted(map(str, pair))) for pair in coverage(op).missing]
+def test_every_two_facts_meet_in_a_valid_case_or_cannot(op, coverage):
+    missing = [" and ".join(sorted(map(str, pair))) for pair in coverage.missing]
     assert not missing, f"{op}: no case has {missing[:5]}, {len(missing)} in all"
 
 
-@each_op
-def test_a_candidate_that_is_wrong_on_one_pair_alone_is_caught(op):
+def test_no_case_shows_what_is_said_to_be_impossible(op, coverage):
+    """A pattern that is broader than true hides pairs that no case shows."""
+    rules = dict(cases.impossible(op))
+    wrong = {
+        f"{pattern!r}: {name} shows {sorted(map(str, pair))}"
+        for pair, name in coverage.shown.items()
+        for pattern in rules
+        if cases.matches(pattern, pair)
+    }
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_every_pattern_of_an_op_is_of_use(op, coverage):
+    for pattern, reason in getattr(cases.of(op), "IMPOSSIBLE", ()):
+        assert any(cases.matches(pattern, pair) for pair in coverage.impossible), f"{pattern}: {reason}"
+
+
+def test_a_candidate_that_is_wrong_on_one_pair_alone_is_caught(op, coverage):
     """For each pair the smallest case that has it. All pairs of a case hold in one call, so one run proves each."""
     of_case = {}
-    for pair, name in coverage(op).shown.items():
+    for pair, name in coverage.shown.items():
         of_case.setdefault(name, set()).add(pair)
     reference = dispatch.reference(op)
     for case in reference.spec.cases():
@@ -61,7 +77,6 @@ def spoiled(reference, args, result):
     return result
 
 
-@each_op
 def test_every_tensor_is_refused_with_a_wrong_dtype_and_rank_and_every_option_with_a_wrong_value(op):
     refused = [case.name for case in dispatch.reference(op).spec.cases() if case.raises and "generated" in case.flags]
     for name, parameter in inspect.signature(dispatch.reference(op)).parameters.items():

@@ -1,8 +1,8 @@
 """The cases of an op in which every two facts of a call meet, found by the op's name.
 
 `mxspec/cases/<op>.py` holds `SPACE`, from which they are made; `IMPOSSIBLE`, patterns of two facts that no valid call
-has, each with the reason; `tokens(args)`, how many tokens a call with token groups has; `ACROSS`, where blocks lie
-along rows; `MOVES_BYTES`, where values do not matter.
+has, each with the reason; `TOKENS`, the size that is divided into token groups; `TOLD_BEFORE`, sizes that the contract
+has equal to others; `ACROSS`, where blocks lie along rows; `MOVES_BYTES`, where values do not matter.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from mxspec.cases.common.impossible import IMPOSSIBLE
+from mxspec.cases.common.impossible import IMPOSSIBLE, no_tokens
 from mxspec.cases.common.refusals import refusals
 from mxspec.spec import Case, Reference
 
@@ -46,10 +46,15 @@ def more(reference: Reference[..., Any], own: Iterable[Case]) -> Iterator[Case]:
     yield from (case for case in refusals(reference, plain) if case.name not in names)
 
 
-def tokens(op: str, args: tuple[Any, ...]) -> int:
+def tokens(op: str, arguments: Mapping[str, Any]) -> int:
     """How many tokens a call has that are in groups, or in none of them."""
-    counted = getattr(of(op), "tokens", None)
-    return counted(args) if counted else args[0].shape[0]
+    name, _, dim = of_tokens(op).partition(".")
+    return arguments[name].shape[{"rows": 0, "cols": 1}[dim]] if dim else arguments[name]
+
+
+def of_tokens(op: str) -> str:
+    """The size of an op's arguments that counts them, as a fact calls it."""
+    return getattr(of(op), "TOKENS", "")
 
 
 def across(op: str, kwargs: Mapping[str, Any]) -> bool:
@@ -62,9 +67,25 @@ def moves_bytes(op: str) -> bool:
     return getattr(of(op), "MOVES_BYTES", False)
 
 
+def told_before(op: str) -> Collection[str]:
+    """The sizes of an op's tensors that the contract has equal to one of a tensor before."""
+    return getattr(of(op), "TOLD_BEFORE", ())
+
+
 def why_not(op: str, pair: Iterable[Any]) -> str | None:
     """Why no valid call has both facts, or None."""
+    return next((reason for pattern, reason in impossible(op) if matches(pattern, pair)), None)
+
+
+def impossible(op: str) -> Iterator[tuple[str, str]]:
+    """The patterns of two facts that no valid call of an op has, each with the reason."""
+    yield from getattr(of(op), "IMPOSSIBLE", ())
+    yield from IMPOSSIBLE
+    if of_tokens(op):
+        yield from no_tokens(of_tokens(op))
+
+
+def matches(pattern: str, pair: Iterable[Any]) -> bool:
+    """Whether a pattern is of these two facts, in either order."""
     one, other = map(str, pair)
-    both = (f"{one} | {other}", f"{other} | {one}")
-    known = (*getattr(of(op), "IMPOSSIBLE", ()), *IMPOSSIBLE)
-    return next((reason for pattern, reason in known if any(re.fullmatch(pattern, text) for text in both)), None)
+    return any(re.fullmatch(pattern, text) for text in (f"{one} | {other}", f"{other} | {one}"))

@@ -13,7 +13,7 @@ from mxspec.cases.common.quantizers import axis_of, fits
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.tensors import code_values, laid
 from mxspec.cases.mx_dequantize import DIMENSIONS as MX_DIMENSIONS
-from mxspec.cases.mx_dequantize import SCALE_IMPOSSIBLE, scale_shape
+from mxspec.cases.mx_dequantize import SCALE_IMPOSSIBLE, beyond, scale_shape
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 
 
@@ -70,7 +70,9 @@ ALSO = [
     {"axis": -2, "rows": 1152, "cols": 1, "scale strides": "row-major"},
     {"rows": 1152, "cols": 1152, "strides": "one column repeated", "scale strides": "row-major"},
 ]
-SPACE = Space(DIMENSIONS, _make, {"axis": (-1, -2), "out_dtype": OUT_DTYPES}, _possible, ALSO)
+SPACE = Space(
+    DIMENSIONS, _make, {"axis": (-1, -2), "out_dtype": OUT_DTYPES}, _possible, ALSO, beyond=beyond(torch.float8_e4m3fn)
+)
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| qdata\.cols (?:= 1|odd|a multiple of 16)", "K is a multiple of 128"),
     (r"axis = -2 \| qdata\.rows (?:= 1|odd|a multiple of 16)", "M is a multiple of 128"),
@@ -79,4 +81,5 @@ IMPOSSIBLE = (
         "one of them is a multiple of 128",
     ),
     *SCALE_IMPOSSIBLE,
+    (r"qdata\.cols = 1 \| scale\.blocks of 128 rows", "K is a multiple of 128"),
 )

@@ -74,4 +74,5 @@ DIMENSIONS: dict[str, Any] = {
     **operand("b"),
 }
 SPACE = Space(DIMENSIONS, make, {"out_dtype": OUT_DTYPES}, possible, blind=blind, implied=("none",))
+TOLD_BEFORE = ("b.cols",)
 IMPOSSIBLE = impossible("a", "b")

@@ -23,6 +23,7 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
 
 DIMENSIONS: dict[str, Any] = {**fp8_gemm.DIMENSIONS, **sum_of("acc")}
 SPACE = Space(DIMENSIONS, _make, {}, _possible, blind=fp8_gemm.blind, implied=("none",))
+TOLD_BEFORE = fp8_gemm.TOLD_BEFORE
 IMPOSSIBLE = (
     *fp8_gemm.IMPOSSIBLE,
     (r"[ab]\.rows = 0 \| acc\.(?!dtype).*", "there is no element"),

@@ -114,6 +114,8 @@ SPACE = Space(
     DIMENSIONS, _make, OPTIONS, _possible, ALSO, blind=_blind, implied=("none",), decisive=("alignment",), beyond=BEYOND
 )
 _OF_MANY = r"b_scale\.strides (?:column-major|experts inside the rows|one row repeated|rows apart)"
+TOKENS = "a.rows"
+TOLD_BEFORE = ("b.cols", "b.experts")
 IMPOSSIBLE = (
     (r"(?:b\.experts|offs\.groups) > 256 \| " + _OF_MANY, "more than 2.2 million elements in a tensor"),
     *impossible("a", "b"),

@@ -92,8 +92,6 @@ ALSO: list[Choice] = [
     {"groups": "all empty", "R": 384, "N": 48, "K": 48, "dy values": "NaN", "x values": "NaN"},
 ]
 SPACE = Space(DIMENSIONS, make, OPTIONS, possible, ALSO, blind, implied=("none",))
+TOKENS = "dy.cols"
+TOLD_BEFORE = ("x.cols",)
 IMPOSSIBLE = impossible("dy", "x")
-
-
-def tokens(args: tuple[Any, ...]) -> int:
-    return args[0].shape[1]

@@ -25,6 +25,8 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
 DIMENSIONS: dict[str, Any] = {**wgrad.DIMENSIONS, **sum_of("acc", ("row-major", "rows apart", "experts apart"))}
 ALSO = [*wgrad.ALSO, {"K": 4128, "N": 48, "R": 384, "groups": "one", "dy_scale values": "extreme"}]
 SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO, blind=wgrad.blind, implied=("none",))
+TOKENS = "dy.cols"
+TOLD_BEFORE = ("x.cols",)
 IMPOSSIBLE = (
     *wgrad.IMPOSSIBLE,
     (r"(?:(?:dy|x)\.rows|offs\.groups) = 0 \| acc\.(?!dtype).*", "there is no element"),
@@ -32,7 +34,3 @@ IMPOSSIBLE = (
     (r"x\.rows = 1 \| acc\.strides experts apart", "matrices of one column count as columns"),
     (r"offs\.groups = 1 \| acc\.strides experts apart", "there is no other matrix"),
 )
-
-
-def tokens(args: tuple[Any, ...]) -> int:
-    return args[1].shape[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import STACK, fits, made, shape_of
+from mxspec.cases.common.quantizers import PLAIN, STACK, fits, made, shape_of
 from mxspec.cases.common.space import Space
 from mxspec.cases.fp8_quantize_1x128 import REPEATED_HERE
 from mxspec.reference._fp8_numerics import SCALE_FORMATS
@@ -26,5 +26,6 @@ ALSO = [
     *(part for part in REPEATED_HERE if part.get("cols") != 1),
     {"with_transpose": False, "begins": "at 0", "strides": "row-major"},
 ]
-SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, _possible, ALSO)
+BEYOND = [{**PLAIN, "rows": rows, "cols": cols} for rows, cols in ((4224, 384), (384, 4224))]
+SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, _possible, ALSO, beyond=BEYOND)
 IMPOSSIBLE = ((r"w\.cols > 4096 \| w\.experts > 256", "whole blocks of it have more than 100 million elements"),)

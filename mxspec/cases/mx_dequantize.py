@@ -15,6 +15,16 @@ from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 
 
+def beyond(dtype: torch.dtype) -> list[Choice]:
+    """Codes with more than 256 beside more than 4096, and one column of rows apart."""
+    plain: Choice = {
+        **{"experts": None, "strides": "row-major", "values": "finite", "begins": "at 0", "dtype": dtype},
+        **{"scale values": "near 1", "scale strides": "row-major", "scale begins": "at 0", "blocks": "1x128"},
+    }
+    column = {**plain, "rows": 256, "cols": 1, "strides": "rows apart", "axis": -2}
+    return [{**plain, "rows": 4224, "cols": 384}, {**plain, "rows": 384, "cols": 4224}, column]
+
+
 def scale_shape(choice: Choice, block: int) -> tuple[int, ...] | None:
     """The shape of plain scales; None while the choice lacks a size."""
     if not {"rows", "cols", "experts"} <= choice.keys():
@@ -65,9 +75,8 @@ ALSO = [
     {"scale strides": "rows apart", **NAN},
     {"axis": -1, "rows": 33, "strides": "one column repeated", **NAN},  # one of the rows is zeros
 ]
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO)
+SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, beyond=beyond(torch.float8_e5m2))
 SCALE_IMPOSSIBLE = (
-    (r"qdata\.(?:rows|cols) = 1 \| scale\.blocks .*", "one row, whichever block it is in"),
     (r"qdata\.(?:rows|cols|experts) = 0 \| scale\..*", "there are no scales"),
     (
         r"qdata\.(?:rows|cols) = 1 \| scale\.strides (?:one row repeated|rows apart|column-major|experts .*)",
@@ -80,6 +89,9 @@ IMPOSSIBLE = (
     (r"axis = -2 \| qdata\.rows (?:= 1|odd)", "M is a multiple of 32"),
     (r"qdata\.cols (?:= 1|odd) \| qdata\.rows (?:= 1|odd)", "one of them is a multiple of 32"),
     (r"qdata\.dtype float4_e2m1fn_x2 \| qdata\.[+-]?(?:NaN|Inf) .*", "e2m1 has neither NaN nor Inf"),
-    (r"qdata\.dtype float8_e4m3fn \| qdata\.[+-]Inf .*", "e4m3fn has no Inf"),
     *SCALE_IMPOSSIBLE,
+    (
+        r"scale_layout = blocked \| scale\.strides (?!row-major|columns apart|one row repeated|experts apart).*",
+        "the blocked scales of a matrix are a vector",
+    ),
 )

@@ -65,4 +65,8 @@ DIMENSIONS: dict[str, Any] = {
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS}
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
-IMPOSSIBLE = impossible("a", "b")
+TOLD_BEFORE = ("b.cols",)
+IMPOSSIBLE = (
+    *impossible("a", "b"),
+    (r"scale_layout = blocked \| [ab]_scale\.strides (?!row-major).*", "blocked scales are one run of bytes"),
+)

@@ -10,6 +10,7 @@ from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, 
 from mxspec.cases.common.matmuls import (
     EXPERTS,
     MX_SIZES,
+    PADDING_ALONE,
     SIZES,
     affordable,
     costly,
@@ -103,10 +104,15 @@ BEYOND += [{**_PLAIN, "M": 384, "N": 40, "K": 64, "groups": "one"}]
 SPACE = Space(
     DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",), beyond=BEYOND
 )
+TOKENS = "a.rows"
+TOLD_BEFORE = ("b.cols", "b.experts")
 IMPOSSIBLE = (
     (r"a\.-NaN somewhere \| a\.rows = 1", "one row has a NaN of one sign in every case"),
-    (r"a\.[+-]Inf somewhere \| offs\.tokens in no group", "rows in no group hold NaN in every case"),
-    *impossible("a", "b"),
+    *impossible("a", "b", padded=("a.rows",)),
+    (r"a\.rows = 0 \| a_scale\." + PADDING_ALONE[0], PADDING_ALONE[1]),
     *EXPERTS,
-    (r"scale_layout not given \| [ab]_scale\.strides (?!row-major).*", "blocked scales are one run of bytes"),
+    (
+        r"scale_layout (?:= blocked|not given) \| [ab]_scale\.strides (?!row-major).*",
+        "blocked scales are one run of bytes",
+    ),
 )

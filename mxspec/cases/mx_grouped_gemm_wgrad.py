@@ -9,6 +9,7 @@ from torch import Tensor
 from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, nothing_in_groups, offsets
 from mxspec.cases.common.matmuls import (
     MX_SIZES,
+    PADDING_ALONE,
     SIZES,
     affordable,
     costly,
@@ -104,14 +105,20 @@ BEYOND: list[Choice] = [
 SPACE = Space(
     DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",), beyond=BEYOND
 )
+TOKENS = "dy.rows"
+TOLD_BEFORE = ("x.rows",)
 IMPOSSIBLE = (
     (r"offs\.groups = 0 \| x_scale\.byte 254 somewhere", "without a group every case has other scales"),
-    *impossible("dy", "x", "cols", "rows"),
-    (r"((?:dy|x)\.)strides row-major \| \1cols .*", "a single column alone is row-major as well"),
+    *impossible("dy", "x", "cols", "rows", padded=("dy.rows", "x.rows")),
+    (r"dy\.rows = 0 \| (?:dy|x)_scale\." + PADDING_ALONE[0], PADDING_ALONE[1]),
+    (r"((?:dy|x)\.)strides row-major \| \1cols (?!= 1|odd).*", "a single column alone is row-major as well"),
     (
         r"((?:dy|x))\.strides row-major \| \1_scale\.strides (?:column-major|one row repeated|rows apart)",
         "the scale has one row, which has no stride",
     ),
-    (r"scale_layout not given \| (?:dy|x)_scale\.strides (?!row-major).*", "blocked scales are one run of bytes"),
+    (
+        r"scale_layout (?:= blocked|not given) \| (?:dy|x)_scale\.strides (?!row-major).*",
+        "blocked scales are one run of bytes",
+    ),
 )
 ACROSS = True

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, padded_fits
+from mxspec.cases.common.groups import ARRANGED, GROUPS, PLAIN_GROUPS, groups_fit, offsets, padded_fits
+from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import MATRIX, REPEATED, axis_of, fits, made, shape_of
+from mxspec.cases.common.quantizers import (
+    LARGE_BOTH_WAYS,
+    MATRIX,
+    ONE_COLUMN_APART,
+    PLAIN,
+    REPEATED,
+    axis_of,
+    fits,
+    made,
+    shape_of,
+)
 from mxspec.cases.common.space import Space, given
 from mxspec.reference._numerics import SCALINGS
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
@@ -31,11 +42,21 @@ OPTIONS = {
     "scale_layout": SCALE_LAYOUTS,
     "check_offs": (False, True),
 }
+BEYOND: list[Choice] = [
+    *LARGE_BOTH_WAYS,
+    {**ONE_COLUMN_APART, "axis": -2},
+    {**PLAIN, "rows": 256, "cols": 288, "groups": "three hundred"},
+]
 SPACE = Space(
     {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
     _make,
     OPTIONS,
     _possible,
     [*REPEATED, *ARRANGED],
+    beyond=[{**PLAIN_GROUPS, **choice} for choice in BEYOND],
 )
-IMPOSSIBLE = ((r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 32"),)
+TOKENS = "x.rows"
+IMPOSSIBLE = (
+    (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 32"),
+    *PADDED_GROUPS,
+)

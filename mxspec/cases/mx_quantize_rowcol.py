@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import PAST_A_GRID, REPEATED, STACK, fits, made, shape_of
+from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, PAST_A_GRID, REPEATED, STACK, fits, made, shape_of
 from mxspec.cases.common.space import Space
 from mxspec.reference._numerics import SCALINGS
 from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS
@@ -23,5 +23,5 @@ SPACE = Space(
     OPTIONS,
     lambda choice: fits(choice, 32, 32),
     REPEATED[:2],
-    beyond=PAST_A_GRID,
+    beyond=[*PAST_A_GRID, *LARGE_BOTH_WAYS],
 )

@@ -10,7 +10,7 @@ from mxspec.cases.common.groups import ARRANGED, groups_fit, offsets, padded_fit
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_rows import MATRIX, may_be_negated
+from mxspec.cases.common.token_rows import BEYOND, MATRIX, may_be_negated
 
 ALIGNMENTS = (1, 3, 16, 32, 128, 200)
 
@@ -25,6 +25,7 @@ def _make(choice: Choice) -> tuple[Any, ...]:
 
 
 DIMENSIONS = {"alignment": ALIGNMENTS, **MATRIX}
-SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ARRANGED)
+SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ARRANGED, beyond=BEYOND)
+TOKENS = "x.rows"
 MOVES_BYTES = True
 IMPOSSIBLE = token_rows.IMPOSSIBLE[:1]

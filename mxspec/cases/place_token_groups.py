@@ -10,7 +10,7 @@ from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets, pa
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit
+from mxspec.cases.common.token_rows import BEYOND, MATRIX, PLACES, may_be_negated, places, places_fit
 
 
 def _possible(choice: Choice) -> bool:
@@ -35,6 +35,8 @@ SPACE = Space(
         {"check_offs": False, "begins": "at 0", "strides": "row-major"},
         {"rows": 4128, "strides": "one column repeated"},
     ],
+    beyond=[{"room": "just enough", **choice} for choice in (*BEYOND, {**BEYOND[1], "groups": "one offset repeated"})],
 )
+TOKENS = "x.rows"
 MOVES_BYTES = True
 IMPOSSIBLE = token_rows.IMPOSSIBLE[:3]

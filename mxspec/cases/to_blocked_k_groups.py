@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX, made
-from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, offsets
+from mxspec.cases.common.groups import ARRANGED, GROUPS, PLAIN_GROUPS, groups_fit, offsets
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import fits
+from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, fits
 from mxspec.cases.common.space import Space
 
 
@@ -29,11 +27,7 @@ SPACE = Space(
     {"check_offs": (False, True)},
     _possible,
     ALSO,
+    beyond=[{**PLAIN_GROUPS, **choice} for choice in LARGE_BOTH_WAYS],
 )
-
-
-def tokens(args: tuple[Any, ...]) -> int:
-    return args[0].shape[1]
-
-
 MOVES_BYTES = True
+TOKENS = "scale.cols"

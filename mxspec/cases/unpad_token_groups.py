@@ -11,7 +11,7 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.tensors import STRIDES
-from mxspec.cases.common.token_rows import MATRIX, PLACES, may_be_negated, places, places_fit
+from mxspec.cases.common.token_rows import BEYOND, MATRIX, PLACES, may_be_negated, places, places_fit
 
 
 def _possible(choice: Choice) -> bool:
@@ -28,12 +28,15 @@ def _make(choice: Choice) -> tuple[Any, ...]:
 DIMENSIONS = {"tokens": (0, 1, 161, 256, 1056, 4128), **token_rows.SIZES, **GROUPS, **PLACES, **MATRIX}
 ALSO = [{"tokens" if name == "rows" else name: value for name, value in part.items()} for part in ARRANGED]
 ALSO += [{"tokens": 0, "rows": 256, "cols": 256, "strides": strides} for strides in STRIDES[1:]]
-SPACE = Space(DIMENSIONS, _make, {"check_offs": (False, True)}, _possible, ALSO)
-
-
-def tokens(args: tuple[Any, ...]) -> int:
-    return args[3]
-
-
+WIDE = [*BEYOND, {**BEYOND[1], "groups": "one offset repeated"}]
+SPACE = Space(
+    DIMENSIONS,
+    _make,
+    {"check_offs": (False, True)},
+    _possible,
+    ALSO,
+    beyond=[{"tokens": 256, **choice} for choice in WIDE],
+)
 MOVES_BYTES = True
+TOKENS = "num_tokens"
 IMPOSSIBLE = token_rows.IMPOSSIBLE

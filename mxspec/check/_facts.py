@@ -51,13 +51,13 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
         elif not isinstance(value, Tensor):
             found |= {Fact(name, text) for text in _number(value, beside_groups="offs" in signature.parameters)}
         elif value.dtype == torch.int32 and value.ndim == 1:
-            found |= set(_offsets(name, value, cases.tokens(op, args)))
+            found |= set(_offsets(name, value, cases.tokens(op, dict(zip(signature.parameters, args, strict=False)))))
         else:
             found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
     if dispatch.reference(op).spec.in_place:  # the sizes of what is added to follow from the operands'
         first = next(iter(signature.parameters))
         found = {fact for fact in found if fact.about not in {f"{first}.{what}" for what in _NOT_OF_SUMS}}
-    return frozenset(found)
+    return frozenset(fact for fact in found if fact.about not in cases.told_before(op))
 
 
 _NOT_OF_SUMS = ("experts", "rows", "cols", "rank", "tie of e4m3fn", "tie of e5m2", "block", "saturating block")
@@ -162,7 +162,7 @@ def _strides(t: Tensor) -> Iterator[str]:
     elif t.is_contiguous():
         yield "row-major"
     elif many[-1][1] != 1:
-        yield "columns apart"
+        yield f"{names[many[-1][0]]}s apart"
     else:
         yield "experts apart" if t.ndim == 3 and t[0].is_contiguous() else "rows apart"
 

@@ -25,6 +25,7 @@ OF_EXPERTS = {
         "one offset thrice", "zero repeated", "of 128", "singles", "forty", "three hundred",
     ),
 }  # fmt: skip
+PLAIN_GROUPS = {"groups": "three", "rest": False, "offs": "dense", "offs begin": "at 0"}
 # What one arrangement shows only with one size.
 ARRANGED = [
     {"groups": "one offset repeated", "rows": 256, "rest": False},

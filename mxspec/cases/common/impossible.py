@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _DIM = r"(\w+)\.(?:rows|cols|experts|length)"
 _VALUE = (
     r"\.(?:[+-]?(?:NaN|Inf)|-0|subnormal|largest|negative|tie of e\w+|values|saturating block|block|row of zeros"
@@ -19,21 +21,32 @@ IMPOSSIBLE: tuple[tuple[str, str], ...] = (
         "one row has no stride",
     ),
     (
-        r"(\w+)\.cols = 1 \| \1\.strides (?:one column repeated|rows apart|columns apart|column-major)",
+        r"(\w+)\.cols = 1 \| \1\.strides (?:one column repeated|columns apart|column-major)",
         "one column has no stride",
     ),
     (r"(\w+)\.values all finite \| \1\.(?:[+-]?Inf|NaN) .*", "they exclude each other"),
+    (r"(\w+)\.dtype float8_e4m3fn \| \1\.[+-]Inf .*", "e4m3fn has no Inf"),
+    (r"(\w+)\.rows = 1 \| (?:\1_)?scale\.blocks .*", "one row, whichever block it is in"),
     (r"offs\.groups = 0 \| offs\..*", "there is no group"),
-    (r"offs\.groups = 1 \| offs\.(?:inner group|last group|strides|tokens all to one) ?.*", "there is one group"),
+    (r"offs\.groups = 1 \| offs\.(?:inner group|strides|tokens all to one) ?.*", "there is one group"),
     (r"offs\.tokens in no group \| offs\.(?:sizes|some group) .*", "no group has a token"),
     (r"offs\.sizes multiples of 128 \| offs\.some group of one token", "they exclude each other"),
-    (r"offs\.strides one repeated \| offs\.(?:tokens spread|inner group .*)", "all groups but the first are empty"),
-    (_DIM + r" = 0 \| offs\.(?:sizes|some group|tokens spread|tokens all to one|rest tokens).*", "there are no tokens"),
-    (r"\w+\.(?:rows|cols) = 1 \| offs\.(?:sizes multiples of 128|tokens spread)", "there is one token"),
-    (_DIM + r" > 4096 \| \1\.(?:rows|cols) > (?:256|1024|4096)", "more than 2.2 million elements in a tensor"),
-    (r"offs\.groups > 256 \| \w+\.cols > (?:256|1024|4096)", "more than ten million elements once groups are padded"),
-    (r"offs\.groups > 32 \| \w+\.cols > 4096", "more than ten million elements once groups are padded"),
-    (r"(\w+)\.(?:rows|cols) = 1 \| \1\.(?:saturating block somewhere|block of zeros)", "no 32 elements in a run"),
+    (r"offs\.strides one repeated \| offs\.tokens spread", "all groups but the first are empty"),
+    (_DIM + r" > 4096 \| \1\.(?:rows|cols) > (?:1024|4096)", "more than 2.2 million elements in a tensor"),
     (r"(\w+)\.byte .* \| \1\.dtype uint8", "a byte that is no scale means nothing"),
-    (r"\w*scale\.strides .* \| scale_layout = blocked", "blocked scales are one run of bytes"),
 )
+
+# Where every group is padded to 128 tokens.
+PADDED_GROUPS = (
+    (r"offs\.groups > 256 \| \w+\.cols > (?:1024|4096)", "more than 16 million elements once groups are padded"),
+    (r"offs\.groups > 32 \| \w+\.cols > 4096", "more than 16 million elements once groups are padded"),
+)
+
+
+def no_tokens(size: str) -> tuple[tuple[str, str], ...]:
+    """Where `size` counts the tokens that are divided into groups."""
+    size = re.escape(size)
+    return (
+        (size + r" = 0 \| offs\.(?:sizes|some group|tokens spread|tokens all|rest tokens).*", "there are no tokens"),
+        (size + r" = 1 \| offs\.sizes multiples of 128", "there is one token"),
+    )

@@ -7,7 +7,7 @@ or two rows. Other codes are normal and other scales within a factor of two of 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -251,21 +251,27 @@ def summed(choice: Choice, name: str, *shape: int) -> Tensor:
     return laid(x, choice[f"{name} strides"], choice[f"{name} begins"])
 
 
-def impossible(first: str, second: str, rows: str = "rows", cols: str = "cols") -> tuple[tuple[str, str], ...]:
-    """Why two facts of two operands cannot meet; `cols` is what both have in common, the dimension of the sum."""
+def impossible(
+    first: str, second: str, rows: str = "rows", cols: str = "cols", padded: Collection[str] = ()
+) -> tuple[tuple[str, str], ...]:
+    """Why two facts of two operands cannot meet; `cols` is what both have in common, the dimension of the sum.
+
+    padded: sizes that leave the padding of scales where they are 0.
+    """
     either = f"(?:{first}|{second})"
     one, other = rf"{first}\.{rows}", rf"{second}\.{rows}"
+
+    def scaled(size: str) -> list[str]:
+        return [name for name in (first, second) if f"{name}.{size}" not in padded]
+
     return (
-        (rf"{either}\.{cols} = 0 \| {either}_scale\..*", "a sum of nothing has no scales"),
-        (rf"{either}\.{cols} = 0 \| {either}\.(?!{rows}|dtype|experts|rank).*", "a sum of nothing has no codes"),
-        (rf"({either})\.dtype float8_e4m3fn \| \1\.[+-]Inf .*", "e4m3fn has no Inf"),
-        (rf"({either})\.{rows} = 1 \| \1_scale\.blocks .*", "one row, whichever block it is in"),
-        (rf"({either})\.{rows} = 0 \| \1_scale\..*", "there are no scales"),
+        (rf"{either}\.{cols} = 0 \| {either}\.(?!{rows}|{cols}|dtype|experts|rank).*", "a sum of nothing has no codes"),
+        *((rf"{of}\.{rows} = 0 \| {of}_scale\..*", "there are no scales") for of in scaled(rows)),
+        *((rf"{of}\.{cols} = 0 \| {either}_scale\..*", "a sum of nothing has no scales") for of in scaled(cols)[:1]),
         (
             rf"({either})\.{rows} = 1 \| \1_scale\.strides (?:column-major.*|one row repeated|rows apart|experts .*)",
             "the scale has one row, which has no stride",
         ),
-        (rf"{first}\.{cols} .* \| {second}\.{cols} .*", "one size in both, and two facts about one make no pair"),
         (rf"{one} > 4096 \| {other} > (?:1024|4096)", "more than 2.2 million elements in the result"),
         (rf"{one} > 1024 \| {other} > 4096", "more than 2.2 million elements in the result"),
         (rf"{either}\.{rows} > 4096 \| {either}\.{cols} > (?:1024|4096)", "more than 2.2 million elements in a tensor"),
@@ -275,13 +281,11 @@ def impossible(first: str, second: str, rows: str = "rows", cols: str = "cols") 
 
 # Of the weights b of experts, one for each group.
 EXPERTS = (
-    (r"b\.experts .* \| offs\.groups .*", "one number, and two facts about one make no pair"),
-    (r"b\.experts = 0 \| (?:b_scale|offs)\..*", "there is no expert"),
-    (r"offs\.groups = 0 \| b\.(?!rows|cols|dtype|rank).*", "there is no expert"),
+    (r"offs\.groups = 0 \| b\.(?!rows|dtype|rank).*", "there is no expert"),
     (r"offs\.groups = 0 \| b_scale\..*", "there is no expert"),
-    (
-        r"(?:b\.experts|offs\.groups) = 1 \| b(?:_scale)?\.strides (?:one expert repeated|experts .*)",
-        "there is no other",
-    ),
-    (r"b\.experts = 1 \| offs\.(?:inner group|last group|strides|tokens all to one) ?.*", "there is one group"),
+    (r"offs\.groups = 1 \| b(?:_scale)?\.strides (?:one expert repeated|experts .*)", "there is no other"),
+)
+PADDING_ALONE = (
+    r"(?:byte (?:0|127|254)|strides (?!row-major)).*",
+    "blocked scales of no tokens are bytes 255 in a run",
 )

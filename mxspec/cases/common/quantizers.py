@@ -45,6 +45,9 @@ PAST_A_GRID = [
     {**PLAIN, "rows": 65600, "cols": 32},
     {**PLAIN, "rows": 32, "cols": 65600},
 ]
+# More than 256 beside more than 4096, and a matrix of one column whose rows are apart.
+LARGE_BOTH_WAYS = [{**PLAIN, "rows": 4128, "cols": 288}, {**PLAIN, "rows": 288, "cols": 4128}]
+ONE_COLUMN_APART = {**PLAIN, "rows": 256, "cols": 1, "strides": "rows apart"}
 EXPERTS_PAST_A_GRID = {**PLAIN, "rows": 1, "cols": 32, "experts": 65600}
 
 

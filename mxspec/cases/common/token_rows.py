@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX as BYTES
-from mxspec.cases.common.groups import GROUPS, in_groups, laid_vector, sizes_of
+from mxspec.cases.common.groups import GROUPS, PLAIN_GROUPS, in_groups, laid_vector, sizes_of
 from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, ONE_COLUMN_APART
 from mxspec.reference._groups_cases import DTYPES
 
 # What decides the most comes first.
@@ -21,6 +22,11 @@ PLACES: dict[str, Any] = {
     "start": ("dense", "apart"),
     "start begin": ("at 0", "later"),
 }
+# Sizes and strides that no two of those show.
+BEYOND: list[Choice] = [
+    {**PLAIN_GROUPS, "order": "rising", "start": "dense", "start begin": "at 0", **choice, "dtype": DTYPES[0]}
+    for choice in (*LARGE_BOTH_WAYS, ONE_COLUMN_APART)
+]
 
 
 def may_be_negated(choice: Choice) -> bool:
@@ -59,6 +65,4 @@ IMPOSSIBLE = (
     ),
     (r"offs\.groups = 0 \| start\..*", "there is no group"),
     (r"offs\.groups = 1 \| start\.(?:strides|order mixed).*", "there is one group"),
-    (r"num_tokens = 0 \| offs\.(?:sizes|some group|tokens spread|tokens all|rest tokens).*", "there are no tokens"),
-    (r"num_tokens = 1 \| offs\.sizes multiples of 128", "there is one token"),
 )
