@@ -98,8 +98,9 @@ def test_every_scaling_and_element_format_that_an_op_takes_is_there(published):
 
 
 # What a release published under vectors.VERSION, or the next release will. Where this changes, a test or its bytes did:
-# pin the new digest, and raise VERSION where a release has the old one. Seen with torch 2.13 and safetensors 0.8, with and without vector instructions; another release that gives
-# other bytes breaks what `export` promises, and is to be understood first.
+# pin the new digest, and raise VERSION where a release has the old one. Seen with torch 2.13 and safetensors 0.8, with
+# and without vector instructions; another release that gives other bytes breaks what `export` promises, and is to be
+# understood first.
 PUBLISHED = (2, "477e33e68f362a783133b0bdb70b7214db790707b83c5c4f9686ad8aaf2dd40c")
 
 
