@@ -322,8 +322,11 @@ def _covered(calls: Sequence[_Call], fn: Callable[..., Any], together: int) -> l
     ]
 
 
-def compile_op(op: str, backend: str, target: str, cover: int = 0) -> list[Result]:
-    """Compile and check every case of an op, or as many as show any `cover` options together (`covering.py`)."""
+def compile_op(op: str, backend: str, target: str, cover: int | None = None) -> list[Result]:
+    """Compile and check every case of an op, or as many as show any `cover` options together (`covering.py`).
+
+    With 0 that is each kernel once.
+    """
     module = kernel_module(op, backend)
     ptx = getattr(module, "PTX", None)
     if isinstance(module, str) or (isinstance(ptx, str) and ptx.startswith("no: ")):
@@ -331,8 +334,8 @@ def compile_op(op: str, backend: str, target: str, cover: int = 0) -> list[Resul
     fn, expected, results = getattr(module, op), _expected(module, target), []
     exact = reference(op).spec.min_sqnr_db == math.inf
     with fake_gpu(target) as compiled:
-        calls = [_call(case, module, bool(cover)) for case in reference(op).spec.cases()]
-        for call in _covered(calls, fn, cover) if cover else calls:
+        calls = [_call(case, module, cover is not None) for case in reference(op).spec.cases()]
+        for call in _covered(calls, fn, cover) if cover is not None else calls:
             result = functools.partial(Result, op, backend, call.case.name, target)
             if call.skipped:
                 results.append(result(skipped=call.skipped))
@@ -354,7 +357,7 @@ def kernels() -> list[tuple[str, str]]:
     return [(op, backend) for op in ops() for backend in backends() if has_kernel(op, backend)]
 
 
-def compile_all(jobs: Sequence[tuple[str, str, str, int]]) -> list[Result]:
+def compile_all(jobs: Sequence[tuple[str, str, str, int | None]]) -> list[Result]:
     """`compile_op` on each `(op, backend, target, cover)`, as many at a time as there are cores."""
     spawn, handler = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
     # Ctrl-C reaches the workers too. The default handler ends them without a traceback.
@@ -386,7 +389,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=ops())
     parser.add_argument("--backend", choices=[b for b in backends() if b != "reference"])
     parser.add_argument("--target", choices=TARGETS)
-    parser.add_argument("--cover", type=int, choices=(1, 2), default=0, help="only cases that show each option, or two")
+    cover_help = "only cases that show each kernel (0), each option (1) or any two options (2)"
+    parser.add_argument("--cover", type=int, choices=(0, 1, 2), help=cover_help)
     parser.add_argument("--json", action="store_true", help="everything but the PTX, as JSON")
     asked = parser.parse_args(argv)
     if reason := unavailable():

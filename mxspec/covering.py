@@ -32,7 +32,7 @@ class Launch:
     numbers: frozenset[Trait]  # whether an argument is 1, or a multiple of 16
 
     def shows(self, together: int) -> set[Hashable]:
-        """So many options at a time, or all where there are fewer; beside two or more, each of the numbers too."""
+        """So many options at a time, or all where there are fewer; with 0, the kernel. With two, each number too."""
         some = itertools.combinations(self.options, min(together, len(self.options)))
         numbers = self.numbers if together > 1 else ()
         return {(self.kernel, frozenset(traits)) for traits in (*some, *({number} for number in numbers))}

@@ -21,6 +21,7 @@ def test_four_of_eight_show_every_pair_of_three_options():
     assert covering(product) == {0, 3, 5, 6}
     assert covering(product, together=1) == {0, 7}
     assert covering(product, together=3) == set(range(8))
+    assert covering(product, together=0) == {0}
 
 
 def test_every_kernel_and_every_number_counts():

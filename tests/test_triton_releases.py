@@ -61,11 +61,11 @@ def test_gluon_is_offered_where_it_is_compiled_and_nowhere_else():
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_machine_code(version: str) -> None:
+@pytest.mark.parametrize(("version", "cover"), [(OLDEST, 0), (NEWEST, 1)])
+def test_machine_code(version: str, cover: int) -> None:
     """All ops in one run: its processes import torch once, not once an op. What Helion generates is left to a GPU with
-    that release, where it runs; Gluon's language differs between the two."""
-    chosen = ["--cover", "1", "--target", TARGET, "--backend", "triton"]
+    that release, where it runs, and so are the options under the oldest; Gluon's language differs between the two."""
+    chosen = ["--cover", str(cover), "--target", TARGET, "--backend", "triton"]
     run = under(version, "-m", "mxspec.compile", "--json", *chosen)
     assert run.returncode in (0, 1), run.stderr
     assert "FP_FUSION" not in run.stderr
@@ -170,8 +170,8 @@ print(json.dumps([triton.__version__, passed, wrong]))
 """
 
 
-def shown_once(op: str) -> list[str]:
-    """The names of enough cases that every value of every option of its kernels is in one."""
+def shown_once(op: str, together: int) -> list[str]:
+    """The names of enough cases that each kernel, or every value of every option of a kernel, is in one."""
     module = dispatch.kernel_module(op, "triton")
     with fake_gpu("sm100"), recorded() as seen:  # whose matmuls are plain tiles, as on a CPU
         names, launches = [], []
@@ -182,13 +182,13 @@ def shown_once(op: str) -> list[str]:
                 getattr(module, op)(*call.args, **call.kwargs)
                 names.append(case.name)
                 launches.append(tuple(seen))
-    return [names[i] for i in sorted(covering(launches, together=1))]
+    return [names[i] for i in sorted(covering(launches, together))]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_interpreted(version: str) -> None:
-    chosen = {op: shown_once(op) for op in TRITON_OPS}
+@pytest.mark.parametrize(("version", "together"), [(OLDEST, 0), (NEWEST, 1)])
+def test_interpreted(version: str, together: int) -> None:
+    chosen = {op: shown_once(op, together) for op in TRITON_OPS}
     run = under(version, "-c", CHECK, input=json.dumps(chosen), env={"TRITON_INTERPRET": "1"})
     assert run.returncode == 0, run.stderr
     used, passed, wrong = json.loads(run.stdout.splitlines()[-1])
