@@ -24,10 +24,10 @@ from torch.nn.functional import grouped_mm, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxspec.bench.timing import Contender, Pace, race
+from mxspec.cases.common.mx_operands import bench_sizes
 from mxspec.check import sqnr_db
 from mxspec.console import console
 from mxspec.nn import RECIPES, GroupedExperts, Recipe, fp8_grouped_mm, mx_grouped_mm
-from mxspec.reference._mx_gemm_cases import bench_sizes
 
 SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two of torchao's: DeepSeek-V3, Llama 4; it has 128000 tokens too
 MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # beside what bfloat16 gives; of experts the noise adds up

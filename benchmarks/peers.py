@@ -24,8 +24,8 @@ from torch import Tensor
 
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
-from mxspec.reference._groups import padded_rows, round_up
-from mxspec.reference._mx_gemm import from_blocked_k_groups, from_blocked_m_groups
+from mxspec.reference.common.groups import padded_rows, round_up
+from mxspec.reference.common.matmul import from_blocked_k_groups, from_blocked_m_groups
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_grouped_gemm_wgrad import group_values
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mxspec.formats import ELEMENTS
-from mxspec.reference import _checks
+from mxspec.reference.common import checks
 from mxspec.spec import P, R, Reference, outputs_of
 
 __all__ = ["Explanation", "backends", "current_backend", "explain", "op", "ops", "set_backend", "use_backend"]
@@ -41,8 +41,8 @@ _LIBRARY = torch.library.Library("mxspec", "DEF")
 @functools.cache
 def ops() -> tuple[str, ...]:
     """The names of all ops: the files of `mxspec/reference`."""
-    files = (m.name for m in pkgutil.iter_modules([str(_PACKAGE / "reference")]))
-    return tuple(sorted(name for name in files if not name.startswith("_")))
+    files = pkgutil.iter_modules([str(_PACKAGE / "reference")])
+    return tuple(sorted(m.name for m in files if not (m.ispkg or m.name.startswith("_"))))
 
 
 @functools.cache
@@ -478,7 +478,7 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     @functools.wraps(fn)
     def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         for flag in flags:  # as an `if` reads it, "no" is true
-            _checks.boolean(name, flag, kwargs.get(flag, False))
+            checks.boolean(name, flag, kwargs.get(flag, False))
         if not torch.compiler.is_compiling():
             if args and _is_plain_eager((*args, *kwargs.values())):
                 return run(args, kwargs, backend)
@@ -532,7 +532,7 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
     bound = signature.bind(*args, **kwargs)
     args, kwargs = bound.args, bound.kwargs
     for flag in _annotated(signature, "bool"):
-        _checks.boolean(name, flag, kwargs.get(flag, False))
+        checks.boolean(name, flag, kwargs.get(flag, False))
     reference(name).spec.check_args(*args, **kwargs)
     chosen: str | None
     reasons: dict[str, str] = {}

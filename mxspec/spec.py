@@ -120,41 +120,40 @@ def per_element(operations: int) -> Callable[[tuple[Any, ...], tuple[Tensor, ...
 
 def spec(
     *,
-    cases: Callable[[], Iterable[Case]],
     check_args: Callable[..., None],
     min_sqnr_db: MinSqnr = math.inf,
     bytes_moved: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = bytes_of,
     flops: Callable[[tuple[Any, ...], tuple[Tensor, ...]], int] = lambda args, outputs: 0,
     peer_rules: str | None = None,
-    bench_cases: Callable[[Shapes], Iterable[Case]] = lambda shapes: (),
     gradient: Gradient | None = None,
     inf_is_free: bool = False,
 ) -> Callable[[Callable[P, R]], Reference[P, R]]:
     """Declare an op on its reference function; one annotated to return None changes its first argument in place.
 
+    Its cases, and the calls that are worth timing, are `cases` and `bench_cases` of `mxspec/cases/<op>.py`.
+
     Args:
-        cases: gives the calls that every backend must answer as the reference does.
         check_args: takes the op's arguments and raises for what the contract refuses; the switch calls
             it before any kernel, so that every backend raises the same error.
         min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB, or one for each
             dtype of an output; `inf`, the default, means equal bytes, with NaN compared as a class.
         bytes_moved, flops: of one call, from its arguments and outputs; for the benchmarks.
-        bench_cases: the calls that are worth timing, at those of the shapes that are the op's kind; they make
-            their tensors on torch's default device.
         peer_rules: the section of `vectors/peers.json` with blocks for this op; `mxspec.rules` has what peers do.
         gradient: how gradients flow; without it, asking for one raises.
         inf_is_free: whether an output that an Inf among the operands reaches may be Inf of either sign or NaN.
     """
 
     def declare(fn: Callable[P, R]) -> Reference[P, R]:
-        def every_case() -> Iterable[Case]:
-            generated = importlib.import_module("mxspec.cases")  # which imports references
-            return generated.more(fn, cases())
+        def cases() -> Iterable[Case]:
+            return importlib.import_module("mxspec.cases").every_case(fn)  # which imports references
+
+        def bench_cases(shapes: Shapes) -> Iterable[Case]:
+            return importlib.import_module("mxspec.cases").bench_cases(fn.__name__, shapes)
 
         check_args.__qualname__ = fn.__name__  # it is the first to meet a misspelt argument, and names the op then
         in_place = fn.__annotations__.get("return", "") in (None, "None")
         costs = min_sqnr_db, bytes_moved, flops
-        declared = Spec(every_case, check_args, *costs, peer_rules, bench_cases, gradient, inf_is_free, in_place)
+        declared = Spec(cases, check_args, *costs, peer_rules, bench_cases, gradient, inf_is_free, in_place)
         fn.spec = declared  # type: ignore[attr-defined]
         return fn  # type: ignore[return-value]  # now it has the attribute that the protocol asks for
 

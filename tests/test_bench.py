@@ -15,7 +15,7 @@ from mxspec import devices, dispatch
 from mxspec.bench import cli, measure, model, moe, plots, tables, timing
 from mxspec.bench.record import Entry, Race, Run, Step, read
 from mxspec.bench.timing import Contender, Pace, baselines, bytes_of_call, input_sets, race
-from mxspec.reference.fp8_gemm_ import onto
+from mxspec.cases.fp8_gemm_ import onto
 from mxspec.shapes import Shapes
 from mxspec.spec import Case, given
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxspec
 from mxspec import dispatch
-from mxspec.reference.fp8_gemm_ import onto
+from mxspec.cases.fp8_gemm_ import onto
 from mxspec.shapes import Shapes
 
 E4M3FN = torch.float8_e4m3fn

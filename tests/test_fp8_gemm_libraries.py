@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from mxspec import check, dispatch
+from mxspec.cases.fp8_gemm import as_quantized, operands
 from mxspec.cublas_kernels import fp8_gemm as cublas
 from mxspec.deepgemm_kernels import _library
 from mxspec.deepgemm_kernels import fp8_gemm as deepgemm
 from mxspec.deepgemm_kernels import fp8_gemm_ as deepgemm_
-from mxspec.reference.fp8_gemm import MIN_SQNR_DB, as_quantized, fp8_gemm, operands
+from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
 
 BY_ROW = operands(132, 272, 1024, 1, major="mn")
 

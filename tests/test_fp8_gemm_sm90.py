@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from mxspec import check, dispatch
+from mxspec.cases.fp8_gemm import operands
+from mxspec.cases.fp8_gemm_ import onto
 from mxspec.compile import compile_call, problems, unavailable
-from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm, operands
-from mxspec.reference.fp8_gemm_ import fp8_gemm_, onto
+from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
+from mxspec.reference.fp8_gemm_ import fp8_gemm_
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)

@@ -8,9 +8,9 @@ import torch
 
 import mxspec
 from mxspec import check, dispatch
+from mxspec.cases.common.fp8_operands import codes, scales
+from mxspec.cases.common.token_groups import far_apart
 from mxspec.compile import fake_gpu, unavailable
-from mxspec.reference._groups_cases import far_apart
-from mxspec.reference.fp8_gemm import codes, scales
 
 BACKENDS = [b for b in ("triton", "helion") if dispatch.has_kernel("fp8_grouped_gemm", b)]
 DEVICE = check.default_device()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mxspec import check, dispatch
+from mxspec.cases import fp8_grouped_gemm as cases
+from mxspec.cases import fp8_grouped_gemm_wgrad as wgrad_cases
 from mxspec.deepgemm_kernels import _library, fp8_grouped_gemm, fp8_grouped_gemm_wgrad, fp8_grouped_gemm_wgrad_
-from mxspec.reference import fp8_grouped_gemm as cases
-from mxspec.reference import fp8_grouped_gemm_wgrad as wgrad_cases
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
 
 GROUPED, WGRAD, WGRAD_ = (dispatch.reference(f"fp8_grouped_gemm{end}") for end in ("", "_wgrad", "_wgrad_"))

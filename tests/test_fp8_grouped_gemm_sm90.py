@@ -5,11 +5,14 @@ import torch
 import triton
 
 from mxspec import check, dispatch
+from mxspec.cases import fp8_grouped_gemm as rows
+from mxspec.cases import fp8_grouped_gemm_wgrad as tokens
+from mxspec.cases import fp8_grouped_gemm_wgrad_ as in_place
 from mxspec.compile import compile_call, problems, unavailable
-from mxspec.reference import fp8_grouped_gemm as rows
-from mxspec.reference import fp8_grouped_gemm_wgrad as tokens
-from mxspec.reference import fp8_grouped_gemm_wgrad_ as in_place
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB
+from mxspec.reference.fp8_grouped_gemm import fp8_grouped_gemm
+from mxspec.reference.fp8_grouped_gemm_wgrad import fp8_grouped_gemm_wgrad
+from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -88,7 +91,7 @@ def test_tokens_of_any_groups(tile, out_dtype, sizes, monkeypatch):
         args = on_gpu(rows.made(sizes, 70, 264, 128 * blocks, 1, "mn"))
         with check.poisoned(0xFF):
             out = forward(*args, tile, out_dtype)
-        expected = rows.fp8_grouped_gemm(*args, out_dtype=out_dtype)
+        expected = fp8_grouped_gemm(*args, out_dtype=out_dtype)
         assert check.difference((out,), (expected,), MIN_SQNR_DB) is None, f"{blocks} blocks"
         assert forward(*args, tile, out_dtype).equal(out)
 
@@ -113,7 +116,7 @@ def test_sums_over_the_tokens_of_any_groups(tile, out_dtype, blocks, monkeypatch
         args = on_gpu(tokens.made([128 * b for b in blocks], 256, N, K))
         with check.poisoned(0xFF):
             out = wgrad(*args, tile, out_dtype)
-        expected = tokens.fp8_grouped_gemm_wgrad(*args, out_dtype=out_dtype)
+        expected = fp8_grouped_gemm_wgrad(*args, out_dtype=out_dtype)
         assert check.difference((out,), (expected,), MIN_SQNR_DB) is None, f"{N}x{K}"
         assert wgrad(*args, tile, out_dtype).equal(out)
 
@@ -125,9 +128,9 @@ def test_sums_are_added_once(tile, blocks, monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
     made = on_gpu(in_place.onto([128 * b for b in blocks], 128, 264, 400, row=404))
     made[0][0, 0, 0] = -0.0
-    spec = in_place.fp8_grouped_gemm_wgrad_.spec
+    spec = fp8_grouped_gemm_wgrad_.spec
     expected, got, again = (spec.own(made) for _ in range(3))
-    in_place.fp8_grouped_gemm_wgrad_(*expected)
+    fp8_grouped_gemm_wgrad_(*expected)
     add(*got, tile=tile)
     assert check.difference(got[:1], expected[:1], spec.min_sqnr_db) is None
     add(*again, tile=tile)

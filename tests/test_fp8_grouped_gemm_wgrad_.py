@@ -5,7 +5,7 @@ import torch
 
 import mxspec
 from mxspec import dispatch
-from mxspec.reference.fp8_grouped_gemm_wgrad_ import onto
+from mxspec.cases.fp8_grouped_gemm_wgrad_ import onto
 from mxspec.shapes import Shapes
 
 E4M3FN = torch.float8_e4m3fn

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxspec import check, dispatch
-from mxspec.reference import fp8_grouped_gemm as fp8_rows
-from mxspec.reference import fp8_grouped_gemm_wgrad as fp8_tokens
-from mxspec.reference import mx_grouped_gemm as mx_rows
-from mxspec.reference import mx_grouped_gemm_wgrad as mx_tokens
+from mxspec.cases import fp8_grouped_gemm as fp8_rows
+from mxspec.cases import fp8_grouped_gemm_wgrad as fp8_tokens
+from mxspec.cases import mx_grouped_gemm as mx_rows
+from mxspec.cases import mx_grouped_gemm_wgrad as mx_tokens
 from mxspec.reference.fp8_gemm import fp8_gemm
 from mxspec.reference.mx_gemm import mx_gemm
 

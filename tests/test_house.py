@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import mxspec
-from mxspec import dispatch
+from mxspec import cases, dispatch
 
 PACKAGE = Path(mxspec.__file__).parent
 KERNEL_FILES = [path for b in dispatch.backends() for path in sorted((PACKAGE / f"{b}_kernels").glob("[!_]*.py"))]
@@ -65,6 +65,24 @@ def test_references_import_torch_formats_and_spec_only():
     )
     for path in (PACKAGE / "reference").glob("*.py"):
         strangers = {n for n in imported(path) if not n.startswith((*allowed, "__future__"))}
+        assert not strangers, f"{path.name}: {strangers}"
+
+
+def test_a_reference_holds_its_contract_alone():
+    """Docstring, what is refused and the definition. What shows or times them lies in `cases/<op>.py`."""
+    for op in dispatch.ops():
+        lines = (PACKAGE / "reference" / f"{op}.py").read_text().splitlines()
+        assert len(lines) <= 170, op
+        assert not {"Case", "Shapes"} & {
+            name.rpartition(".")[2] for name in imported(PACKAGE / "reference" / f"{op}.py")
+        }
+        assert {"cases", "bench_cases", "SPACE"} <= set(vars(cases.of(op)))
+
+
+def test_cases_import_references_formats_and_spec_only():
+    allowed = ("torch", "mxspec.formats", "mxspec.cases", "mxspec.reference", "mxspec.spec")
+    for path in (PACKAGE / "cases").rglob("*.py"):
+        strangers = {n for n in imported(path) if n.startswith("mxspec.") and not n.startswith(allowed)}
         assert not strangers, f"{path.name}: {strangers}"
 
 

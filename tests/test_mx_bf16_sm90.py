@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mxspec import check, dispatch
+from mxspec.cases import mx_gemm as dense
+from mxspec.cases import mx_grouped_gemm as grouped
+from mxspec.cases.common.mx_operands import E4M3FN, E5M2
+from mxspec.cases.common.token_groups import offs_of
 from mxspec.compile import compile_call, problems, unavailable
-from mxspec.reference import mx_gemm as dense
-from mxspec.reference import mx_grouped_gemm as grouped
-from mxspec.reference._groups_cases import offs_of
-from mxspec.reference._mx_gemm import MIN_SQNR_DB, values
-from mxspec.reference._mx_gemm_cases import E4M3FN, E5M2
+from mxspec.reference.common.matmul import MIN_SQNR_DB, values
 
 pytest.importorskip("triton")
 

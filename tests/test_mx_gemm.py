@@ -5,7 +5,7 @@ import torch
 
 import mxspec
 from mxspec import dispatch
-from mxspec.reference._numerics import round_once
+from mxspec.reference.common.numerics import round_once
 from mxspec.shapes import Shapes
 
 E4M3FN, E5M2, E8M0FNU = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu

@@ -7,10 +7,10 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 from mxspec import check, dispatch
+from mxspec.cases import mx_gemm as dense
+from mxspec.cases import mx_grouped_gemm as grouped
+from mxspec.cases import mx_grouped_gemm_wgrad as wgrad
 from mxspec.cublas_kernels import _mx, mx_gemm, mx_grouped_gemm, mx_grouped_gemm_wgrad
-from mxspec.reference import mx_gemm as dense
-from mxspec.reference import mx_grouped_gemm as grouped
-from mxspec.reference import mx_grouped_gemm_wgrad as wgrad
 
 BLOCKED, BF16 = {"scale_layout": "blocked"}, {"out_dtype": torch.bfloat16}
 
@@ -25,13 +25,13 @@ def scaled(mat_a, mat_b, offs=None, *, scale_a, scale_b, output_dtype, **recipe)
     assert mat_b.mT.is_contiguous()
     kw = {"out_dtype": output_dtype, "scale_layout": "blocked"}
     if offs is None:
-        return dense.mx_gemm(mat_a, scale_a, mat_b.mT, scale_b, **kw)
+        return dispatch.reference("mx_gemm")(mat_a, scale_a, mat_b.mT, scale_b, **kw)
     assert output_dtype == torch.bfloat16
     if mat_b.ndim == 3:
-        out = grouped.mx_grouped_gemm(mat_a, scale_a, mat_b.mT, scale_b, offs, **kw)
+        out = dispatch.reference("mx_grouped_gemm")(mat_a, scale_a, mat_b.mT, scale_b, offs, **kw)
         out[offs[-1] :] = torch.nan
     else:
-        out = wgrad.mx_grouped_gemm_wgrad(mat_a.mT, scale_a, mat_b, scale_b, offs, **kw)
+        out = dispatch.reference("mx_grouped_gemm_wgrad")(mat_a.mT, scale_a, mat_b, scale_b, offs, **kw)
         out[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = torch.nan
     return out
 
@@ -46,12 +46,24 @@ def there(monkeypatch):
     _mx.absent.cache_clear()
 
 
+DENSE, GROUPED = dispatch.reference("mx_gemm"), dispatch.reference("mx_grouped_gemm")
+WGRAD = dispatch.reference("mx_grouped_gemm_wgrad")
 CALLS = [
-    (mx_gemm, dense.mx_gemm, partial(dense.made, 37, 48, 160, "blocked"), BLOCKED),
-    (mx_gemm, dense.mx_gemm, partial(dense.made, 1, 16, 32, "blocked"), {**BLOCKED, "out_dtype": torch.float32}),
-    (mx_grouped_gemm, grouped.mx_grouped_gemm, partial(grouped.made, [5, 0, 150], 20, 48, 96), {}),
-    (mx_grouped_gemm, grouped.mx_grouped_gemm, partial(grouped.made, [0, 0], 9, 16, 32), {}),
-    (mx_grouped_gemm_wgrad, wgrad.mx_grouped_gemm_wgrad, partial(wgrad.made, [32, 0, 96], 32, 40, 48), BF16),
+    (mx_gemm, DENSE, partial(dense.made, 37, 48, 160, "blocked"), BLOCKED),
+    (
+        mx_gemm,
+        dispatch.reference("mx_gemm"),
+        partial(dense.made, 1, 16, 32, "blocked"),
+        {**BLOCKED, "out_dtype": torch.float32},
+    ),
+    (mx_grouped_gemm, GROUPED, partial(grouped.made, [5, 0, 150], 20, 48, 96), {}),
+    (mx_grouped_gemm, GROUPED, partial(grouped.made, [0, 0], 9, 16, 32), {}),
+    (
+        mx_grouped_gemm_wgrad,
+        dispatch.reference("mx_grouped_gemm_wgrad"),
+        partial(wgrad.made, [32, 0, 96], 32, 40, 48),
+        BF16,
+    ),
 ]
 
 

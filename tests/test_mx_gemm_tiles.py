@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mxspec import check, dispatch
+from mxspec.cases.common.token_groups import offs_of
 from mxspec.compile import compile_call, compile_case, problems, unavailable
-from mxspec.reference._groups_cases import offs_of
-from mxspec.reference._mx_gemm import MIN_SQNR_DB
+from mxspec.reference.common.matmul import MIN_SQNR_DB
 
 pytest.importorskip("triton")
 

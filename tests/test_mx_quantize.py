@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxspec import formats, mx_dequantize, mx_quantize, rules
-from mxspec.reference import _numerics
+from mxspec.reference.common import numerics
 
 E4M3FN, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 VECTORS = np.load(Path(__file__).parent / "vectors" / "mx_blocks.npz")
@@ -136,7 +136,7 @@ def test_vectors_of_torchao_main(source, elem, scaling):
 
 
 @pytest.mark.parametrize("elem_dtype", [E4M3FN, E5M2, E2M1])
-@pytest.mark.parametrize("scaling", _numerics.SCALINGS)
+@pytest.mark.parametrize("scaling", numerics.SCALINGS)
 def test_rows_of_torchao_main(elem_dtype, scaling):
     checked = 0
     for probe in rules.probes("mx", elem_dtype):
@@ -156,7 +156,7 @@ def test_rows_of_torchao_main(elem_dtype, scaling):
 @given(
     st.lists(st.floats(-1.0, 1.0, width=32).filter(lambda v: v == 0 or abs(v) > 2**-20), min_size=1, max_size=32),
     st.integers(-90, 110),
-    st.sampled_from(_numerics.SCALINGS),
+    st.sampled_from(numerics.SCALINGS),
     st.sampled_from([E4M3FN, E5M2, E2M1]),
 )
 def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, elem_dtype):
@@ -201,7 +201,7 @@ def test_in_the_cases_every_option_meets_every_other():
 
 def test_reciprocal_scale_at_both_ends():
     byte = torch.tensor([0, 1, 127, 253, 254, 255], dtype=torch.uint8)
-    got = _numerics.reciprocal_scale(byte).tolist()
+    got = numerics.reciprocal_scale(byte).tolist()
     assert got[:-1] == [2.0**127, 2.0**126, 1.0, 2.0**-126, 2.0**-127]
     assert got[-1] != got[-1]
 
@@ -217,7 +217,7 @@ def _exact_rceil(amax_bits: torch.Tensor, fmt: formats.ElementFormat) -> torch.T
 def test_rceil_at_every_mantissa(fmt):
     """All 2^23 mantissas at one exponent in float64."""
     amax = torch.arange(0x43800000, 0x44000000, dtype=torch.int32)
-    got = _numerics.shared_exponent(amax.view(torch.float32), fmt, "rceil").int()
+    got = numerics.shared_exponent(amax.view(torch.float32), fmt, "rceil").int()
     expected = _exact_rceil(amax, fmt)
     fp32 = (amax.view(torch.float32) / fmt.max).double()
     # fp32 division rounds a ratio within half an ulp of a power of two onto it: the contract is about that quotient
@@ -228,7 +228,7 @@ def test_rceil_at_every_mantissa(fmt):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("scaling", _numerics.SCALINGS)
+@pytest.mark.parametrize("scaling", numerics.SCALINGS)
 @pytest.mark.parametrize("fmt", formats.ELEMENTS.values(), ids=lambda fmt: fmt.name)
 def test_a_rule_in_integers_is_the_reference(fmt, scaling, dtype):
     """Every magnitude of 16 bits; of fp32, under every exponent, the mantissas beside those that a rule looks at."""
@@ -242,6 +242,6 @@ def test_a_rule_in_integers_is_the_reference(fmt, scaling, dtype):
     emax, added, exception = formats.exponent_rule(fmt, scaling, dtype)
     byte = (((bits.long() + added) >> 23) - emax).clamp(min=0)
     byte = torch.where(bits == exception, 0, byte).where(bits < 0x7F800000, 255).to(torch.uint8)
-    expected = _numerics.shared_exponent(bits.view(torch.float32), fmt, scaling)
+    expected = numerics.shared_exponent(bits.view(torch.float32), fmt, scaling)
     assert torch.equal(byte, expected)
     assert exception == -1 or exception in bits, "the one exception is looked at"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mxspec import formats
 from mxspec.formats import E2M1, E2M3, E3M2, E4M3FN, E5M2
-from mxspec.reference._numerics import decoded, encoded, packed, saturating_cast, unpacked, widened
+from mxspec.reference.common.numerics import decoded, encoded, packed, saturating_cast, unpacked, widened
 from mxspec.rules._recorded import load
 
 ML_DTYPES = {

@@ -1,6 +1,8 @@
-"""The cases of an op in which every two facts of a call meet, found by the op's name.
+"""The calls of an op that every backend must answer as the reference does, found by the op's name.
 
-`mxspec/cases/<op>.py` holds `SPACE`, from which they are made; `IMPOSSIBLE`, patterns of two facts that no valid call
+`mxspec/cases/<op>.py` holds `cases()`, those that somebody thought of; `bench_cases(shapes)`, those that are worth
+timing, with tensors on torch's default device; `SPACE`, from which cases are made in which every two facts of a call
+meet; `IMPOSSIBLE`, patterns of two facts that no valid call
 has, each with the reason; `TOKENS`, the size that is divided into token groups; `TOLD_BEFORE`, sizes that the contract
 has equal to others; `ACROSS`, where blocks lie along rows; `MOVES_BYTES`, where values do not matter.
 """
@@ -17,7 +19,7 @@ from typing import Any
 
 from mxspec.cases.common.impossible import IMPOSSIBLE, no_tokens
 from mxspec.cases.common.refusals import refusals
-from mxspec.spec import Case, Reference
+from mxspec.spec import Case, Reference, Shapes
 
 
 @functools.cache
@@ -33,17 +35,22 @@ def pair_cases(op: str) -> Iterator[Case]:
         yield from module.SPACE.cases()
 
 
-def more(reference: Reference[..., Any], own: Iterable[Case]) -> Iterator[Case]:
+def every_case(reference: Reference[..., Any]) -> Iterator[Case]:
     """An op's own cases, those in which every two facts meet, and what it must refuse."""
-    given: list[Case] = []
-    for case in own:
+    module, given = of(reference.__name__), list[Case]()
+    if module is None:
+        return
+    for case in module.cases():
         given.append(case)
         yield case
-    if of(reference.__name__) is None:
-        return
     yield from pair_cases(reference.__name__)
     names, plain = {case.name for case in given}, next(case for case in given if not case.flags)
     yield from (case for case in refusals(reference, plain) if case.name not in names)
+
+
+def bench_cases(op: str, shapes: Shapes) -> Iterable[Case]:
+    """The calls of an op that are worth timing, at those of the shapes that are its kind."""
+    return of(op).bench_cases(shapes)  # type: ignore[union-attr]  # an op has such a module
 
 
 def tokens(op: str, arguments: Mapping[str, Any]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +13,32 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import EXPERTS
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.tensors import BEGINS, laid, small_enough, strides_fit
+from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference.to_blocked import blocked_bytes
-from mxspec.spec import random_bits
+from mxspec.spec import Case, Shapes, random_bits, these
+
+
+def cases() -> Iterator[Case]:
+    for R, C in [(128, 4), (1, 1), (127, 3), (129, 5), (300, 70)]:
+        yield Case(f"{R}x{C}", these(random_bits(blocked_bytes(R, C), dtype=torch.uint8), R, C))
+    yield Case("3-D 3x130x6", these(random_bits(3, 2048, dtype=torch.uint8), 130, 6))
+    yield Case("3-D e8m0fnu", these(random_bits(3, 2048, dtype=torch.float8_e8m0fnu), 130, 6))
+    yield Case("e8m0fnu", these(random_bits(2048, dtype=torch.float8_e8m0fnu), 130, 6))
+    yield Case("no rows", these(torch.zeros(0, dtype=torch.uint8), 0, 8), flags={"edge"})
+    yield Case("wrong size", these(torch.zeros(512, dtype=torch.uint8), 129, 4), raises=ValueError, match="1024")
+    yield Case("negative", these(torch.zeros(512, dtype=torch.uint8), -1, 4), raises=ValueError, match=">= 0")
+    float_rows = these(torch.zeros(512, dtype=torch.uint8), 64.0, 2)
+    yield Case("rows of 64.0", float_rows, raises=TypeError, match="rows = 64.0")
+    yield Case("int32", these(torch.zeros(512, dtype=torch.int32), 128, 4), raises=TypeError, match="int32")
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def tiles(R: int, C: int) -> tuple[Tensor, int, int]:
+        return torch.randint(0, 256, (blocked_bytes(R, C),), dtype=torch.uint8), R, C
+
+    for M, K in shapes.matrices:
+        R, C = M, -(-K // MX_BLOCK_SIZE)  # the scales of a quantized M x K
+        yield Case(f"{R}x{C}", partial(tiles, R, C))
 
 
 def _possible(choice: Choice) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, nothing_in_groups, offsets
@@ -22,14 +26,148 @@ from mxspec.cases.common.matmuls import (
     operand_fits,
     poison,
 )
+from mxspec.cases.common.mx_operands import (
+    E4M3FN,
+    E5M2,
+    Operands,
+    bench_sizes,
+    codes,
+    every_scale,
+    laid_out,
+    pair,
+    special,
+)
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space, given
+from mxspec.cases.common.token_groups import grouped, offs_of
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
-from mxspec.reference._groups import round_up
+from mxspec.reference.common.groups import round_up
 from mxspec.reference.mx_dequantize import OUT_DTYPES
-from mxspec.reference.mx_quantize import SCALE_LAYOUTS
+from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
+from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.to_blocked import blocked_bytes, to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
+from mxspec.spec import Case, Shapes, random_normal, these
+
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def arguments(operands: Operands, offs: Tensor, layout: str = "blocked") -> Arguments:
+    """A call's arguments from codes and plain scales; rows that belong to no group have nothing but NaN."""
+    a, a_scale, b, b_scale = operands
+    if offs.numel():
+        a[offs[-1] :], a_scale.view(torch.uint8)[offs[-1] :] = torch.nan, 255
+    a_scale = laid_out(a_scale, layout, lambda scale: to_blocked_m_groups(scale, offs)[0])
+    return a, a_scale, b, laid_out(b_scale, layout, to_blocked), offs
+
+
+def made(
+    sizes: list[int], rest: int, N: int, K: int, layout: str = "blocked", dtypes: Any = (E4M3FN, E4M3FN)
+) -> Arguments:
+    """Tokens of each group, and rows that belong to none."""
+    M, E = sum(sizes) + rest, len(sizes)
+    return arguments(pair((M, K), (E, N, K), dtypes), offs_of(sizes), layout)
+
+
+def quantized(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
+    x, w = random_normal(sum(sizes), K), random_normal(len(sizes), N, K, seed=1)
+    a, a_scale, _, end = mx_quantize_groups(x, offs_of(sizes), scale_layout=layout)
+    return a, a_scale, *mx_quantize(w, scale_layout=layout), end
+
+
+def of_dgrad(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
+    """dy by w quantized along N."""
+    dy, w = random_normal(sum(sizes), N), random_normal(len(sizes), N, K, seed=1)
+    a, a_scale, _, end = mx_quantize_groups(dy, offs_of(sizes), elem_dtype=E5M2, scale_layout=layout)
+    qdata, scale = mx_quantize(w, axis=-2, scale_layout=layout)
+    return a, a_scale, qdata.mT, scale, end
+
+
+def every_scale_pair(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
+    M, E, C = sum(sizes), len(sizes), K // MX_BLOCK_SIZE
+    b_scale = every_scale(E * N, C, down=True, seed=2).view(E, N, C)
+    first, second = codes(M, K), codes(E, N, K, seed=3)
+    return arguments((first, every_scale(M, C, down=False), second, b_scale), offs_of(sizes), layout)
+
+
+def refused() -> Iterator[Case]:
+    plain = made([5, 0, 40], 5, 40, 64, "plain")
+    a, a_scale, b, b_scale, offs = made([5, 0, 40], 5, 40, 64)
+
+    def case(name, error, match, a=a, a_scale=a_scale, b=b, b_scale=b_scale, offs=offs, **kwargs):
+        return Case(name, these(a, a_scale, b, b_scale, offs), kwargs, raises=error, match=match)
+
+    yield case("bf16 codes", TypeError, "b has dtype torch.bfloat16; needs torch.float8_e4m3fn or", b=b.bfloat16())
+    yield case("a uint8 scale", TypeError, "b_scale has dtype torch.uint8", b_scale=b_scale.view(torch.uint8))
+    yield case("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
+    yield case("fp64 out", TypeError, "out_dtype = torch.float64", out_dtype=torch.float64)
+    yield case("2-D b", ValueError, "b has shape (40, 64); needs a 3-D tensor", b=b[0])
+    yield case("3-D a", ValueError, "a has shape (1, 50, 64); needs a 2-D tensor", a[None])
+    yield case("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D tensor", offs=offs[None])
+    yield case("an offs too few", ValueError, "offs has shape (2,); needs (3,) for 3 experts", offs=offs[:2])
+    yield case("another K", ValueError, "needs (3, 40, 32) for a (50, 32)", a[:, :32])
+    yield case("K = 48", ValueError, "K = 48 is not a multiple of block_size 32", a[:, :48], b=b[..., :48])
+    yield case("b not K-major", ValueError, "b has strides (2560, 1, 40); needs K-major", b=b.mT.contiguous().mT)
+    yield case(
+        "a scale of too few rows", ValueError, "needs (434, 4) (blocked) for codes (50, 64)", a_scale=a_scale[9:]
+    )
+    yield case("a plain b_scale", ValueError, "b_scale has shape (3, 40, 2); needs (3, 512)", b_scale=plain[3])
+    yield case("blocked scales called plain", ValueError, "needs (50, 2) (plain)", scale_layout="plain")
+    wide = a_scale.view(torch.uint8).repeat(1, 2).view(a_scale.dtype)[:, :4]
+    yield case("a blocked scale with gaps", ValueError, "a_scale has strides (8, 1); needs blocked", a_scale=wide)
+    yield case("offs elsewhere", ValueError, "needs one device", offs=offs.to("meta"))
+    yield case("offs that decrease", ValueError, "offs[1] = 5 after 45", offs=offs.flip(0), check_offs=True)
+    yield case("offs past M", ValueError, "offs[-1] = 51 is past M = 50", offs=offs + 6, check_offs=True)
+
+
+def cases() -> Iterator[Case]:
+    for layout, out_dtype in product(SCALE_LAYOUTS, OUT_DTYPES):
+        kwargs, end = {"out_dtype": out_dtype, "scale_layout": layout}, f"{layout}, {str(out_dtype)[6:]}"
+        yield Case(f"three groups, {end}", partial(made, [5, 33, 64], 10, 72, 160, layout), kwargs)
+        yield Case(f"large groups, {end}", partial(made, [150, 129], 0, 136, 64, layout), kwargs)
+        yield Case(f"as quantized, {end}", partial(quantized, [40, 0, 70], 72, 96, layout), kwargs)
+        yield Case(f"dgrad, {end}", partial(of_dgrad, [33, 90], 96, 72, layout), kwargs)
+    for dtypes in ((E4M3FN, E5M2), (E5M2, E5M2)):
+        name = " by ".join(str(dtype).removeprefix("torch.float8_") for dtype in dtypes)
+        yield Case(name, partial(made, [30, 20], 0, 40, 128, dtypes=dtypes))
+    yield Case("few tokens and a long K", partial(made, [3, 1, 8], 0, 72, 1056))
+    yield Case("checked", partial(made, [30, 0, 10], 3, 40, 64), {"check_offs": True})
+    for layout in SCALE_LAYOUTS:
+        kw = {"scale_layout": layout}
+        for name, sizes, M, _, _ in grouped():
+            if len(sizes) < 300 and name != "three groups":
+                args = partial(made, sizes, M - sum(sizes), 40, 64, layout)
+                yield Case(f"{name}, {layout}", args, kw, flags={"edge"})
+        yield Case(f"K = 32, {layout}", partial(made, [20, 12], 0, 136, 32, layout), kw, flags={"edge"})
+        yield Case(f"one column, {layout}", partial(made, [20, 12], 0, 1, 64, layout), kw, flags={"edge"})
+        yield Case(f"no columns, {layout}", partial(made, [20, 12], 0, 0, 64, layout), kw, flags={"edge"})
+        yield Case(f"K = 0: sums of nothing, {layout}", partial(made, [4, 3], 2, 40, 0, layout), kw, flags={"edge"})
+        far = partial(every_scale_pair, [30, 10], 72, 512, layout)
+        yield Case(f"scales from 2^-127 to 2^127, {layout}", far, {"out_dtype": torch.float32, **kw}, flags={"edge"})
+        for name, operands in special((50, 96), (3, 40, 96)):
+            given = these(*arguments(operands, offs_of([7, 11, 20]), layout))
+            yield Case(f"{name}, {layout}", given, kw, flags={"edge"})
+    yield from refused()
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def weights(N: int, K: int, E: int) -> tuple[Tensor, Tensor]:
+        return mx_quantize(torch.randn(E, N, K, dtype=torch.bfloat16), scale_layout="blocked")
+
+    def even(M: int, N: int, K: int, E: int) -> Arguments:
+        a, a_scale = mx_quantize(torch.randn(M, K, dtype=torch.bfloat16))
+        offs = offs_of(bench_sizes(M, E, ragged=False)[0])
+        return a, to_blocked_m_groups(a_scale, offs)[0], *weights(N, K, E), offs
+
+    def ragged(M: int, N: int, K: int, E: int) -> Arguments:
+        sizes, rows = bench_sizes(M, E, ragged=True)
+        a, a_scale, _, end = mx_quantize_groups(torch.randn(M, K, dtype=torch.bfloat16), offs_of(sizes))
+        return a[:rows], a_scale[: rows + 128 * E], *weights(N, K, E), end
+
+    for M, N, K, E in shapes.grouped:
+        yield Case(f"{M}x{N}x{K}, E {E}, even", partial(even, M, N, K, E))
+        if E > 1:
+            yield Case(f"{M}x{N}x{K}, E {E}, ragged, padded", partial(ragged, M, N, K, E))
 
 
 def _sizes(choice: Choice) -> tuple[int | None, ...]:

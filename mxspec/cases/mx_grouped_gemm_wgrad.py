@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, nothing_in_groups, offsets
@@ -21,13 +25,153 @@ from mxspec.cases.common.matmuls import (
     operand_fits,
     poison,
 )
+from mxspec.cases.common.mx_operands import (
+    E4M3FN,
+    E5M2,
+    Operands,
+    bench_sizes,
+    codes,
+    every_scale,
+    laid_out,
+    pair,
+    special,
+)
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space, given
+from mxspec.cases.common.token_groups import offs_of
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
-from mxspec.reference._groups import round_up
+from mxspec.reference.common.groups import round_up
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
+from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
+from mxspec.spec import Case, Shapes, random_normal, these
+
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def arguments(operands: Operands, offs: Tensor, layout: str = "blocked") -> Arguments:
+    """A call's arguments from codes `(N, M)`, `(K, M)` and plain scales; tokens of no group have nothing but NaN."""
+    dy, dy_scale, x, x_scale = operands
+    tokens = int(offs[-1]) if offs.numel() else 0
+    for qdata, scale in ((dy, dy_scale), (x, x_scale)):
+        qdata[:, tokens:], scale.view(torch.uint8)[:, tokens // MX_BLOCK_SIZE :] = torch.nan, 255
+
+    def rearrange(scale: Tensor) -> Tensor:
+        return to_blocked_k_groups(scale, offs // MX_BLOCK_SIZE)[0]
+
+    return dy.mT, laid_out(dy_scale, layout, rearrange), x.mT, laid_out(x_scale, layout, rearrange), offs
+
+
+def made(
+    sizes: list[int], rest: int, N: int, K: int, layout: str = "blocked", dtypes: Any = (E4M3FN, E4M3FN)
+) -> Arguments:
+    """Tokens of each group, and tokens that belong to none, in multiples of 32."""
+    M = sum(sizes) + rest
+    return arguments(pair((N, M), (K, M), dtypes), offs_of(sizes), layout)
+
+
+def quantized(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
+    """Sizes are any."""
+    dy, x = random_normal(sum(sizes), N), random_normal(sum(sizes), K, seed=1)
+    quantize = partial(mx_quantize_groups, offs=offs_of(sizes), axis=-2, scale_layout=layout)
+    of_dy, of_x = quantize(dy, elem_dtype=E5M2), quantize(x)
+    return *of_dy[:2], *of_x[:2], of_x[3]
+
+
+def every_scale_pair(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
+    M = sum(sizes)
+    first, second = (
+        every_scale(N, M // MX_BLOCK_SIZE, down=False),
+        every_scale(K, M // MX_BLOCK_SIZE, down=True, seed=2),
+    )
+    return arguments((codes(N, M), first, codes(K, M, seed=3), second), offs_of(sizes), layout)
+
+
+def refused() -> Iterator[Case]:
+    dy, dy_scale, x, x_scale, offs = made([64, 0, 32], 32, 40, 72)
+
+    def case(name, error, match, dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, offs=offs, **kwargs):
+        return Case(name, these(dy, dy_scale, x, x_scale, offs), kwargs, raises=error, match=match)
+
+    yield case("bf16 codes", TypeError, "x has dtype torch.bfloat16; needs torch.float8_e4m3fn or", x=x.bfloat16())
+    yield case("a uint8 scale", TypeError, "x_scale has dtype torch.uint8", x_scale=x_scale.view(torch.uint8))
+    yield case("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
+    yield case("fp16 out", TypeError, "out_dtype = torch.float16", out_dtype=torch.float16)
+    yield case("3-D dy", ValueError, "dy has shape (1, 128, 40); needs a 2-D tensor", dy[None])
+    yield case("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D tensor", offs=offs[None])
+    yield case("fewer tokens of x", ValueError, "needs (128, 72) for dy (128, 40)", x=x[:96])
+    yield case("M = 80", ValueError, "M = 80 is not a multiple of block_size 32", dy[:80], x=x[:80])
+    yield case("dy row-major", ValueError, "dy has strides (40, 1); needs column-major", dy.contiguous())
+    yield case("x row-major", ValueError, "x has strides (72, 1); needs column-major", x=x.contiguous())
+    yield case("scales of too many groups", ValueError, "needs (128, 12) (blocked) for", offs=offs[:2])
+    yield case("blocked scales called plain", ValueError, "needs (40, 4) (plain) for codes", scale_layout="plain")
+    wide = x_scale.view(torch.uint8).repeat(1, 2).view(x_scale.dtype)[:, :16]
+    yield case("a blocked scale with gaps", ValueError, "x_scale has strides (32, 1); needs blocked", x_scale=wide)
+    yield case("offs elsewhere", ValueError, "needs one device", offs=offs.to("meta"))
+    yield case("offs that decrease", ValueError, "offs[1] = 64 after 96", offs=offs.flip(0), check_offs=True)
+    yield case("offs of 56", ValueError, "offs[0] = 56; needs multiples of 32", offs=offs - 8, check_offs=True)
+    yield case("offs past M", ValueError, "offs[-1] = 160 is past M = 128", offs=offs + 64, check_offs=True)
+
+
+def cases() -> Iterator[Case]:
+    for layout, out_dtype in product(SCALE_LAYOUTS, OUT_DTYPES):
+        kwargs, end = {"out_dtype": out_dtype, "scale_layout": layout}, f"{layout}, {str(out_dtype)[6:]}"
+        yield Case(f"three groups, {end}", partial(made, [32, 160, 64], 32, 72, 136, layout), kwargs)
+        yield Case(f"as quantized, {end}", partial(quantized, [40, 0, 130], 72, 136, layout), kwargs)
+    for dtypes in ((E4M3FN, E5M2), (E5M2, E5M2)):
+        name = " by ".join(str(dtype).removeprefix("torch.float8_") for dtype in dtypes)
+        yield Case(name, partial(made, [64, 96], 0, 40, 72, dtypes=dtypes))
+    yield Case("many tokens", partial(made, [32, 1056], 0, 40, 72))
+    yield Case("checked", partial(made, [64, 0, 96], 32, 40, 72), {"check_offs": True})
+    sizes: dict[str, tuple[list[int], int]] = {
+        "one group": ([256], 0),
+        "empty groups": ([0, 32, 0, 0, 128, 32, 0], 0),
+        "all in one of eight": ([0, 0, 0, 96, 0, 0, 0, 0], 0),
+        "tokens past the last group": ([32, 0, 64], 96),
+        "no token in a group": ([0, 0], 64),
+        "no tokens": ([0, 0, 0], 0),
+        "no group": ([], 32),
+    }
+    for layout in SCALE_LAYOUTS:
+        kw = {"scale_layout": layout}
+        for name, (tokens, rest) in sizes.items():
+            yield Case(f"{name}, {layout}", partial(made, tokens, rest, 40, 72, layout), kw, flags={"edge"})
+        for name, (N, K) in {
+            "one row": (1, 72),
+            "one column": (72, 1),
+            "no rows": (0, 40),
+            "no columns": (40, 0),
+            "ragged against every tile": (131, 257),
+        }.items():
+            yield Case(f"{name}, {layout}", partial(made, [32, 64], 0, N, K, layout), kw, flags={"edge"})
+        far = partial(every_scale_pair, [256, 32, 224], 40, 72, layout)
+        yield Case(f"scales from 2^-127 to 2^127, {layout}", far, kw, flags={"edge"})
+        for name, operands in special((40, 160), (72, 160)):
+            args = these(*arguments(operands, offs_of([32, 64, 32]), layout))
+            yield Case(f"{name}, {layout}", args, kw, flags={"edge"})
+    yield from refused()
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def args(M: int, N: int, K: int, E: int, ragged: bool) -> Arguments:
+        sizes, rows = bench_sizes(M, E, ragged)
+
+        def quantized(features: int) -> tuple[Tensor, Tensor, Tensor]:
+            t = torch.randn(M, features, dtype=torch.bfloat16)
+            qdata, scale, _, end = mx_quantize_groups(t, offs_of(sizes), axis=-2)
+            Rp, cols = scale.shape[0], rows // MX_BLOCK_SIZE + 4 * E
+            return qdata[:rows].mT.contiguous().mT, scale.flatten()[: Rp * cols].view(Rp, cols), end
+
+        dy, dy_scale, end = quantized(N)
+        return dy, dy_scale, *quantized(K)[:2], end
+
+    for M, N, K, E in shapes.grouped:
+        for ragged, out_dtype in product((False, True) if E > 1 else (False,), (torch.bfloat16, torch.float32)):
+            if ragged and out_dtype == torch.float32:
+                continue
+            name = f"{M}x{N}x{K}, E {E}, {'ragged' if ragged else 'even'}, padded, {str(out_dtype)[6:]}"
+            yield Case(name, partial(args, M, N, K, E, ragged), {"out_dtype": out_dtype})
 
 
 def _sizes(choice: Choice) -> tuple[int | None, ...]:

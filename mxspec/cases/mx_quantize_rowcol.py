@@ -2,13 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from mxspec.cases.common.blocks import edge_blocks, every_exponent
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, PAST_A_GRID, REPEATED, STACK, fits, made, shape_of
 from mxspec.cases.common.space import Space
-from mxspec.reference._numerics import SCALINGS
-from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.reference.common import checks
+from mxspec.reference.common.numerics import SCALINGS
+from mxspec.reference.mx_quantize import ELEM_CHOICES, FORMATS, SCALE_LAYOUTS
+from mxspec.spec import Case, Shapes, given, random_bits, random_normal, these
+
+
+def cases() -> Iterator[Case]:
+    # Every value of an option meets every value of every other.
+    for i, (dtype, scaling) in enumerate(product(checks.FLOAT_DTYPES, SCALINGS)):
+        layout, elem = SCALE_LAYOUTS[(i + i // 4) % 2], ("e4m3fn", "e5m2")[(i // 2 + i // 4) % 2]
+        options = {"scaling": scaling, "scale_layout": layout, "elem_dtype": elem}
+        name = f"random bit patterns, {str(dtype)[6:]}, {elem}, {scaling}, {layout}"
+        yield Case(name, given(random_bits, 64, 96, dtype=dtype), options)
+    for scaling in SCALINGS:
+        square = lambda: (torch.cat([edge_blocks(), torch.ones(6, 64)]),)  # noqa: E731
+        yield Case(f"edge blocks, {scaling}", square, {"scaling": scaling}, flags={"edge"})
+        square = lambda: (torch.cat([every_exponent(), torch.ones(1, 128)]),)  # noqa: E731
+        yield Case(f"every exponent, {scaling}", square, {"scaling": scaling}, flags={"edge"})
+    for layout in SCALE_LAYOUTS:
+        kw: dict[str, Any] = {"scale_layout": layout}
+        for shape in [(32, 32), (288, 160), (160, 416), (2, 96, 160), (3, 160, 32)]:
+            yield Case(f"{'x'.join(map(str, shape))}, {layout}", given(random_normal, *shape), kw)
+        yield Case(f"transposed input, {layout}", lambda: (random_normal(96, 160).mT,), kw)
+        yield Case(f"every second row, {layout}", lambda: (random_normal(192, 64)[::2],), kw)
+        yield Case(f"every second column, {layout}", lambda: (random_normal(96, 320)[:, ::2],), kw)
+        yield Case(f"no rows, {layout}", given(torch.zeros, 0, 64), kw, flags={"edge"})
+        yield Case(f"no columns, {layout}", given(torch.zeros, 64, 0), kw, flags={"edge"})
+        yield Case(f"no experts, {layout}", given(torch.zeros, 0, 64, 32), kw, flags={"edge"})
+        large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
+        yield Case(f"2^31 elements and more, {layout}", large, kw, flags={"large"})
+    for fmt in [fmt for fmt in FORMATS if fmt.per_byte > 1]:
+        for i, (dtype, scaling) in enumerate(zip((*checks.FLOAT_DTYPES, torch.bfloat16), SCALINGS, strict=True)):
+            kw = {"elem_dtype": fmt.dtype, "scaling": scaling, "scale_layout": SCALE_LAYOUTS[i % 2]}
+            bits = given(random_bits, *((64, 96) if i < 2 else (2, 32, 160)), dtype=dtype)
+            yield Case(f"random bit patterns, {str(dtype)[6:]}, {fmt.name}, {scaling}", bits, kw)
+            square = lambda: (torch.cat([edge_blocks(), torch.ones(6, 64)]),)  # noqa: E731
+            yield Case(f"edge blocks, {fmt.name}, {scaling}", square, kw, flags={"edge"})
+
+    def refused(name, x, error, match, **kwargs):
+        return Case(name, these(x), kwargs, raises=error, match=match)
+
+    x = torch.zeros(64, 64)
+    yield refused("K = 100", torch.zeros(64, 100), ValueError, "K = 100 is not a multiple of block_size 32")
+    yield refused("M = 100", torch.zeros(100, 64), ValueError, "M = 100 is not a multiple of block_size 32")
+    yield refused("1-D", torch.zeros(64), ValueError, "2-D or 3-D")
+    yield refused("float64", x.double(), TypeError, "torch.float64")
+    yield refused("sparse", x.to_sparse(), ValueError, "torch.sparse_coo")
+    yield refused("unknown scaling", x, ValueError, "'nearest'", scaling="nearest")
+    yield refused("unknown layout", x, ValueError, "'swizzled'", scale_layout="swizzled")
+    yield refused("int8 elements", x, TypeError, "int8", elem_dtype=torch.int8)
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    for shape in (*shapes.matrices, *shapes.experts):
+        if shape[-2] % MX_BLOCK_SIZE == 0:  # not for a few tokens, which only the forward pass has
+            x = given(torch.randn, *shape, dtype=torch.bfloat16)
+            for layout in SCALE_LAYOUTS if len(shape) == 2 else ("blocked",):
+                yield Case(f"{'x'.join(map(str, shape))}, rceil, {layout}", x, {"scale_layout": layout})
 
 
 def _make(choice: Choice) -> tuple[Tensor]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX, made
@@ -9,6 +13,49 @@ from mxspec.cases.common.groups import ARRANGED, GROUPS, PLAIN_GROUPS, groups_fi
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, fits
 from mxspec.cases.common.space import Space
+from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random_offs
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.spec import Case, Shapes, random_bits, these
+
+
+def cases() -> Iterator[Case]:
+    def args(R, sizes, C, dtype=torch.uint8):
+        return random_bits(R, C, dtype=dtype), offs_of(sizes)
+
+    for name, sizes, C, _, flags in grouped():
+        yield Case(name, partial(args, 40, sizes, C), flags=flags)
+    for R in (1, 128, 130, 300):
+        yield Case(f"R = {R}", partial(args, R, [7, 0, 70, 3], 83))
+    yield Case("e8m0fnu", partial(args, 130, [4, 9], 13, torch.float8_e8m0fnu))
+    scale, offs = args(130, [5, 0, 12], 20)
+    yield Case("no rows", these(scale[:0], offs), flags={"edge"})
+    yield Case("one tile and no group", these(scale[:, :1], offs[:0]))
+    yield Case("transposed input", lambda: (random_bits(20, 130, dtype=torch.uint8).mT, offs))
+    far = lambda: (far_apart(140, 8, torch.float16).view(torch.uint8), offs_of([9, 6]))  # noqa: E731
+    yield Case("rows far apart", far, flags={"edge"})
+    yield Case("checked", these(scale, offs), {"check_offs": True})
+    large = random_bits(1, 64, dtype=torch.uint8).expand(2**25 + 256, 64)
+    yield Case("2^31 bytes and more", these(large, offs_of([64])), flags={"large"})
+
+    def refused(name, error, match, scale=scale, offs=offs, **kwargs):
+        return Case(name, these(scale, offs), kwargs, raises=error, match=match)
+
+    yield refused("int32 scale", TypeError, "scale has dtype torch.int32", scale.int())
+    yield refused("3-D", ValueError, "2-D", scale[None])
+    yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
+    yield refused("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D", offs=offs[None])
+    yield refused("offs elsewhere", ValueError, "one device", offs=offs.to("meta"))
+    yield refused("offs past C", ValueError, "offs[-1] = 37 is past C = 20", offs=offs + 20, check_offs=True)
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def args(R: int, C: int, G: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 256, (R, C), dtype=torch.uint8), random_offs(C, G)
+
+    for M, K, G in shapes.padding:
+        if G in (8, 256):
+            R, C = K, M // MX_BLOCK_SIZE  # the scales of `(M, K)` tokens along the tokens
+            yield Case(f"{R}x{C}, G {G}", partial(args, R, C, G))
 
 
 def _make(choice: Choice) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX, made
@@ -10,6 +14,49 @@ from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, ONE_COLUMN_APART, PLAIN, fits
 from mxspec.cases.common.space import Space
+from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random_offs
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.spec import Case, Shapes, random_bits, these
+
+
+def cases() -> Iterator[Case]:
+    def args(sizes, M, C, dtype=torch.uint8):
+        return random_bits(M, C, dtype=dtype), offs_of(sizes)
+
+    for name, sizes, M, _, flags in grouped():
+        if len(sizes) < 1000:  # which would be minutes interpreted; a test on a GPU has them
+            yield Case(name, partial(args, sizes, M, 8), flags=flags)
+    for C in (1, 3, 6, 64, 208):
+        yield Case(f"C = {C}", partial(args, [7, 0, 130, 24], 170, C))
+    yield Case("e8m0fnu", partial(args, [130, 20], 150, 12, torch.float8_e8m0fnu))
+    scale, offs = args([5, 0, 130], 140, 8)
+    yield Case("no columns", these(scale[:, :0], offs), flags={"edge"})
+    yield Case("transposed input", lambda: (random_bits(8, 140, dtype=torch.uint8).mT, offs))
+    far = lambda: (far_apart(140, 8, torch.float16).view(torch.uint8), offs_of([100, 39]))  # noqa: E731
+    yield Case("rows far apart", far, flags={"edge"})
+    yield Case("checked", these(scale, offs), {"check_offs": True})
+    large = random_bits(1, 2048, dtype=torch.uint8).expand(2**20 + 256, 2048)
+    yield Case("2^31 bytes and more", these(large, offs_of([2**20 + 256])), flags={"large"})
+
+    def refused(name, error, match, scale=scale, offs=offs, **kwargs):
+        return Case(name, these(scale, offs), kwargs, raises=error, match=match)
+
+    yield refused("int32 scale", TypeError, "scale has dtype torch.int32", scale.int())
+    yield refused("3-D", ValueError, "2-D", scale[None])
+    yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
+    yield refused("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D", offs=offs[None])
+    yield refused("offs elsewhere", ValueError, "one device", offs=offs.to("meta"))
+    yield refused("offs that decrease", ValueError, "after 135", offs=offs.flip(0), check_offs=True)
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def args(R: int, C: int, G: int) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 256, (R, C), dtype=torch.uint8), random_offs(R, G)
+
+    for M, K, G in shapes.padding:
+        if G in (8, 256):
+            R, C = M, -(-K // MX_BLOCK_SIZE)
+            yield Case(f"{R}x{C}, G {G}", partial(args, R, C, G))
 
 
 def _make(choice: Choice) -> tuple[Tensor, Tensor]:

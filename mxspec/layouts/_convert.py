@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mxspec.layouts._table import E8M0, FP32, LAYOUTS, Shape, layout_named
-from mxspec.reference import _checks
+from mxspec.reference.common import checks
 
 
 def _converted(plain: Tensor, dtype: torch.dtype, to: str) -> Tensor:
@@ -40,7 +40,7 @@ def _shape_of(op: str, shape: Sequence[int], layouts: Sequence[str]) -> Shape:
     if not isinstance(shape, Sequence):
         raise TypeError(f"{op}: shape = {shape!r}; needs {needs}")
     for n in shape:
-        _checks.size(op, "shape", n)
+        checks.size(op, "shape", n)
     if len(shape) not in ((2,) if only_matrices else (2, 3)):
         raise ValueError(f"{op}: the scales in {' and '.join(layouts)} have shape {tuple(shape)}; needs {needs}")
     return tuple(shape)
@@ -55,9 +55,9 @@ def _check_offs(op: str, offs: Tensor | None, shape: Shape, scale: Tensor, layou
         return
     if not groups:
         raise ValueError(f"{op}: offs, but no groups in {names}; needs none")
-    _checks.offsets(op, "offs", offs, ("scale", scale))
+    checks.offsets(op, "offs", offs, ("scale", scale))
     for along in groups:
-        _checks.offs_in_order(op, offs, along, shape["RC".index(along)])
+        checks.offs_in_order(op, offs, along, shape["RC".index(along)])
 
 
 def _check_stored(stored: Tensor, name: str, shape: Shape, offs: Tensor | None) -> None:
@@ -121,7 +121,7 @@ def convert(
     """
     op = "layouts.convert"
     source, target = layout_named(op, "from_", from_), layout_named(op, "to", to)
-    _checks.dense(op, "scale", scale)
+    checks.dense(op, "scale", scale)
     if shape is None:
         if not source.holds_shape:
             raise ValueError(f"{op}: from {from_} needs shape=, that of the scales; {tuple(scale.shape)} has padding")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mxspec.layouts._convert import sent
 from mxspec.layouts._table import LAYOUTS
-from mxspec.reference import _checks
+from mxspec.reference.common import checks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def _span(held: Tensor, shape: Sequence[int]) -> str:
 def _cells(
     op: str, layout: str, shape: Sequence[int], offs: Tensor | None, by: str, device: torch.device | str | None
 ) -> _Cells:
-    _checks.choice(op, "by", by, ("memory", "matrix"))
+    checks.choice(op, "by", by, ("memory", "matrix"))
     memory, width = sent(op, layout, shape, offs, device)
     if not prod(shape):
         raise ValueError(f"{op}: shape = {tuple(shape)}; a picture needs at least one scale")
@@ -158,8 +158,8 @@ def draw(
         owner = (rows % 128 // band if band > 1 else rows)[:, None].expand(tuple(shape))
         labels = labels or [f"rows +{i}..{i + band - 1}" for i in range(0, 128, band) if band > 1]
     else:
-        _checks.dense("layouts.draw", "owner", owner)
-        _checks.shape("layouts.draw", "owner", owner, tuple(shape), "as the scales")
+        checks.dense("layouts.draw", "owner", owner)
+        checks.shape("layouts.draw", "owner", owner, tuple(shape), "as the scales")
     owners = torch.cat([owner.flatten().cpu(), torch.tensor([-1])])[cells.scale]  # -1 is the last
     colour = torch.where(owners < 0, -1, owners % len(COLORS))
 

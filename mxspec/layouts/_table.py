@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import mxspec
-from mxspec.reference import _checks
-from mxspec.reference._groups import bounds, padded_rows, round_up
+from mxspec.reference.common import checks
+from mxspec.reference.common.groups import bounds, padded_rows, round_up
 from mxspec.reference.to_blocked_k_groups import tile_places
 
 E8M0 = (torch.float8_e8m0fnu, torch.uint8)
@@ -229,7 +229,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_named(op: str, argument: str, name: str) -> Layout:
-    _checks.choice(op, argument, name, list(LAYOUTS))
+    checks.choice(op, argument, name, list(LAYOUTS))
     return LAYOUTS[name]
 
 

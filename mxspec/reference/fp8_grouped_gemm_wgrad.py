@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
-from mxspec.reference import _checks
-from mxspec.reference._fp8_numerics import values
-from mxspec.reference._groups import each_group, flat_places, group_of_tokens
-from mxspec.reference._groups_cases import offs_of
-from mxspec.reference._mx_gemm_cases import bench_sizes
-from mxspec.reference._numerics import round_once
-from mxspec.reference.fp8_gemm import MIN_SQNR_DB, codes, scales
-from mxspec.reference.fp8_grouped_gemm import Arguments, check_operands
-from mxspec.reference.fp8_quantize_k_groups import fp8_quantize_k_groups
+from mxspec.reference.common import checks
+from mxspec.reference.common.fp8_numerics import values
+from mxspec.reference.common.groups import each_group, flat_places, group_of_tokens
+from mxspec.reference.common.numerics import round_once
+from mxspec.reference.fp8_gemm import MIN_SQNR_DB
+from mxspec.reference.fp8_grouped_gemm import check_operands
 from mxspec.reference.mx_dequantize import OUT_DTYPES
-from mxspec.spec import Case, Shapes, normal, spec, these
+from mxspec.spec import spec
 
 
 def check_groups(
     op: str, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, check_offs: bool
 ) -> None:
     check_operands(op, ("dy", dy, dy_scale, 2), ("x", x, x_scale, 2))
-    _checks.offsets(op, "offs", offs, ("dy", dy))
+    checks.offsets(op, "offs", offs, ("dy", dy))
     (N, R), K = dy.shape, x.shape[0]
-    _checks.shape(op, "x", x, (K, R), f"for dy {(N, R)}")
-    _checks.multiple(op, "R", R, FP8_BLOCK_SIZE)
+    checks.shape(op, "x", x, (K, R), f"for dy {(N, R)}")
+    checks.multiple(op, "R", R, FP8_BLOCK_SIZE)
     C = R // FP8_BLOCK_SIZE
-    _checks.shape(op, "dy_scale", dy_scale, (N, C), f"(128 tokens a block) for dy {(N, R)}")
-    _checks.shape(op, "x_scale", x_scale, (K, C), f"(128 tokens a block) for x {(K, R)}")
+    checks.shape(op, "dy_scale", dy_scale, (N, C), f"(128 tokens a block) for dy {(N, R)}")
+    checks.shape(op, "x_scale", x_scale, (K, C), f"(128 tokens a block) for x {(K, R)}")
     for name, flat in (("dy", dy), ("x", x)):
         if not flat.is_contiguous():
             raise ValueError(f"{op}: {name} has strides {flat.stride()}; needs it contiguous, for it is read as flat")
-    _checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", R)
-    if _checks.flag(op, "check_offs", check_offs):
-        _checks.offs_in_order(op, offs, "R", R, FP8_BLOCK_SIZE)
+    checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", R)
+    if checks.flag(op, "check_offs", check_offs):
+        checks.offs_in_order(op, offs, "R", R, FP8_BLOCK_SIZE)
 
 
 def check_args(
@@ -54,131 +49,7 @@ def check_args(
 ) -> None:
     op = "fp8_grouped_gemm_wgrad"
     check_groups(op, dy, dy_scale, x, x_scale, offs, check_offs)
-    _checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
-
-
-def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: str = "mn") -> Arguments:
-    """Tokens of each group, and what follows the last group, all of it NaN, in multiples of 128."""
-    tokens, R = sum(sizes), sum(sizes) + rest
-    operands: list[Tensor] = []
-    for D, seed in ((N, 0), (K, 2)):
-        q, scale = codes(D, R, seed), scales(D, R // FP8_BLOCK_SIZE, spread, major, seed + 1)
-        if sizes:
-            q.view(-1)[D * tokens :], scale[:, tokens // FP8_BLOCK_SIZE :] = torch.nan, torch.nan
-        operands += [q, scale]
-    dy, dy_scale, x, x_scale = operands
-    return dy, dy_scale, x, x_scale, offs_of(sizes)
-
-
-def quantized(sizes: list[int], N: int, K: int) -> Arguments:
-    """Sizes are any."""
-    dy, x = normal(sum(sizes), N).bfloat16(), normal(sum(sizes), K, seed=1).bfloat16()
-    of_dy, of_x = (fp8_quantize_k_groups(t, offs_of(sizes)) for t in (dy, x))
-    return *of_dy[:2], *of_x[:2], of_x[3]
-
-
-SIZES: dict[str, tuple[list[int], int]] = {
-    "one group": ([256], 0),
-    "empty groups": ([0, 128, 0, 0, 256, 128, 0], 0),
-    "all in one of eight": ([0, 0, 0, 128, 0, 0, 0, 0], 0),
-    "tokens past the last group": ([128, 0, 128], 256),
-    "no token in a group": ([0, 0], 128),
-    "no tokens": ([0, 0, 0], 0),
-    "no group": ([], 128),
-}
-FEATURES = {  # N, K
-    "one row": (1, 72),
-    "one column": (72, 1),
-    "no rows": (0, 40),
-    "no columns": (40, 0),
-    "ragged against every tile": (131, 257),
-}
-
-
-def special() -> Iterator[tuple[str, Arguments]]:
-    """Special values in the second of three groups, of which the first has 128 tokens and it has 256."""
-    for operand, D, name in ((0, 40, "dy"), (2, 72, "x")):
-        args = made([128, 256, 128], 0, 40, 72)
-        args[operand].view(-1)[D * 128 + 3 * 256 + 200] = torch.nan  # feature 3, token 200
-        yield f"a NaN code in {name}", args
-        args = made([128, 256, 128], 0, 40, 72)
-        args[operand + 1][5, 2] = torch.nan  # feature 5, tokens 128 to 255
-        yield f"a NaN scale in {name}", args
-        args = made([128, 256, 128], 0, 40, 72)
-        args[operand].view(-1)[D * 128 : D * 384] = -0.0
-        args[operand + 1][:, 3] = 0
-        yield f"zeros in {name}", args
-
-
-def refused() -> Iterator[tuple[str, Arguments, type[Exception], str, dict[str, Any]]]:
-    """What none of the ops on these operands takes."""
-    dy, dy_scale, x, x_scale, offs = made([128, 0, 256], 128, 40, 72)
-
-    def case(name, error, match, dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, offs=offs, **kwargs):
-        return name, (dy, dy_scale, x, x_scale, offs), error, match, kwargs
-
-    yield case("bf16 codes", TypeError, "x has dtype torch.bfloat16; needs torch.float8_e4m3fn", x=x.bfloat16())
-    yield case("e5m2 codes", TypeError, "dy has dtype torch.float8_e5m2; needs", dy.view(torch.float8_e5m2))
-    yield case("bf16 scale", TypeError, "x_scale has dtype torch.bfloat16", x_scale=x_scale.bfloat16())
-    yield case("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
-    yield case("1-D dy", ValueError, "dy has shape (20480,); needs a 2-D tensor", dy.flatten())
-    yield case("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D tensor", offs=offs[None])
-    yield case("fewer tokens of x", ValueError, "needs (72, 512) for dy (40, 512)", x=x[:, :384].contiguous())
-    short = (t[:, :400].contiguous() for t in (dy, x))
-    yield case("R = 400", ValueError, "R = 400 is not a multiple of block_size 128", next(short), x=next(short))
-    yield case("a scale of too few", ValueError, "dy_scale has shape (40, 3); needs (40, 4)", dy_scale=dy_scale[:, :3])
-    turned = {"match": "dy has strides (1, 40); needs it contiguous", "dy": dy.t().contiguous().t()}
-    yield case("dy token-major", ValueError, **turned)
-    yield case("offs elsewhere", ValueError, "needs one device", offs=offs.to("meta"))
-    yield case("offs that decrease", ValueError, "offs[1] = 128 after 384", offs=offs.flip(0), check_offs=True)
-    yield case("offs of 120", ValueError, "offs[0] = 120; needs multiples of 128", offs=offs - 8, check_offs=True)
-    yield case("offs past R", ValueError, "offs[-1] = 640 is past R = 512", offs=offs + 256, check_offs=True)
-
-
-def cases() -> Iterator[Case]:
-    for out_dtype in OUT_DTYPES:
-        kwargs, end = {"out_dtype": out_dtype}, str(out_dtype)[6:]
-        for major in ("k", "mn"):
-            of_three = partial(made, [128, 384, 256], 128, 72, 136, 1, major)
-            yield Case(f"three groups, {major}-major, {end}", of_three, kwargs)
-        yield Case(f"large matrices, {end}", partial(made, [256, 128], 0, 264, 144), kwargs)
-        yield Case(f"as quantized, {end}", partial(quantized, [40, 0, 130], 72, 136), kwargs)
-    yield Case("many tokens", partial(made, [128, 1280], 0, 40, 72))
-    yield Case("checked", partial(made, [128, 0, 256], 128, 40, 72), {"check_offs": True})
-    for name, (sizes, rest) in SIZES.items():
-        yield Case(name, partial(made, sizes, rest, 40, 72), flags={"edge"})
-    for name, (N, K) in FEATURES.items():
-        yield Case(name, partial(made, [128, 256], 0, N, K), flags={"edge"})
-    yield Case("scales of 2^-40 to 2^40", partial(made, [256, 128], 0, 40, 72, 40), flags={"edge"})
-    for name, args in special():
-        yield Case(name, these(*args), flags={"edge"})
-    for name, args, error, match, kwargs in refused():
-        yield Case(name, these(*args), kwargs, raises=error, match=match)
-    fp16 = {"out_dtype": torch.float16}
-    yield Case("fp16 out", partial(made, [128], 0, 40, 72), fp16, raises=TypeError, match="out_dtype = torch.float16")
-
-
-def bench_args(M: int, N: int, K: int, E: int, ragged: bool) -> Arguments:
-    """Operands cut to the rows that belong to a group."""
-    sizes, rows = bench_sizes(M, E, ragged)
-
-    def quantized(D: int) -> tuple[Tensor, Tensor, Tensor]:
-        t = torch.randn(M, D, dtype=torch.bfloat16)
-        qdata, scale, _, end = fp8_quantize_k_groups(t, offs_of(sizes))
-        return qdata.view(-1)[: D * rows].view(D, rows), scale[:, : rows // FP8_BLOCK_SIZE], end
-
-    dy, dy_scale, end = quantized(N)
-    return dy, dy_scale, *quantized(K)[:2], end
-
-
-def bench_cases(shapes: Shapes) -> Iterator[Case]:
-    for M, N, K, E in shapes.grouped:
-        even, ragged = (partial(bench_args, M, N, K, E, ragged) for ragged in (False, True))
-        bf16 = {"out_dtype": torch.bfloat16}
-        yield Case(f"{M}x{N}x{K}, E {E}, even, padded, float32", even)
-        yield Case(f"{M}x{N}x{K}, E {E}, even, padded, bfloat16", even, bf16)
-        if E > 1:
-            yield Case(f"{M}x{N}x{K}, E {E}, ragged, padded, bfloat16", ragged, bf16)
+    checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
 
 
 def group_values(flat: Tensor, scale: Tensor, offs: Tensor) -> Tensor:
@@ -198,12 +69,10 @@ def products(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Ten
 
 
 @spec(
-    cases=cases,
     check_args=check_args,
     min_sqnr_db=MIN_SQNR_DB,
     inf_is_free=True,
     flops=lambda args, outputs: 2 * args[0].numel() * args[2].shape[0],  # all R: offs is not read
-    bench_cases=bench_cases,
 )
 def fp8_grouped_gemm_wgrad(
     dy: Tensor,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
-from mxspec.reference import _checks
-from mxspec.reference._fp8_numerics import SCALE_FORMATS, quantization_scale
-from mxspec.reference._numerics import saturating_cast
-from mxspec.spec import Case, Shapes, given, normal, per_element, random_bits, random_normal, spec, these
+from mxspec.reference.common import checks
+from mxspec.reference.common.fp8_numerics import SCALE_FORMATS, quantization_scale
+from mxspec.reference.common.numerics import saturating_cast
+from mxspec.spec import per_element, spec
 
 SCALE_MAJORS = ("k", "mn")
 
@@ -21,86 +18,19 @@ def check_args(
     x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
 ) -> None:
     op = "fp8_quantize_1x128"
-    _checks.tensor_dtype(op, "x", x, _checks.FLOAT_DTYPES)
-    _checks.rank(op, "x", x, (2,))
-    _checks.choice(op, "axis", axis, (-1, -2))
-    _checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
-    _checks.choice(op, "scale_major", scale_major, SCALE_MAJORS)
-    _checks.eps(op, eps)
-    _checks.multiple(op, "K" if axis == -1 else "M", x.shape[axis], FP8_BLOCK_SIZE)
-
-
-def cases() -> Iterator[Case]:
-    for dtype in _checks.FLOAT_DTYPES:
-        for scale_format in SCALE_FORMATS:
-            name = f"random bit patterns, {str(dtype)[6:]}, {scale_format}"
-            yield Case(name, given(random_bits, 64, 256, dtype=dtype), {"scale_format": scale_format})
-    for axis in (-1, -2):
-        for major in SCALE_MAJORS:
-            name = f"128x384, axis {axis}, {major}-major scale"
-            yield Case(name, given(random_normal, 128, 384), {"axis": axis, "scale_major": major})
-    for scale_format in SCALE_FORMATS:
-        for dtype in _checks.FLOAT_DTYPES:
-            options = {"axis": -2, "scale_format": scale_format, "scale_major": "mn"}
-            name = f"axis -2, {str(dtype)[6:]}, {scale_format}"
-            yield Case(name, given(random_normal, 256, 96, dtype=dtype), options)
-    yield Case("one row", given(random_normal, 1, 128), {"scale_major": "mn"})
-    yield Case("ragged rows", given(random_normal, 77, 640))
-    yield Case("ragged columns", given(random_normal, 256, 77), {"axis": -2}, flags={"edge"})
-    for axis in (-1, -2):
-        kw: dict[str, Any] = {"axis": axis, "scale_major": "mn"}
-        yield Case(f"ragged against every tile, axis {axis}", given(random_normal, 384, 1408), kw)
-        yield Case(f"transposed input, axis {axis}", lambda: (random_normal(128, 256).mT,), kw)
-        yield Case(f"every second row, axis {axis}", lambda: (random_normal(256, 128)[::2],), {"axis": axis})
-        yield Case(f"every second column, axis {axis}", lambda: (random_normal(128, 512)[:, ::2],), kw)
-        large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
-        yield Case(f"2^31 elements and more, axis {axis}, mn-major", large, kw, flags={"large"})
-    yield Case("2^31 elements and more", large, flags={"large"})
-    yield Case("odd K, axis -2", given(random_normal, 128, 333), {"axis": -2}, flags={"edge"})
-    yield Case("larger eps", lambda: (random_normal(4, 128) * 2**-30,), {"eps": 1e-4})
-    yield Case("zeros, bf16", given(torch.zeros, 2, 128, dtype=torch.bfloat16), flags={"edge"})
-    yield Case("zeros, fp32", lambda: (-torch.zeros(2, 128),), {"scale_format": "pow2"}, flags={"edge"})
-    yield Case("amax below eps", given(torch.full, (1, 128), 1e-13), flags={"edge"})
-    yield Case("fp32 max", given(torch.full, (1, 128), torch.finfo().max), flags={"edge"})
-    yield Case(
-        "negated view", lambda: (torch.complex(normal(4, 128), normal(4, 128, seed=1)).conj().imag,), flags={"edge"}
-    )
-    for axis in (-1, -2):
-        yield Case(f"no rows, axis {axis}", given(torch.zeros, 0, 256), {"axis": axis}, flags={"edge"})
-        yield Case(f"no columns, axis {axis}", given(torch.zeros, 128, 0), {"axis": axis}, flags={"edge"})
-    ok = torch.zeros(128, 128)
-    refused: list[tuple[str, Tensor, dict[str, Any], type[Exception], str]] = [
-        ("K = 100", torch.zeros(4, 100), {}, ValueError, "K = 100"),
-        ("M = 100", torch.zeros(100, 4), {"axis": -2}, ValueError, "M = 100"),
-        ("3-D", torch.zeros(1, 4, 128), {}, ValueError, "2-D"),
-        ("float64", ok.double(), {}, TypeError, "float64"),
-        ("unknown scale format", ok, {"scale_format": "ue8m0"}, ValueError, "'ue8m0'"),
-        ("unknown major", ok, {"scale_major": "m"}, ValueError, "'m'"),
-        ("eps 0", ok, {"eps": 0.0}, ValueError, "eps = 0.0"),
-        ("eps whose factor overflows", ok, {"eps": 1e-36}, ValueError, "eps = 1e-36"),
-        ("eps inf", ok, {"eps": float("inf")}, ValueError, "eps = inf"),
-        ("eps as text", ok, {"eps": "1"}, TypeError, "eps = '1'"),
-        ("sparse", torch.zeros(128, 128).to_sparse(), {}, ValueError, "torch.sparse_coo"),
-    ]
-    for name, x, options, error, match in refused:
-        yield Case(name, these(x), options, raises=error, match=match)
-
-
-def bench_cases(shapes: Shapes) -> Iterator[Case]:
-    for M, K in (shape for shape in shapes.matrices if shape[0] >= 128):
-        x = given(torch.randn, M, K, dtype=torch.bfloat16)
-        yield Case(f"{M}x{K}, axis -1, k-major", x)
-        yield Case(f"{M}x{K}, axis -1, mn-major", x, {"scale_major": "mn"})  # what DeepGEMM and cuBLAS want
-        if M % FP8_BLOCK_SIZE == 0:  # not for a few tokens, which only the forward pass has
-            yield Case(f"{M}x{K}, axis -2, mn-major", x, {"axis": -2, "scale_major": "mn"})
+    checks.tensor_dtype(op, "x", x, checks.FLOAT_DTYPES)
+    checks.rank(op, "x", x, (2,))
+    checks.choice(op, "axis", axis, (-1, -2))
+    checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
+    checks.choice(op, "scale_major", scale_major, SCALE_MAJORS)
+    checks.eps(op, eps)
+    checks.multiple(op, "K" if axis == -1 else "M", x.shape[axis], FP8_BLOCK_SIZE)
 
 
 @spec(
-    cases=cases,
     check_args=check_args,
     flops=per_element(2),  # a maximum and a multiply
     peer_rules="blk",
-    bench_cases=bench_cases,
 )
 def fp8_quantize_1x128(
     x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12

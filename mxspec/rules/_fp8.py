@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
-from mxspec.reference._numerics import saturating_cast
+from mxspec.reference.common.numerics import saturating_cast
 from mxspec.reference.fp8_quantize_1x128 import check_args as check_1x128
 from mxspec.reference.fp8_quantize_128x128 import check_args as check_128x128
 

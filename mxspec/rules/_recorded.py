@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
-from mxspec.reference._numerics import unpacked
+from mxspec.reference.common.numerics import unpacked
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E8M0FNU, ElementFormat
-from mxspec.reference._numerics import saturating_cast
+from mxspec.reference.common.numerics import saturating_cast
 from mxspec.rules import _mx
 
 NAME = "gfloat"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import ElementFormat
-from mxspec.reference._numerics import reciprocal_scale, saturating_cast, shared_exponent
+from mxspec.reference.common.numerics import reciprocal_scale, saturating_cast, shared_exponent
 from mxspec.rules import _mx
 
 NAME = "OCP MX v1.0"

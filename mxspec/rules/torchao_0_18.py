@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E8M0FNU, ElementFormat
-from mxspec.reference._numerics import SCALINGS, reciprocal_scale
+from mxspec.reference.common.numerics import SCALINGS, reciprocal_scale
 from mxspec.rules import _mx
 from mxspec.rules.torchao import cast
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import ElementFormat
-from mxspec.reference._numerics import reciprocal_scale, saturating_cast
+from mxspec.reference.common.numerics import reciprocal_scale, saturating_cast
 from mxspec.rules import _mx
 
 NAME = "torchao 0.18 (Triton)"

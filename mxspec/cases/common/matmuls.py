@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.codes import SCALE_STRIDES, laid_flat
+from mxspec.cases.common.fp8_operands import scales as fp32_scales
+from mxspec.cases.common.mx_operands import codes, laid_out, scales
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, laid, small_enough, strides_fit
 from mxspec.formats import BY_DTYPE, E4M3FN, E5M2, MX_BLOCK_SIZE
-from mxspec.reference._mx_gemm_cases import codes, laid_out, scales
-from mxspec.reference.fp8_gemm import scales as fp32_scales
 from mxspec.spec import normal
 
 Shape = tuple[int | None, ...]  # None for a size that is still open

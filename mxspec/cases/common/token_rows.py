@@ -11,7 +11,7 @@ from mxspec.cases.common.bytes import MATRIX as BYTES
 from mxspec.cases.common.groups import GROUPS, PLAIN_GROUPS, in_groups, laid_vector, sizes_of
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, ONE_COLUMN_APART
-from mxspec.reference._groups_cases import DTYPES
+from mxspec.cases.common.token_groups import DTYPES
 
 # What decides the most comes first.
 SIZES = {name: BYTES[name] for name in ("rows", "cols")}

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
-from mxspec.reference import _checks
-from mxspec.reference._groups import bounds, padded_rows, round_up
+from mxspec.reference.common import checks
+from mxspec.reference.common.groups import bounds, padded_rows, round_up
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.to_blocked_k_groups import tile_places
@@ -24,11 +24,11 @@ def check_dtypes(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
     """Each operand by its name, codes, scale, and how many dimensions the codes have."""
     first = operands[0][:2]
     for name, codes, scale, rank in operands:
-        _checks.tensor_dtype(op, name, codes, FP8_DTYPES)
-        _checks.tensor_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,))
-        _checks.rank(op, name, codes, (rank,))
-        _checks.same_device(op, first, (name, codes))
-        _checks.same_device(op, first, (f"{name}_scale", scale))
+        checks.tensor_dtype(op, name, codes, FP8_DTYPES)
+        checks.tensor_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,))
+        checks.rank(op, name, codes, (rank,))
+        checks.same_device(op, first, (name, codes))
+        checks.same_device(op, first, (f"{name}_scale", scale))
 
 
 def check_unit_stride(op: str, name: str, codes: Tensor, dim: int, what: str) -> None:
@@ -37,7 +37,7 @@ def check_unit_stride(op: str, name: str, codes: Tensor, dim: int, what: str) ->
 
 
 def check_layout(op: str, scale_layout: str) -> None:
-    _checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
+    checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
 
 
 def check_scale(
@@ -45,7 +45,7 @@ def check_scale(
 ) -> None:
     """A plain scale may have any strides; the bytes of a blocked one lie where the tiles say."""
     needed = plain if scale_layout == "plain" else blocked
-    _checks.shape(op, name, scale, needed, f"({scale_layout}) for codes {tuple(of.shape)}")
+    checks.shape(op, name, scale, needed, f"({scale_layout}) for codes {tuple(of.shape)}")
     if scale_layout == "blocked" and not scale.is_contiguous():
         raise ValueError(f"{op}: {name} has strides {scale.stride()}; needs blocked scales contiguous")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E8M0FNU, MX_BLOCK_SIZE
-from mxspec.reference._groups import round_up
+from mxspec.reference.common.groups import round_up
 from mxspec.spec import normal
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and plain scales of two, with blocks along the last dimension
