@@ -134,9 +134,11 @@ def test_kernels_get_plain_numbers(monkeypatch):
     """A size is a symbol in the graph only."""
     seen = []
     kernel = mxspec.dispatch.reference("unpad_token_groups")
-    monkeypatch.setattr(mxspec.dispatch, "_auto", lambda *_: "triton")
+    monkeypatch.setattr(mxspec.dispatch.resolve, "taken_by_auto", lambda *_: "triton")
     monkeypatch.setattr(
-        mxspec.dispatch, "_kernel", lambda *_: lambda *args, **kw: (seen.append(type(args[3])), kernel(*args, **kw))[1]
+        mxspec.dispatch.resolve,
+        "kernel_function",
+        lambda *_: lambda *args, **kw: (seen.append(type(args[3])), kernel(*args, **kw))[1],
     )
     serve(mxspec.unpad_token_groups, OPS["unpad_token_groups"], (50, 51, 52), dynamic=True)
     assert set(seen) == {int}

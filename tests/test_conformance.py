@@ -16,7 +16,7 @@ def shows_something(op, backend, case):
     """
     if not dispatch.interpreters():
         return backend == "reference" or dispatch.has_kernel(op, backend)
-    return not case.raises and dispatch._static_refusal(op, backend, "cpu") is None
+    return not case.raises and dispatch.static_refusal(op, backend, "cpu") is None
 
 
 def worth_tracing(op, cases):

@@ -292,7 +292,7 @@ def test_explain_passes_on_what_a_kernel_notes_of_a_call(monkeypatch):
         return "by plain tiles"
 
     monkeypatch.setattr(dispatch.kernel_module("mx_quantize", "triton"), "note", note, raising=False)
-    monkeypatch.setattr(dispatch, "refusal", lambda name, backend, args, kwargs: None)
+    monkeypatch.setattr("mxspec.dispatch.explanation.refusal", lambda name, backend, args, kwargs: None)
     said = mxspec.explain("mx_quantize", X, backend="triton", axis=-2)
     assert noted == [((X,), {"axis": -2})]
     assert said.note == "by plain tiles"
@@ -319,7 +319,7 @@ def test_kernels_say_that_their_elements_have_a_byte_each(backend):
 
 @gpu
 def test_auto_takes_the_reference_for_packed_elements():
-    dispatch._warn_of_reference.cache_clear()
+    dispatch.resolve._warn_of_reference.cache_clear()
     with pytest.warns(UserWarning, match="mx_quantize: no kernel supports this call on the GPU"):
         got = mxspec.mx_quantize(X.cuda(), elem_dtype="e2m1")
     for on_gpu, on_cpu in zip(got, mxspec.mx_quantize(X, elem_dtype="e2m1"), strict=True):
@@ -328,7 +328,7 @@ def test_auto_takes_the_reference_for_packed_elements():
 
 @gpu
 def test_auto_warns_once_when_a_gpu_tensor_meets_the_reference():
-    dispatch._warn_of_reference.cache_clear()
+    dispatch.resolve._warn_of_reference.cache_clear()
     blocked = torch.zeros(512, dtype=torch.uint8, device="cuda")
     with pytest.warns(UserWarning, match="from_blocked: no kernel supports this call on the GPU"):
         mxspec.from_blocked(blocked, 1, 1)

@@ -122,3 +122,8 @@ def test_a_module_is_imported_when_it_is_first_named():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="module 'mxspec' has no attribute 'mx_quantise'"):
         mxspec.mx_quantise  # noqa: B018
+
+
+def test_the_switch_is_in_small_rooms():
+    for path in (PACKAGE / "dispatch").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 150, path.name

@@ -137,13 +137,13 @@ def test_gradients_agree_with_finite_differences():
 
 def test_backward_runs_on_the_backend_of_forward(monkeypatch):
     ran = []
-    run = mxspec.dispatch._run
+    run = mxspec.dispatch.resolve.run
 
     def spy(fn, args, kwargs, backend):
         ran.append((fn.__name__, backend or mxspec.current_backend()))
         return run(fn, args, kwargs, backend)
 
-    monkeypatch.setattr(mxspec.dispatch, "_run", spy)
+    monkeypatch.setattr(mxspec.dispatch.resolve, "run", spy)
     x = torch.randn(4, 2, requires_grad=True)
     with mxspec.use_backend("reference"):
         padded, start, _ = mxspec.pad_token_groups(x, i32(1, 4), 2)

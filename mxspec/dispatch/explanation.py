@@ -1,0 +1,69 @@
+"""Why a call runs where it runs."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from mxspec.dispatch.choice import current_backend, known
+from mxspec.dispatch.files import backends, kernel_module, reference
+from mxspec.dispatch.resolve import refusal, taken_by_auto, unranked
+from mxspec.dispatch.schema import annotated
+from mxspec.reference.common import checks
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend a call would use, and for each other one why not."""
+
+    op: str
+    asked: str
+    backend: str | None  # None: the call would raise
+    reasons: dict[str, str]
+    note: str | None = None  # how that backend runs the call, where it is not as its rank was measured
+
+    def __str__(self) -> str:
+        head = f"{self.op}: {self.asked!r} " + (f"runs {self.backend!r}" if self.backend else "raises")
+        head += f", {self.note}" if self.note else ""
+        return "\n".join([head, *(f"  {backend:<10} {reason}" for backend, reason in self.reasons.items())])
+
+
+def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Say which backend `mxspec.<name>(*args, backend=backend, **kwargs)` would run, without running it.
+
+    >>> print(explain("to_blocked", torch.zeros(128, 4, dtype=torch.uint8)))  # doctest: +ELLIPSIS
+    to_blocked: 'auto' runs 'reference'
+      cublas     has no kernel for to_blocked
+      deepgemm   has no kernel for to_blocked
+      helion     is only taken by name on cpu tensors
+      triton     is only taken by name on cpu tensors
+    """
+    asked = known(backend, "explain") if backend else current_backend()
+    signature = inspect.signature(reference(name))
+    bound = signature.bind(*args, **kwargs)
+    args, kwargs = bound.args, bound.kwargs
+    for flag in annotated(signature, "bool"):
+        checks.boolean(name, flag, kwargs.get(flag, False))
+    reference(name).spec.check_args(*args, **kwargs)
+    chosen: str | None
+    reasons: dict[str, str] = {}
+    if asked == "auto":
+        chosen = taken_by_auto(name, args, kwargs)
+        for other in backends():
+            if other not in (chosen, "reference"):
+                module = kernel_module(name, other)
+                no_rank = module if isinstance(module, str) else unranked(module, args[0].device)
+                reasons[other] = no_rank or refusal(name, other, args, kwargs) or f"ranks behind {chosen!r}"
+        if chosen != "reference":
+            reasons["reference"] = "is taken by name, or where no kernel supports the call"
+    else:
+        why_not = refusal(name, asked, args, kwargs)
+        chosen = None if why_not else asked
+        for other in backends():
+            if other != asked:
+                reasons[other] = refusal(name, other, args, kwargs) or f"could run it, but {asked!r} was asked for"
+        if why_not:
+            reasons = {asked: why_not, **reasons}
+    note = getattr(kernel_module(name, chosen), "note", None) if chosen not in (None, "reference") else None
+    return Explanation(name, asked, chosen, reasons, note and note(*args, **kwargs))
