@@ -48,7 +48,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.remove(file)  # they come under their paths in the repository
 
     notebooks = _found("notebooks/*.ipynb")
-    figures = _found("docs/*.md") + _found("benchmarks/results/*.md")
+    figures = [page for page in _found("docs/*.md") if page != "docs/house.md"] + _found("benchmarks/results/*.md")
     ops = {f"ops/{op}.md": _op_page(op, notebooks) for op in dispatch.ops()}
     modules = {f"python/{name}.md": _module_page(name) for name in _modules()}
     config.nav = [
@@ -58,9 +58,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         {"Python": list(modules)},
         {"Command line": "command_line.md"},
         {"Figures": figures},
-        {"Contributing": "CONTRIBUTING.md"},
+        {"Contributing": ["CONTRIBUTING.md", "docs/house.md"]},
     ]
-    in_nav = ["README.md", *notebooks, *figures, "CONTRIBUTING.md"]
+    in_nav = ["README.md", *notebooks, *figures, "CONTRIBUTING.md", "docs/house.md"]
     waiting = [*in_nav, *_found("docs/*.css")]
     for uri, text in {**ops, **modules, "command_line.md": _command_line_page()}.items():
         files.append(File.generated(config, uri, content=text))
