@@ -17,6 +17,10 @@ WORKERS ?= auto
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 NBVAL = $(PYTHON) -m pytest -q -o addopts= -n $(WORKERS) --dist loadscope \
     --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
+# What `make quick` leaves to `make test`: each takes more than ten seconds.
+SLOW = $(patsubst %,tests/test_%.py,any_number_of_tokens bench check cli cli_refusals compile conformance dispatch \
+    docstring_mutants facts fp8_gemm_sm90 fp8_grouped_gemm_kernels fp8_grouped_gemm_sm90 mx_bf16_sm90 mx_gemm_sm90 \
+    pytest_plugin shapes triton_releases vectors)
 # Where kernels are called by their backend's name, and so run on the CPU only interpreted.
 INTERPRETED = $(addprefix tests/test_,conformance.py int64.py limits.py pad_token_groups.py fp8_factors.py \
     fp8_quantize_1x128.py fp8_dequantize.py mx_gemm_tiles.py mx_gemm_blackwell.py mutants.py)
@@ -29,13 +33,17 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Helion ships configurations with its kernels; none is searched for at run time.
 export HELION_AUTOTUNE_EFFORT = none
 
-.PHONY: demo test lint types pytest interpreted notebooks-test notebooks docs lab bench clean
+.PHONY: demo test quick lint types pytest interpreted notebooks-test notebooks docs lab bench clean
 
 demo: $(if $(VENV),$(VENV)/demo)
 	$(PYTHON) -m mxspec demo $(if $(WEIGHTS),--weights $(WEIGHTS))
 
 # The site is the same on every machine, so an interpreter of one's own need not have what builds it.
 test: lint types pytest interpreted notebooks-test $(if $(VENV),docs)
+# After a change: a minute or so. `make test` has the rest.
+quick: lint types
+	OMP_NUM_THREADS=1 $(PYTEST) $(filter-out $(SLOW),$(wildcard tests/test_*.py))
+
 # There is a process for every core already. Threads of one process, waiting for each other, would use those cores up.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
 
