@@ -11,7 +11,7 @@ def _torch_in_doctests(doctest_namespace):
 
 @pytest.fixture(autouse=True)
 def _memory_goes_back_to_the_gpu():
-    """A test of rows gigabytes apart leaves its memory to the processes beside it; torch would keep it for its own."""
+    """A test of rows gigabytes apart frees its memory for the other processes; torch would keep it in its cache."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()

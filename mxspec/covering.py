@@ -2,8 +2,8 @@
 
 A kernel is compiled anew for every combination of its constants and dtypes. What breaks one of them breaks, as a rule,
 each in which the same one or two options meet. So a covering of an op's cases shows, of each of its kernels, every
-value of every option that any case has, shipped configurations included. One of two options at a time shows every two
-values that meet in any case as well, and, each by itself, how the numbers divide and how the tensors are aligned.
+value of every option that any case has, shipped configurations included. A covering of two options at a time also shows
+every two values that meet in any case, and each divisibility of a number and each alignment of a tensor by itself.
 
 What a launch depends on is asked of the frameworks, before they compile: nothing here names an op or an option.
 """

@@ -1,10 +1,14 @@
 """The calls of an op that every backend must answer as the reference does, found by the op's name.
 
-`mxspec/cases/<op>.py` holds `cases()`, those that somebody thought of; `bench_cases(shapes)`, those that are worth
-timing, with tensors on torch's default device; `SPACE`, from which cases are made in which every two facts of a call
-meet; `IMPOSSIBLE`, patterns of two facts that no valid call
-has, each with the reason; `TOKENS`, the size that is divided into token groups; `TOLD_BEFORE`, sizes that the contract
-has equal to others; `ACROSS`, where blocks lie along rows; `MOVES_BYTES`, where values do not matter.
+`mxspec/cases/<op>.py` holds:
+
+- `cases()`: the cases that are written by hand;
+- `bench_cases(shapes)`: the calls that are worth timing, with tensors on torch's default device;
+- `SPACE`: the dimensions of a call. Cases are made from it in which every two facts of a call meet;
+- `IMPOSSIBLE`: patterns of two facts that no valid call has, each with the reason;
+- `TOKENS`: the size that is divided into token groups;
+- `TOLD_BEFORE`: sizes that equal another size by the contract;
+- `ACROSS`: True if blocks lie along rows; `MOVES_BYTES`: True if the op never reads a value.
 """
 
 from __future__ import annotations
