@@ -103,6 +103,12 @@ class Reference(Protocol[P, R_co]):
     def __call__(self, *args: Any, backend: str | None, **kwargs: Any) -> R_co: ...
 
 
+def answer_of(reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """The outputs of a reference; an op in place works on a copy, so the arguments stay as they are."""
+    own = reference.spec.own(args)
+    return reference.spec.outputs(own, reference(*own, **kwargs))
+
+
 def bytes_of(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> int:
     """Every tensor argument read once, every output written once."""
     return sum(t.numel() * t.element_size() for t in (*args, *outputs) if isinstance(t, Tensor))

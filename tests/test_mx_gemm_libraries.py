@@ -25,13 +25,13 @@ def scaled(mat_a, mat_b, offs=None, *, scale_a, scale_b, output_dtype, **recipe)
     assert mat_b.mT.is_contiguous()
     kw = {"out_dtype": output_dtype, "scale_layout": "blocked"}
     if offs is None:
-        return dispatch.reference("mx_gemm")(mat_a, scale_a, mat_b.mT, scale_b, **kw)
+        return DENSE(mat_a, scale_a, mat_b.mT, scale_b, **kw)
     assert output_dtype == torch.bfloat16
     if mat_b.ndim == 3:
-        out = dispatch.reference("mx_grouped_gemm")(mat_a, scale_a, mat_b.mT, scale_b, offs, **kw)
+        out = GROUPED(mat_a, scale_a, mat_b.mT, scale_b, offs, **kw)
         out[offs[-1] :] = torch.nan
     else:
-        out = dispatch.reference("mx_grouped_gemm_wgrad")(mat_a.mT, scale_a, mat_b, scale_b, offs, **kw)
+        out = WGRAD(mat_a.mT, scale_a, mat_b, scale_b, offs, **kw)
         out[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = torch.nan
     return out
 
@@ -50,20 +50,10 @@ DENSE, GROUPED = dispatch.reference("mx_gemm"), dispatch.reference("mx_grouped_g
 WGRAD = dispatch.reference("mx_grouped_gemm_wgrad")
 CALLS = [
     (mx_gemm, DENSE, partial(dense.made, 37, 48, 160, "blocked"), BLOCKED),
-    (
-        mx_gemm,
-        dispatch.reference("mx_gemm"),
-        partial(dense.made, 1, 16, 32, "blocked"),
-        {**BLOCKED, "out_dtype": torch.float32},
-    ),
+    (mx_gemm, DENSE, partial(dense.made, 1, 16, 32, "blocked"), {**BLOCKED, "out_dtype": torch.float32}),
     (mx_grouped_gemm, GROUPED, partial(grouped.made, [5, 0, 150], 20, 48, 96), {}),
     (mx_grouped_gemm, GROUPED, partial(grouped.made, [0, 0], 9, 16, 32), {}),
-    (
-        mx_grouped_gemm_wgrad,
-        dispatch.reference("mx_grouped_gemm_wgrad"),
-        partial(wgrad.made, [32, 0, 96], 32, 40, 48),
-        BF16,
-    ),
+    (mx_grouped_gemm_wgrad, WGRAD, partial(wgrad.made, [32, 0, 96], 32, 40, 48), BF16),
 ]
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from mxspec.cases.common.impossible import IMPOSSIBLE, no_tokens
 from mxspec.cases.common.refusals import refusals
@@ -27,24 +26,20 @@ from mxspec.spec import Case, Reference, Shapes
 
 
 @functools.cache
-def of(op: str) -> ModuleType | None:
-    """The module of an op, or None where it has none."""
-    name = f"mxspec.cases.{op}"
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+def of(op: str) -> ModuleType:
+    """The module of an op."""
+    return importlib.import_module(f"mxspec.cases.{op}")
 
 
 def pair_cases(op: str) -> Iterator[Case]:
     """The cases in which every two facts meet."""
-    if module := of(op):
-        yield from module.SPACE.cases()
+    yield from of(op).SPACE.cases()
 
 
 def every_case(reference: Reference[..., Any]) -> Iterator[Case]:
     """An op's own cases, those in which every two facts meet, and what it must refuse."""
-    module, given = of(reference.__name__), list[Case]()
-    if module is None:
-        return
-    for case in module.cases():
+    given = list[Case]()
+    for case in of(reference.__name__).cases():
         given.append(case)
         yield case
     yield from pair_cases(reference.__name__)
@@ -54,7 +49,7 @@ def every_case(reference: Reference[..., Any]) -> Iterator[Case]:
 
 def bench_cases(op: str, shapes: Shapes) -> Iterable[Case]:
     """The calls of an op that are worth timing, at those of the shapes that are its kind."""
-    return of(op).bench_cases(shapes)  # type: ignore[union-attr]  # an op has such a module
+    return cast(Iterable[Case], of(op).bench_cases(shapes))
 
 
 def tokens(op: str, arguments: Mapping[str, Any]) -> int:

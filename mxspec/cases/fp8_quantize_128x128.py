@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import PLAIN, STACK, fits, made, shape_of
+from mxspec.cases.common.quantizers import STACK, WHOLE_BOTH_WAYS, fits, made, shape_of
 from mxspec.cases.common.space import Space
 from mxspec.cases.fp8_quantize_1x128 import REPEATED_HERE
 from mxspec.reference.common import checks
@@ -87,6 +87,5 @@ ALSO = [
     *(part for part in REPEATED_HERE if part.get("cols") != 1),
     {"with_transpose": False, "begins": "at 0", "strides": "row-major"},
 ]
-BEYOND = [{**PLAIN, "rows": rows, "cols": cols} for rows, cols in ((4224, 384), (384, 4224))]
-SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, _possible, ALSO, beyond=BEYOND)
+SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, _possible, ALSO, beyond=WHOLE_BOTH_WAYS)
 IMPOSSIBLE = ((r"w\.cols > 4096 \| w\.experts > 256", "whole blocks of it have more than 100 million elements"),)

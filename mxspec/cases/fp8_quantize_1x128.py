@@ -13,8 +13,8 @@ from mxspec.cases.common.quantizers import (
     MATRIX,
     ONE_COLUMN_APART,
     PAST_A_GRID,
-    PLAIN,
     REPEATED,
+    WHOLE_BOTH_WAYS,
     axis_of,
     fits,
     made,
@@ -106,8 +106,7 @@ SIZES = (0, 1, 33, 128, 144, 1152, 4224)
 REPEATED_HERE = [{name: 1152 if value == 1056 else value for name, value in part.items()} for part in REPEATED]
 OPTIONS = {"axis": (-1, -2), "scale_format": SCALE_FORMATS, "scale_major": SCALE_MAJORS, "eps": (1e-12, 1e-4)}
 BEYOND = [{**PAST_A_GRID[0], "cols": 128}, {**PAST_A_GRID[1], "rows": 128, "axis": -2}]
-BEYOND += [{**PLAIN, "rows": rows, "cols": cols} for rows, cols in ((4224, 384), (384, 4224))]
-BEYOND.append({**ONE_COLUMN_APART, "axis": -2})
+BEYOND += [*WHOLE_BOTH_WAYS, ONE_COLUMN_APART]
 SPACE = Space({**MATRIX, "rows": SIZES, "cols": SIZES}, _make, OPTIONS, _possible, REPEATED_HERE, beyond=BEYOND)
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd|a multiple of 16)", "K is a multiple of 128"),

@@ -8,14 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.groups import ARRANGED, GROUPS, PLAIN_GROUPS, groups_fit, offsets, padded_fits
+from mxspec.cases.common.groups import ARRANGED, BEYOND, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
-    LARGE_BOTH_WAYS,
     MATRIX,
-    ONE_COLUMN_APART,
-    PLAIN,
     REPEATED,
     fits,
     made,
@@ -90,18 +87,13 @@ def _possible(choice: Choice) -> bool:
 
 
 OPTIONS = {"scale_format": SCALE_FORMATS, "eps": (1e-12, 1e-4), "check_offs": (False, True)}
-BEYOND: list[Choice] = [
-    *LARGE_BOTH_WAYS,
-    ONE_COLUMN_APART,
-    {**PLAIN, "rows": 256, "cols": 288, "groups": "three hundred"},
-]
 SPACE = Space(
     {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
     _make,
     OPTIONS,
     _possible,
     [*REPEATED, *ARRANGED],
-    beyond=[{**PLAIN_GROUPS, **choice} for choice in BEYOND],
+    beyond=BEYOND,
 )
 TOKENS = "x.rows"
 ACROSS = True

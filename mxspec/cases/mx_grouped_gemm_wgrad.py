@@ -253,7 +253,7 @@ TOKENS = "dy.rows"
 TOLD_BEFORE = ("x.rows",)
 IMPOSSIBLE = (
     (r"offs\.groups = 0 \| x_scale\.byte 254 somewhere", "without a group every case has other scales"),
-    *impossible("dy", "x", "cols", "rows", padded=("dy.rows", "x.rows")),
+    *impossible("dy", "x", "cols", "rows", padded=("dy.rows",)),
     (r"dy\.rows = 0 \| (?:dy|x)_scale\." + PADDING_ALONE[0], PADDING_ALONE[1]),
     (r"((?:dy|x)\.)strides row-major \| \1cols (?!= 1|odd).*", "a single column alone is row-major as well"),
     (

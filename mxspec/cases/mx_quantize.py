@@ -159,7 +159,7 @@ def _make(choice: Choice) -> tuple[Tensor]:
 
 OPTIONS = {"axis": (-1, -2), "elem_dtype": ELEM_CHOICES, "scaling": SCALINGS, "scale_layout": SCALE_LAYOUTS}
 SQUARE = [{"elem_dtype": elem, "rows": 256, "cols": 256, "strides": "row-major"} for elem in ELEM_CHOICES]
-BEYOND = [*PAST_A_GRID, EXPERTS_PAST_A_GRID, *LARGE_BOTH_WAYS, {**ONE_COLUMN_APART, "axis": -2}]
+BEYOND = [*PAST_A_GRID, EXPERTS_PAST_A_GRID, *LARGE_BOTH_WAYS, ONE_COLUMN_APART]
 SPACE = Space(STACK, _make, OPTIONS, _possible, [*REPEATED, *SQUARE], beyond=BEYOND)
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 32"),

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.blocks import edge_blocks
-from mxspec.cases.common.groups import ARRANGED, GROUPS, PLAIN_GROUPS, groups_fit, offsets, padded_fits
+from mxspec.cases.common.groups import ARRANGED, BEYOND, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
-    LARGE_BOTH_WAYS,
     MATRIX,
-    ONE_COLUMN_APART,
-    PLAIN,
     REPEATED,
     axis_of,
     fits,
@@ -52,14 +49,12 @@ def cases() -> Iterator[Case]:
         yield Case(f"pad_to {pad_to}, axis {axis}, {layout}", partial(args, [140, 1], 150, 160), kw)
     for axis in (-1, -2):
         kw = {"axis": axis}
-        turned = lambda: (random_normal(64, 210).mT, offs_of([130, 70]))  # noqa: E731
-        yield Case(f"transposed input, axis {axis}", turned, kw)
-        strided = lambda: (random_normal(300, 64)[::2], offs_of([130, 9]))  # noqa: E731
-        yield Case(f"every second row, axis {axis}", strided, kw)
-        edge = lambda: (edge_blocks(), offs_of([edge_blocks().shape[0]]))  # noqa: E731
-        yield Case(f"edge blocks, axis {axis}", edge, kw, flags={"edge"})
-        far = lambda: (far_apart(140, 64), offs_of([100, 39]))  # noqa: E731
-        yield Case(f"rows far apart, axis {axis}", far, kw, flags={"edge"})
+        yield Case(f"transposed input, axis {axis}", lambda: (random_normal(64, 210).mT, offs_of([130, 70])), kw)
+        yield Case(f"every second row, axis {axis}", lambda: (random_normal(300, 64)[::2], offs_of([130, 9])), kw)
+        yield Case(
+            f"edge blocks, axis {axis}", lambda: (edge_blocks(), offs_of([edge_blocks().shape[0]])), kw, flags={"edge"}
+        )
+        yield Case(f"rows far apart, axis {axis}", lambda: (far_apart(140, 64), offs_of([100, 39])), kw, flags={"edge"})
         yield Case(f"no columns, axis {axis}", partial(args, [3, 4], 7, 0), kw, flags={"edge"})
         yield Case(f"checked, axis {axis}", partial(args, [30, 10], 41, 64), {"check_offs": True, **kw})
         large = these(random_normal(1, 2048).expand(2**20 + 256, 2048), offs_of([2**20 + 256]))
@@ -118,18 +113,13 @@ OPTIONS = {
     "scale_layout": SCALE_LAYOUTS,
     "check_offs": (False, True),
 }
-BEYOND: list[Choice] = [
-    *LARGE_BOTH_WAYS,
-    {**ONE_COLUMN_APART, "axis": -2},
-    {**PLAIN, "rows": 256, "cols": 288, "groups": "three hundred"},
-]
 SPACE = Space(
     {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
     _make,
     OPTIONS,
     _possible,
     [*REPEATED, *ARRANGED],
-    beyond=[{**PLAIN_GROUPS, **choice} for choice in BEYOND],
+    beyond=BEYOND,
 )
 TOKENS = "x.rows"
 IMPOSSIBLE = (

@@ -20,6 +20,16 @@ from mxspec.reference.mx_quantize import ELEM_CHOICES, FORMATS, SCALE_LAYOUTS
 from mxspec.spec import Case, Shapes, given, random_bits, random_normal, these
 
 
+def _edge_blocks() -> Tensor:
+    """With rows of ones, so that there are 32 of them."""
+    return torch.cat([edge_blocks(), torch.ones(6, 64)])
+
+
+def _every_exponent() -> Tensor:
+    """With a row of ones, so that there are 256 of them."""
+    return torch.cat([every_exponent(), torch.ones(1, 128)])
+
+
 def cases() -> Iterator[Case]:
     # Every value of an option meets every value of every other.
     for i, (dtype, scaling) in enumerate(product(checks.FLOAT_DTYPES, SCALINGS)):
@@ -28,10 +38,8 @@ def cases() -> Iterator[Case]:
         name = f"random bit patterns, {str(dtype)[6:]}, {elem}, {scaling}, {layout}"
         yield Case(name, given(random_bits, 64, 96, dtype=dtype), options)
     for scaling in SCALINGS:
-        square = lambda: (torch.cat([edge_blocks(), torch.ones(6, 64)]),)  # noqa: E731
-        yield Case(f"edge blocks, {scaling}", square, {"scaling": scaling}, flags={"edge"})
-        square = lambda: (torch.cat([every_exponent(), torch.ones(1, 128)]),)  # noqa: E731
-        yield Case(f"every exponent, {scaling}", square, {"scaling": scaling}, flags={"edge"})
+        yield Case(f"edge blocks, {scaling}", given(_edge_blocks), {"scaling": scaling}, flags={"edge"})
+        yield Case(f"every exponent, {scaling}", given(_every_exponent), {"scaling": scaling}, flags={"edge"})
     for layout in SCALE_LAYOUTS:
         kw: dict[str, Any] = {"scale_layout": layout}
         for shape in [(32, 32), (288, 160), (160, 416), (2, 96, 160), (3, 160, 32)]:
@@ -49,8 +57,7 @@ def cases() -> Iterator[Case]:
             kw = {"elem_dtype": fmt.dtype, "scaling": scaling, "scale_layout": SCALE_LAYOUTS[i % 2]}
             bits = given(random_bits, *((64, 96) if i < 2 else (2, 32, 160)), dtype=dtype)
             yield Case(f"random bit patterns, {str(dtype)[6:]}, {fmt.name}, {scaling}", bits, kw)
-            square = lambda: (torch.cat([edge_blocks(), torch.ones(6, 64)]),)  # noqa: E731
-            yield Case(f"edge blocks, {fmt.name}, {scaling}", square, kw, flags={"edge"})
+            yield Case(f"edge blocks, {fmt.name}, {scaling}", given(_edge_blocks), kw, flags={"edge"})
 
     def refused(name, x, error, match, **kwargs):
         return Case(name, these(x), kwargs, raises=error, match=match)

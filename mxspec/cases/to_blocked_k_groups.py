@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX, made
-from mxspec.cases.common.groups import ARRANGED, GROUPS, PLAIN_GROUPS, groups_fit, offsets
+from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, in_groups_of_three, offsets
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random_offs
+from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random_offs, refused_scales
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.spec import Case, Shapes, random_bits, these
 
@@ -31,21 +31,16 @@ def cases() -> Iterator[Case]:
     yield Case("no rows", these(scale[:0], offs), flags={"edge"})
     yield Case("one tile and no group", these(scale[:, :1], offs[:0]))
     yield Case("transposed input", lambda: (random_bits(20, 130, dtype=torch.uint8).mT, offs))
-    far = lambda: (far_apart(140, 8, torch.float16).view(torch.uint8), offs_of([9, 6]))  # noqa: E731
-    yield Case("rows far apart", far, flags={"edge"})
+    yield Case(
+        "rows far apart", lambda: (far_apart(140, 8, torch.float16).view(torch.uint8), offs_of([9, 6])), flags={"edge"}
+    )
     yield Case("checked", these(scale, offs), {"check_offs": True})
     large = random_bits(1, 64, dtype=torch.uint8).expand(2**25 + 256, 64)
     yield Case("2^31 bytes and more", these(large, offs_of([64])), flags={"large"})
 
-    def refused(name, error, match, scale=scale, offs=offs, **kwargs):
-        return Case(name, these(scale, offs), kwargs, raises=error, match=match)
-
-    yield refused("int32 scale", TypeError, "scale has dtype torch.int32", scale.int())
-    yield refused("3-D", ValueError, "2-D", scale[None])
-    yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
-    yield refused("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D", offs=offs[None])
-    yield refused("offs elsewhere", ValueError, "one device", offs=offs.to("meta"))
-    yield refused("offs past C", ValueError, "offs[-1] = 37 is past C = 20", offs=offs + 20, check_offs=True)
+    yield from refused_scales(scale, offs)
+    bad = these(scale, offs + 20)
+    yield Case("offs past C", bad, {"check_offs": True}, raises=ValueError, match="offs[-1] = 37 is past C = 20")
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
@@ -74,7 +69,7 @@ SPACE = Space(
     {"check_offs": (False, True)},
     _possible,
     ALSO,
-    beyond=[{**PLAIN_GROUPS, **choice} for choice in LARGE_BOTH_WAYS],
+    beyond=in_groups_of_three(*LARGE_BOTH_WAYS),
 )
 MOVES_BYTES = True
 TOKENS = "scale.cols"

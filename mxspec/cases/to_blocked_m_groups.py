@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX, made
-from mxspec.cases.common.groups import ARRANGED, GROUPS, PLAIN_GROUPS, groups_fit, offsets, padded_fits
+from mxspec.cases.common.groups import ARRANGED, BEYOND, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, ONE_COLUMN_APART, PLAIN, fits
+from mxspec.cases.common.quantizers import fits
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random_offs
+from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random_offs, refused_scales
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.spec import Case, Shapes, random_bits, these
 
@@ -32,21 +32,18 @@ def cases() -> Iterator[Case]:
     scale, offs = args([5, 0, 130], 140, 8)
     yield Case("no columns", these(scale[:, :0], offs), flags={"edge"})
     yield Case("transposed input", lambda: (random_bits(8, 140, dtype=torch.uint8).mT, offs))
-    far = lambda: (far_apart(140, 8, torch.float16).view(torch.uint8), offs_of([100, 39]))  # noqa: E731
-    yield Case("rows far apart", far, flags={"edge"})
+    yield Case(
+        "rows far apart",
+        lambda: (far_apart(140, 8, torch.float16).view(torch.uint8), offs_of([100, 39])),
+        flags={"edge"},
+    )
     yield Case("checked", these(scale, offs), {"check_offs": True})
     large = random_bits(1, 2048, dtype=torch.uint8).expand(2**20 + 256, 2048)
     yield Case("2^31 bytes and more", these(large, offs_of([2**20 + 256])), flags={"large"})
 
-    def refused(name, error, match, scale=scale, offs=offs, **kwargs):
-        return Case(name, these(scale, offs), kwargs, raises=error, match=match)
-
-    yield refused("int32 scale", TypeError, "scale has dtype torch.int32", scale.int())
-    yield refused("3-D", ValueError, "2-D", scale[None])
-    yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
-    yield refused("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D", offs=offs[None])
-    yield refused("offs elsewhere", ValueError, "one device", offs=offs.to("meta"))
-    yield refused("offs that decrease", ValueError, "after 135", offs=offs.flip(0), check_offs=True)
+    yield from refused_scales(scale, offs)
+    bad = these(scale, offs.flip(0))
+    yield Case("offs that decrease", bad, {"check_offs": True}, raises=ValueError, match="after 135")
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
@@ -67,18 +64,13 @@ def _possible(choice: Choice) -> bool:
     return fits(choice) and groups_fit(choice, choice.get("rows")) and padded_fits(choice, "rows", "cols", 128)
 
 
-BEYOND: list[Choice] = [
-    *LARGE_BOTH_WAYS,
-    ONE_COLUMN_APART,
-    {**PLAIN, "rows": 256, "cols": 288, "groups": "three hundred"},
-]
 SPACE = Space(
     {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
     _make,
     {"check_offs": (False, True)},
     _possible,
     ARRANGED,
-    beyond=[{**PLAIN_GROUPS, **choice} for choice in BEYOND],
+    beyond=BEYOND,
 )
 TOKENS = "scale.rows"
 MOVES_BYTES = True

@@ -21,7 +21,7 @@ from mxspec.check._compare import difference, magnitudes_of
 from mxspec.check._facts import Fact, facts_of
 from mxspec.check._memory import on_device, tensors_of
 from mxspec.formats import INT_OF_BYTES
-from mxspec.spec import Case, Reference
+from mxspec.spec import Case, Reference, answer_of
 
 Call = Callable[..., Any]
 
@@ -45,8 +45,7 @@ class Trial:
             return self.reference.spec.outputs(args, self.call(*args, **case.kwargs))
 
     def expected(self, args: tuple[Any, ...], case: Case) -> tuple[Tensor, ...]:
-        own = self.reference.spec.own(args)
-        return self.reference.spec.outputs(own, self.reference(*own, **case.kwargs))
+        return answer_of(self.reference, args, case.kwargs)
 
     def wrong(self, got: tuple[Tensor, ...], args: tuple[Any, ...], case: Case) -> str | None:
         """What tells outputs from the reference's on these arguments, as they were before the call."""

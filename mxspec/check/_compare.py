@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import BY_DTYPE, INT_OF_BYTES, MX_BLOCK_SIZE, same_bits
-from mxspec.spec import MinSqnr, Reference
+from mxspec.spec import MinSqnr, Reference, answer_of
 
 
 def _form_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
@@ -193,5 +193,4 @@ def magnitudes_of(
     """What each output of a sum would be if no operand were negative or Inf; it bounds the error. None for bytes."""
     if reference.spec.min_sqnr_db == math.inf:
         return None
-    own = tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in reference.spec.own(args))
-    return reference.spec.outputs(own, reference(*own, **kwargs))
+    return answer_of(reference, tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in args), kwargs)

@@ -19,7 +19,7 @@ from mxspec.check import _behaviour
 from mxspec.check._answers import quietly, returned_problem, shared
 from mxspec.check._compare import difference, form_difference, magnitudes_of, minus_zero_problem
 from mxspec.check._memory import changed, embedded, memory_of_inputs, on_device, poisoned, strayed, tensors_of
-from mxspec.spec import Case
+from mxspec.spec import Case, answer_of
 
 interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
 
@@ -85,8 +85,7 @@ def check_case(
         fake_problem = _fake_problem(op, case, args, None)
         return result("failed", fake_problem) if fake_problem else result("skipped", reason)
 
-    own = spec.own(args)
-    expected = spec.outputs(own, reference(*own, **case.kwargs))
+    expected = answer_of(reference, args, case.kwargs)
     magnitudes = None if candidate == "reference" else magnitudes_of(reference, args, case.kwargs)  # it is exact
     problem = _fake_problem(op, case, args, expected) if candidate == "reference" else None
     for poison, embed in zip(_POISONS, (False, True), strict=True):

@@ -57,7 +57,8 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
     if dispatch.reference(op).spec.in_place:  # the sizes of what is added to follow from the operands'
         first = next(iter(signature.parameters))
         found = {fact for fact in found if fact.about not in {f"{first}.{what}" for what in _NOT_OF_SUMS}}
-    return frozenset(fact for fact in found if fact.about not in cases.told_before(op))
+    told = cases.told_before(op)
+    return frozenset(fact for fact in found if fact.about not in told)
 
 
 _NOT_OF_SUMS = ("experts", "rows", "cols", "rank", "tie of e4m3fn", "tie of e5m2", "block", "saturating block")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, ONE_COLUMN_APART, PLAIN
 
 ARRANGEMENTS = (
     "no group", "one", "three", "first empty", "inner empty", "last empty", "all empty", "all to one",
@@ -25,7 +26,17 @@ OF_EXPERTS = {
         "one offset thrice", "zero repeated", "of 128", "singles", "forty", "three hundred",
     ),
 }  # fmt: skip
-PLAIN_GROUPS = {"groups": "three", "rest": False, "offs": "dense", "offs begin": "at 0"}
+_PLAIN = {"groups": "three", "rest": False, "offs": "dense", "offs begin": "at 0"}
+
+
+def in_groups_of_three(*choices: Choice) -> list[Choice]:
+    """Choices of a matrix, whose rows are three groups if nothing else is said."""
+    return [{**_PLAIN, **choice} for choice in choices]
+
+
+BEYOND = in_groups_of_three(
+    *LARGE_BOTH_WAYS, ONE_COLUMN_APART, {**PLAIN, "rows": 256, "cols": 288, "groups": "three hundred"}
+)
 # What one arrangement shows only with one size.
 ARRANGED = [
     {"groups": "one offset repeated", "rows": 256, "rest": False},

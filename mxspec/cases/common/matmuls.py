@@ -260,14 +260,12 @@ def impossible(
     """
     either = f"(?:{first}|{second})"
     one, other = rf"{first}\.{rows}", rf"{second}\.{rows}"
-
-    def scaled(size: str) -> list[str]:
-        return [name for name in (first, second) if f"{name}.{size}" not in padded]
-
+    scaled = [name for name in (first, second) if f"{name}.{rows}" not in padded]
+    of_sums = [first] if f"{first}.{cols}" not in padded else []
     return (
         (rf"{either}\.{cols} = 0 \| {either}\.(?!{rows}|{cols}|dtype|experts|rank).*", "a sum of nothing has no codes"),
-        *((rf"{of}\.{rows} = 0 \| {of}_scale\..*", "there are no scales") for of in scaled(rows)),
-        *((rf"{of}\.{cols} = 0 \| {either}_scale\..*", "a sum of nothing has no scales") for of in scaled(cols)[:1]),
+        *((rf"{of}\.{rows} = 0 \| {of}_scale\..*", "there are no scales") for of in scaled),
+        *((rf"{of}\.{cols} = 0 \| {either}_scale\..*", "a sum of nothing has no scales") for of in of_sums),
         (
             rf"({either})\.{rows} = 1 \| \1_scale\.strides (?:column-major.*|one row repeated|rows apart|experts .*)",
             "the scale has one row, which has no stride",

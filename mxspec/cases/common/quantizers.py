@@ -45,9 +45,11 @@ PAST_A_GRID = [
     {**PLAIN, "rows": 65600, "cols": 32},
     {**PLAIN, "rows": 32, "cols": 65600},
 ]
-# More than 256 beside more than 4096, and a matrix of one column whose rows are apart.
+# More than 256 beside more than 4096, and a matrix of one column whose rows are apart. An op with an axis takes it
+# along the rows.
 LARGE_BOTH_WAYS = [{**PLAIN, "rows": 4128, "cols": 288}, {**PLAIN, "rows": 288, "cols": 4128}]
-ONE_COLUMN_APART = {**PLAIN, "rows": 256, "cols": 1, "strides": "rows apart"}
+WHOLE_BOTH_WAYS = [{**PLAIN, "rows": 4224, "cols": 384}, {**PLAIN, "rows": 384, "cols": 4224}]  # multiples of 128
+ONE_COLUMN_APART = {**PLAIN, "rows": 256, "cols": 1, "strides": "rows apart", "axis": -2}
 EXPERTS_PAST_A_GRID = {**PLAIN, "rows": 1, "cols": 32, "experts": 65600}
 
 

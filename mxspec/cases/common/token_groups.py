@@ -8,7 +8,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from mxspec.spec import random_normal
+from mxspec.spec import Case, random_normal, these
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.int16, torch.uint8, torch.bool)
 
@@ -56,3 +56,16 @@ def far_apart(rows: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def random_offs(M: int, G: int) -> Tensor:
     """G groups of M tokens in all, of random sizes, on the default device; for the benchmarks."""
     return torch.cat([torch.randint(0, M + 1, (G - 1,)).sort()[0], torch.tensor([M])]).to(torch.int32)
+
+
+def refused_scales(scale: Tensor, offs: Tensor) -> Iterator[Case]:
+    """What a layout of scales in groups refuses, whichever dimension is in groups."""
+
+    def refused(name: str, error: type[Exception], match: str, scale: Tensor = scale, offs: Tensor = offs) -> Case:
+        return Case(name, these(scale, offs), raises=error, match=match)
+
+    yield refused("int32 scale", TypeError, "scale has dtype torch.int32", scale.int())
+    yield refused("3-D", ValueError, "2-D", scale[None])
+    yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
+    yield refused("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D", offs=offs[None])
+    yield refused("offs elsewhere", ValueError, "one device", offs=offs.to("meta"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.bytes import MATRIX as BYTES
-from mxspec.cases.common.groups import GROUPS, PLAIN_GROUPS, in_groups, laid_vector, sizes_of
+from mxspec.cases.common.groups import GROUPS, in_groups, in_groups_of_three, laid_vector, sizes_of
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, ONE_COLUMN_APART
 from mxspec.cases.common.token_groups import DTYPES
@@ -24,8 +24,8 @@ PLACES: dict[str, Any] = {
 }
 # Sizes and strides that no two of those show.
 BEYOND: list[Choice] = [
-    {**PLAIN_GROUPS, "order": "rising", "start": "dense", "start begin": "at 0", **choice, "dtype": DTYPES[0]}
-    for choice in (*LARGE_BOTH_WAYS, ONE_COLUMN_APART)
+    {"order": "rising", "start": "dense", "start begin": "at 0", **choice, "dtype": DTYPES[0]}
+    for choice in in_groups_of_three(*LARGE_BOTH_WAYS, ONE_COLUMN_APART)
 ]
 
 
