@@ -611,7 +611,7 @@ def _(
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
-    from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles  # the kernel that Blackwell gets
+    from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles  # the kernel that Blackwell gets
 
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, SCALED=True, BLOCK_N=128)

@@ -18,8 +18,6 @@ import mxspec
 from mxspec import dispatch
 from mxspec.bench.timing import Contender, baselines, bytes_of_call, input_sets, race
 from mxspec.check import default_device
-from mxspec.helion_kernels import _mx_tile as helion_mx_tile
-from mxspec.helion_kernels import _token_rows as helion_token_rows
 from mxspec.helion_kernels import fp8_dequantize as helion_fp8_dequantize
 from mxspec.helion_kernels import fp8_quantize_1x128 as helion_1x128
 from mxspec.helion_kernels import fp8_quantize_128x128 as helion_128x128
@@ -27,12 +25,12 @@ from mxspec.helion_kernels import fp8_quantize_k_groups as helion_fp8_k_groups
 from mxspec.helion_kernels import mx_quantize as helion_mx_quantize
 from mxspec.helion_kernels import mx_quantize_groups as helion_quantize_groups
 from mxspec.helion_kernels import to_blocked_k_groups as helion_k_groups
-from mxspec.helion_kernels._launch import config
+from mxspec.helion_kernels.common.launch import config
+from mxspec.helion_kernels.tiles import mx_columns as helion_mx_columns
+from mxspec.helion_kernels.tiles import token_rows as helion_token_rows
 from mxspec.shapes import Shapes
 from mxspec.spec import Case, outputs_of
 from mxspec.triton_kernels import (
-    _mx_tile,
-    _token_rows,
     fp8_dequantize,
     fp8_quantize_1x128,
     fp8_quantize_128x128,
@@ -41,6 +39,8 @@ from mxspec.triton_kernels import (
     to_blocked_k_groups,
 )
 from mxspec.triton_kernels import mx_quantize as triton_mx_quantize
+from mxspec.triton_kernels.tiles import mx_columns as triton_mx_columns
+from mxspec.triton_kernels.tiles import token_rows as triton_token_rows
 
 GPU = (9, 0)
 Choice = tuple[str, str, Callable[[], None]]  # backend, what is tried, how it is set
@@ -65,7 +65,7 @@ def quantizer(layout: str) -> Iterator[Choice]:
 def token_rows() -> Iterator[Choice]:
     for rows, width, warps in product((2, 4, 8, 16), (2048, 4096), (4, 8)):
         what = f"{rows} rows, {width} bytes, {warps} warps"
-        yield "triton", what, _set(_token_rows.CONFIGS, GPU, {"ROWS": rows, "BYTES": width, "num_warps": warps})
+        yield "triton", what, _set(triton_token_rows.CONFIGS, GPU, {"ROWS": rows, "BYTES": width, "num_warps": warps})
         yield "helion", what, _set(helion_token_rows.CONFIGS, GPU, helion_token_rows.Part(rows, width, warps))
 
 
@@ -88,12 +88,12 @@ def quantize_rows() -> Iterator[Choice]:
 def quantize_columns(rows: Collection[int] = (128, 256)) -> Iterator[Choice]:
     for groups, warps in [(n // 16, warps) for n in rows for warps in (2, 4, 8)]:
         tile = {"RUN": 16, "GROUPS": groups, "COLS": 128, "PART": 128, "num_warps": warps}
-        table = {**_mx_tile.CONFIGS[GPU], "col, small": tile, "col, large": tile}
+        table = {**triton_mx_columns.CONFIGS[GPU], "col, small": tile, "col, large": tile}
         what = f"{16 * groups} x 128, {warps} warps"
-        yield "triton", what, _set(_mx_tile.CONFIGS, GPU, table)
-        shape = helion_mx_tile.Tile(16 * groups, 128, 128, 16, warps)
-        tiles = {**helion_mx_tile.TILES[GPU], "col, small": shape, "col, large": shape}
-        yield "helion", what, _set(helion_mx_tile.TILES, GPU, tiles)
+        yield "triton", what, _set(triton_mx_columns.CONFIGS, GPU, table)
+        shape = helion_mx_columns.Tile(16 * groups, 128, 128, 16, warps)
+        tiles = {**helion_mx_columns.TILES[GPU], "col, small": shape, "col, large": shape}
+        yield "helion", what, _set(helion_mx_columns.TILES, GPU, tiles)
 
 
 def fp8_rows(triton: Any, helion: Any, which: str, dims: int) -> Iterator[Choice]:

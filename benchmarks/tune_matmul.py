@@ -28,7 +28,7 @@ from mxspec.bench.measure import load_peers
 from mxspec.bench.timing import MATMUL, Contender, input_sets, race
 from mxspec.shapes import Shapes
 from mxspec.spec import Case
-from mxspec.triton_kernels import _fp8_sm90 as kernel
+from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
 SHAPES = ["4096x4096x7168", "8192x8192x8192", "4096x7168x2048", "32768x2048x7168", "wgrad:7168x4096x4096"]
 LARGE, SQUARE, FLAT, SMALL = (tile for _, tile in kernel.TILES)
@@ -49,14 +49,14 @@ def gluon(tile: Options, options: Options) -> Launch:
 
 
 def helion(block_m: int, num_warps: int, **options: Any) -> Launch:
-    from mxspec.helion_kernels import _launch
+    from mxspec.helion_kernels.common import launch as helion_launch
     from mxspec.helion_kernels.fp8_gemm import INDEXING, tiles
 
-    config = _launch.config([block_m], num_warps, **{"l2_groupings": [8], "indexing": INDEXING, **options})
+    config = helion_launch.config([block_m], num_warps, **{"l2_groupings": [8], "indexing": INDEXING, **options})
 
     def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
         by_row = b_scale.shape[0] == b.shape[0]
-        _launch.launch(tiles, {(9, 0): config}, a, a_scale, b, b_scale, out, by_row, False)
+        helion_launch.launch(tiles, {(9, 0): config}, a, a_scale, b, b_scale, out, by_row, False)
 
     return launch
 

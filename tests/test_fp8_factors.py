@@ -11,7 +11,7 @@ if check.default_device().type == "cpu" and "TRITON_INTERPRET" not in dispatch.i
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels._fp8_numerics import factors
+from mxspec.triton_kernels.common.fp8_numerics import factors
 
 DEVICE = check.default_device()
 

@@ -17,8 +17,8 @@ from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
 
-from mxspec.triton_kernels import _fp8_sm90 as kernel
 from mxspec.triton_kernels.fp8_gemm import PTX
+from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")

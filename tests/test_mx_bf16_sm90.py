@@ -15,7 +15,7 @@ from mxspec.reference.common.matmul import MIN_SQNR_DB, values
 
 pytest.importorskip("triton")
 
-from mxspec.triton_kernels import _mx_bf16_sm90 as kernel
+from mxspec.triton_kernels.hopper.mx import by_memory as kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1")

@@ -48,10 +48,10 @@ def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, acc, *_options)
 def test_a_case(op, name, monkeypatch):
     from triton.language.semantic import TritonSemantic
 
-    from mxspec.helion_kernels import _launch
+    from mxspec.helion_kernels.common import launch
 
     monkeypatch.setattr(TritonSemantic, "dot_scaled", dot_scaled)
-    monkeypatch.setattr(_launch, "_capability", lambda device: (10, 0))
+    monkeypatch.setattr(launch, "_capability", lambda device: (10, 0))
     (case,) = [case for case in dispatch.reference(op).spec.cases() if case.name == name]
     result = check.check_case(op, case, "helion")
     assert result.status == "passed", result.message

@@ -18,7 +18,7 @@ if reason := unavailable():
 
 import triton
 
-from mxspec.triton_kernels import _mx_sm90 as kernel
+from mxspec.triton_kernels.hopper.mx import launch as kernel
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")

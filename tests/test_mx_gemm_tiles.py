@@ -13,7 +13,7 @@ from mxspec.reference.common.matmul import MIN_SQNR_DB
 
 pytest.importorskip("triton")
 
-from mxspec.triton_kernels import _mx_gemm_tiles as kernel
+from mxspec.triton_kernels.tiles import mx_matmul as kernel
 
 OPS = ("mx_gemm", "mx_grouped_gemm", "mx_grouped_gemm_wgrad")
 E4M3FN, E8M0FNU = torch.float8_e4m3fn, torch.float8_e8m0fnu

@@ -25,7 +25,8 @@ if reason := unavailable():
 
 import triton
 
-from mxspec.triton_kernels import _gluon, _limits
+from mxspec.triton_kernels import _limits
+from mxspec.triton_kernels.hopper import releases
 
 ROOT = Path(mx_compile.__file__).parents[1]
 FOLDER = Path(os.environ.get("MXSPEC_TRITONS") or ROOT / ".venv")
@@ -47,16 +48,16 @@ def under(version: str, *arguments: str, **options) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, **options)
 
 
-def releases(specifier: str) -> list[tuple[int, int]]:
+def bounds(specifier: str) -> list[tuple[int, int]]:
     """The bounds of a range `>=a.b,<c.d`."""
     return [(int(major), int(minor)) for major, minor in re.findall(r"[<>]=?(\d+)\.(\d+)", specifier)]
 
 
 def test_gluon_is_offered_where_it_is_compiled_and_nowhere_else():
     tried = sorted(tuple(map(int, version.split(".")[:2])) for version in (PINNED, *OTHERS))
-    assert [f"{major}.{minor}" for major, minor in tried] == list(_gluon.COMPILED_UNDER)
+    assert [f"{major}.{minor}" for major, minor in tried] == list(releases.COMPILED_UNDER)
     requirement = re.findall(r'"triton([^;"]*)', (ROOT / "pyproject.toml").read_text())[0]
-    first, beyond = releases(requirement)
+    first, beyond = bounds(requirement)
     assert (first, beyond) == (tried[0], (tried[-1][0], tried[-1][1] + 1)), "pyproject.toml takes what nobody tried"
 
 
@@ -100,15 +101,15 @@ def test_tiles_of_the_gluon_kernels(version: str) -> None:
 def test_every_launch_says_whether_sums_are_fused(monkeypatch):
     from triton.runtime.jit import JITFunction
 
-    from mxspec.triton_kernels import _mx_bf16_sm90
+    from mxspec.triton_kernels.hopper.mx import by_memory
 
     said: dict[str, set[bool | None]] = {}
 
     def run(self, *args, grid, warmup, enable_fp_fusion=None, **options):
         said.setdefault(self.fn.__qualname__, set()).add(enable_fp_fusion)
 
-    for target, waves in (("sm90", _mx_bf16_sm90.WAVES), ("sm90", 0), ("sm100", 0)):
-        monkeypatch.setattr(_mx_bf16_sm90, "WAVES", waves)
+    for target, waves in (("sm90", by_memory.WAVES), ("sm90", 0), ("sm100", 0)):
+        monkeypatch.setattr(by_memory, "WAVES", waves)
         for op in TRITON_OPS:
             module, exact = dispatch.kernel_module(op, "triton"), dispatch.reference(op).spec.min_sqnr_db == math.inf
             before, said = said, {}
@@ -149,7 +150,7 @@ def test_under_an_unknown_release_matmuls_are_plain_tiles():
     assert run.returncode == 0, run.stderr
     *kernels_of_ops, hopper, blackwell = run.stdout.splitlines()
     assert kernels_of_ops == 3 * ["{'_tiles'}"]
-    known = ", ".join(_gluon.COMPILED_UNDER)
+    known = ", ".join(releases.COMPILED_UNDER)
     assert hopper == f"by plain tiles: the Gluon kernels are compiled under Triton {known}, and this is 3.99.0"
     assert blackwell == "None"
 

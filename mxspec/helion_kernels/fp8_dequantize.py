@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
-from mxspec.helion_kernels._launch import config, flat, for_device, launch, on_grid
-from mxspec.helion_kernels._runs import dimension, load_run
+from mxspec.helion_kernels.common.launch import config, flat, for_device, launch, on_grid
+from mxspec.helion_kernels.common.runs import dimension, load_run
 
 
 class Tile(NamedTuple):

@@ -9,7 +9,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._launch import Configs, config, launch
+from mxspec.helion_kernels.common.launch import Configs, config, launch
 
 # H200, TFLOP/s at 4096x4096x7168: 838 (descriptors made by each program 765; without TMA 722); Triton 1150.
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run

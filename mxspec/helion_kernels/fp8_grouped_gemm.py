@@ -6,8 +6,8 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._groups import chunk, padded_ends, passed, tokens_of_tile
-from mxspec.helion_kernels._launch import config, flat, launch
+from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
+from mxspec.helion_kernels.common.launch import config, flat, launch
 from mxspec.helion_kernels.fp8_gemm import PTX as PTX
 from mxspec.helion_kernels.fp8_gemm import options
 

@@ -7,7 +7,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._launch import flat, launch
+from mxspec.helion_kernels.common.launch import flat, launch
 from mxspec.helion_kernels.fp8_gemm import PTX as PTX
 from mxspec.helion_kernels.fp8_gemm import options
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, fp32_bits
-from mxspec.helion_kernels._fp8_numerics import factors
-from mxspec.helion_kernels._fp8_tile import turn, turned_index
-from mxspec.helion_kernels._launch import config, flat, for_device, launch, on_grid
-from mxspec.helion_kernels._numerics import magnitude_bits, saturating_cast, widened
-from mxspec.helion_kernels._runs import dimension
+from mxspec.helion_kernels.common.fp8_numerics import factors
+from mxspec.helion_kernels.common.launch import config, flat, for_device, launch, on_grid
+from mxspec.helion_kernels.common.numerics import magnitude_bits, saturating_cast, widened
+from mxspec.helion_kernels.common.runs import dimension
+from mxspec.helion_kernels.tiles.fp8_columns import turn, turned_index
 
 
 class Tile(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
-from mxspec.helion_kernels._fp8_tile import turn, turned_index
-from mxspec.helion_kernels._groups import chunk, padded_ends, padded_rows, passed, tokens_left, tokens_of
-from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
+from mxspec.helion_kernels.common.groups import chunk, padded_ends, padded_rows, passed, tokens_left, tokens_of
+from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
+from mxspec.helion_kernels.tiles.fp8_columns import turn, turned_index
 
 
 class Tile(NamedTuple):

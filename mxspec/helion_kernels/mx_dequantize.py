@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.helion_kernels import _numerics
-from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
-from mxspec.helion_kernels._launch import config, extent, launch
-from mxspec.helion_kernels._numerics import scale_value
+from mxspec.helion_kernels.common import numerics
+from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_col
+from mxspec.helion_kernels.common.launch import config, extent, launch
+from mxspec.helion_kernels.common.numerics import scale_value
 
 RANK = {(9, 0): 2, (10, 0): 2}  # H200: 0.97 of a copy's rate at large sizes, Triton 0.98
 # Block sizes are of the scales, but for `turned`. Only these were measured; Blackwell: compiled, not run.
@@ -32,7 +32,7 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e[45]m[
 
 
 def supports(qdata: Tensor, scale: Tensor, **_: Any) -> str | None:
-    return _numerics.supports(qdata.dtype)
+    return numerics.supports(qdata.dtype)
 
 
 def _flat(qdata: Tensor, scale: Tensor, out: Tensor) -> None:

@@ -6,10 +6,10 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._blocked import blocked_shape
-from mxspec.helion_kernels._launch import config, launch
-from mxspec.helion_kernels._mx_gemm import PTX as PTX
-from mxspec.helion_kernels._mx_gemm import multiplied, scale_arguments, scale_place, step_for
+from mxspec.helion_kernels.common.blocked import blocked_shape
+from mxspec.helion_kernels.common.launch import config, launch
+from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
+from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
 # Programs run down eight tiles of M, then along N, so that those which run at a time share rows of a and b.
 _LARGE, _NARROW, _LOW = (

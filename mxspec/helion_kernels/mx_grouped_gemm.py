@@ -6,11 +6,11 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._blocked import blocked_shape
-from mxspec.helion_kernels._groups import chunk, padded_ends, passed, tokens_of_tile
-from mxspec.helion_kernels._launch import config, flat, launch
-from mxspec.helion_kernels._mx_gemm import PTX as PTX
-from mxspec.helion_kernels._mx_gemm import multiplied, scale_arguments, scale_place, step_for
+from mxspec.helion_kernels.common.blocked import blocked_shape
+from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
+from mxspec.helion_kernels.common.launch import config, flat, launch
+from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
+from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
 # H200, 32768 tokens of 8 experts, N 2048, K 7168: 68 TFLOP/s, see mx_gemm. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}

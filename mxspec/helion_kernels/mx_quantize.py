@@ -1,6 +1,7 @@
 """mx_quantize in Helion: the contiguous case in five lines, and a kernel for every other stride and layout.
 
-The programs of both run over the scale bytes as they are stored. Blocks along the columns are those of `_mx_tile`.
+The programs of both run over the scale bytes as they are stored. `tiles/mx_columns.py` has blocks along the
+columns.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE, element
-from mxspec.helion_kernels import _numerics
-from mxspec.helion_kernels._blocked import blocked_shape, blocked_to_row_col
-from mxspec.helion_kernels._launch import config, extent, launch
-from mxspec.helion_kernels._mx_tile import mx_tile
-from mxspec.helion_kernels._numerics import magnitude_bits, reciprocal_scale, saturating_cast, shared_exponent, widened
+from mxspec.helion_kernels.common import numerics
+from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_col
+from mxspec.helion_kernels.common.launch import config, extent, launch
+from mxspec.helion_kernels.common.numerics import (
+    magnitude_bits,
+    reciprocal_scale,
+    saturating_cast,
+    shared_exponent,
+    widened,
+)
+from mxspec.helion_kernels.tiles.mx_columns import mx_tile
 
 RANK = {(9, 0): 2, (10, 0): 2}  # as fast as Triton's on an H200, but its way to a launch takes 37 us longer
 # Block sizes are of the scales. benchmarks/tune.py on an H200, as fractions of a bare cast's rate: flat 0.983 at
@@ -34,7 +41,7 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[4
 
 
 def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return _numerics.supports(elem_dtype)
+    return numerics.supports(elem_dtype)
 
 
 def quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """mx_quantize_groups in Helion: the kernels of mx_quantize, reading each row where its group says.
 
 Along axis -1 a program owns a run of the bytes of a row of tiles of scales, as in mx_quantize's blocked layout, also
-where the scales are plain. Along axis -2 it owns a tile of `_mx_tile`. Pad rows are read as zeros, so that their codes
-and scale bytes come out as the contract says.
+where the scales are plain. Along axis -2 it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that
+their codes and scale bytes come out as the contract says.
 
 Both loops are an `hl.grid`, so that a program has its tile whole: ref mode then runs them one by one and tests the
 masks.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.helion_kernels._blocked import blocked_to_row_col
-from mxspec.helion_kernels._groups import (
+from mxspec.helion_kernels.common.blocked import blocked_to_row_col
+from mxspec.helion_kernels.common.groups import (
     chunk,
     grouped_tile,
     padded_ends,
@@ -27,10 +27,10 @@ from mxspec.helion_kernels._groups import (
     tokens_left,
     tokens_of,
 )
-from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
-from mxspec.helion_kernels._mx_tile import TILES, column_codes, column_scale, load_run, tile_index
-from mxspec.helion_kernels._numerics import widened
+from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
+from mxspec.helion_kernels.common.numerics import widened
 from mxspec.helion_kernels.mx_quantize import quantize_tile
+from mxspec.helion_kernels.tiles.mx_columns import TILES, column_codes, column_scale, load_run, tile_index
 
 
 class Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""mx_quantize_rowcol in Helion: the tiles of `_mx_tile`, each read once."""
+"""mx_quantize_rowcol in Helion: the tiles of `tiles/mx_columns.py`, each read once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.helion_kernels import _numerics
-from mxspec.helion_kernels._mx_tile import mx_tile
+from mxspec.helion_kernels.common import numerics
+from mxspec.helion_kernels.tiles.mx_columns import mx_tile
 
 RANK = {(9, 0): 2, (10, 0): 2}  # H200: 0.93 to 0.97 of Triton's rate
 # 8-byte loads where tiles reach past x.
@@ -17,7 +17,7 @@ PTX = (r"ld\.global\.v[24]\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.
 
 
 def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return _numerics.supports(elem_dtype)
+    return numerics.supports(elem_dtype)
 
 
 def mx_quantize_rowcol(

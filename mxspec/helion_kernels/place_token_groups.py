@@ -1,18 +1,18 @@
-"""place_token_groups in Helion: `_token_rows`, the token of a row found among all groups."""
+"""place_token_groups in Helion: `tiles/token_rows.py`, the token of a row found among all groups."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from mxspec.helion_kernels import _token_rows
+from mxspec.helion_kernels.tiles import token_rows
 
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32")
 
 
 def supports(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, **_: bool) -> str | None:
-    return _token_rows.supports(x, num_rows)
+    return token_rows.supports(x, num_rows)
 
 
 def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *, check_offs: bool = False) -> Tensor:
-    return _token_rows.move_rows("place", x, offs, start, start, num_rows)
+    return token_rows.move_rows("place", x, offs, start, start, num_rows)

@@ -11,8 +11,8 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._blocked import blocked_shape, turned
-from mxspec.helion_kernels._launch import extent, for_device, launch, on_grid
+from mxspec.helion_kernels.common.blocked import blocked_shape, turned
+from mxspec.helion_kernels.common.launch import extent, for_device, launch, on_grid
 
 
 class Tiles(NamedTuple):

@@ -13,8 +13,8 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._groups import chunk, grouped_tile, padded_ends, tokens_of
-from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
+from mxspec.helion_kernels.common.groups import chunk, grouped_tile, padded_ends, tokens_of
+from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 
 
 class Tiles(NamedTuple):

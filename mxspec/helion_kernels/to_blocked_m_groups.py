@@ -6,9 +6,9 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.helion_kernels._blocked import blocked_shape, turned
-from mxspec.helion_kernels._groups import chunk, padded_ends, passed, tokens_of
-from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
+from mxspec.helion_kernels.common.blocked import blocked_shape, turned
+from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of
+from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels.to_blocked import CONFIGS
 
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels._launch import UNFUSED
+from mxspec.triton_kernels.common.launch import UNFUSED
 
 CAST = {"BLOCK": 2048, "num_warps": 2}
 COPY = {"BLOCK": 4096, "num_warps": 4}  # bytes

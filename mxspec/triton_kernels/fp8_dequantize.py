@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
-from mxspec.triton_kernels import _launch
-from mxspec.triton_kernels._runs import load8
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.runs import load8
 
 RANK = {(9, 0): 1, (10, 0): 1}  # 0.97 of a copy's rate at 32768 x 7168 on an H200; Blackwell: compiled, not run
 # ROWS blocks a program where all is contiguous, ROWS rows of one block elsewhere (ROWS divides 128, so that they share
@@ -95,7 +95,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     C, square = K // FP8_BLOCK_SIZE, scale.shape[-2] != R
     E, stride_e, scale_stride_e = (lead[0], q.stride(0), scale.stride(0)) if lead else (1, 0, 0)
     strides, scale_strides = q.stride()[-2:], scale.stride()[-2:]
-    config = _launch.for_device(CONFIGS, q.device)
+    config = launch.for_device(CONFIGS, q.device)
     if axis == -2:
         q = q.view(torch.uint8)  # of which a masked load may give 0
         even = R % config["turned"]["COLS"] == 0
@@ -107,11 +107,11 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
             which, R, K, E, C, strides, scale_strides = "flat", E * R * C, FP8_BLOCK_SIZE, 1, 1, (128, 1), (1, 1)
         kernel, chosen = _along, config[which]
         across, tiles, even = C, -(-R // chosen["ROWS"]), R % chosen["ROWS"] == 0
-    grid = _launch.grid(across, E * tiles)
+    grid = launch.grid(across, E * tiles)
     even = even and grid[1] * grid[2] == E * tiles
     wide = max(FP8_BLOCK_SIZE, chosen.get("COLS", 0)) * max(*strides, *scale_strides, R if axis == -2 else K) >= 2**31
     kernel[grid](
         q, scale, out, E, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, **chosen,
-        **_launch.UNFUSED,
+        **launch.UNFUSED,
     )  # fmt: skip
     return out

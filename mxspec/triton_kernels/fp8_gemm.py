@@ -1,13 +1,13 @@
-"""fp8_gemm in Triton: Hopper's Gluon kernel, `_fp8_sm90.py`; where TMA cannot read, and elsewhere, plain tiles."""
+"""fp8_gemm in Triton: the Gluon kernel of `hopper/fp8/` where TMA can read the operands, else plain tiles."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels._fp8_gemm_tiles import fp8_tiles
-from mxspec.triton_kernels._fp8_sm90 import fp8_sm90, reads
-from mxspec.triton_kernels._gluon import note
+from mxspec.triton_kernels.hopper.fp8.launch import fp8_sm90, reads
+from mxspec.triton_kernels.hopper.releases import note
+from mxspec.triton_kernels.tiles.fp8_matmul import fp8_tiles
 
 __all__ = ["PTX", "RANK", "fp8_gemm", "multiply", "note"]
 

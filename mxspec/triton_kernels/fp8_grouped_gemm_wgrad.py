@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels._fp8_gemm_tiles import fp8_tiles
-from mxspec.triton_kernels._fp8_sm90 import fp8_sm90, reads
 from mxspec.triton_kernels.fp8_gemm import PTX, note
+from mxspec.triton_kernels.hopper.fp8.launch import fp8_sm90, reads
+from mxspec.triton_kernels.tiles.fp8_matmul import fp8_tiles
 
 __all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad", "multiply", "note"]
 

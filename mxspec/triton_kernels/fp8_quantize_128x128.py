@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
-from mxspec.triton_kernels import _launch
-from mxspec.triton_kernels._fp8_numerics import factors
-from mxspec.triton_kernels._numerics import magnitude_bits, saturating_cast, widened
-from mxspec.triton_kernels._runs import load16, store16
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.fp8_numerics import factors
+from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cast, widened
+from mxspec.triton_kernels.common.runs import load16, store16
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 # A warp is GROUPS threads, of 16 rows each, by 32 / GROUPS, of 8 columns each. Raced on an H200 at 14336 x 4096, as
@@ -94,7 +94,7 @@ def fp8_quantize_128x128(
         return w.new_empty((*lead, N, K), dtype=torch.float8_e4m3fn), w.new_empty((*lead, *blocks), dtype=torch.float32)
 
     *lead, N, K = w.shape
-    chosen = _launch.for_device(CONFIGS, w.device)["with transpose" if with_transpose else "plain"]
+    chosen = launch.for_device(CONFIGS, w.device)["with transpose" if with_transpose else "plain"]
     result: tuple[Tensor, ...] = outputs(N, K)
     written = result
     if with_transpose:
@@ -110,6 +110,6 @@ def fp8_quantize_128x128(
             chosen = {**chosen, "WHOLE": N % 16 == 0}
         (_square_and_transpose if with_transpose else _square)[col_blocks, row_blocks, E](
             w, *written, N, K, stride_e, *w.stride()[-2:], fp32_bits(eps), scale_format == "pow2", even, wide, **chosen,
-            **_launch.UNFUSED,
+            **launch.UNFUSED,
         )  # fmt: skip
     return result

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
-from mxspec.triton_kernels import _launch
-from mxspec.triton_kernels._fp8_numerics import factors
-from mxspec.triton_kernels._fp8_tile import turn, turned_index
-from mxspec.triton_kernels._numerics import magnitude_bits, saturating_cast, widened
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.fp8_numerics import factors
+from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cast, widened
+from mxspec.triton_kernels.tiles.fp8_columns import turn, turned_index
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 # ROWS blocks a program where all is contiguous, ROWS rows of one block elsewhere; BLOCKS by COLS blocks of 128x1.
@@ -90,14 +90,14 @@ def fp8_quantize_1x128(
         rows, R, K, scale_strides = rows.view(-1, FP8_BLOCK_SIZE), R * C, FP8_BLOCK_SIZE, (1, 1)
     else:
         kernel, which = _along, "along"
-    config = _launch.for_device(CONFIGS, x.device)[which]
+    config = launch.for_device(CONFIGS, x.device)[which]
     height = config["COLS"] if kernel is _across else config["ROWS"]
     width = FP8_BLOCK_SIZE * config.get("BLOCKS", 1)
-    grid = _launch.grid(-(-K // width), -(-R // height))
+    grid = launch.grid(-(-K // width), -(-R // height))
     even = K % width == 0 and height * grid[1] * grid[2] == R
     wide = max(height * max(rows.stride(0), K, scale_strides[0]), width * rows.stride(1)) >= 2**31
     kernel[grid](
         rows, qdata, scale, R, K, *rows.stride(), *scale_strides, fp32_bits(eps), scale_format == "pow2", even, wide,
-        **config, **_launch.UNFUSED,
+        **config, **launch.UNFUSED,
     )  # fmt: skip
     return result

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
-from mxspec.triton_kernels import _launch
-from mxspec.triton_kernels._fp8_tile import turn, turned_index
-from mxspec.triton_kernels._groups import chunk, group_of, padded_rows, tokens_left
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows, tokens_left
+from mxspec.triton_kernels.tiles.fp8_columns import turn, turned_index
 
 _HOPPER = {"COLS": 128, "num_warps": 4}  # of fp8_quantize_1x128, "across, mn"
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
@@ -59,14 +59,14 @@ def fp8_quantize_k_groups(
     qdata = x.new_empty((D, R), dtype=torch.float8_e4m3fn)
     scale = x.new_empty((blocks, D), dtype=torch.float32)
     start, end = (offs.new_empty(G) for _ in range(2))
-    config = _launch.for_device(CONFIGS, x.device)
+    config = launch.for_device(CONFIGS, x.device)
     wide = max(config["COLS"] * max(x.stride(1), R), FP8_BLOCK_SIZE * x.stride(0)) >= 2**31
     if blocks:
-        grid = _launch.grid(max(1, -(-D // config["COLS"])), blocks)  # one across if only start and end are written
+        grid = launch.grid(max(1, -(-D // config["COLS"])), blocks)  # one across if only start and end are written
         even = config["COLS"] * grid[0] == D
         _fp8_quantize_k_groups[grid](
             x, qdata, scale, start, end, offs, M, D, blocks, *x.stride(), G, offs.stride(0),
             fp32_bits(eps), scale_format == "pow2", even, wide, chunk(G), **config,
-            **_launch.UNFUSED,
+            **launch.UNFUSED,
         )  # fmt: skip
     return qdata, scale.mT, start, end

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.triton_kernels import _numerics
-from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
-from mxspec.triton_kernels._launch import UNFUSED, for_device
-from mxspec.triton_kernels._numerics import scale_value
+from mxspec.triton_kernels.common import numerics
+from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.numerics import scale_value
 
 RANK = {(9, 0): 1, (10, 0): 1}  # H200: 0.98 of a copy's rate; Blackwell: compiled, not run
 # BLOCKS scale bytes, so 32 * BLOCKS codes, a program; for `turned`, ROWS rows of the transpose by BLOCKS of their
@@ -42,7 +42,7 @@ PTX = (
 
 
 def supports(qdata: Tensor, scale: Tensor, *, axis: int = -1, **_: Any) -> str | None:
-    if reason := _numerics.supports(qdata.dtype):
+    if reason := numerics.supports(qdata.dtype):
         return reason
     if qdata.numel() > 2**35:
         return f"counts blocks in 32 bits, so qdata may have up to 2^35 elements; it has {qdata.numel()}"

@@ -1,15 +1,15 @@
-"""mx_gemm in Triton: on Hopper large outputs by `_mx_bf16_sm90.py`, others by `_mx_sm90.py`; elsewhere plain tiles."""
+"""mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs on Hopper, `hopper/mx/` for small; else plain tiles."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels import _mx_gemm_tiles
-from mxspec.triton_kernels._gluon import note
-from mxspec.triton_kernels._mx_bf16_sm90 import mx_bf16, pays
-from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
-from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
+from mxspec.triton_kernels.hopper.mx.by_memory import mx_bf16, pays
+from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
+from mxspec.triton_kernels.hopper.releases import note
+from mxspec.triton_kernels.tiles import mx_matmul
+from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 __all__ = ["PTX", "RANK", "mx_gemm", "note"]
 
@@ -17,7 +17,7 @@ __all__ = ["PTX", "RANK", "mx_gemm", "note"]
 # 32768x2048x7168: 1.00, 0.93, 0.91; the Gluon kernel, which small outputs take, 0.84, 0.83, 0.88. Blackwell: compiled,
 # not run.
 RANK = {(9, 0): 1, (10, 0): 1}
-PTX = _mx_gemm_tiles.PTX
+PTX = mx_matmul.PTX
 
 
 def mx_gemm(

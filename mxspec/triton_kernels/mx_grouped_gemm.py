@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels import _mx_gemm_tiles
-from mxspec.triton_kernels._gluon import note
-from mxspec.triton_kernels._mx_bf16_sm90 import mx_bf16, pays_for_groups
-from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
-from mxspec.triton_kernels._mx_sm90 import mx_sm90, reads
+from mxspec.triton_kernels.hopper.mx.by_memory import mx_bf16, pays_for_groups
+from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
+from mxspec.triton_kernels.hopper.releases import note
+from mxspec.triton_kernels.tiles import mx_matmul
+from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 __all__ = ["PTX", "RANK", "mx_grouped_gemm", "note"]
 
@@ -17,7 +17,7 @@ __all__ = ["PTX", "RANK", "mx_grouped_gemm", "note"]
 # even 0.91, ragged 0.90; 32768x8192x5120, 8 experts 0.96, one 1.04. 64 experts of 512 tokens, whose weights' values are
 # most of the bytes, 0.70. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
-PTX = _mx_gemm_tiles.PTX
+PTX = mx_matmul.PTX
 
 
 def mx_grouped_gemm(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels import _mx_gemm_tiles
-from mxspec.triton_kernels._gluon import note
-from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
-from mxspec.triton_kernels._mx_sm90 import WIDEST_TILE, mx_sm90, reads
+from mxspec.triton_kernels.hopper.mx.launch import WIDEST_TILE, mx_sm90, reads
+from mxspec.triton_kernels.hopper.releases import note
+from mxspec.triton_kernels.tiles import mx_matmul
+from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 __all__ = ["PTX", "RANK", "mx_grouped_gemm_wgrad", "note"]
 
 # H200, each by itself for 150 ms, of the rate of torch._grouped_mm on unquantized operands: 32768x2048x7168, 8 experts,
 # even 0.93, ragged 0.94, 64 experts 0.94; 32768x8192x5120, 8 experts 0.97. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
-PTX = _mx_gemm_tiles.PTX
+PTX = mx_matmul.PTX
 
 
 def mx_grouped_gemm_wgrad(

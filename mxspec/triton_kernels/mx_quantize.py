@@ -15,16 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import element, exponent_rule
-from mxspec.triton_kernels import _mx_tile, _numerics
-from mxspec.triton_kernels._blocked import blocked_shape, row_col_in_tile
-from mxspec.triton_kernels._launch import UNFUSED, for_device
-from mxspec.triton_kernels._numerics import (
+from mxspec.triton_kernels.common import numerics
+from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.numerics import (
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
     shared_exponent,
     widened,
 )
+from mxspec.triton_kernels.tiles import mx_columns
 
 # The same rate as Helion's within 1% on an H200 (README), with 26 us of host time a call where Helion's takes 63.
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
@@ -42,11 +43,11 @@ _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
 def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    if reason := _numerics.supports(elem_dtype):
+    if reason := numerics.supports(elem_dtype):
         return reason
     if axis == -2:
         if not _is_transposed(x):
-            return _mx_tile.supports(x)
+            return mx_columns.supports(x)
         x = x.mT
     if x.numel() > 2**35:
         return f"counts blocks in 32 bits, so x may have up to 2^35 elements; it has {x.numel()}"
@@ -127,7 +128,7 @@ def mx_quantize(
         if _is_transposed(x):
             qdata, scale = mx_quantize(x.mT, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
         else:
-            qdata, scale = _mx_tile.mx_tile(x, fmt, scaling, scale_layout)
+            qdata, scale = mx_columns.mx_tile(x, fmt, scaling, scale_layout)
         return qdata.mT, scale
     *lead, R, K = x.shape
     C, E = K // 32, lead[0] if lead else 1

@@ -1,8 +1,8 @@
 """mx_quantize_groups in Triton: the kernels of mx_quantize, reading each row where its group says.
 
 Along axis -1 a program owns a run of the bytes of a tile of scales, as in mx_quantize's blocked layout, also where the
-scales are plain. Along axis -2 it owns a tile of `_mx_tile`. Pad rows are read as zeros, so that their codes and scale
-bytes come out as the contract says.
+scales are plain. Along axis -2 it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that their
+codes and scale bytes come out as the contract says.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import element, exponent_rule
-from mxspec.triton_kernels import _mx_tile
-from mxspec.triton_kernels._blocked import row_col_in_tile
-from mxspec.triton_kernels._groups import chunk, group_of, padded_rows
-from mxspec.triton_kernels._launch import UNFUSED, for_device
-from mxspec.triton_kernels._numerics import (
+from mxspec.triton_kernels.common.blocked import row_col_in_tile
+from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.numerics import (
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
     shared_exponent,
     widened,
 )
+from mxspec.triton_kernels.tiles import mx_columns
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 # Scale bytes a program. benchmarks/tune.py on an H200, beside mx_quantize of tokens that are padded already: 0.99 of
@@ -38,7 +38,7 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[4
 
 def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None:
     if axis == -2:
-        return _mx_tile.supports(x)
+        return mx_columns.supports(x)
     if x.shape[1] >= 2**29:
         return f"counts the bytes of a row of tiles in 32 bits, so K may be up to 2^29; it is {x.shape[1]}"
     return None
@@ -101,7 +101,7 @@ def mx_quantize_groups(
         qdata = x.new_empty((K, R), dtype=fmt.dtype)
         shape = (128 * col_tiles, rows // 32) if blocked else (K, R // 32)
         scale = x.new_empty(shape, dtype=torch.uint8)
-        _mx_tile.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, constants)
+        mx_columns.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, constants)
         return qdata.mT, scale.view(torch.float8_e8m0fnu), start, end
     qdata = x.new_empty((R, K), dtype=fmt.dtype)
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)

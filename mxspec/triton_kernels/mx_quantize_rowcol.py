@@ -1,4 +1,4 @@
-"""mx_quantize_rowcol in Triton: the tiles of `_mx_tile`, each read once."""
+"""mx_quantize_rowcol in Triton: the tiles of `tiles/mx_columns.py`, each read once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.triton_kernels import _mx_tile, _numerics
+from mxspec.triton_kernels.common import numerics
+from mxspec.triton_kernels.tiles import mx_columns
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 
 def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return _numerics.supports(elem_dtype) or _mx_tile.supports(x)
+    return numerics.supports(elem_dtype) or mx_columns.supports(x)
 
 
 def mx_quantize_rowcol(
@@ -26,6 +27,6 @@ def mx_quantize_rowcol(
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     turned = x.stride(-1) != 1 and x.stride(-2) == 1  # rows are what lies in columns: so are the results' two halves
-    tiles = _mx_tile.mx_tile(x.mT if turned else x, element(elem_dtype), scaling, scale_layout, with_rows=True)
+    tiles = mx_columns.mx_tile(x.mT if turned else x, element(elem_dtype), scaling, scale_layout, with_rows=True)
     q_row, s_row, q_col, s_col = (*tiles[2:], *tiles[:2]) if turned else tiles
     return q_row, s_row, q_col.mT, s_col

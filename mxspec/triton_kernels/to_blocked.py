@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels._blocked import blocked_shape, turned
-from mxspec.triton_kernels._launch import UNFUSED
+from mxspec.triton_kernels.common.blocked import blocked_shape, turned
+from mxspec.triton_kernels.common.launch import UNFUSED
 
 RANK = {(9, 0): 1, (10, 0): 1}
 # Tiles a program, from what the rows allow: 16 read 64 bytes of a row, which 16-byte loads need to start at a multiple

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels._groups import chunk, grouped_tile, groups_of, tokens_of
-from mxspec.triton_kernels._launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.groups import chunk, grouped_tile, groups_of, tokens_of
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 # By the ends that are read at a time. On an H200, 7168 x 4096, where a copy takes 15.9 us: 8 groups 21.3 us (16 tiles

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels._blocked import blocked_shape, turned
-from mxspec.triton_kernels._groups import chunk, group_of
-from mxspec.triton_kernels._launch import UNFUSED
+from mxspec.triton_kernels.common.blocked import blocked_shape, turned
+from mxspec.triton_kernels.common.groups import chunk, group_of
+from mxspec.triton_kernels.common.launch import UNFUSED
 from mxspec.triton_kernels.to_blocked import CONFIGS
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run

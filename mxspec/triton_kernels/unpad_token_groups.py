@@ -1,20 +1,20 @@
-"""unpad_token_groups in Triton: `_token_rows`, the group of a token found among the ends."""
+"""unpad_token_groups in Triton: `tiles/token_rows.py`, the group of a token found among the ends."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from mxspec.triton_kernels import _token_rows
+from mxspec.triton_kernels.tiles import token_rows
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32")
 
 
 def supports(padded: Tensor, offs: Tensor, start: Tensor, num_tokens: int, **_: bool) -> str | None:
-    return _token_rows.supports(padded, num_tokens)
+    return token_rows.supports(padded, num_tokens)
 
 
 def unpad_token_groups(
     padded: Tensor, offs: Tensor, start: Tensor, num_tokens: int, *, check_offs: bool = False
 ) -> Tensor:
-    return _token_rows.move_rows("unpad", padded, offs, start, start, num_tokens)
+    return token_rows.move_rows("unpad", padded, offs, start, start, num_tokens)

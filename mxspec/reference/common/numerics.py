@@ -1,6 +1,6 @@
 """The arithmetic of an MX block on tensors: shared exponent, reciprocal scale, saturating cast.
 
-Lay it next to `triton_kernels/_numerics.py` and `helion_kernels/_numerics.py`, which do the same.
+Lay it next to `triton_kernels/common/numerics.py` and `helion_kernels/common/numerics.py`, which do the same.
 fp32 is read by its bits (sign 1, exponent field 8, mantissa 23) because `log2` in fp32 is wrong by one
 near powers of two: `ceil(log2(0x48e00001 / 448))` gives the exponent 10 where 11 is right.
 """

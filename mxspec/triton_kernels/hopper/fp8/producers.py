@@ -1,6 +1,6 @@
 """What Hopper's FP8 matmuls are fed by: a warp that loads tiles by TMA, and two that write down the tiles' scales.
 
-Stages and groups are those of `_fp8_gemm_sm90.py`.
+`gemm.py` says what stages and groups are.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from mxspec.triton_kernels._gluon_names import async_load
-from mxspec.triton_kernels._tile_order_sm90 import blocks_of_group, geometry, next_group, place
+from mxspec.triton_kernels.hopper.names import async_load
+from mxspec.triton_kernels.hopper.scheduler import blocks_of_group, geometry, next_group, place
 
 
 @gluon.jit

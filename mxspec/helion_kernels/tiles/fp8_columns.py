@@ -10,9 +10,9 @@ import helion.language as hl
 from torch import Tensor
 
 from mxspec.formats import E4M3FN
-from mxspec.helion_kernels._fp8_numerics import factors
-from mxspec.helion_kernels._numerics import magnitude_bits, saturating_cast, widened
-from mxspec.helion_kernels._runs import dimension, load_run
+from mxspec.helion_kernels.common.fp8_numerics import factors
+from mxspec.helion_kernels.common.numerics import magnitude_bits, saturating_cast, widened
+from mxspec.helion_kernels.common.runs import dimension, load_run
 
 
 def turned_index(cols: int) -> tuple[Tensor, Tensor]:

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.triton_kernels._blocked import row_col_in_tile
-from mxspec.triton_kernels._groups import chunk, group_of, store_in_order
-from mxspec.triton_kernels._launch import UNFUSED, capability, grid, processors
-from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
-from mxspec.triton_kernels._numerics import scale_value
+from mxspec.triton_kernels.common.blocked import row_col_in_tile
+from mxspec.triton_kernels.common.groups import chunk, group_of, store_in_order
+from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid, processors
+from mxspec.triton_kernels.common.numerics import scale_value
+from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 # By code format, the scale bytes from the first to the last under which every code is 0, a normal bf16 number, Inf or
 # NaN: the smallest code is 2^-9 or 2^-16, the largest just below 2^9 or 2^16.

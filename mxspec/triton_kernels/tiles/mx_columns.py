@@ -18,17 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import ElementFormat, exponent_rule
-from mxspec.triton_kernels._blocked import blocked_shape
-from mxspec.triton_kernels._groups import chunk, group_of, grouped_tile, tokens_left
-from mxspec.triton_kernels._launch import UNFUSED, for_device
-from mxspec.triton_kernels._numerics import (
+from mxspec.triton_kernels.common.blocked import blocked_shape
+from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, tokens_left
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.numerics import (
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
     shared_exponent,
     widened,
 )
-from mxspec.triton_kernels._runs import load8, load16, store8
+from mxspec.triton_kernels.common.runs import load8, load16, store8
 
 # H200, plain and blocked scales, as fractions of a bare cast's rate: col, small at 8192 x 2048 0.87, 0.91 (large 0.84,
 # 0.86); of a copy's: rowcol at 8192 x 2048 0.80, 0.89, at 32768 x 7168 0.79, 0.91 (16 warps 0.75, 0.87; 4 warps, which

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
-from mxspec.triton_kernels._groups import chunk, group_of, tokens_of
-from mxspec.triton_kernels._launch import FUSED, for_device
+from mxspec.triton_kernels.common.groups import chunk, group_of, tokens_of
+from mxspec.triton_kernels.common.launch import FUSED, for_device
 
 _TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 CONFIGS = {(9, 0): _TILE, (10, 0): _TILE}

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels._fp8_numerics import factors
-from mxspec.triton_kernels._numerics import magnitude_bits, saturating_cast, widened
-from mxspec.triton_kernels._runs import load16
+from mxspec.triton_kernels.common.fp8_numerics import factors
+from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cast, widened
+from mxspec.triton_kernels.common.runs import load16
 
 
 @triton.jit

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import ElementFormat, element
-from mxspec.helion_kernels._blocked import blocked_shape
-from mxspec.helion_kernels._launch import extent, for_device, launch, on_grid
-from mxspec.helion_kernels._numerics import (
+from mxspec.helion_kernels.common.blocked import blocked_shape
+from mxspec.helion_kernels.common.launch import extent, for_device, launch, on_grid
+from mxspec.helion_kernels.common.numerics import (
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
     shared_exponent,
     widened,
 )
-from mxspec.helion_kernels._runs import load_run, store_run
+from mxspec.helion_kernels.common.runs import load_run, store_run
 
 
 class Tile(NamedTuple):

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import INT_OF_BYTES
-from mxspec.triton_kernels._groups import chunk, group_of
-from mxspec.triton_kernels._launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.groups import chunk, group_of
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 
 # A program moves ROWS rows by up to BYTES bytes of each. benchmarks/tune.py on an H200, two 16-byte words a thread, as
 # here, and four, as fractions of a copy's rate: pad at 16384 x 2048 0.96 and 0.93, at 131072 x 7168 1.00 and 0.99.

@@ -15,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.triton_kernels import _gluon
-from mxspec.triton_kernels._groups import chunk, group_of
-from mxspec.triton_kernels._launch import FUSED, UNFUSED, capability, processors
-from mxspec.triton_kernels._mx_gemm_tiles import mx_tiles
+from mxspec.triton_kernels.common.groups import chunk, group_of
+from mxspec.triton_kernels.common.launch import FUSED, UNFUSED, capability, processors
+from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
-if _gluon.refusal() is None:
+if releases.refusal() is None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from mxspec.triton_kernels._gluon_names import shared_layout
-    from mxspec.triton_kernels._mx_gemm_sm90 import E4M3, E5M2, mx_gemm_sm90
+    from mxspec.triton_kernels.hopper.mx.gemm import E4M3, E5M2, mx_gemm_sm90
+    from mxspec.triton_kernels.hopper.names import shared_layout
 
     # By code format: its constants, and the exponent by which its values are shifted, so that the smallest of them,
     # 2^-9 or 2^-16 times 2^-127, is a subnormal bf16 at least.
@@ -100,7 +100,7 @@ def _mx_values(
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether the Gluon kernel can run: on Hopper, where TMA reads a and writes out, rows at multiples of 16 bytes."""
-    if a.device.type == "cpu" or capability(a.device) != (9, 0) or _gluon.refusal() or not a.numel() or not b.numel():
+    if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
         return False
     rows_fit = a.stride(0) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
     return rows_fit and a.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0

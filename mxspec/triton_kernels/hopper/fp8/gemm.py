@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mxspec.triton_kernels._fp8_producers_sm90 import load, scale
-from mxspec.triton_kernels._gluon_names import barrier
-from mxspec.triton_kernels._math_warpgroup_sm90 import my_turn, promote, write, write_rows, your_turn
-from mxspec.triton_kernels._tile_order_sm90 import blocks_of_group, geometry, next_group
+from mxspec.triton_kernels.hopper.fp8.producers import load, scale
+from mxspec.triton_kernels.hopper.names import barrier
+from mxspec.triton_kernels.hopper.scheduler import blocks_of_group, geometry, next_group
+from mxspec.triton_kernels.hopper.warpgroup import my_turn, promote, write, write_rows, your_turn
 
 
 @gluon.jit

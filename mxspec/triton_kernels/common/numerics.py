@@ -1,7 +1,7 @@
 """The arithmetic of an MX block in Triton: shared exponent, reciprocal scale, saturating cast.
 
-Lay it next to `reference/_numerics.py`: the same functions on the same bits. A kernel passes a format and a rule as the
-three constants of `formats.exponent_rule`.
+Lay it next to `reference/common/numerics.py`: the same functions on the same bits. A kernel passes a format and
+a rule as the three constants of `formats.exponent_rule`.
 """
 
 import torch

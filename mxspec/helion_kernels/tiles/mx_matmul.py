@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.helion_kernels._launch import flat, for_device
+from mxspec.helion_kernels.common.launch import flat, for_device
 
 PTX = {
     "sm90": (r"wgmma\.mma_async.*\.f32\.(e[45]m[32]\.e[45]m[32]|f16\.f16)",),

@@ -1,4 +1,4 @@
-"""FP8 matmuls on Hopper: which tile the Gluon kernel of `_fp8_gemm_sm90.py` takes, and how it is launched."""
+"""FP8 matmuls on Hopper: which tile the Gluon kernel of `gemm.py` takes, and how it is launched."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import triton
 from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
-from mxspec.triton_kernels import _gluon
-from mxspec.triton_kernels._launch import FUSED, capability, processors
+from mxspec.triton_kernels.common.launch import FUSED, capability, processors
+from mxspec.triton_kernels.hopper import releases
 
-if _gluon.refusal() is None:
+if releases.refusal() is None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from mxspec.triton_kernels._fp8_gemm_sm90 import fp8_gemm_sm90
-    from mxspec.triton_kernels._gluon_names import shared_layout
+    from mxspec.triton_kernels.hopper.fp8.gemm import fp8_gemm_sm90
+    from mxspec.triton_kernels.hopper.names import shared_layout
 
 T = TypeVar("T")
 # Tiles of the Gluon kernel. The cost is that of an element of the output: smaller tiles read more for it. Three stages
@@ -41,7 +41,7 @@ def _tma_reads(matrix: Tensor) -> bool:
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether the Gluon kernel can run: on Hopper, where TMA reads a and b and writes out; several matrices as one."""
-    if a.device.type == "cpu" or capability(a.device) != (9, 0) or _gluon.refusal() or not a.numel() or not b.numel():
+    if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
         return False
     one = all(t.ndim == 2 or t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in (b, out))
     return one and _tma_reads(a) and _tma_reads(b) and _tma_reads(out)
@@ -107,7 +107,7 @@ def fp8_sm90(
     # The scales of the columns, 32 a thread, are read once a block where registers are left for them: shared memory is
     # what bounds this kernel, and every thread's own 128 bytes of scales count as much there as operands.
     # From Triton 3.9 on a thread needs some registers more: a tile of two halves then has none left for them.
-    cramped = halves == 2 and _gluon.release() not in ("3.6", "3.7", "3.8")
+    cramped = halves == 2 and releases.release() not in ("3.6", "3.7", "3.8")
     config.setdefault("ONCE", vector and (halves == 1 or (out.element_size() == 4 and not cramped)))
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
     # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.triton_kernels._groups import chunk, group_of, rows_before, tokens_of
-from mxspec.triton_kernels._launch import FUSED, for_device
+from mxspec.triton_kernels.common.groups import chunk, group_of, rows_before, tokens_of
+from mxspec.triton_kernels.common.launch import FUSED, for_device
 
 # A tile has the 128 rows of the blocked layout, to which a group's are padded there: its scales are one tile's as well.
 # Codes that lie at multiples of 16 bytes are copied 16 at a time; others pass through registers, of which every larger

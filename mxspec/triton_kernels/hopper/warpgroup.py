@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from mxspec.triton_kernels._gluon_names import async_add, async_store
+from mxspec.triton_kernels.hopper.names import async_add, async_store
 
 
 @gluon.jit

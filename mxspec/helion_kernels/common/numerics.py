@@ -1,6 +1,6 @@
 """The arithmetic of an MX block on Helion tiles: shared exponent, reciprocal scale, saturating cast.
 
-Lay it next to `reference/_numerics.py`: the same functions on the same bits.
+Lay it next to `reference/common/numerics.py`: the same functions on the same bits.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mxspec.triton_kernels._gluon_names import async_load, barrier
-from mxspec.triton_kernels._math_warpgroup_sm90 import write, write_turned
-from mxspec.triton_kernels._tile_order_sm90 import place as tile_place
+from mxspec.triton_kernels.hopper.names import async_load, barrier
+from mxspec.triton_kernels.hopper.scheduler import place as tile_place
+from mxspec.triton_kernels.hopper.warpgroup import write, write_turned
 
 # For an element format: how a code, in the upper byte of 16 bits, is moved to where bf16 has its bits, which of them
 # these are, the factor that makes this number the code's, and one with which all finite codes stay finite and Inf and

@@ -9,7 +9,7 @@ import helion.language as hl
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.helion_kernels._numerics import saturating_cast
+from mxspec.helion_kernels.common.numerics import saturating_cast
 
 
 def dimension(size: int, dim: int, dims: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels._numerics import saturating_cast
+from mxspec.triton_kernels.common.numerics import saturating_cast
 
 
 @triton.jit

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import INT_OF_BYTES
-from mxspec.helion_kernels._groups import at_or_before, chunk, padded_ends, passed, token_at, tokens_of
-from mxspec.helion_kernels._launch import flat, for_device, launch, on_grid
+from mxspec.helion_kernels.common.groups import at_or_before, chunk, padded_ends, passed, token_at, tokens_of
+from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 
 
 class Part(NamedTuple):

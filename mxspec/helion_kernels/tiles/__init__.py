@@ -1,0 +1,1 @@
+"""Tiles that the kernels of several ops share."""

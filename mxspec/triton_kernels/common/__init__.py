@@ -1,0 +1,1 @@
+"""What several kernels share: numerics, layouts, token groups, launches."""

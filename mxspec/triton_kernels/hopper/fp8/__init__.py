@@ -1,0 +1,1 @@
+"""FP8 matmuls with fp32 scales, for Hopper."""

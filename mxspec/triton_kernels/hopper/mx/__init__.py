@@ -1,0 +1,1 @@
+"""MX matmuls by bfloat16 tensor cores, for Hopper."""
