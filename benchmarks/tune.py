@@ -86,12 +86,12 @@ def quantize_rows() -> Iterator[Choice]:
 
 
 def quantize_columns(rows: Collection[int] = (128, 256)) -> Iterator[Choice]:
-    for groups, warps in [(n // 16, warps) for n in rows for warps in (2, 4, 8)]:
-        tile = {"RUN": 16, "GROUPS": groups, "COLS": 128, "PART": 128, "num_warps": warps}
+    for runs, warps in [(n // 16, warps) for n in rows for warps in (2, 4, 8)]:
+        tile = {"RUN": 16, "RUNS": runs, "COLS": 128, "PART": 128, "num_warps": warps}
         table = {**triton_mx_columns.CONFIGS[GPU], "col, small": tile, "col, large": tile}
-        what = f"{16 * groups} x 128, {warps} warps"
+        what = f"{16 * runs} x 128, {warps} warps"
         yield "triton", what, _set(triton_mx_columns.CONFIGS, GPU, table)
-        shape = helion_mx_columns.Tile(16 * groups, 128, 128, 16, warps)
+        shape = helion_mx_columns.Tile(16 * runs, 128, 128, 16, warps)
         tiles = {**helion_mx_columns.TILES[GPU], "col, small": shape, "col, large": shape}
         yield "helion", what, _set(helion_mx_columns.TILES, GPU, tiles)
 
@@ -131,11 +131,11 @@ def fp8_squares() -> Iterator[Choice]:
 
 
 def fp8_squares_and_transposes() -> Iterator[Choice]:
-    for groups in (2, 4, 8):
-        tile = {"GROUPS": groups, "num_warps": 4}
-        what = f"{16 * groups} rows a warp"
+    for lanes in (2, 4, 8):
+        tile = {"LANES": lanes, "num_warps": 4}
+        what = f"{16 * lanes} rows a warp"
         yield "triton", what, _set(fp8_quantize_128x128.CONFIGS[GPU], "with transpose", tile)
-        yield "helion", what, _set(helion_128x128.TILES[GPU], "with transpose", helion_128x128.Tile(groups, 4))
+        yield "helion", what, _set(helion_128x128.TILES[GPU], "with transpose", helion_128x128.Tile(lanes, 4))
 
 
 def fp8_turned() -> Iterator[Choice]:

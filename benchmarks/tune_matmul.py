@@ -38,7 +38,7 @@ REFERENCE = dispatch.reference("fp8_gemm")
 
 Options = dict[str, Any]
 Launch = Callable[..., Any]  # of a, a_scale, b, b_scale, out; gives what was compiled, or None
-FOUR_STAGES: Options = {"STAGES": 4, "chunk": 64, "BUFFERS": 1}
+FOUR_STAGES: Options = {"NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1}
 
 
 def gluon(tile: Options, options: Options) -> Launch:
@@ -90,7 +90,7 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
             "256x128": (LARGE, {"TURNS": 0}),
             "256x128, turns, output in halves": (LARGE, {"TURNS": 2, "chunk": 64, "BUFFERS": 2}),
             "256x128, output in halves": (LARGE, {"TURNS": 0, "chunk": 64, "BUFFERS": 2}),
-            "256x128, turns, groups of 16": (LARGE, {"TURNS": 2, "GROUP": 16}),
+            "256x128, turns, groups of 16": (LARGE, {"TURNS": 2, "SWIZZLE": 16}),
             "256x128, column scales read twice": (LARGE, {"TURNS": 0, "ONCE": False}),
             "128x128, turns": (SQUARE, {"TURNS": 2}),
             "128x128": (SQUARE, {"TURNS": 0}),
@@ -100,7 +100,7 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
             "64x64, 11 stages": (SMALL, {}),
             "64x64, 11 stages, all rows": (SMALL, {"rows": 64}),
             "64x64, 11 stages, 4 ahead": (SMALL, {"AHEAD": 4}),
-            "64x64, 7 stages": (SMALL, {"STAGES": 7}),
+            "64x64, 7 stages": (SMALL, {"NUM_STAGES": 7}),
         }
         tall = {
             "128x64, 7 stages": (FLAT, {"TURNS": 0}),
@@ -114,8 +114,8 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
         "256x128": (LARGE, {"TURNS": 0}),
         "256x128, 4 stages, turns each half": (LARGE, {**FOUR_STAGES, "TURNS": 2}),
         "256x128, 4 stages": (LARGE, {**FOUR_STAGES, "TURNS": 0}),
-        "256x128, turns each half, groups of 16": (LARGE, {"TURNS": 2, "GROUP": 16}),
-        "256x128, turns each half, groups of 4": (LARGE, {"TURNS": 2, "GROUP": 4}),
+        "256x128, turns each half, groups of 16": (LARGE, {"TURNS": 2, "SWIZZLE": 16}),
+        "256x128, turns each half, groups of 4": (LARGE, {"TURNS": 2, "SWIZZLE": 4}),
         "128x128, turns": (SQUARE, {"TURNS": 2}),
     }
 

@@ -59,16 +59,26 @@ def _recording_triton(launches: list[Launch]) -> Callable[..., None]:
         binder = self.device_caches[driver.active.get_current_device()][-1]
         bound, specialization, options = binder(*args, **kwargs)
         chosen, numbers = {(name, str(value)) for name, value in options.items()}, set()
-        for parameter, value, (kind, attribute) in zip(self.params, bound.values(), specialization, strict=True):
-            if parameter.is_constexpr:
-                chosen.add((parameter.name, str(attribute)))
-            else:
-                numbers.add((parameter.name, f"{kind} {attribute}"))
-                if not isinstance(value, int | float):
-                    chosen.add((parameter.name, str(kind)))
+        for parameter, argument, (kinds, attributes) in zip(self.params, bound.values(), specialization, strict=True):
+            for name, value, kind, attribute in _flat(parameter.name, argument, kinds, attributes):
+                if parameter.is_constexpr:
+                    chosen.add((name, str(attribute)))
+                else:
+                    numbers.add((name, f"{kind} {attribute}"))
+                    if not isinstance(value, int | float):
+                        chosen.add((name, str(kind)))
         launches.append(Launch(self.fn.__qualname__, frozenset(chosen), frozenset(numbers)))
 
     return run
+
+
+def _flat(name: str, value: Any, kind: Any, attribute: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """An argument of a launch, or each of those that a tuple holds."""
+    if not isinstance(kind, tuple):
+        yield name, value, kind, attribute
+        return
+    for i, parts in enumerate(zip(value, kind, attribute, strict=True)):
+        yield from _flat(f"{name}.{i}", *parts)
 
 
 def _recording_helion(launches: list[Launch]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 *_, SMALL = TILES = [tile for _, tile in kernel.TILES]
-NARROW = SMALL | {"BLOCK_N": 32, "STAGES": 8, "maxnreg": 128}
+NARROW = SMALL | {"BLOCK_N": 32, "NUM_STAGES": 8, "maxnreg": 128}
 each_tile = pytest.mark.parametrize("tile", [*TILES, NARROW], ids=lambda t: "x".join(map(str, t.values())))
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
 each_granularity = pytest.mark.parametrize("rows", [128, 1], ids=["1x128 by 128x128", "1x128 by 1x128"])
@@ -82,7 +82,14 @@ def test_every_tile_adds_once(tile, rows, monkeypatch):
 def test_stages_are_handed_round_for_any_number_of_blocks_and_tiles(tile, out_dtype, rows, monkeypatch):
     """On three processors, so that each has several tiles; with fewer blocks of K than stages, as many, and more."""
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
-    for blocks in (1, 2, tile["STAGES"] - 1, tile["STAGES"], tile["STAGES"] + 1, 2 * tile["STAGES"] + 1):
+    for blocks in (
+        1,
+        2,
+        tile["NUM_STAGES"] - 1,
+        tile["NUM_STAGES"],
+        tile["NUM_STAGES"] + 1,
+        2 * tile["NUM_STAGES"] + 1,
+    ):
         made = check.on_device(torch.device("cuda"), operands(700, 520, 128 * blocks, rows, major="mn"))
         with check.poisoned(0xFF):
             out = launch(*made, tile, out_dtype)

@@ -30,18 +30,18 @@ F32 = torch.float32
 
 def forward(a, a_scale, b, b_scale, offs, tile, out_dtype=torch.bfloat16):
     out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
-    kernel.fp8_sm90(a, a_scale, b, b_scale, out, offs=offs, groups="M", tile=tile)
+    kernel.fp8_sm90(a, a_scale, b, b_scale, out, offs=offs, grouped="M", tile=tile)
     return out
 
 
 def wgrad(dy, dy_scale, x, x_scale, offs, tile, out_dtype=F32):
     out = torch.empty(offs.shape[0], dy.shape[0], x.shape[0], dtype=out_dtype, device=dy.device)
-    kernel.fp8_sm90(dy, dy_scale, x, x_scale, out, offs=offs, groups="K", tile=tile)
+    kernel.fp8_sm90(dy, dy_scale, x, x_scale, out, offs=offs, grouped="K", tile=tile)
     return out
 
 
 def add(acc, dy, dy_scale, x, x_scale, offs, tile):
-    kernel.fp8_sm90(dy, dy_scale, x, x_scale, acc, offs=offs, groups="K", accumulate=True, tile=tile)
+    kernel.fp8_sm90(dy, dy_scale, x, x_scale, acc, offs=offs, grouped="K", accumulate=True, tile=tile)
 
 
 def on_gpu(args):
@@ -87,7 +87,7 @@ each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 def test_tokens_of_any_groups(tile, out_dtype, sizes, monkeypatch):
     """On three processors, so that each has tiles of several groups; what lies past the last group holds NaN."""
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
-    for blocks in (1, tile["STAGES"], 2 * tile["STAGES"] + 1):
+    for blocks in (1, tile["NUM_STAGES"], 2 * tile["NUM_STAGES"] + 1):
         args = on_gpu(rows.made(sizes, 70, 264, 128 * blocks, 1, "mn"))
         with check.poisoned(0xFF):
             out = forward(*args, tile, out_dtype)

@@ -46,10 +46,10 @@ def launch(*args, call, layout, out_dtype, **options):
     """The op by the Gluon kernel, whichever operand is the larger."""
     first, first_scale, second, second_scale, *offs = args
     if "wgrad" in call:
-        first, second, kw = first.mT, second.mT, {"offs": offs[0], "groups": "K"}
+        first, second, kw = first.mT, second.mT, {"offs": offs[0], "grouped": "K"}
         shape = offs[0].shape[0], first.shape[0], second.shape[0]
     else:
-        kw = {"offs": offs[0], "groups": "M"} if offs else {}
+        kw = {"offs": offs[0], "grouped": "M"} if offs else {}
         shape = first.shape[0], second.shape[-2]
     out = torch.empty(shape, dtype=out_dtype, device=first.device)
     if "swapped" in call:
@@ -144,9 +144,9 @@ def test_only_tiles_that_are_not_finite_are_done_over(monkeypatch):
     a, a_scale, b, b_scale = check.on_device(torch.device("cuda"), dense.made(300, 520, 128, "plain"))
     a_scale.view(torch.uint8)[:, 1] = 0  # a block of zeros has the byte 0
     a[:, 32:64] = 0.0
-    launch(a, a_scale, b, b_scale, call="mx_gemm", layout="plain", out_dtype=torch.float32, BLOCK_N=256, STAGES=4)
+    launch(a, a_scale, b, b_scale, call="mx_gemm", layout="plain", out_dtype=torch.float32, BLOCK_N=256, NUM_STAGES=4)
     assert marks.pop()[0] == 0
     b[300, 5] = torch.nan
-    launch(a, a_scale, b, b_scale, call="mx_gemm", layout="plain", out_dtype=torch.float32, BLOCK_N=256, STAGES=4)
+    launch(a, a_scale, b, b_scale, call="mx_gemm", layout="plain", out_dtype=torch.float32, BLOCK_N=256, NUM_STAGES=4)
     found = marks.pop()
     assert {tuple(mark) for mark in found[1 : 1 + 2 * found[0]].view(-1, 2).tolist()} == {(0, 1), (1, 1), (2, 1)}

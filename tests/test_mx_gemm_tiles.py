@@ -59,7 +59,7 @@ def test_only_marked_tiles_are_written(op):
         marks = torch.tensor([1, marked, column_tiles - 1, -1, -1], dtype=torch.int32, device=a.device)
         out = torch.full_like(expected, -1.0)
         only = {"marks": marks, "width": columns, "programs": 3}
-        kernel.mx_tiles(a, a_scale, b, b_scale, out, "plain", offs=offs, groups=groups, **only)
+        kernel.mx_tiles(a, a_scale, b, b_scale, out, "plain", offs=offs, grouped=groups, **only)
         untouched = torch.full_like(expected, -1.0)
         where = slice(tops[marked], [*tops, len(expected)][marked + 1]), slice((column_tiles - 1) * columns, None)
         untouched[where] = expected[where]
@@ -76,7 +76,7 @@ def test_only_flagged_tiles_are_written(op):
     if op == "mx_grouped_gemm":
         b, b_scale, tops = torch.stack([b, b.flip(0)]), torch.stack([b_scale, b_scale]), [0, 128, 130, 150]
         offs = [offs_of([130, 20]).to(a.device)]
-    only = {"offs": offs[0], "groups": "M"} if offs else {}
+    only = {"offs": offs[0], "grouped": "M"} if offs else {}
     expected, bottoms = dispatch.reference(op)(a, a_scale, b, b_scale, *offs, **options), [*tops[1:], 156]
     for raised in [[], [1], [3], [0, 3]] + ([[2], [6]] if offs else []):  # of 2 and 2, or of 4 and 4
         flags = torch.zeros(1 + (8 if offs else 4), dtype=torch.int32, device=a.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GROUPS = 1024  # the grouped kernel computes the addresses of all groups in one block of threads, one for each
+MAX_GROUPS = 1024  # the grouped kernel computes the addresses of all groups in one block of threads, one for each
 
 
 @functools.cache
@@ -50,7 +50,7 @@ def multiple_of_16(name: str, size: int) -> str | None:
 def groups_reason(groups: int, out_dtype: torch.dtype) -> str | None:
     if out_dtype != torch.bfloat16:
         return f"gives grouped results as bfloat16 only, not as {str(out_dtype)[6:]}"
-    return f"takes at most {GROUPS} groups, not {groups}" if groups > GROUPS else None
+    return f"takes at most {MAX_GROUPS} groups, not {groups}" if groups > MAX_GROUPS else None
 
 
 def recipe(a_scale: Tensor, b_scale: Tensor) -> dict[str, Any]:

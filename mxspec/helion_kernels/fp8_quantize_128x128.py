@@ -16,7 +16,7 @@ from mxspec.helion_kernels.common.runs import dimension, load_run, store_run
 
 
 class Tile(NamedTuple):
-    groups: int  # threads of a warp, of 16 rows each, that lie along the rows; unless 0, which leaves it to Triton
+    lanes: int  # threads of a warp, of 16 rows each, that lie along the rows; unless 0, which leaves it to Triton
     num_warps: int
 
 
@@ -41,19 +41,19 @@ def _plain(
 def _with_transpose(
     w: Tensor, stride_e: int, stride_n: int, stride_k: int, N: int, K: int,
     qdata: Tensor, scale: Tensor, qdata_t: Tensor, scale_t: Tensor,
-    eps_bits: int, pow2: bool, even: bool, whole: bool, groups: int, e: int, b: int, c: int,
+    eps_bits: int, pow2: bool, even: bool, whole: bool, lanes: int, e: int, b: int, c: int,
 ) -> None:  # fmt: skip
     """A thread has 16 rows by 8 columns: what it loads, 16 bytes of a row, it stores as 8, and 16 bytes of a column."""
-    across = 32 // groups
+    across = 32 // lanes
     k = dimension(across, 0, 5) * 8 + dimension(16 // across, 2, 5) * (8 * across) + dimension(8, 4, 5)
-    n = dimension(groups, 1, 5) * 16 + dimension(8 // groups, 3, 5) * (16 * groups)
-    n, k = b * 128 + n, c * 128 + k  # (across, groups, 16 // across, 8 // groups, 8)
+    n = dimension(lanes, 1, 5) * 16 + dimension(8 // lanes, 3, 5) * (16 * lanes)
+    n, k = b * 128 + n, c * 128 + k  # (across, lanes, 16 // across, 8 // lanes, 8)
     inside = None if even else (n < N) & (k < K)
     left = None if whole else N - n  # whole: N is a multiple of 16, so that a thread has its 16 rows or none
     wide = widened(load_run(w, n, stride_n, e * stride_e + k * stride_k, inside, 16, left=left))
     s, back = factors(magnitude_bits(wide).reshape(1, 128 * 128).amax(-1), eps_bits, pow2)
-    wide = wide.reshape(across, groups, 16 // across, 8 // groups, 8, 16) * s
-    halves = wide.reshape(across, groups, 16 // across, 8 // groups, 8, 2, 2, 2, 2)
+    wide = wide.reshape(across, lanes, 16 // across, 8 // lanes, 8, 16) * s
+    halves = wide.reshape(across, lanes, 16 // across, 8 // lanes, 8, 2, 2, 2, 2)
     store_run(qdata, (e * N + n) * K + k, K, halves, inside, 16, left)
     row = n.unsqueeze(-1) + dimension(16, 5, 6)
     owned = None if even else ((row < N) & (k < K).unsqueeze(-1)).expand(wide.shape)
@@ -66,13 +66,13 @@ def _with_transpose(
 def _squares(
     w: Tensor, stride_e: int, stride_n: int, stride_k: int, E: int, N: int, K: int,
     qdata: Tensor, scale: Tensor, qdata_t: Tensor, scale_t: Tensor, eps_bits: int,
-    pow2: hl.constexpr, even: hl.constexpr, whole: hl.constexpr, groups: hl.constexpr,
+    pow2: hl.constexpr, even: hl.constexpr, whole: hl.constexpr, lanes: hl.constexpr,
 ) -> None:  # fmt: skip
     for e, b, c in hl.grid([E, (N + 127) // 128, (K + 127) // 128]):
-        if groups:
+        if lanes:
             _with_transpose(
                 w, stride_e, stride_n, stride_k, N, K, qdata, scale, qdata_t, scale_t,
-                eps_bits, pow2, even, whole, groups, e, b, c,
+                eps_bits, pow2, even, whole, lanes, e, b, c,
             )  # fmt: skip
         else:
             _plain(w, stride_e, stride_n, stride_k, N, K, qdata, scale, eps_bits, pow2, even, e, b, c)
@@ -94,12 +94,12 @@ def fp8_quantize_128x128(
             w, N, K, written = w.mT, K, N, (*result[2:], *result[:2])
     if w.numel():
         E, stride_e = (w.shape[0], w.stride(0)) if lead else (1, 0)
-        groups, num_warps = for_device(TILES, w.device)["with transpose" if with_transpose else "plain"]
+        lanes, num_warps = for_device(TILES, w.device)["with transpose" if with_transpose else "plain"]
         # A grid of three dimensions saves the divisions that undo a flat one, but holds at most 65535 in two of them.
         pid_type = "xyz" if max(E, -(-N // FP8_BLOCK_SIZE)) < 65536 else "flat"
         even = N % FP8_BLOCK_SIZE == 0 == K % FP8_BLOCK_SIZE
         launch(
             _squares, {(9, 0): on_grid(3, num_warps, pid_type)}, flat(w), stride_e, *w.stride()[-2:], E, N, K,
-            *(t.view(-1) for t in written), fp32_bits(eps), scale_format == "pow2", even, N % 16 == 0, groups,
+            *(t.view(-1) for t in written), fp32_bits(eps), scale_format == "pow2", even, N % 16 == 0, lanes,
         )  # fmt: skip
     return result

@@ -90,7 +90,7 @@ def _columns(
 ) -> None:  # fmt: skip
     C = R // 32  # on the host, so that Triton knows of a multiple of 16 that it is one
     k_tiles = (K + 127) // 128
-    groups = 128 // run
+    runs = 128 // run
     for k_tile, m_tile in hl.grid([col_programs, row_tiles]):
         # Groups are padded to multiples of 128, so that the rows are in one.
         tile = m_tile + hl.arange(1)
@@ -104,10 +104,10 @@ def _columns(
                 hl.store(end, [g], ends, extra_mask=g < G)
         first, stop = tokens_of(group, offs, stride_offs, G)
         token0 = (first + tile * 128 - begin).sum(0)  # a number: a mask in any layout takes it without shared memory
-        token = (token0 + hl.arange(groups) * run).unsqueeze(1).unsqueeze(2)
+        token = (token0 + hl.arange(runs) * run).unsqueeze(1).unsqueeze(2)
         left = tokens_left(token, stop, tokens_2 - 2)
-        _m, k = tile_index(m_tile, k_tile, groups, 1, cols, run)
-        wide = widened(load_run(x, token, stride_m, k * stride_k, k < K, run, left=left)).reshape(groups, 1, cols, run)
+        _m, k = tile_index(m_tile, k_tile, runs, 1, cols, run)
+        wide = widened(load_run(x, token, stride_m, k * stride_k, k < K, run, left=left)).reshape(runs, 1, cols, run)
         byte = column_scale(wide, qdata.dtype, scaling, x.dtype)
         byte = column_codes(wide, byte, qdata, 0, m_tile, k_tile, R, K, False)
         if blocked:  # cols is 128. (c, k // 32, k % 32) -> (k % 32, k // 32, c)

@@ -33,5 +33,5 @@ def fp8_grouped_gemm(
         return out.zero_()
     if out.numel():
         multiply = fp8_sm90 if reads(a, b, out) else fp8_tiles
-        multiply(a, a_scale, b, b_scale, out, offs=offs, groups="M")
+        multiply(a, a_scale, b, b_scale, out, offs=offs, grouped="M")
     return out

@@ -21,7 +21,7 @@ def multiply(
 ) -> None:
     """The products, written to matrices that may lie apart, or added to them."""
     by = fp8_sm90 if reads(dy, x, out) else fp8_tiles
-    by(dy, dy_scale, x, x_scale, out, offs=offs, groups="K", accumulate=accumulate)
+    by(dy, dy_scale, x, x_scale, out, offs=offs, grouped="K", accumulate=accumulate)
 
 
 def fp8_grouped_gemm_wgrad(

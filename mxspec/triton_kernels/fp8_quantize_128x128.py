@@ -16,12 +16,12 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cas
 from mxspec.triton_kernels.common.runs import load16, store16
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# A warp is GROUPS threads, of 16 rows each, by 32 / GROUPS, of 8 columns each. Raced on an H200 at 14336 x 4096, as
-# fractions of a bare cast's rate: plain 0.98 (8 warps 0.96), with transpose 0.90 (2 or 8 groups 0.90, 8 warps 0.59),
+# A warp is LANES threads, of 16 rows each, by 32 / LANES, of 8 columns each. Raced on an H200 at 14336 x 4096, as
+# fractions of a bare cast's rate: plain 0.98 (8 warps 0.96), with transpose 0.90 (2 or 8 lanes 0.90, 8 warps 0.59),
 # which is 0.92 of a copy's.
 _HOPPER = {
     "plain": {"num_warps": 4},
-    "with transpose": {"GROUPS": 4, "num_warps": 4},
+    "with transpose": {"LANES": 4, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
@@ -58,17 +58,17 @@ def _square(
 def _square_and_transpose(
     w, qdata, scale, qdata_t, scale_t,
     N, K, stride_e, stride_n, stride_k, eps_bits,
-    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     # A thread has 16 rows by 8 columns: what it loads, 16 bytes of a row, it stores as 8, and 16 bytes of a column.
     # Neighbouring threads have neighbouring columns, then neighbouring rows.
-    ACROSS: tl.constexpr = 32 // GROUPS
+    ACROSS: tl.constexpr = 32 // LANES
     c, b, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n0, k0 = b.to(tl.int64) * 128, c.to(tl.int64) * 128
     thread, warp = tl.arange(0, ACROSS)[:, None, None, None], tl.arange(0, 16 // ACROSS)[None, None, :, None]
     k = (thread + warp * ACROSS)[:, :, :, :, None] * 8 + tl.arange(0, 8)  # (ACROSS, 1, 16 // ACROSS, 1, 8)
-    thread, warp = tl.arange(0, GROUPS)[None, :, None, None], tl.arange(0, 8 // GROUPS)[None, None, None, :]
-    n = (thread + warp * GROUPS)[:, :, :, :, None] * 16  # (1, GROUPS, 1, 8 // GROUPS, 1)
+    thread, warp = tl.arange(0, LANES)[None, :, None, None], tl.arange(0, 8 // LANES)[None, None, None, :]
+    n = (thread + warp * LANES)[:, :, :, :, None] * 16  # (1, LANES, 1, 8 // LANES, 1)
     inside = ((n0 + n < N) & (k0 + k < K)) | EVEN
     left = None if WHOLE else N - n0 - n  # WHOLE: N is a multiple of 16, so that a thread has its 16 rows or none
     if WIDE:  # the products with strides pass 2^31
@@ -78,7 +78,7 @@ def _square_and_transpose(
     s, back = factors(tl.max(magnitude_bits(wide)), eps_bits, POW2)
     wide *= s
     store16(qdata + (e * N + n0) * K + k0 + (n * K + k), K, wide, inside, left)
-    q = saturating_cast(wide, qdata_t.dtype.element_ty).reshape(ACROSS, GROUPS, 16 // ACROSS, 8 // GROUPS, 8, 16)
+    q = saturating_cast(wide, qdata_t.dtype.element_ty).reshape(ACROSS, LANES, 16 // ACROSS, 8 // LANES, 8, 16)
     row = tl.arange(0, 16)
     inside = inside[:, :, :, :, :, None] & ((n0 + n[:, :, :, :, :, None] + row < N) | WHOLE)
     tl.store(qdata_t + (e * K + k0) * N + n0 + ((k * N + n)[:, :, :, :, :, None] + row), q, mask=inside)

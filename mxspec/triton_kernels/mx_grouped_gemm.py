@@ -37,5 +37,5 @@ def mx_grouped_gemm(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if out.numel():
         multiply = mx_sm90 if reads(a, b, out) else mx_tiles
-        multiply(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups="M")
+        multiply(a, a_scale, b, b_scale, out, scale_layout, offs=offs, grouped="M")
     return out

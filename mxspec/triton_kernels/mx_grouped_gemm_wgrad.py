@@ -35,8 +35,8 @@ def mx_grouped_gemm_wgrad(
     of_dy, of_x = (dy.mT, dy_scale), (x.mT, x_scale)
     # The operand with fewer features is turned into bf16 by a kernel of its own, whose tiles no two matrices may share.
     if x.shape[1] > dy.shape[1] and dy.shape[1] % WIDEST_TILE == 0 and reads(x.mT, dy.mT, out.mT):
-        mx_sm90(*of_x, *of_dy, out.mT, scale_layout, offs=offs, groups="K")
+        mx_sm90(*of_x, *of_dy, out.mT, scale_layout, offs=offs, grouped="K")
     else:
         multiply = mx_sm90 if reads(dy.mT, x.mT, out) else mx_tiles
-        multiply(*of_dy, *of_x, out, scale_layout, offs=offs, groups="K")
+        multiply(*of_dy, *of_x, out, scale_layout, offs=offs, grouped="K")
     return out

@@ -1,6 +1,6 @@
 """MX along the columns, or along columns and rows from one read: a program owns a tile of whole blocks.
 
-A tile is held as `(groups, parts, part, run)`: row `run * group + i` at `[group, ..., i]`, the columns in parts of
+A tile is held as `(runs, parts, part, run)`: row `run * r + i` at `[r, ..., i]`, the columns in parts of
 which a warp has whole 32x1 blocks. Each i is a load of its own, and `hl.join`, unlike `torch.stack`, leaves what was
 loaded in the thread that loaded it, beside the 8 columns of its 16-byte loads. So most of a column's maximum is taken
 in registers, and the codes of `run` rows of a column, which are consecutive bytes of the result, turn through shared
@@ -51,9 +51,9 @@ TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 
 
 def by_block(wide: Tensor) -> Tensor:
-    """A tile `(groups, parts, part, run)` with those of a 32x1 block apart: `(blocks, groups, parts, part, run)`."""
-    groups, parts, part, run = wide.shape
-    return wide.reshape(groups * run // 32, 32 // run, parts, part, run)
+    """A tile `(runs, parts, part, run)` with those of a 32x1 block apart: `(blocks, runs, parts, part, run)`."""
+    runs, parts, part, run = wide.shape
+    return wide.reshape(runs * run // 32, 32 // run, parts, part, run)
 
 
 def column_scale(wide: Tensor, elem_dtype: torch.dtype, scaling: str, dtype: torch.dtype) -> Tensor:
@@ -96,12 +96,12 @@ def _rows(
     scaling: str, dtype: torch.dtype, blocked: bool, even: bool,
 ) -> None:  # fmt: skip
     """1x32."""
-    (groups, parts, part, run), fmt = wide.shape, element(qdata.dtype)
-    rows, cols = groups * run, parts * part
-    values = wide.reshape(groups, parts, part // 32, 32, run)
+    (runs, parts, part, run), fmt = wide.shape, element(qdata.dtype)
+    rows, cols = runs * run, parts * part
+    values = wide.reshape(runs, parts, part // 32, 32, run)
     byte = shared_exponent(magnitude_bits(values).amax(3), fmt, scaling, dtype)
-    values = (values * reciprocal_scale(byte).unsqueeze(3)).reshape(groups, parts, part, 2, 2, 2)  # run is 8
-    m, k = tile_index(m_tile, k_tile, groups, parts, part, run)
+    values = (values * reciprocal_scale(byte).unsqueeze(3)).reshape(runs, parts, part, 2, 2, 2)  # run is 8
+    m, k = tile_index(m_tile, k_tile, runs, parts, part, run)
     inside = None if even else (m < M) & (k < K)
     store_run(qdata, (e * M + m) * K + k, K, values, inside, run)
     byte = byte.to(torch.uint8).permute(0, 3, 1, 2).reshape(rows, cols // 32)
@@ -120,9 +120,9 @@ def _rows(
         hl.store(scale, [(e * M + row) * C + c], byte, extra_mask=None if even else (row < M) & (c < C))
 
 
-def tile_index(m_tile: int, k_tile: int, groups: int, parts: int, part: int, run: int) -> tuple[Tensor, Tensor]:
-    """The first row of each group, `(groups, 1, 1)`, and the columns, `(1, parts, part)`."""
-    m = (m_tile * (groups * run) + hl.arange(groups) * run).unsqueeze(1).unsqueeze(2)
+def tile_index(m_tile: int, k_tile: int, runs: int, parts: int, part: int, run: int) -> tuple[Tensor, Tensor]:
+    """The first row of each run, `(runs, 1, 1)`, and the columns, `(1, parts, part)`."""
+    m = (m_tile * (runs * run) + hl.arange(runs) * run).unsqueeze(1).unsqueeze(2)
     k = k_tile * (parts * part) + (hl.arange(parts) * part).unsqueeze(1) + hl.arange(part).unsqueeze(0)
     return m, k.unsqueeze(0)
 
@@ -134,14 +134,14 @@ def _mx_tile(
     rows: hl.constexpr, cols: hl.constexpr, part: hl.constexpr, run: hl.constexpr,
 ) -> None:  # fmt: skip
     m_blocks, k_blocks = M // 32, K // 32  # on the host, so that Triton knows of a multiple of 16 that it is one
-    groups, parts, bit = rows // run, cols // part, strip.bit_length() - 1
+    runs, parts, bit = rows // run, cols // part, strip.bit_length() - 1
     # x and the results are flat: what an access may touch is said by its mask alone.
     for e, k_strip, i in hl.grid([E, strips, (M + rows - 1) // rows * strip]):
         m_tile, k_tile = i >> bit, k_strip * strip + (i & (strip - 1))  # `//` and `%` would cost a branch on the sign
-        m, k = tile_index(m_tile, k_tile, groups, parts, part, run)
+        m, k = tile_index(m_tile, k_tile, runs, parts, part, run)
         inside = None if even else (m < M) & (k < K)  # M is a multiple of 32
         values = load_run(x, m, stride_m, e * stride_e + k * stride_k, inside, run)
-        wide = widened(values).reshape(groups, parts, part, run)
+        wide = widened(values).reshape(runs, parts, part, run)
         byte = column_scale(wide, q_col.dtype, scaling, x.dtype)
         if with_rows:  # after both maxima, so that the magnitudes no longer take registers
             _rows(wide, q_row, s_row, e, m_tile, k_tile, M, K, k_blocks, scaling, x.dtype, blocked, even)

@@ -1,61 +1,97 @@
-"""Which tile is where: the order in which Hopper's persistent programs take the tiles of an output, and its groups."""
+"""Which block of the output a program computes next, and which rows and which part of K belong to it.
 
-from __future__ import annotations
+GROUPED says which dimension `offs` divides into the experts' token groups:
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+| GROUPED | a | b | out |
+|---|---|---|---|
+| "" | one matrix | one matrix | one matrix |
+| "M" | the experts' rows, one group after the other | a matrix for each expert | as a |
+| "K" | the experts' columns, one group after the other | likewise | a matrix for each expert |
+"""
+
+import triton.experimental.gluon as gluon
+import triton.experimental.gluon.language as gl
+
+from mxspec.triton_kernels.hopper.names import Value, aggregate, swizzle
 
 
-@gluon.jit
-def place(tile, M_tiles, N_tiles, GROUP: gl.constexpr):
-    """Tiles run down GROUP tiles of M, then along N: what runs at a time shares rows of a and of b in the L2."""
-    of_group = GROUP * N_tiles
-    first = tile // of_group * GROUP
-    rows = gl.minimum(M_tiles - first, GROUP)
-    inside = tile % of_group
-    return first + inside % rows, inside // rows
+@aggregate
+class Scheduler:
+    """The blocks of an output, which persistent programs share out: program p takes p, p + num_programs, ...
 
-
-@gluon.jit
-def next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M: gl.constexpr):
-    """The group of rows that has a tile, from that of an earlier one: its number, its first tile, its rows.
-
-    The rows of no group are one more, G; past them there is G + 1, which has none. Whatever offs holds, no row is
-    outside of a.
+    `offs` counts units of K_UNIT along K. With PLANNED, `offs` is a plan instead, three numbers for each row of
+    blocks: the expert, or -1, the first row, and the end of the group's rows.
     """
-    group, first, begin, end = at
-    while (group <= G) & (tile >= first + gl.cdiv(end - begin, BLOCK_M) * N_tiles):
-        first += gl.cdiv(end - begin, BLOCK_M) * N_tiles
-        group += 1
-        begin = end
-        end = gl.minimum(gl.maximum(gl.load(offs + group * offs_stride, mask=group < G, other=M), begin), M)
-    return group, first, begin, end
 
+    offs: Value
+    offs_stride: Value
+    num_experts: Value
+    num_blocks: Value
+    M: Value
+    N: Value
+    K: Value  # in units of K_UNIT
+    m_blocks: Value
+    n_blocks: Value
+    BLOCK_M: gl.constexpr
+    SWIZZLE: gl.constexpr
+    GROUPED: gl.constexpr
+    PLANNED: gl.constexpr
+    K_UNIT: gl.constexpr
 
-@gluon.jit
-def blocks_of_group(group, offs, offs_stride, K_blocks):
-    """The first block of K of a group, and how many it has: none outside of a and b, whatever offs holds."""
-    begin = gl.load(offs + (group - 1) * offs_stride, mask=group > 0, other=0) // 128
-    end = gl.load(offs + group * offs_stride) // 128
-    begin = gl.minimum(gl.maximum(begin, 0), K_blocks)
-    return begin, gl.maximum(gl.minimum(end, K_blocks) - begin, 0)
+    @gluon.jit
+    def get_next_group(self, block, group):
+        """The group of rows that `block` belongs to, found from the group of an earlier block.
 
+        A group is the expert, the expert's first block, its first row and the end of its rows. The rows of no expert
+        are one more group, `num_experts`. Past that group there is `num_experts + 1`, which has no rows. Whatever
+        `offs` holds, no row is outside of a.
+        """
+        if self.GROUPED == "M":
+            if not self.PLANNED:
+                expert, first, begin, end = group
+                while (expert <= self.num_experts) & (
+                    block >= first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
+                ):
+                    first += gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
+                    expert += 1
+                    begin = end
+                    next_end = gl.load(
+                        self.offs + expert * self.offs_stride, mask=expert < self.num_experts, other=self.M
+                    )
+                    end = gl.minimum(gl.maximum(next_end, begin), self.M)
+                group = expert, first, begin, end
+        return group
 
-@gluon.jit
-def geometry(
-    tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Of a tile: its group, its first row and the end of the group's, its column among tiles, its blocks of K."""
-    if GROUPS == "M":
-        group, first, begin, end = at
-        m, n = place(tile - first, gl.maximum(gl.cdiv(end - begin, BLOCK_M), 1), N_tiles, GROUP)
-        return group, begin + m * BLOCK_M, end, n, 0, K_blocks * (group < G)
-    elif GROUPS == "K":
-        group = tile // (M_tiles * N_tiles)
-        m, n = place(tile % (M_tiles * N_tiles), M_tiles, N_tiles, GROUP)
-        begin, blocks = blocks_of_group(group, offs, offs_stride, K_blocks)
-        return group, m * BLOCK_M, M, n, begin, blocks
-    else:
-        m, n = place(tile, M_tiles, N_tiles, GROUP)
-        return 0, m * BLOCK_M, M, n, 0, K_blocks
+    @gluon.jit
+    def k_range(self, expert):
+        """The part of K that an expert has, from where to where: within a and b, whatever `offs` holds."""
+        begin = gl.load(self.offs + (expert - 1) * self.offs_stride, mask=expert > 0, other=0) // self.K_UNIT
+        end = gl.load(self.offs + expert * self.offs_stride) // self.K_UNIT
+        begin = gl.minimum(gl.maximum(begin, 0), self.K)
+        return begin, gl.maximum(gl.minimum(end, self.K), begin)
+
+    @gluon.jit
+    def get_block(self, block, group):
+        """A block's expert, row and column among blocks, first row, the end of its group's rows, its part of K."""
+        if self.GROUPED == "M":
+            if self.PLANNED:
+                m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)
+                at = self.offs + 3 * m_block_idx
+                expert, row, row_end = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+                k_end = self.K * (expert >= 0)
+            else:
+                expert, first, begin, row_end = group
+                rows = gl.maximum(gl.cdiv(row_end - begin, self.BLOCK_M), 1)
+                m_block_idx, n_block_idx = swizzle(block - first, rows, self.n_blocks, self.SWIZZLE)
+                row = begin + m_block_idx * self.BLOCK_M
+                k_end = self.K * (expert < self.num_experts)
+            return expert, m_block_idx, n_block_idx, row, row_end, 0, k_end
+        elif self.GROUPED == "K":
+            of_expert = self.m_blocks * self.n_blocks
+            expert = block // of_expert
+            m_block_idx, n_block_idx = swizzle(block % of_expert, self.m_blocks, self.n_blocks, self.SWIZZLE)
+            k_begin, k_end = self.k_range(expert)
+            return expert, m_block_idx, n_block_idx, m_block_idx * self.BLOCK_M, self.M, k_begin, k_end
+        else:
+            m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)
+            return 0, m_block_idx, n_block_idx, m_block_idx * self.BLOCK_M, self.M, 0, self.K

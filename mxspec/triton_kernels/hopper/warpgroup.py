@@ -1,12 +1,10 @@
-"""What a warpgroup of Hopper's matmuls does beside them: adding up, taking turns, writing."""
-
-from __future__ import annotations
+"""What a math warpgroup does beside its matmuls: it promotes partial sums, takes turns, and writes the output."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from mxspec.triton_kernels.hopper.names import async_add, async_store
+from mxspec.triton_kernels.hopper.names import Value, aggregate, async_add, async_store
 
 
 @gluon.jit
@@ -47,63 +45,71 @@ def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
         )  # fmt: skip
 
 
-@gluon.jit
-def write(
-    out_desc, out_tiles, row, column, acc, buffer,
-    BUFFERS: gl.constexpr, CHUNKS: gl.constexpr, ACCUMULATE: gl.constexpr,
-):  # fmt: skip
-    """64 rows of the output through shared memory, whole or in two halves along N; written or added to what is there.
+@aggregate
+class Output:
+    """Where 64 rows of a block of the output go: through shared memory by TMA, whole or in CHUNKS along N.
 
-    The L2 adds: to read the output beforehand would take registers, of which there are none, or the loop's time. A sum
-    that is a subnormal fp32 becomes 0 there.
+    `pointer` and `stride`, of a row, are for rows that TMA must not write whole. Each warpgroup has BUFFERS tiles.
+    With ACCUMULATE the block is added to what is there.
     """
-    parts = (acc,) if CHUNKS == 1 else acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, out_desc.block_shape[1], 32]
-    )
-    for c in gl.static_range(CHUNKS):
-        target = out_tiles.index(buffer + c % BUFFERS)
-        tma.store_wait(BUFFERS - 1)  # the store that last read this buffer
-        target.store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
-        fence_async_shared()
-        if ACCUMULATE:
-            async_add(out_desc, [row, column + c * out_desc.block_shape[1]], target)
+
+    desc: tma.tensor_descriptor
+    pointer: gl.tensor
+    stride: Value
+    N: Value
+    tiles: gl.shared_memory_descriptor
+    BUFFERS: gl.constexpr
+    CHUNKS: gl.constexpr
+    ACCUMULATE: gl.constexpr
+
+    @gluon.jit
+    def write(self, row, column, acc, buffer):
+        """64 rows of the output, all of them within it or past its end.
+
+        The L2 adds: to read the output beforehand would take registers, of which there are none, or the loop's time. A
+        sum that is a subnormal fp32 becomes 0 there.
+        """
+        WIDTH: gl.constexpr = self.desc.block_shape[1]
+        parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+        for c in gl.static_range(self.CHUNKS):
+            target = self.tiles.index(buffer + c % self.BUFFERS)
+            tma.store_wait(self.BUFFERS - 1)  # the store that last read this buffer
+            target.store(gl.convert_layout(parts[c], mma).to(self.desc.dtype))
+            fence_async_shared()
+            if self.ACCUMULATE:
+                async_add(self.desc, [row, column + c * WIDTH], target)
+            else:
+                async_store(self.desc, [row, column + c * WIDTH], target)
+
+    @gluon.jit
+    def write_rows(self, above, row, end, column, acc, buffer):
+        """`write` of 64 rows of a group, whose first row is row `above` of the output.
+
+        Rows from `end` on, and columns from N on, are another group's.
+        """
+        if row + 64 <= end:
+            self.write(above + row, column, acc, buffer)
         else:
-            async_store(out_desc, [row, column + c * out_desc.block_shape[1]], target)
+            tma.store_wait(0)  # this buffer is left out, and the next one's turn comes sooner
+            if row < end:
+                r = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+                c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+                at = self.pointer + ((above + r).to(gl.int64) * self.stride)[:, None] + c[None, :]
+                there = (r < end)[:, None] & (c < self.N)[None, :]
+                if self.ACCUMULATE:
+                    acc += gl.load(at, mask=there, other=0.0)
+                gl.store(at, acc.to(self.pointer.dtype.element_ty), mask=there)
 
-
-@gluon.jit
-def write_rows(
-    out_desc, out, out_stride, out_tiles, above, row, end, column, N, acc, buffer,
-    BUFFERS: gl.constexpr, CHUNKS: gl.constexpr, ACCUMULATE: gl.constexpr,
-):  # fmt: skip
-    """`write` of 64 rows of which those from `end` on, and columns from N on, are another group's.
-
-    A group's first row is row `above` of the output.
-    """
-    if row + 64 <= end:
-        write(out_desc, out_tiles, above + row, column, acc, buffer, BUFFERS, CHUNKS, ACCUMULATE)
-    else:
-        tma.store_wait(0)  # this buffer is left out, and the next one's turn comes sooner
-        if row < end:
-            r = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-            c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-            at = out + ((above + r).to(gl.int64) * out_stride)[:, None] + c[None, :]
-            there = (r < end)[:, None] & (c < N)[None, :]
-            if ACCUMULATE:
-                acc += gl.load(at, mask=there, other=0.0)
-            gl.store(at, acc.to(out.dtype.element_ty), mask=there)
-
-
-@gluon.jit
-def write_turned(out_desc, out_tiles, row, column, acc, buffer, CHUNKS: gl.constexpr):
-    """64 rows of the output's transpose, whose columns are rows of the output."""
-    CHUNK: gl.constexpr = out_desc.block_shape[0]
-    parts = (acc,) if CHUNKS == 1 else acc.reshape([64, 2, CHUNK]).permute([0, 2, 1]).split()
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHUNK, 16])
-    for c in gl.static_range(CHUNKS):
-        target = out_tiles.index(buffer)
-        tma.store_wait(0)  # the store that last read this buffer
-        target.permute((1, 0)).store(gl.convert_layout(parts[c], mma).to(out_desc.dtype))
-        fence_async_shared()
-        async_store(out_desc, [column + c * CHUNK, row], target)
+    @gluon.jit
+    def write_turned(self, row, column, acc, buffer):
+        """64 rows of the output's transpose, whose columns are rows of the output."""
+        WIDTH: gl.constexpr = self.desc.block_shape[0]
+        parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
+        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+        for c in gl.static_range(self.CHUNKS):
+            target = self.tiles.index(buffer)
+            tma.store_wait(0)  # the store that last read this buffer
+            target.permute((1, 0)).store(gl.convert_layout(parts[c], mma).to(self.desc.dtype))
+            fence_async_shared()
+            async_store(self.desc, [column + c * WIDTH, row], target)

@@ -9,8 +9,9 @@ from torch import Tensor
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.triton_kernels.common.groups import chunk, group_of, tokens_of
 from mxspec.triton_kernels.common.launch import FUSED, for_device
+from mxspec.triton_kernels.common.tile_order import swizzle
 
-_TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+_TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "SWIZZLE": 8, "num_warps": 8, "num_stages": 3}
 CONFIGS = {(9, 0): _TILE, (10, 0): _TILE}
 # Rows that are as far apart as a group has tokens take more registers for their addresses; on Hopper, whose sums lie in
 # registers, so does a scale for each row of b.
@@ -23,22 +24,17 @@ def _tiles(
     a, a_stride, a_scale, a_scale_stride_m, a_scale_stride_k,
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
     out, out_stride_e, out_stride, offs, offs_stride, E, M_tiles, M, N, K_blocks,
-    GROUPS: tl.constexpr, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    GROUPED: tl.constexpr, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWIZZLE: tl.constexpr,
 ):  # fmt: skip
-    # Programs run down GROUP tiles of M, then along N, so that those which run at a time share rows of a and b.
     N_tiles = tl.cdiv(N, BLOCK_N)
-    of_group = GROUP * N_tiles
     tile = tl.program_id(0)
     group = tile * 0
-    if GROUPS == "K":
+    if GROUPED == "K":
         group, tile = tile // (M_tiles * N_tiles), tile % (M_tiles * N_tiles)
-    first = tile // of_group * GROUP
-    tall = tl.minimum(M_tiles - first, GROUP)
-    inside = tile % of_group
-    m_tile, n_tile = first + inside % tall, inside // tall
+    m_tile, n_tile = swizzle(tile, M_tiles, N_tiles, SWIZZLE)
     row_begin, row_end = m_tile * BLOCK_M, M
-    if GROUPS == "M":  # rows of one group, or of none: zeros
+    if GROUPED == "M":  # rows of one group, or of none: zeros
         group, begin, stop, padded = group_of(m_tile * BLOCK_M, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
         none = group >= E
         begin = tl.where(none, tl.load(offs + (E - 1) * offs_stride), begin)
@@ -46,7 +42,7 @@ def _tiles(
         row_end = tl.where(none, M, tl.minimum(stop, M))
         K_blocks = tl.where(none, 0, K_blocks)
         group = tl.minimum(group, E - 1)
-    elif GROUPS == "K":  # a matrix of its own in a and b; none outside of them, whatever offs holds
+    elif GROUPED == "K":  # a matrix of its own in a and b; none outside of them, whatever offs holds
         begin, stop = tokens_of(group, offs, offs_stride, E)
         begin = tl.minimum(tl.maximum(begin // 128, 0), K_blocks)
         K_blocks = tl.maximum(tl.minimum(stop // 128, K_blocks) - begin, 0)
@@ -56,7 +52,7 @@ def _tiles(
         a_scale += begin.to(tl.int64) * a_scale_stride_k
         b_scale += begin.to(tl.int64) * b_scale_stride_k
         out += group.to(tl.int64) * out_stride_e
-    if GROUPS == "M":
+    if GROUPED == "M":
         b += group.to(tl.int64) * b_stride_e
         b_scale += group.to(tl.int64) * b_scale_stride_e
     row = (row_begin + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -92,23 +88,23 @@ def _tiles(
 
 def fp8_tiles(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
-    *, offs: Tensor | None = None, groups: str = "", accumulate: bool = False,
+    *, offs: Tensor | None = None, grouped: str = "", accumulate: bool = False,
 ) -> None:  # fmt: skip
     """Multiply `(M, K)` by `(N, K)` into `out`, or add the product to it: whole, or in groups of rows of a, each with a
     b of its own, "M", or of K, "K", laid out as `fp8_quantize_k_groups` does it, each with an output of its own.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
-    vector = groups == "K" or (not groups and b_scale.shape[0] == N != 1)
-    config = for_device(K_GROUPS if groups == "K" else VECTOR if vector else CONFIGS, a.device)
+    vector = grouped == "K" or (not grouped and b_scale.shape[0] == N != 1)
+    config = for_device(K_GROUPS if grouped == "K" else VECTOR if vector else CONFIGS, a.device)
     if accumulate:  # a tile of the output needs registers as well
         config = {**config, "BLOCK_M": 64}
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
-    if groups == "M":  # each group, and the rows of none, may begin a tile
+    if grouped == "M":  # each group, and the rows of none, may begin a tile
         M_tiles += E
     of_b, of_out = ((0, *t.stride()[-2:]) if t.ndim == 2 else t.stride() for t in (b, out))
     of_b_scale = (0, *b_scale.stride()) if b_scale.ndim == 2 else b_scale.stride()
-    _tiles[(M_tiles * N_tiles * (E if groups == "K" else 1),)](
+    _tiles[(M_tiles * N_tiles * (E if grouped == "K" else 1),)](
         a, a.stride(0), a_scale, *a_scale.stride(), b, *of_b[:2], b_scale, *of_b_scale, out, *of_out[:2],
         offs, 0 if offs is None else offs.stride(0), E, M_tiles, M, N, K // FP8_BLOCK_SIZE,
-        GROUPS=groups, VECTOR=vector, ACCUMULATE=accumulate, CHUNK=chunk(E), **config, **FUSED,
+        GROUPED=grouped, VECTOR=vector, ACCUMULATE=accumulate, CHUNK=chunk(E), **config, **FUSED,
     )  # fmt: skip

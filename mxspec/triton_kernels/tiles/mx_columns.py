@@ -1,7 +1,7 @@
 """MX along the columns, or along columns and rows from one read: a program owns a tile of whole blocks.
 
-A tile is RUN * GROUPS rows by COLS columns, held as `(GROUPS, COLS // PART, PART, RUN)`: row `RUN * group + i` at
-`[group, ..., i]`. Each of the RUN rows is a load of its own and `tl.join` leaves what was loaded in the thread that
+A tile is RUNS runs of RUN rows each, by COLS columns, held as `(RUNS, COLS // PART, PART, RUN)`: row `RUN * r + i` at
+`[r, ..., i]`. Each of the RUN rows is a load of its own and `tl.join` leaves what was loaded in the thread that
 loaded it, beside the 8 columns of its 16-byte loads; with the rows in their own order Triton would spread them over the
 threads. So most of a column's maximum is taken in registers, and the codes of RUN rows of a column, which are
 consecutive bytes of the result, turn through shared memory together. PART columns and no more, so that a warp has whole
@@ -34,9 +34,9 @@ from mxspec.triton_kernels.common.runs import load8, load16, store8
 # 0.86); of a copy's: rowcol at 8192 x 2048 0.80, 0.89, at 32768 x 7168 0.79, 0.91 (16 warps 0.75, 0.87; 4 warps, which
 # spill, 0.78, 0.89). Without strips of 8 tiles the last are 0.72, 0.88, and plain at 131072 x 7168 0.55, not 0.79.
 _HOPPER = {
-    "col, small": {"RUN": 16, "GROUPS": 8, "COLS": 128, "PART": 128, "num_warps": 4},
-    "col, large": {"RUN": 16, "GROUPS": 16, "COLS": 128, "PART": 128, "num_warps": 8},
-    "rowcol": {"RUN": 8, "GROUPS": 16, "COLS": 128, "PART": 64, "num_warps": 8},
+    "col, small": {"RUN": 16, "RUNS": 8, "COLS": 128, "PART": 128, "num_warps": 4},
+    "col, large": {"RUN": 16, "RUNS": 16, "COLS": 128, "PART": 128, "num_warps": 8},
+    "rowcol": {"RUN": 8, "RUNS": 16, "COLS": 128, "PART": 64, "num_warps": 8},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
 
@@ -61,20 +61,20 @@ def _mx_tile(
     M, K, M32, K32, stride_e, stride_m, stride_k, tokens, G, stride_offs,
     EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr,
     BLOCKED: tl.constexpr, WITH_ROWS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    RUN: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr, PART: tl.constexpr, STRIP: tl.constexpr = 1,
+    RUN: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr, PART: tl.constexpr, STRIP: tl.constexpr = 1,
     ALIGN: tl.constexpr = 0, CHUNK: tl.constexpr = 0,
 ):  # fmt: skip
     # M32 and K32 are M and K by 32, divided on the host, so that Triton knows of a multiple of 16 that it is one.
     # With `offs`, M counts the padded rows of token groups and `tokens` those of x.
-    ROWS: tl.constexpr = RUN * GROUPS
+    ROWS: tl.constexpr = RUN * RUNS
     BLOCKS: tl.constexpr = ROWS // 32
-    RUNS: tl.constexpr = 32 // RUN  # a block of a column
+    RUNS_OF_BLOCK: tl.constexpr = 32 // RUN
     PARTS: tl.constexpr = COLS // PART
     # Along the rows first: neighbouring programs then write neighbouring bytes of the columns' results. With STRIP,
     # along so many tiles of a row before that, for the bytes of the rows' results.
     k_tile = tl.program_id(1) * STRIP + tl.program_id(0) % STRIP
     m0, k0, e = tl.program_id(0) // STRIP * ROWS, k_tile * COLS, tl.program_id(2).to(tl.int64)
-    g, m, k = tl.arange(0, GROUPS) * RUN, tl.arange(0, ROWS), tl.arange(0, COLS)
+    g, m, k = tl.arange(0, RUNS) * RUN, tl.arange(0, ROWS), tl.arange(0, COLS)
     b = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
     if WIDE:  # the products with strides pass 2^31
         g, m, k, b = g.to(tl.int64), m.to(tl.int64), k.to(tl.int64), b.to(tl.int64)
@@ -91,19 +91,19 @@ def _mx_tile(
         x_rows = x + token.to(tl.int64) * stride_m
     x_rows += (b * stride_k)[None, :, :]
     values = load16(x_rows, stride_m, inside, left) if RUN == 16 else load8(x_rows, stride_m, inside, left, 0, 1)
-    wide = widened(values).reshape(GROUPS, PARTS, PART, RUN)  # RUN rows of a column, in the registers of one thread
+    wide = widened(values).reshape(RUNS, PARTS, PART, RUN)  # RUN rows of a column, in the registers of one thread
 
     # Both maxima before any codes, so that the magnitudes no longer take registers.
-    largest = tl.max(tl.max(magnitude_bits(wide).reshape(BLOCKS, RUNS, PARTS, PART, RUN), axis=4), axis=1)
+    largest = tl.max(tl.max(magnitude_bits(wide).reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN), axis=4), axis=1)
     byte = shared_exponent(largest, EMAX, ROUND, EXCEPT)  # (BLOCKS, PARTS, PART)
     if WITH_ROWS:  # all loads come first: a load does not pass a store that may change what it reads
         tl.static_assert(RUN == 8)
-        blocks = wide.reshape(GROUPS, PARTS, PART // 32, 32, RUN)
+        blocks = wide.reshape(RUNS, PARTS, PART // 32, 32, RUN)
         row_byte = shared_exponent(tl.max(magnitude_bits(blocks), axis=3), EMAX, ROUND, EXCEPT)
-        q = (blocks * reciprocal_scale(row_byte)[:, :, :, None, :]).reshape(GROUPS, PARTS, PART, 2, 2, 2)
+        q = (blocks * reciprocal_scale(row_byte)[:, :, :, None, :]).reshape(RUNS, PARTS, PART, 2, 2, 2)
         store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside, None, 0, 1)
 
-    q = wide.reshape(BLOCKS, RUNS, PARTS, PART, RUN) * reciprocal_scale(byte)[:, None, :, :, None]
+    q = wide.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN) * reciprocal_scale(byte)[:, None, :, :, None]
     owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN
     q = saturating_cast(q, q_col.dtype.element_ty).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS)
     tl.store(q_col + (e * K + k0) * M + m0 + (k[:, None] * M + m[None, :]), q, mask=owned)
@@ -146,7 +146,7 @@ def mx_tile(
     *lead, M, K = x.shape
     E, blocked = lead[0] if lead else 1, scale_layout == "blocked"
     chosen = config(x, with_rows)
-    rows, cols = chosen["RUN"] * chosen["GROUPS"], chosen["COLS"]
+    rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
 
     def outputs(R: int, C: int) -> tuple[Tensor, Tensor]:
         row_tiles, col_tiles = blocked_shape(R, C // 32)
@@ -177,7 +177,7 @@ def launch_groups(
     """The columns of token groups, padded; `scaled_rows`, all that have scales, may be more than q_col has."""
     (tokens, K), R, G = x.shape, q_col.shape[1], offs.shape[0]
     chosen = for_device(CONFIGS, x.device)["col, small"]  # whose rows are in one group
-    rows, cols = chosen["RUN"] * chosen["GROUPS"], chosen["COLS"]
+    rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
     wide = max(rows * max(x.stride(0), K), cols * max(x.stride(1), R)) >= 2**31
     if scaled_rows:
         grid = (-(-scaled_rows // rows), max(1, -(-K // cols)), 1)  # one if only start and end are written

@@ -16,11 +16,12 @@ from torch import Tensor
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.triton_kernels.common.groups import chunk, group_of, rows_before, tokens_of
 from mxspec.triton_kernels.common.launch import FUSED, for_device
+from mxspec.triton_kernels.common.tile_order import swizzle
 
 # A tile has the 128 rows of the blocked layout, to which a group's are padded there: its scales are one tile's as well.
 # Codes that lie at multiples of 16 bytes are copied 16 at a time; others pass through registers, of which every larger
 # tile on Blackwell needs more than there are.
-_HOPPER = {"BLOCK_M": 128, "BLOCK_N": 64, "GROUP": 8, "SCALED": False, "num_warps": 8, "num_stages": 3}
+_HOPPER = {"BLOCK_M": 128, "BLOCK_N": 64, "SWIZZLE": 8, "SCALED": False, "num_warps": 8, "num_stages": 3}
 CONFIGS = {
     "aligned": {(9, 0): _HOPPER, (10, 0): _HOPPER | {"BLOCK_N": 128, "SCALED": True}},
     "any": {(9, 0): _HOPPER, (10, 0): _HOPPER | {"BLOCK_N": 32}},
@@ -114,7 +115,7 @@ def _tile(
     a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
     out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
-    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, a_flags=None, b_flags=None,
 ):  # fmt: skip
     """One tile of the output; of K-groups, the row tiles of each group come one after the other.
@@ -124,7 +125,7 @@ def _tile(
     # `top` is the tile's first row of a and of the output, `tile` counts its scales'. Where offs is out of order,
     # nothing has a meaning, but nothing outside the operands is read.
     blocks, tile, group = K // 32, row_tile, row_tile * 0
-    if GROUPS == "M":  # rows are in groups, each padded to whole tiles; past the last group they are zeros
+    if GROUPED == "M":  # rows are in groups, each padded to whole tiles; past the last group they are zeros
         start = row_tile * BLOCK_M
         group, _, stop, begin = group_of(start, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
         first = tl.load(offs + (group - 1) * offs_stride, mask=group > 0, other=0)
@@ -135,7 +136,7 @@ def _tile(
             blocks = tl.where(start <= M + 128 * E - BLOCK_M, blocks, 0)
         b += group.to(tl.int64) * b_stride_e
         b_scale += group.to(tl.int64) * b_scale_stride_e
-    elif GROUPS == "K":  # tokens are in groups, along which is summed
+    elif GROUPED == "K":  # tokens are in groups, along which is summed
         m_tiles = tl.cdiv(M, BLOCK_M)
         group, tile = row_tile // m_tiles, row_tile % m_tiles
         top, end = (tile * BLOCK_M).to(tl.int64), M
@@ -185,20 +186,16 @@ def _tiles(
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
     out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     row_tiles,
-    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWIZZLE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    # Programs run down GROUP tiles of rows, then along N, so that those which run at a time share rows of a and b.
-    of_group = GROUP * tl.cdiv(N, BLOCK_N)
-    first_tile = tl.program_id(0) // of_group * GROUP
-    tall = tl.minimum(row_tiles - first_tile, GROUP)
-    inside = tl.program_id(0) % of_group
+    row_tile, n_tile = swizzle(tl.program_id(0), row_tiles, tl.cdiv(N, BLOCK_N), SWIZZLE)
     _tile(
-        first_tile + inside % tall, inside // tall,
+        row_tile, n_tile,
         a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
         b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
         out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
-        GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
+        GROUPED, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
     )  # fmt: skip
 
 
@@ -208,7 +205,7 @@ def _marked_tiles(
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
     out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     marks,
-    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     # Another kernel has counted them, and says the row and the column of each, in tiles of WIDTH columns.
@@ -220,7 +217,7 @@ def _marked_tiles(
             a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
             b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
             out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
-            GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
+            GROUPED, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
         )  # fmt: skip
 
 
@@ -230,10 +227,10 @@ def _flagged_tiles(
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
     out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     row_tiles, flags,
-    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    if GROUPS == "M":  # the rows of none, which whoever computed the others left as they were
+    if GROUPED == "M":  # the rows of none, which whoever computed the others left as they were
         n, size = tl.arange(0, 2048), tl.cast(M, tl.int64) * N
         first = tl.load(offs + (E - 1) * offs_stride).to(tl.int64) * N + tl.program_id(0) * 2048
         for start in range(first, size, tl.num_programs(0) * 2048):
@@ -245,7 +242,7 @@ def _flagged_tiles(
                 a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
                 b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
                 out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
-                GROUPS, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED, flags + 1, flags + 1 + row_tiles,
+                GROUPED, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED, flags + 1, flags + 1 + row_tiles,
             )  # fmt: skip
 
 
@@ -255,7 +252,7 @@ def _aligned(codes: Tensor) -> bool:
 
 def mx_tiles(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
-    *, offs: Tensor | None = None, groups: str = "", marks: Tensor | None = None, width: int = 0,
+    *, offs: Tensor | None = None, grouped: str = "", marks: Tensor | None = None, width: int = 0,
     flags: Tensor | None = None, programs: int = 0, **options: Any,
 ) -> None:  # fmt: skip
     """Multiply `(M, K)` by `(N, K)` into `out`: whole, M in groups, each with a b of its own, or K in groups.
@@ -281,16 +278,16 @@ def mx_tiles(
         b, expert[0], b.stride(-2), b_scale.view(torch.uint8), expert[1], *of_b,
         out, *out.stride()[-2:], offs, 0 if offs is None else offs.stride(0), E, M, N, K,
     )  # fmt: skip
-    config |= {"GROUPS": groups, "BLOCKED": blocked, "CHUNK": chunk(E), **FUSED, **options}
+    config |= {"GROUPED": grouped, "BLOCKED": blocked, "CHUNK": chunk(E), **FUSED, **options}
     row_tiles = -(-M // config["BLOCK_M"])
-    if groups == "M":
+    if grouped == "M":
         row_tiles += E  # each group, and the rows of none, may begin a tile
-    elif groups == "K":
+    elif grouped == "K":
         row_tiles *= E
     if marks is None and flags is None:
         _tiles[(row_tiles * -(-N // config["BLOCK_N"]),)](*operands, row_tiles, **config)
         return
-    del config["GROUP"]
+    del config["SWIZZLE"]
     config["BLOCK_N"] = 32  # a loop over tiles takes registers as well
     if marks is not None:
         _marked_tiles[(programs,)](*operands, marks, WIDTH=width, **config)

@@ -26,10 +26,10 @@ T = TypeVar("T")
 # than its scales are on their way, which are asked for several blocks ahead: N 7168 on an H200, us, with DeepGEMM's:
 # K 7168, 16 rows 16.2 (17.2), 64 rows 17.0 (17.1), 128 rows 22.9 (23.8); K 2048, 7.8 (7.3), 7.9 (7.0), 9.1 (8.5).
 TILES = (
-    (1.0, {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 3}),
-    (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "STAGES": 4}),
-    (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "STAGES": 7, "AHEAD": 4}),
-    (2.0, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "STAGES": 11, "AHEAD": 8}),
+    (1.0, {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 3}),
+    (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
+    (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 7, "AHEAD": 4}),
+    (2.0, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "NUM_STAGES": 11, "AHEAD": 8}),
 )
 
 
@@ -47,7 +47,7 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return one and _tma_reads(a) and _tma_reads(b) and _tma_reads(out)
 
 
-def tile_for(M: int, N: int, processors: int, E: int = 1, groups: str = "") -> dict[str, Any]:
+def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
     """The tile with which the output takes the least time, in waves of as many tiles as there are processors.
 
     A group of rows may end anywhere: its last tile is taken for half empty.
@@ -56,7 +56,7 @@ def tile_for(M: int, N: int, processors: int, E: int = 1, groups: str = "") -> d
     def cost(choice: tuple[float, dict[str, int]]) -> float:
         of_element, tile = choice
         BLOCK_M, BLOCK_N = tile["BLOCK_M"], tile["BLOCK_N"]
-        rows = -(-M // BLOCK_M) + E // 2 if groups == "M" else -(-M // BLOCK_M) * E
+        rows = -(-M // BLOCK_M) + E // 2 if grouped == "M" else -(-M // BLOCK_M) * E
         return -(-rows * -(-N // BLOCK_N) // processors) * BLOCK_M * BLOCK_N * of_element
 
     return min(TILES, key=cost)[1]
@@ -75,7 +75,7 @@ def _with_scratch(launch: Callable[[], T], device: torch.device) -> T:
 
 def fp8_sm90(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
-    *, offs: Tensor | None = None, groups: str = "", accumulate: bool = False, tile: dict[str, Any] | None = None,
+    *, offs: Tensor | None = None, grouped: str = "", accumulate: bool = False, tile: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
     """`fp8_tiles` by the Gluon kernel, with a tile of TILES and what `options` change of it; gives what was compiled.
@@ -84,10 +84,10 @@ def fp8_sm90(
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     programs = processors(a.device)
-    tile = tile or tile_for(M, N, programs, E, groups)
-    vector = groups == "K" or (groups == "" and b_scale.shape[0] == N)
+    tile = tile or tile_for(M, N, programs, E, grouped)
+    vector = grouped == "K" or (grouped == "" and b_scale.shape[0] == N)
     config = {
-        "GROUP": 16 if vector else 8,
+        "SWIZZLE": 16 if vector else 8,
         "TURNS": 2,
         "chunk": tile["BLOCK_N"],
         "AHEAD": 1,
@@ -99,9 +99,9 @@ def fp8_sm90(
         config["TURNS"] = 0  # there is no other to wait for
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
     tiles = M_tiles * N_tiles
-    if groups == "M":  # each group, and the rows of none, may begin a tile
+    if grouped == "M":  # each group, and the rows of none, may begin a tile
         tiles += E * N_tiles
-    elif groups == "K":
+    elif grouped == "K":
         tiles *= E
     halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
     # The scales of the columns, 32 a thread, are read once a block where registers are left for them: shared memory is
@@ -115,18 +115,19 @@ def fp8_sm90(
     row_bytes = config["chunk"] * out.element_size()
     codes, rows = shared_layout(128, 8), shared_layout(min(row_bytes, 128), 8 * out.element_size())
     of_rows, of_a, of_b = out.view(-1, N), a, b.view(-1, K)
-    if groups != "K":  # whose matrices have strides that only the device knows
+    if grouped != "K":  # whose matrices have strides that only the device knows
         of_a = TensorDescriptor.from_tensor(of_a, [config["rows"], FP8_BLOCK_SIZE], codes)
         of_b = TensorDescriptor.from_tensor(of_b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes)
     operands = of_a, of_b, TensorDescriptor.from_tensor(of_rows, [64, config.pop("chunk")], rows)
     config.pop("rows")
     scales = a_scale, *a_scale.stride(), b_scale, *((0,) if b_scale.ndim == 2 else ()), *b_scale.stride()
-    sizes = 0 if offs is None else offs.stride(0), E, tiles, M, N, M_tiles, N_tiles, K // FP8_BLOCK_SIZE
+    stride = 0 if offs is None else offs.stride(0)
+    blocks = offs, stride, E, tiles, M, N, K // FP8_BLOCK_SIZE, M_tiles, N_tiles
 
     def launch() -> Any:
         return fp8_gemm_sm90[(min(tiles, programs),)](
-            *operands, out, of_rows.stride(0), *scales, offs, *sizes,
-            GROUPS=groups, VECTOR=vector, ACCUMULATE=accumulate, **config, num_warps=4, **FUSED,
+            *operands, (out, of_rows.stride(0)), scales, blocks,
+            GROUPED=grouped, VECTOR=vector, ACCUMULATE=accumulate, **config, num_warps=4, **FUSED,
         )  # fmt: skip
 
-    return _with_scratch(launch, a.device) if groups == "K" else launch()
+    return _with_scratch(launch, a.device) if grouped == "K" else launch()

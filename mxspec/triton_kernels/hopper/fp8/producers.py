@@ -1,135 +1,140 @@
-"""What Hopper's FP8 matmuls are fed by: a warp that loads tiles by TMA, and two that write down the tiles' scales.
-
-`gemm.py` says what stages and groups are.
-"""
-
-from __future__ import annotations
+"""The producers of Hopper's FP8 matmuls: one warp loads tiles by TMA, two warps write down the tiles' scales."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from mxspec.triton_kernels.hopper.names import async_load
-from mxspec.triton_kernels.hopper.scheduler import blocks_of_group, geometry, next_group, place
+from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load, swizzle
+
+
+@aggregate
+class Tiles:
+    """A stage's shared memory: the codes of 128 of K, and what a row or a column of the product is multiplied by."""
+
+    a: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M, 128)
+    b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 128)
+    row_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M)
+    column_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N) with VECTOR; not used without
+
+
+@aggregate
+class Scales:
+    """The scales in memory. With VECTOR each row of b has its own; without, 128 rows share one.
+
+    AHEAD blocks of them are on their way while a warp waits for a stage.
+    """
+
+    a: gl.tensor
+    a_stride_m: Value
+    a_stride_k: Value
+    b: gl.tensor
+    b_stride_e: Value
+    b_stride_n: Value
+    b_stride_k: Value
+    VECTOR: gl.constexpr
+    AHEAD: gl.constexpr
 
 
 @gluon.jit
-def _load_tile(
-    a_desc, b_desc, a_tiles, b_tiles, full, empty, i, row, b_row, blocks,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, blocks):
     # Of few rows only those are read, and what the tile's others hold is multiplied for nothing.
     ROWS: gl.constexpr = a_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = tiles.b.shape[1]
     for k in range(blocks):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), i // STAGES & 1)
-        bar = full.index(stage)
+        stage = pipeline.wait_empty(i)
+        bar = pipeline.full.index(stage)
         mbarrier.expect(bar, (ROWS + BLOCK_N) * 128)
-        async_load(a_desc, [row, k * 128], bar, a_tiles.index(stage).slice(0, ROWS))
-        async_load(b_desc, [b_row, k * 128], bar, b_tiles.index(stage))
+        async_load(a_desc, [row, k * 128], bar, tiles.a.index(stage).slice(0, ROWS))
+        async_load(b_desc, [b_row, k * 128], bar, tiles.b.index(stage))
         i += 1
     return i
 
 
 @gluon.jit
-def _load_group(
-    group, a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, M, N, M_tiles, N_tiles, K_blocks, i, last,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """The tiles of a group, which is a matrix of its own in a and in b, by descriptors of its own.
+def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last):
+    """The blocks of an expert, which is a matrix of its own in a and in b, by descriptors of its own.
 
-    They are written where those of the group before last are, whose last block was loaded before block `last`.
+    The descriptors are written where those of the expert before last are, whose last block of K was loaded before block
+    `last`.
     """
-    begin, blocks = blocks_of_group(group, offs, offs_stride, K_blocks)
-    of_group = M_tiles * N_tiles
+    BLOCK_M: gl.constexpr = tiles.a.shape[1]
+    BLOCK_N: gl.constexpr = tiles.b.shape[1]
+    begin, end = scheduler.k_range(expert)
+    blocks = end - begin
+    of_expert = scheduler.m_blocks * scheduler.n_blocks
     programs = gl.num_programs(0)
-    own = gl.program_id(0) + gl.cdiv(gl.maximum(group * of_group - gl.program_id(0), 0), programs) * programs
-    if (blocks > 0) & (own < (group + 1) * of_group):
-        if (last > 0) & (i - last < STAGES):  # it may still be on its way
-            mbarrier.wait(full.index((last - 1) % STAGES), (last - 1) // STAGES & 1)
+    own = gl.program_id(0) + gl.cdiv(gl.maximum(expert * of_expert - gl.program_id(0), 0), programs) * programs
+    if (blocks > 0) & (own < (expert + 1) * of_expert):
+        if (last > 0) & (i - last < pipeline.NUM_STAGES):  # it may still be on its way
+            pipeline.wait_full(last - 1)
         width = blocks * 128
         a_desc = tma.make_tensor_descriptor(
-            a + begin.to(gl.int64) * 128 * M, [M, width], [width, 1], [BLOCK_M, 128], a_tiles.layout
+            a + begin.to(gl.int64) * 128 * scheduler.M, [scheduler.M, width], [width, 1], [BLOCK_M, 128], tiles.a.layout
         )
         b_desc = tma.make_tensor_descriptor(
-            b + begin.to(gl.int64) * 128 * N, [N, width], [width, 1], [BLOCK_N, 128], b_tiles.layout
+            b + begin.to(gl.int64) * 128 * scheduler.N, [scheduler.N, width], [width, 1], [BLOCK_N, 128], tiles.b.layout
         )
-        for tile in range(own, (group + 1) * of_group, programs):
-            m, n = place(tile - group * of_group, M_tiles, N_tiles, GROUP)
-            i = _load_tile(
-                a_desc, b_desc, a_tiles, b_tiles, full, empty, i, m * BLOCK_M, n * BLOCK_N, blocks, BLOCK_N, STAGES
+        for block in range(own, (expert + 1) * of_expert, programs):
+            m_block_idx, n_block_idx = swizzle(
+                block - expert * of_expert, scheduler.m_blocks, scheduler.n_blocks, scheduler.SWIZZLE
             )
+            i = _load_block(a_desc, b_desc, tiles, pipeline, i, m_block_idx * BLOCK_M, n_block_idx * BLOCK_N, blocks)
         last = i
     return i, last
 
 
 @gluon.jit
-def load(
-    a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
+def load(a, b, tiles, pipeline, scheduler):
+    """The warp that loads tiles. With GROUPED "K", a and b are pointers to the codes; else they are descriptors."""
     i = 0
-    if GROUPS == "K":  # a and b are the codes themselves; while one pair of descriptors is written, the other is read
+    if scheduler.GROUPED == "K":  # while one pair of descriptors is written, the other is read
         even, odd = 0, 0
-        for group in range(0, G, 2):
-            i, even = _load_group(
-                group, a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, M, N, M_tiles, N_tiles, K_blocks,
-                i, even, BLOCK_M, BLOCK_N, STAGES, GROUP,
-            )  # fmt: skip
-            if group + 1 < G:
-                i, odd = _load_group(
-                    group + 1, a, b, a_tiles, b_tiles, full, empty, offs, offs_stride, M, N, M_tiles, N_tiles,
-                    K_blocks, i, odd, BLOCK_M, BLOCK_N, STAGES, GROUP,
-                )  # fmt: skip
+        for expert in range(0, scheduler.num_experts, 2):
+            i, even = _load_expert(expert, a, b, tiles, pipeline, scheduler, i, even)
+            if expert + 1 < scheduler.num_experts:
+                i, odd = _load_expert(expert + 1, a, b, tiles, pipeline, scheduler, i, odd)
     else:
-        at = (-1, 0, 0, 0)
-        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            if GROUPS == "M":
-                at = next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
-            group, row, _, n, _, blocks = geometry(
-                tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks, BLOCK_M, GROUP, GROUPS
-            )
-            b_row = n * BLOCK_N
-            if GROUPS == "M":
-                b_row += group * N
-            i = _load_tile(a, b, a_tiles, b_tiles, full, empty, i, row, b_row, blocks, BLOCK_N, STAGES)
-    # The math warpgroups look one block ahead, after the last one too.
-    stage = i % STAGES
-    mbarrier.wait(empty.index(stage), i // STAGES & 1)
-    mbarrier.arrive(full.index(stage), count=1)
+        BLOCK_N: gl.constexpr = tiles.b.shape[1]
+        group = (-1, 0, 0, 0)
+        for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+            group = scheduler.get_next_group(block, group)
+            expert, _, n_block_idx, row, _, _, blocks = scheduler.get_block(block, group)
+            b_row = n_block_idx * BLOCK_N
+            if scheduler.GROUPED == "M":
+                b_row += expert * scheduler.N
+            i = _load_block(a, b, tiles, pipeline, i, row, b_row, blocks)
+    pipeline.fill_one_more(i)
 
 
 @gluon.jit
-def scale(
-    a_scale, a_stride_m, a_stride_k, b_scale, b_stride_e, b_stride_n, b_stride_k, row_scales, column_scales,
-    full, empty, offs, offs_stride, G, tiles, M, N, M_tiles, N_tiles, K_blocks,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr, VECTOR: gl.constexpr, AHEAD: gl.constexpr,
-):  # fmt: skip
+def scale(scales, tiles, pipeline, scheduler):
+    """The warps that read the scales, whatever their strides, and write what a row of the tile is multiplied by."""
+    BLOCK_M: gl.constexpr = tiles.a.shape[1]
+    BLOCK_N: gl.constexpr = tiles.b.shape[1]
+    AHEAD: gl.constexpr = scales.AHEAD
+    a_stride_k, b_stride_k = scales.a_stride_k, scales.b_stride_k
     i = 0
     rows = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 64], [32], [2], [0]))
     columns = gl.arange(0, BLOCK_N, gl.BlockedLayout([max(BLOCK_N // 64, 1)], [32], [2], [0]))
-    at = (-1, 0, 0, 0)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        if GROUPS == "M":
-            at = next_group(tile, at, offs, offs_stride, G, M, N_tiles, BLOCK_M)
-        group, row, end, n, begin, blocks = geometry(
-            tile, at, offs, offs_stride, G, M, M_tiles, N_tiles, K_blocks, BLOCK_M, GROUP, GROUPS
-        )
+    group = (-1, 0, 0, 0)
+    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+        group = scheduler.get_next_group(block, group)
+        expert, _, n_block_idx, row, end, k_begin, k_end = scheduler.get_block(block, group)
+        blocks = k_end - k_begin
         a_there = rows < end - row
-        a_at = a_scale + (row + rows).to(gl.int64) * a_stride_m
-        if VECTOR:  # a scale for each row of b
-            b_there = columns < N - n * BLOCK_N
-            b_at = b_scale + (n * BLOCK_N + columns).to(gl.int64) * b_stride_n
-        else:  # one for its 128 rows
+        a_at = scales.a + (row + rows).to(gl.int64) * scales.a_stride_m
+        if scales.VECTOR:
+            b_there = columns < scheduler.N - n_block_idx * BLOCK_N
+            b_at = scales.b + (n_block_idx * BLOCK_N + columns).to(gl.int64) * scales.b_stride_n
+        else:
             b_there = True
-            b_at = b_scale + (n * BLOCK_N // 128).to(gl.int64) * b_stride_n
-        if GROUPS == "M":
-            b_at += group.to(gl.int64) * b_stride_e
-        if GROUPS == "K":
-            a_at += begin.to(gl.int64) * a_stride_k
-            b_at += begin.to(gl.int64) * b_stride_k
-        # AHEAD blocks' are on their way while a block's wait for a stage; none has a register that is handed on.
+            b_at = scales.b + (n_block_idx * BLOCK_N // 128).to(gl.int64) * scales.b_stride_n
+        if scheduler.GROUPED == "M":
+            b_at += expert.to(gl.int64) * scales.b_stride_e
+        if scheduler.GROUPED == "K":
+            a_at += k_begin.to(gl.int64) * a_stride_k
+            b_at += k_begin.to(gl.int64) * b_stride_k
+        # No block's scales have a register that is handed on from one step to the next.
         of_a, of_b = (), ()
         for j in gl.static_range(AHEAD):
             of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (j < blocks), other=0.0),)
@@ -144,16 +149,13 @@ def scale(
                 a_at += a_stride_k
                 b_at += b_stride_k
                 if k < blocks:
-                    stage = i % STAGES
-                    mbarrier.wait(empty.index(stage), i // STAGES & 1)
-                    if VECTOR:
-                        row_scales.index(stage).store(of_a[j])
-                        column_scales.index(stage).store(of_b[j])
+                    stage = pipeline.wait_empty(i)
+                    if scales.VECTOR:
+                        tiles.row_scales.index(stage).store(of_a[j])
+                        tiles.column_scales.index(stage).store(of_b[j])
                     else:
-                        row_scales.index(stage).store(of_a[j] * of_b[j])
-                    mbarrier.arrive(full.index(stage), count=1)
+                        tiles.row_scales.index(stage).store(of_a[j] * of_b[j])
+                    mbarrier.arrive(pipeline.full.index(stage), count=1)
                     i += 1
             of_a, of_b = next_a, next_b
-    stage = i % STAGES
-    mbarrier.wait(empty.index(stage), i // STAGES & 1)
-    mbarrier.arrive(full.index(stage), count=1)
+    pipeline.fill_one_more(i)

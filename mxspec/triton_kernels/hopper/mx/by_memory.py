@@ -128,7 +128,7 @@ def mx_bf16(
     offs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`mx_gemm`, or with `offs` `mx_grouped_gemm` in bf16, of operands with at least one element."""
-    E, groups, stride = (1, "", 0) if offs is None else (b.shape[0], "M", offs.stride(0))
+    E, grouped, stride = (1, "", 0) if offs is None else (b.shape[0], "M", offs.stride(0))
     row_tiles = -(-a.shape[0] // 128) + (0 if offs is None else E)
     # One flag for all, then those of a and of b.
     flags = a.new_empty(1 + row_tiles + E * -(-b.shape[-2] // 128), dtype=torch.int32)
@@ -144,5 +144,5 @@ def mx_bf16(
     else:
         out = torch.mm(x, w.t(), out_dtype=out_dtype)
     only: Any = {"flags": flags, "programs": processors(a.device)}
-    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=ends, groups=groups, **only)
+    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=ends, grouped=grouped, **only)
     return out

@@ -10,20 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.triton_kernels.common.groups import chunk, group_of
+from mxspec.triton_kernels.common.groups import chunk
 from mxspec.triton_kernels.common.launch import FUSED, UNFUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.hopper.mx.values import VALUES, mx_values
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 if releases.refusal() is None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from mxspec.triton_kernels.hopper.mx.gemm import E4M3, E5M2, mx_gemm_sm90
+    from mxspec.triton_kernels.hopper.mx.conversion import E4M3, E5M2
+    from mxspec.triton_kernels.hopper.mx.gemm import mx_gemm_sm90
     from mxspec.triton_kernels.hopper.names import shared_layout
 
     # By code format: its constants, and the exponent by which its values are shifted, so that the smallest of them,
@@ -31,71 +31,10 @@ if releases.refusal() is None:
     FORMATS = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
 # The cost is that of an element of the output: smaller tiles read more for it.
 TILES = (
-    (1.0, {"BLOCK_N": 256, "STAGES": 4, "AHEAD": 4, "REGISTERS": 224}),
-    (1.2, {"BLOCK_N": 128, "STAGES": 6, "AHEAD": 4, "REGISTERS": 208}),
+    (1.0, {"BLOCK_N": 256, "NUM_STAGES": 4, "AHEAD": 4, "REGISTERS": 224}),
+    (1.2, {"BLOCK_N": 128, "NUM_STAGES": 6, "AHEAD": 4, "REGISTERS": 208}),
 )
 WIDEST_TILE = 256
-VALUES = {"ROWS": 32, "num_warps": 8}  # a program's rows, of 128 codes each
-
-
-@triton.jit
-def _plan(plan, tiles, offs, offs_stride, G, M, CHUNK: tl.constexpr):
-    """For each 128 padded rows of token groups: the group, the first row and the end of the group's.
-
-    Rows of no group have the group -1: their tiles are zeros. Whatever offs holds, no row is outside the operand.
-    """
-    rows_of_groups = tl.load(offs + (G - 1) * offs_stride)
-    for m in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        group, first, stop, begin = group_of(m * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
-        none = (group >= G) | (m * 128 + 128 > M + 128 * G)
-        row = tl.where(none, rows_of_groups, first) + m * 128 - begin
-        tl.store(plan + 3 * m, tl.where(none, -1, group))
-        tl.store(plan + 3 * m + 1, tl.minimum(tl.maximum(row, 0), M))
-        tl.store(plan + 3 * m + 2, tl.where(none, M, tl.minimum(stop, M)))
-
-
-@triton.jit
-def _mx_values(
-    codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, out_stride,
-    R, N, K, offs, offs_stride, G, plan, plan_tiles, plan_rows, marks,
-    GROUPS: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SHIFT: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """2^SHIFT times the values of ROWS x 128 codes; R rows, of which N are a matrix."""
-    if tl.program_id(1) == 0:
-        tl.store(marks, 0, mask=tl.program_id(0) == 0)
-        if plan is not None:
-            _plan(plan, plan_tiles, offs, offs_stride, G, plan_rows, CHUNK)
-    r, tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    e, n = r // N, r % N
-    first, end = tile * 128, K
-    tiles_before, across = tile * 0, tl.cdiv(K, 128)
-    if GROUPS == "K":  # a tile's 128 tokens are of one group
-        _, first, end, begin = group_of(tile * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
-        across = tl.cdiv(end - first, 128)
-        end = tl.minimum(end, K) // 32 * 32
-        tiles_before = begin // 128
-        first = (first + tile * 128 - begin) // 32 * 32  # as it is, and the compiler knows
-    c, k = tl.arange(0, 4), tl.arange(0, 128)
-    in_r, in_c = r < R, (first >= 0) & (first + 32 * c < end)
-    in_k = (first >= 0) & (first + k < end)
-    if BLOCKED:
-        of_row = (n // 128 * across + tile - tiles_before) * 512 + n % 32 * 16 + n % 128 // 32 * 4
-        if GROUPS == "K":
-            of_row += tiles_before.to(tl.int64) * tl.cdiv(N, 128) * 512
-            in_c &= (tiles_before + across) * 4 <= K // 32 + 4 * G
-        at = scale + (e * scale_stride_e + of_row)[:, None] + c[None, :]
-    else:
-        at = scale + (e * scale_stride_e + n * scale_stride_r)[:, None]
-        at += ((first // 32 + c).to(tl.int64) * scale_stride_c)[None, :]
-    byte = tl.load(at, mask=in_r[:, None] & in_c[None, :], other=0).to(tl.int32)
-    factor = (tl.minimum(byte + SHIFT, 255) << 23).to(tl.float32, bitcast=True)  # infinite for NaN
-    x = tl.load(codes + (e * stride_e + n * stride_r + first)[:, None] + k[None, :], mask=in_r[:, None] & in_k[None, :])
-    value = (x.to(tl.float32).reshape(ROWS, 4, 32) * factor[:, :, None]).to(tl.bfloat16)
-    # (thread of four, step of 16, half, pair) becomes (step, half, thread, pair), as `_values` does of the other's.
-    value = value.reshape(ROWS * (128 // SPAN), 4, SPAN // 16, 2, 2).permute(0, 2, 3, 1, 4).reshape(ROWS, 128)
-    in_out = in_k if GROUPS == "K" else first + k < out_stride
-    tl.store(out + (r * out_stride + first)[:, None] + k[None, :], value, mask=in_r[:, None] & in_out[None, :])
 
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
@@ -118,7 +57,7 @@ def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
 
 def mx_sm90(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
-    *, offs: Tensor | None = None, groups: str = "", **options: Any,
+    *, offs: Tensor | None = None, grouped: str = "", **options: Any,
 ) -> Any:  # fmt: skip
     """`mx_tiles` by Hopper's bf16 tensor cores; `options` change the tile. Gives what was compiled."""
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
@@ -126,27 +65,27 @@ def mx_sm90(
     (a_format, a_shift), (_, b_shift) = FORMATS[a.dtype], FORMATS[b.dtype]
     a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
     plan, plan_tiles, offs_stride, all_tiles = None, 0, 0 if offs is None else offs.stride(0), row_tiles
-    if groups == "M" and offs is not None:
+    if grouped == "M" and offs is not None:
         all_tiles = plan_tiles = row_tiles + E  # each group, and the rows of none, may begin a tile
         plan = offs.new_empty(3 * plan_tiles)
-    elif groups == "K":
+    elif grouped == "K":
         all_tiles = row_tiles * E
     programs = processors(a.device)
-    config = {"GROUP": 8, **tile_for(all_tiles, N, programs), **options}
+    config = {"SWIZZLE": 8, **tile_for(all_tiles, N, programs), **options}
     BLOCK_N = config.pop("BLOCK_N")
     col_tiles = -(-N // BLOCK_N)
     tiles = all_tiles * col_tiles
     marks = out.new_empty(1 + 4 * tiles, dtype=torch.int32)  # either math warpgroup may mark a tile
-    span = 32 if groups == "K" else 64  # groups of tokens begin at multiples of 32
+    span = 32 if grouped == "K" else 64  # groups of tokens begin at multiples of 32
     R = b.numel() // K
-    values = b.new_empty(R, K if groups == "K" else -(-K // 64) * 64, dtype=torch.bfloat16)
+    values = b.new_empty(R, K if grouped == "K" else -(-K // 64) * 64, dtype=torch.bfloat16)
     of_b = b_scale.stride(0) if b.ndim == 3 else 0, *((0, 0) if blocked else b_scale.stride()[-2:])
-    tokens = offs if groups else None
-    columns = -(-K // 128) + (E if groups == "K" else 0)
-    _mx_values[(-(-R // VALUES["ROWS"]), columns)](
+    tokens = offs if grouped else None
+    columns = -(-K // 128) + (E if grouped == "K" else 0)
+    mx_values[(-(-R // VALUES["ROWS"]), columns)](
         b, b.stride(0) if b.ndim == 3 else 0, b.stride(-2), b_scale, *of_b, values, values.stride(0),
-        R, N, K, tokens, offs_stride, E, plan, plan_tiles, M, marks, groups, blocked, chunk(E), span, b_shift, **VALUES,
-        **UNFUSED,
+        R, N, K, tokens, offs_stride, E, plan, plan_tiles, M, marks, grouped, blocked, chunk(E), span, b_shift,
+        **VALUES, **UNFUSED,
     )  # fmt: skip
 
     turned, size, chunk_size = out.stride(-2) == 1 and M > 1, out.element_size(), min(128, BLOCK_N)
@@ -159,12 +98,12 @@ def mx_sm90(
         ),
     )
     of_a = (0, 0) if blocked else a_scale.stride()
+    blocks = plan if grouped == "M" else tokens, offs_stride, E, tiles, M, N, K, plan_tiles or row_tiles, col_tiles
     compiled = mx_gemm_sm90[(min(tiles, programs),)](
-        *descriptors, out, a_scale, *of_a, marks, plan if groups == "M" else tokens, offs_stride,
-        tiles, M, plan_tiles or row_tiles, N, col_tiles, K, C,
-        GROUPS=groups, BLOCKED=blocked, CHUNK=chunk(E), SPAN=span, FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
+        *descriptors, out, (a_scale, *of_a, C), blocks, marks,
+        GROUPED=grouped, BLOCKED=blocked, CHUNK=chunk(E), SPAN=span, FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
         UNSHIFT=2.0 ** -(a_shift + b_shift), **config, num_warps=4, **FUSED,
     )  # fmt: skip
     only: Any = {"marks": marks, "width": BLOCK_N, "programs": programs}
-    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, groups=groups, **only)
+    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, grouped=grouped, **only)
     return compiled

@@ -1,0 +1,77 @@
+"""64 rows of MX codes become bf16 in registers, each code times its block's scale."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# An element format's four constants. A code lies in the upper byte of 16 bits. The first constant shifts it to where
+# bf16 has its bits, the second masks those bits. The third is a factor that makes this bf16 number the code's value.
+# The fourth is a factor with which finite codes stay finite, and with which Inf and NaN, numbers so far, do not. The
+# factors are pairs of bf16: 2^120 and 1.125 * 2^119; 2^112 and 2^112.
+E4M3 = gl.constexpr((4, 0x07F007F0, 0x7B807B80, 0x7B107B10))
+E5M2 = gl.constexpr((3, 0x0FE00FE0, 0x77807780, 0x77807780))
+
+
+@gluon.jit
+def values(codes, factors, first: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.constexpr):
+    """64 rows of a stage in bf16, in the order of K in which b's values lie.
+
+    A thread reads consecutive codes, 16 of a row, or 8 of each block of 32. In which order K is summed does not matter
+    as long as b has the same: what a thread has read is then what the tensor cores want of it.
+    """
+    rows: gl.constexpr = [[16, 0], [32, 0]]
+    if SPAN == 64:
+        read: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], rows, [], [64, 64]
+        )
+        by_block: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [8, 0, 0]],
+            [[0, 0, 16], [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+            [[16, 0, 0], [32, 0, 0]], [], [64, 2, 32],
+        )  # fmt: skip
+    else:
+        read: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], rows, [], [64, 64]
+        )
+        by_block: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [8, 0, 0]],
+            [[0, 0, 8], [0, 0, 16], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+            [[16, 0, 0], [32, 0, 0]], [], [64, 2, 32],
+        )  # fmt: skip
+    x = codes.slice(first, 64).load(read)
+    half = factors.slice(first, 64).load(gl.SliceLayout(2, by_block)).to(gl.int32)
+    factor = gl.expand_dims(half | half << 16, 2).broadcast_to(64, 2, 32).reshape([64, 64])
+    SHIFT: gl.constexpr = FORMAT[0]
+    BITS: gl.constexpr = FORMAT[1]
+    VALUE: gl.constexpr = FORMAT[2]
+    LIMIT: gl.constexpr = FORMAT[3]
+    shift, bits = gl.full([64, 64], SHIFT, gl.int32, read), gl.full([64, 64], BITS, gl.int32, read)
+    value, limit = gl.full([64, 64], VALUE, gl.int32, read), gl.full([64, 64], LIMIT, gl.int32, read)
+    # Infinity times 0 is NaN: so ends what `limit` made infinite.
+    x = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 x, y, zero;
+        mov.b32 zero, 0;
+        prmt.b32 x, $2, 0, 0x1404;
+        shr.b32 y, x, $7;
+        and.b32 y, y, $11;
+        lop3.b32 x, x, 0x80008000, y, 0xEA;
+        mul.rn.bf16x2 x, x, $15;
+        mul.rn.bf16x2 y, x, $19;
+        mul.rn.bf16x2 x, x, $3;
+        fma.rn.bf16x2 $0, y, zero, x;
+        prmt.b32 x, $2, 0, 0x3424;
+        shr.b32 y, x, $7;
+        and.b32 y, y, $11;
+        lop3.b32 x, x, 0x80008000, y, 0xEA;
+        mul.rn.bf16x2 x, x, $15;
+        mul.rn.bf16x2 y, x, $19;
+        mul.rn.bf16x2 x, x, $3;
+        fma.rn.bf16x2 $1, y, zero, x;
+        }""",
+        "=r,=r,r" + ",r" * 20, [x, gl.convert_layout(factor, read), shift, bits, value, limit],
+        dtype=gl.bfloat16, is_pure=True, pack=4,
+    )  # fmt: skip
+    if SPAN == 64:  # (thread of four, step of 16, half, pair) becomes (step, half, thread, pair)
+        return x.reshape([64, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([64, 64])
+    else:
+        return x.reshape([64, 2, 4, 2, 2, 2]).permute([0, 1, 3, 4, 2, 5]).reshape([64, 64])

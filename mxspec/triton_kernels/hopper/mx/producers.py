@@ -1,0 +1,120 @@
+"""The producers of Hopper's MX matmuls: one warp loads tiles by TMA, two warps turn a's scale bytes into factors."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load
+
+
+@aggregate
+class Tiles:
+    """A stage's shared memory: 64 of K of a's codes, of b's values, and the factors of a's rows."""
+
+    a: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 64), codes
+    b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 64), bf16
+    factors: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 2), bf16 as integers: a factor for each block of 32
+
+
+@aggregate
+class Scales:
+    """a's scale bytes in memory, plain with strides or BLOCKED; a factor is 2^(byte - 127 + SHIFT).
+
+    AHEAD steps of them are on their way while a warp waits for a stage. CHUNK offs are read at once.
+    """
+
+    a: gl.tensor
+    stride_m: Value
+    stride_k: Value
+    num_columns: Value
+    BLOCKED: gl.constexpr
+    CHUNK: gl.constexpr
+    SHIFT: gl.constexpr
+    AHEAD: gl.constexpr
+
+
+@gluon.jit
+def load(a_desc, b_desc, tiles, pipeline, scheduler):
+    """The warp that loads tiles."""
+    BLOCK_N: gl.constexpr = b_desc.block_shape[0]
+    i = 0
+    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+        expert, _, n_block_idx, row, _, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
+        b_row = n_block_idx * BLOCK_N
+        if scheduler.GROUPED == "M":  # the experts' matrices lie one below the other
+            b_row += expert * scheduler.N
+        for k in range(begin, end, 64):
+            stage = pipeline.wait_empty(i)
+            bar = pipeline.full.index(stage)
+            mbarrier.expect(bar, 128 * 64 + 2 * BLOCK_N * 64)
+            async_load(a_desc, [row, k], bar, tiles.a.index(stage))
+            async_load(b_desc, [b_row, k], bar, tiles.b.index(stage))
+            i += 1
+    pipeline.fill_one_more(i)
+
+
+@gluon.jit
+def _offset(c, stride_k, BLOCKED: gl.constexpr):
+    return c // 4 * 512 + c % 4 if BLOCKED else c.to(gl.int64) * stride_k
+
+
+@gluon.jit
+def _blocks_before(expert, offs, stride, CHUNK: gl.constexpr, layout: gl.constexpr):
+    """How many blocks of 128 tokens the groups before an expert's have, each padded by itself."""
+    g = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    before = 0
+    for i in range(0, expert, CHUNK):
+        begin = gl.load(offs + (i + g - 1) * stride, mask=(i + g > 0) & (i + g < expert), other=0)
+        end = gl.load(offs + (i + g) * stride, mask=i + g < expert, other=0)
+        before += gl.sum((end - begin + 127) // 128, 0)
+    return before
+
+
+@gluon.jit
+def scale(scales, tiles, pipeline, scheduler):
+    """The warps that read a's scales and write what each block of 32 codes is multiplied by."""
+    BLOCKED: gl.constexpr = scales.BLOCKED
+    AHEAD: gl.constexpr = scales.AHEAD
+    C = scales.num_columns
+    i = 0
+    layout: gl.constexpr = gl.BlockedLayout([2, 2], [32, 1], [2, 1], [1, 0])
+    rows = gl.arange(0, 128, gl.SliceLayout(1, layout))
+    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+        expert, m_block_idx, _, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
+        there = (row + rows < row_end)[:, None]
+        first, columns = begin // 32, gl.minimum(end // 32, C)
+        if BLOCKED:  # a row of tiles is a row of the scales' tiles, in token groups too
+            of_rows = scales.a + (rows % 32 * 16 + rows // 32 * 4)[:, None]
+            if scheduler.GROUPED == "K":  # an expert's tiles are together, row by row
+                before = _blocks_before(expert, scheduler.offs, scheduler.offs_stride, scales.CHUNK, layout)
+                across = gl.cdiv(end - begin, 128)
+                of_rows += (before.to(gl.int64) * scheduler.m_blocks + m_block_idx.to(gl.int64) * across) * 512
+                in_memory = C + 4 * scheduler.num_blocks // (scheduler.m_blocks * scheduler.n_blocks)
+                columns = gl.where((before + across) * 4 <= in_memory, columns - first, 0)
+                first = 0
+            else:
+                of_rows += m_block_idx.to(gl.int64) * (gl.cdiv(C, 4) * 512)
+        else:
+            of_rows = scales.a + ((row + rows).to(gl.int64) * scales.stride_m)[:, None]
+        c = first + gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :]
+        # No step's bytes have a register that is handed on from one step to the next.
+        bytes = ()
+        for _ in gl.static_range(AHEAD):
+            at = of_rows + _offset(c, scales.stride_k, BLOCKED)
+            bytes = bytes + (gl.load(at, mask=there & (c < columns), other=0),)
+            c += 2
+        for k in range(begin, end, 64 * AHEAD):
+            next = ()
+            for j in gl.static_range(AHEAD):
+                at = of_rows + _offset(c, scales.stride_k, BLOCKED)
+                next = next + (gl.load(at, mask=there & (c < columns), other=0),)
+                c += 2
+                if k + 64 * j < end:
+                    stage = pipeline.wait_empty(i)
+                    # The factor as bf16; infinite where bf16 has no such number, and for NaN.
+                    factor = gl.minimum(bytes[j].to(gl.int32) + scales.SHIFT, 255) << 7
+                    tiles.factors.index(stage).store(factor.to(gl.int16))
+                    mbarrier.arrive(pipeline.full.index(stage), count=1)
+                    i += 1
+            bytes = next
+    pipeline.fill_one_more(i)

@@ -1,0 +1,73 @@
+"""The second operand of Hopper's MX matmuls, turned into bf16 by a kernel of its own.
+
+For token groups the same kernel also writes down which rows each block of the output has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxspec.triton_kernels.common.groups import group_of
+
+VALUES = {"ROWS": 32, "num_warps": 8}  # a program's rows, of 128 codes each
+
+
+@triton.jit
+def _plan(plan, tiles, offs, offs_stride, G, M, CHUNK: tl.constexpr):
+    """For each 128 padded rows of token groups: the group, the first row and the end of the group's.
+
+    Rows of no group have the group -1: their tiles are zeros. Whatever offs holds, no row is outside the operand.
+    """
+    rows_of_groups = tl.load(offs + (G - 1) * offs_stride)
+    for m in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        group, first, stop, begin = group_of(m * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
+        none = (group >= G) | (m * 128 + 128 > M + 128 * G)
+        row = tl.where(none, rows_of_groups, first) + m * 128 - begin
+        tl.store(plan + 3 * m, tl.where(none, -1, group))
+        tl.store(plan + 3 * m + 1, tl.minimum(tl.maximum(row, 0), M))
+        tl.store(plan + 3 * m + 2, tl.where(none, M, tl.minimum(stop, M)))
+
+
+@triton.jit
+def mx_values(
+    codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, out_stride,
+    R, N, K, offs, offs_stride, G, plan, plan_tiles, plan_rows, marks,
+    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SHIFT: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """2^SHIFT times the values of ROWS x 128 codes; R rows, of which N are a matrix."""
+    if tl.program_id(1) == 0:
+        tl.store(marks, 0, mask=tl.program_id(0) == 0)
+        if plan is not None:
+            _plan(plan, plan_tiles, offs, offs_stride, G, plan_rows, CHUNK)
+    r, tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    e, n = r // N, r % N
+    first, end = tile * 128, K
+    tiles_before, across = tile * 0, tl.cdiv(K, 128)
+    if GROUPED == "K":  # a tile's 128 tokens are of one group
+        _, first, end, begin = group_of(tile * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
+        across = tl.cdiv(end - first, 128)
+        end = tl.minimum(end, K) // 32 * 32
+        tiles_before = begin // 128
+        first = (first + tile * 128 - begin) // 32 * 32  # as it is, and the compiler knows
+    c, k = tl.arange(0, 4), tl.arange(0, 128)
+    in_r, in_c = r < R, (first >= 0) & (first + 32 * c < end)
+    in_k = (first >= 0) & (first + k < end)
+    if BLOCKED:
+        of_row = (n // 128 * across + tile - tiles_before) * 512 + n % 32 * 16 + n % 128 // 32 * 4
+        if GROUPED == "K":
+            of_row += tiles_before.to(tl.int64) * tl.cdiv(N, 128) * 512
+            in_c &= (tiles_before + across) * 4 <= K // 32 + 4 * G
+        at = scale + (e * scale_stride_e + of_row)[:, None] + c[None, :]
+    else:
+        at = scale + (e * scale_stride_e + n * scale_stride_r)[:, None]
+        at += ((first // 32 + c).to(tl.int64) * scale_stride_c)[None, :]
+    byte = tl.load(at, mask=in_r[:, None] & in_c[None, :], other=0).to(tl.int32)
+    factor = (tl.minimum(byte + SHIFT, 255) << 23).to(tl.float32, bitcast=True)  # infinite for NaN
+    x = tl.load(codes + (e * stride_e + n * stride_r + first)[:, None] + k[None, :], mask=in_r[:, None] & in_k[None, :])
+    value = (x.to(tl.float32).reshape(ROWS, 4, 32) * factor[:, :, None]).to(tl.bfloat16)
+    # (thread of four, step of 16, half, pair) becomes (step, half, thread, pair), as `_values` does of the other's.
+    value = value.reshape(ROWS * (128 // SPAN), 4, SPAN // 16, 2, 2).permute(0, 2, 3, 1, 4).reshape(ROWS, 128)
+    in_out = in_k if GROUPED == "K" else first + k < out_stride
+    tl.store(out + (r * out_stride + first)[:, None] + k[None, :], value, mask=in_r[:, None] & in_out[None, :])
