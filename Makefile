@@ -17,13 +17,16 @@ WORKERS ?= auto
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 NBVAL = $(PYTHON) -m pytest -q -o addopts= -n $(WORKERS) --dist loadscope \
     --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
+TESTS = $(wildcard tests/*/test_*.py tests/*/*/test_*.py)
 # What `make quick` leaves to `make test`: each takes more than ten seconds.
-SLOW = $(patsubst %,tests/test_%.py,any_number_of_tokens bench check cli cli_refusals compile conformance dispatch \
-    docstring_mutants facts fp8_gemm_sm90 fp8_grouped_gemm_kernels fp8_grouped_gemm_sm90 mx_bf16_sm90 mx_gemm_sm90 \
-    pytest_plugin shapes triton_releases vectors)
+SLOW = $(addsuffix .py,$(addprefix %/test_,any_number_of_tokens bench check cli cli_refusals compile conformance \
+    dispatch docstring_mutants facts fp8_gemm_sm90 fp8_grouped_gemm_kernels fp8_grouped_gemm_sm90 mx_bf16_sm90 \
+    mx_gemm_sm90 pytest_plugin shapes triton_releases vectors))
 # Where kernels are called by their backend's name, and so run on the CPU only interpreted.
-INTERPRETED = $(addprefix tests/test_,conformance.py int64.py limits.py pad_token_groups.py fp8_factors.py \
-    fp8_quantize_1x128.py fp8_dequantize.py mx_gemm_tiles.py mx_gemm_blackwell.py mutants.py)
+INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
+    $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_gemm_tiles.py) \
+    $(addprefix tests/ops/test_,pad_token_groups.py fp8_quantize_1x128.py fp8_dequantize.py) \
+    tests/kernels/blackwell/test_mx_gemm_blackwell.py
 # The other releases of triton that pyproject.toml takes, from the oldest to the newest, for kernels to be compiled and
 # interpreted under them too: each a folder put first on PYTHONPATH, no second torch.
 OTHER_TRITONS := 3.6.0 3.8.0 3.9.0
@@ -42,7 +45,7 @@ demo: $(if $(VENV),$(VENV)/demo)
 test: lint types pytest interpreted notebooks-test $(if $(VENV),docs)
 # After a change: a minute or so. `make test` has the rest.
 quick: lint types
-	OMP_NUM_THREADS=1 $(PYTEST) $(filter-out $(SLOW),$(wildcard tests/test_*.py))
+	OMP_NUM_THREADS=1 $(PYTEST) $(filter-out $(SLOW),$(TESTS))
 
 # There is a process for every core already. Threads of one process, waiting for each other, would use those cores up.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
@@ -59,7 +62,7 @@ pytest: $(READY)
 
 # The kernels on the CPU: Helion as eager torch, then Triton, and the Triton that Helion generates, tile by tile.
 interpreted: $(READY)
-	HELION_INTERPRET=1 $(PYTEST) tests/test_conformance.py tests/test_mutants.py
+	HELION_INTERPRET=1 $(PYTEST) $(addprefix tests/engine/test_,conformance.py mutants.py)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 notebooks-test: $(READY)

@@ -1,7 +1,7 @@
 """What an op must refuse: every tensor with wrong dtypes and ranks, every option with wrong values.
 
 The refusals are made from one valid call. A change that the op's own `check_args` accepts is no refusal, and is left
-out. `tests/test_facts.py` holds that each tensor keeps a wrong dtype and rank, and each option a wrong value.
+out. `tests/engine/test_facts.py` holds that each tensor keeps a wrong dtype and rank, and each option a wrong value.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels.common.launch import capability
 
-# `make test` compiles every Gluon kernel under each of these releases: tests/test_triton_releases.py.
+# `make test` compiles every Gluon kernel under each of these releases: tests/engine/test_triton_releases.py.
 COMPILED_UNDER = ("3.6", "3.7", "3.8", "3.9")
 
 

@@ -179,7 +179,7 @@ def test_captured_in_a_cuda_graph_it_trains_on_other_tokens_and_groups(recipe):
 
 
 def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monkeypatch):
-    path = Path(__file__).parents[1] / "benchmarks" / "experts.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "experts.py"
     spec = importlib.util.spec_from_file_location("experts", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)

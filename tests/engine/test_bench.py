@@ -19,7 +19,7 @@ from mxspec.cases.fp8_gemm_ import onto
 from mxspec.shapes import Shapes
 from mxspec.spec import Case, given
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from mxspec import dispatch
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
-def mxspec(*args: str, cwd: Path = HERE, **environment: str) -> subprocess.CompletedProcess[str]:
+def mxspec(*args: str, cwd: Path = ROOT / "tests", **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     command = [sys.executable, "-W", "ignore", "-m", "mxspec", *args]
-    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), clean.get("PYTHONPATH")]))
+    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")]))
     environment = {**clean, **environment}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
@@ -97,7 +97,7 @@ def test_check_says_what_is_wrong_with_its_arguments():
 def test_check_interprets_a_strangers_kernel_rightly(tmp_path):
     """The package's own Triton kernel, copied as a stranger would have it."""
     (tmp_path / "mine").mkdir()
-    kernels = HERE.parent / "mxspec" / "triton_kernels"
+    kernels = ROOT / "mxspec" / "triton_kernels"
     for file in (kernels / "mx_quantize.py", *kernels.glob("_[!_]*.py")):  # the kernel, and whatever helpers there are
         (tmp_path / "mine" / file.name).write_text(file.read_text().replace("mxspec.triton_kernels.", "mine."))
     arguments = ("mine.mx_quantize:mx_quantize", "--op", "mx_quantize", "--case")

@@ -23,7 +23,7 @@ ENTRIES = [
     for section, entries in module.RECORDED.items()
     for entry in entries
 ]
-VECTORS = {name: np.load(Path(__file__).parent / "vectors" / f"{name}.npz") for name in ("mx_blocks", "fp8_block")}
+VECTORS = {name: np.load(Path(__file__).parents[1] / "vectors" / f"{name}.npz") for name in ("mx_blocks", "fp8_block")}
 
 
 def supported(op, **kwargs):

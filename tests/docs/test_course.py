@@ -18,7 +18,7 @@ import mxspec
 from mxspec import course
 from mxspec.compile import compile_call, unavailable
 
-LESSONS = sorted((Path(__file__).parents[1] / "notebooks").glob("1[0-5]_*.ipynb"))
+LESSONS = sorted((Path(__file__).parents[2] / "notebooks").glob("1[0-5]_*.ipynb"))
 
 
 def test_verdict_names_what_is_left_out(capsys):

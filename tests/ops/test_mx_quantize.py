@@ -13,7 +13,7 @@ from mxspec import formats, mx_dequantize, mx_quantize, rules
 from mxspec.reference.common import numerics
 
 E4M3FN, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
-VECTORS = np.load(Path(__file__).parent / "vectors" / "mx_blocks.npz")
+VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "mx_blocks.npz")
 BITS = {"bf16": (np.int16, torch.bfloat16), "f32": (np.int32, torch.float32)}
 
 

@@ -21,7 +21,7 @@ from mxspec.__main__ import main
 from mxspec.formats import ELEMENTS
 from mxspec.reference.common.numerics import SCALINGS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -254,7 +254,7 @@ def test_on_meta_it_has_shapes():
 
 
 def test_its_benchmark_compares_before_it_times(capsys, monkeypatch):
-    path = Path(__file__).parents[1] / "benchmarks" / "linear.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "linear.py"
     spec = importlib.util.spec_from_file_location("linear", path)
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)

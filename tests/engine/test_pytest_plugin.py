@@ -12,7 +12,7 @@ import pytest
 
 from mxspec import dispatch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 MINE = """
 from mxspec.reference.to_blocked import to_blocked

@@ -12,7 +12,7 @@ import mxspec
 from mxspec import check
 from mxspec.spec import random_normal
 
-VECTORS = np.load(Path(__file__).parent / "vectors" / "groups.npz")
+VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "groups.npz")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mxspec import to_blocked, to_blocked_k_groups
 
-VECTORS = np.load(Path(__file__).parent / "vectors" / "groups.npz")
+VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "groups.npz")
 
 # (row, column) of a scale in 200 x 12, groups [0, 5), [5, 5), [5, 12) -> its byte. Group 0 takes 8 columns of 256 rows,
 # or 2048 bytes, and group 2 begins there, also with 8 columns.

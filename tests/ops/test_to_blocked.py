@@ -8,7 +8,7 @@ import torch
 
 from mxspec import from_blocked, to_blocked
 
-VECTORS = np.load(Path(__file__).parent / "vectors" / "blocked.npz")
+VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "blocked.npz")
 
 
 # (r, c) of a 256 x 8 matrix (2 x 2 tiles) and the byte it goes to, by the formula on paper.

@@ -8,7 +8,7 @@ import torch
 
 from mxspec import check, dispatch, fp8_quantize_1x128
 
-VECTORS = np.load(Path(__file__).parent / "vectors" / "fp8_block.npz")
+VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "fp8_block.npz")
 
 
 def quantized(*values, **kwargs):

@@ -8,7 +8,7 @@ import torch
 
 from mxspec import to_blocked, to_blocked_m_groups
 
-VECTORS = np.load(Path(__file__).parent / "vectors" / "groups.npz")
+VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "groups.npz")
 
 # (row, column) of a scale in 200 x 5, groups [0, 130), [130, 130), [130, 200) -> its byte in rows of 8.
 # Group 0 takes 256 rows, or 2048 bytes, and group 2 begins there.

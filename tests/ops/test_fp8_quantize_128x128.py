@@ -8,7 +8,7 @@ import torch
 
 from mxspec import fp8_quantize_128x128
 
-VECTORS = np.load(Path(__file__).parent / "vectors" / "fp8_block.npz")
+VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "fp8_block.npz")
 
 
 def test_golden_one_scale_for_a_square():

@@ -12,7 +12,7 @@ import torch
 import mxspec
 from mxspec import check, dispatch
 
-FILE = Path(__file__).parents[1] / "benchmarks" / "peers.py"
+FILE = Path(__file__).parents[2] / "benchmarks" / "peers.py"
 _spec = importlib.util.spec_from_file_location("peers_adapters", FILE)
 peers = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(peers)

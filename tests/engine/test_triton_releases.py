@@ -88,7 +88,7 @@ def test_machine_code(version: str, cover: int) -> None:
 def test_tiles_of_the_gluon_kernels(version: str) -> None:
     """Which the ops' cases are too small to choose, with outputs of fp32, which take the most registers. The oldest
     release is left to a GPU, where the same files run all of them."""
-    files = [f"tests/test_{name}_sm90.py" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm")]
+    files = [f"tests/kernels/hopper/test_{name}_sm90.py" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm")]
     chosen = "without_spilling and not bfloat16"
     run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, cwd=ROOT)
     assert run.returncode == 0, run.stdout

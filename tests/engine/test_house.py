@@ -46,7 +46,7 @@ def test_an_op_is_public_documented_and_has_goldens(op):
     places = [doc.find(section) for section in sections]
     assert -1 not in places, f"{op}: docstring lacks {sections[places.index(-1)]}"
     assert places == sorted(places)
-    goldens = (Path(__file__).parent / f"test_{op}.py").read_text()
+    goldens = (Path(__file__).parents[1] / "ops" / f"test_{op}.py").read_text()
     many = re.search(r"parametrize\([^@]*def test_golden", goldens)
     assert many or goldens.count("def test_golden") >= 3
 

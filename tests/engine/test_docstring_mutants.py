@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from docstring_mutants import KINDS, MUTANTS
 
 from mxspec import check, dispatch
+from tests.engine.docstring_mutants import KINDS, MUTANTS
 
 CPU = torch.device("cpu")
 # What the judge does not see, and why.

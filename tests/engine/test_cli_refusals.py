@@ -20,7 +20,7 @@ from mxspec import vectors
 from mxspec.__main__ import main
 from mxspec.bench import cli, record
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
