@@ -96,10 +96,11 @@ def test_check_says_what_is_wrong_with_its_arguments():
 
 def test_check_interprets_a_strangers_kernel_rightly(tmp_path):
     """The package's own Triton kernel, copied as a stranger would have it."""
-    (tmp_path / "mine").mkdir()
     kernels = ROOT / "mxspec" / "triton_kernels"
-    for file in (kernels / "mx_quantize.py", *kernels.glob("_[!_]*.py")):  # the kernel, and whatever helpers there are
-        (tmp_path / "mine" / file.name).write_text(file.read_text().replace("mxspec.triton_kernels.", "mine."))
+    for file in (kernels / "mx_quantize.py", *kernels.glob("*/*.py")):  # the kernel, and whatever helpers there are
+        place = tmp_path / "mine" / file.relative_to(kernels)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(file.read_text().replace("mxspec.triton_kernels.", "mine."))
     arguments = ("mine.mx_quantize:mx_quantize", "--op", "mx_quantize", "--case")
     run = mxspec("check", *arguments, "edge blocks, floor, e4m3fn", cwd=tmp_path, TRITON_INTERPRET="1")
     assert run.returncode == 0, run.stdout
