@@ -236,7 +236,7 @@ def run_explain(options: argparse.Namespace) -> int:
 
 def run_compile(options: argparse.Namespace) -> int:
     """Compile kernels to sm_90 and sm_100 machine code, with or without a GPU."""
-    from mxspec.compile import main
+    from mxspec.machine_code.cli import main
 
     return main(options.rest)
 

@@ -16,7 +16,8 @@ import torch
 
 import mxspec
 from mxspec import course
-from mxspec.compile import compile_call, unavailable
+from mxspec.machine_code.compile import compile_call
+from mxspec.machine_code.fake_gpu import unavailable
 
 LESSONS = sorted((Path(__file__).parents[2] / "notebooks").glob("1[0-5]_*.ipynb"))
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mxspec import compile as mx_compile
 from mxspec import vectors
 from mxspec.__main__ import main
 from mxspec.bench import cli, record
+from mxspec.machine_code import cli as compile_cli
+from mxspec.machine_code.compile import Result
 
 ROOT = Path(__file__).parents[2]
 
@@ -256,15 +257,15 @@ def test_a_gpu_that_is_not_there_is_refused(refused, monkeypatch):
 
 def test_compile_is_not_green_when_there_is_nothing_to_compile(capsys):
     with pytest.raises(SystemExit, match="2"):
-        mx_compile.main(["--op", "from_blocked"])
+        compile_cli.main(["--op", "from_blocked"])
     assert "no kernel is of that op and that backend" in capsys.readouterr().err
 
 
 def test_compile_is_not_green_when_everything_is_skipped(monkeypatch, capsys):
-    skipped = [mx_compile.Result("fp8_gemm", "deepgemm", "all", "sm90", skipped="another library's code")]
-    monkeypatch.setattr(mx_compile, "compile_all", lambda jobs: skipped)
+    skipped = [Result("fp8_gemm", "deepgemm", "all", "sm90", skipped="another library's code")]
+    monkeypatch.setattr(compile_cli, "compile_all", lambda jobs: skipped)
     for json_too in ([], ["--json"]):
-        assert mx_compile.main(["--op", "fp8_gemm", "--backend", "deepgemm", *json_too]) == 1
+        assert compile_cli.main(["--op", "fp8_gemm", "--backend", "deepgemm", *json_too]) == 1
         assert "compile: nothing was compiled: every case is skipped" in capsys.readouterr().err
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mxspec import compile as mx_compile
-from mxspec.compile import TARGETS, Result, compile_call, compile_op, kernels, problems, unavailable
 from mxspec.dispatch import kernel_module
+from mxspec.machine_code import cli
+from mxspec.machine_code import compile as mx_compile
+from mxspec.machine_code.compile import Result, compile_call, compile_op, kernels, problems
+from mxspec.machine_code.fake_gpu import TARGETS, unavailable
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -159,11 +161,11 @@ def test_no_launch_is_a_problem_where_the_case_is_no_edge() -> None:
 
 def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     results = [Result("op", "backend", "good", "sm90"), Result("op", "backend", "bad", "sm90", problems=("spills",))]
-    monkeypatch.setattr(mx_compile, "compile_all", lambda jobs: results)
-    assert mx_compile.main([]) == 1
+    monkeypatch.setattr(cli, "compile_all", lambda jobs: results)
+    assert cli.main([]) == 1
     assert "spills\n  in: bad" in capsys.readouterr().out
     del results[1]
-    assert mx_compile.main([]) == 0
+    assert cli.main([]) == 0
 
 
 # --- what is faked stays inside -----------------------------------------------------------------------------------

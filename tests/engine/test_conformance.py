@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 
-from mxspec import check, covering, dispatch
+from mxspec import check, dispatch
+from mxspec.machine_code.planner import worth_tracing
 
 
 def shows_something(op, backend, case):
@@ -17,33 +18,6 @@ def shows_something(op, backend, case):
     if not dispatch.interpreters():
         return backend == "reference" or dispatch.has_kernel(op, backend)
     return not case.raises and dispatch.static_refusal(op, backend, "cpu") is None
-
-
-def worth_tracing(op, cases):
-    """Of the cases whose Triton Helion generates, and takes a second to, those that share what it generates with many.
-
-    Ref mode has every case of these kernels. What is left for this run to show are tiles and masks: of the numbers of a
-    kernel (tiles, layouts) any two meet, of all else (dtypes, rules) every value is there.
-    """
-    fn, generated = getattr(dispatch.kernel_module(op, "helion"), op), []
-    with covering.recorded() as seen:
-        for case in cases:
-            seen.clear()
-            if "large" not in case.flags and dispatch.refusal(op, "helion", case.args(), dict(case.kwargs)) is None:
-                fn(*case.args(), **case.kwargs)
-            generated.append(frozenset(covering.Launch(one.kernel, one.options, frozenset()) for one in seen))
-    shown, traced = set(), set()
-    for launches in sorted(generated, key=lambda launches: -generated.count(launches)):
-        new = set().union(*(one.shows(1) | numbers_of(one).shows(2) for one in launches)) - shown
-        if new:
-            shown |= new
-            traced |= launches
-    return [case for case, launches in zip(cases, generated, strict=True) if launches <= traced]
-
-
-def numbers_of(launch):
-    numbers = {(name, value) for name, value in launch.options if isinstance(value, int) or name == "configs"}
-    return covering.Launch(launch.kernel, frozenset(numbers), frozenset())
 
 
 def on_a_gpu():

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mxspec import compile, dispatch
-from mxspec.compile import fake_gpu, unavailable
-from mxspec.covering import Launch, covering, recorded
+from mxspec.machine_code.covering import Launch, covering, recorded
+from mxspec.machine_code.fake_gpu import fake_gpu, unavailable
+from mxspec.machine_code.planner import calls, covered, is_edge, is_searched
 
 
 def launch(kernel="kernel", numbers=(), **options):
@@ -72,17 +72,17 @@ def test_what_a_launch_depends_on_is_seen_without_compiling(backend):
 def test_options_whose_instructions_are_searched_are_covered_by_cases_that_are_searched(together):
     from mxspec.triton_kernels import mx_dequantize as module
 
-    def shown(calls):
+    def shown(some):
         found = set()
-        for call in calls:
-            if not call.skipped and compile.is_searched(call.args, compile._is_edge(call.case)):
+        for call in some:
+            if not call.skipped and is_searched(call.args, is_edge(call.case)):
                 with recorded() as launches:
                     module.mx_dequantize(*call.args, **call.kwargs)
                 found |= set().union(*(one.shows(together) for one in launches))
         return found
 
     with fake_gpu("sm90"):
-        calls = [compile._call(case, module, True) for case in dispatch.reference("mx_dequantize").spec.cases()]
-        covered = compile._covered(calls, module.mx_dequantize, together)
-        assert sum(not call.skipped for call in covered) < sum(not call.skipped for call in calls) / 2
-        assert shown(covered) == shown(calls) != set()
+        every = calls("mx_dequantize", module, generated=False)
+        enough = covered(every, module.mx_dequantize, together)
+        assert sum(not call.skipped for call in enough) < sum(not call.skipped for call in every) / 2
+        assert shown(enough) == shown(every) != set()

@@ -15,10 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
-from mxspec import compile as mx_compile
+import mxspec
 from mxspec import dispatch
-from mxspec.compile import Result, fake_gpu, kernels, unavailable
-from mxspec.covering import covering, recorded
+from mxspec.machine_code.compile import Result, kernels
+from mxspec.machine_code.covering import covering, recorded
+from mxspec.machine_code.fake_gpu import fake_gpu, unavailable
+from mxspec.machine_code.planner import calls
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -28,7 +30,7 @@ import triton
 from mxspec.triton_kernels import _limits
 from mxspec.triton_kernels.hopper import releases
 
-ROOT = Path(mx_compile.__file__).parents[1]
+ROOT = Path(mxspec.__file__).parents[1]
 FOLDER = Path(os.environ.get("MXSPEC_TRITONS") or ROOT / ".venv")
 OTHERS = re.findall(r"^OTHER_TRITONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
 PINNED = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
@@ -67,7 +69,7 @@ def test_machine_code(version: str, cover: int) -> None:
     """All ops in one run: its processes import torch once, not once an op. What Helion generates is left to a GPU with
     that release, where it runs, and so are the options under the oldest; Gluon's language differs between the two."""
     chosen = ["--cover", str(cover), "--target", TARGET, "--backend", "triton"]
-    run = under(version, "-m", "mxspec.compile", "--json", *chosen)
+    run = under(version, "-m", "mxspec", "compile", "--json", *chosen)
     assert run.returncode in (0, 1), run.stderr
     assert "FP_FUSION" not in run.stderr
     report = json.loads(run.stdout)
@@ -114,7 +116,7 @@ def test_every_launch_says_whether_sums_are_fused(monkeypatch):
             module, exact = dispatch.kernel_module(op, "triton"), dispatch.reference(op).spec.min_sqnr_db == math.inf
             before, said = said, {}
             with fake_gpu(target), mock.patch.object(JITFunction, "run", run):
-                for call in (mx_compile._call(case, module, True) for case in dispatch.reference(op).spec.cases()):
+                for call in calls(op, module, generated=False):
                     if not call.skipped:
                         getattr(module, op)(*call.args, **call.kwargs)
             assert not exact or set().union(*said.values()) <= {False}, f"{op}: {said}"
@@ -130,7 +132,8 @@ def test_every_launch_says_whether_sums_are_fused(monkeypatch):
 UNKNOWN = """
 import torch, triton
 from triton.experimental.gluon.language.nvidia import hopper
-from mxspec.compile import fake_gpu, compile_op
+from mxspec.machine_code.compile import compile_op
+from mxspec.machine_code.fake_gpu import fake_gpu
 triton.__version__ = "3.99.0"
 del hopper.warpgroup_mma, hopper.fence_async_shared  # as where Gluon is no more what it was
 for op in ("fp8_gemm", "fp8_grouped_gemm_wgrad", "mx_gemm"):
@@ -176,12 +179,11 @@ def shown_once(op: str, together: int) -> list[str]:
     module = dispatch.kernel_module(op, "triton")
     with fake_gpu("sm100"), recorded() as seen:  # whose matmuls are plain tiles, as on a CPU
         names, launches = [], []
-        for case in dispatch.reference(op).spec.cases():
-            call = mx_compile._call(case, module, True)
-            if not call.skipped and "large" not in case.flags:
+        for call in calls(op, module, generated=False):
+            if not call.skipped and "large" not in call.case.flags:
                 seen.clear()
                 getattr(module, op)(*call.args, **call.kwargs)
-                names.append(case.name)
+                names.append(call.case.name)
                 launches.append(tuple(seen))
     return [names[i] for i in sorted(covering(launches, together))]
 

@@ -10,7 +10,7 @@ import mxspec
 from mxspec import check, dispatch
 from mxspec.cases.common.fp8_operands import codes, scales
 from mxspec.cases.common.token_groups import far_apart
-from mxspec.compile import fake_gpu, unavailable
+from mxspec.machine_code.fake_gpu import fake_gpu, unavailable
 
 BACKENDS = [b for b in ("triton", "helion") if dispatch.has_kernel("fp8_grouped_gemm", b)]
 DEVICE = check.default_device()

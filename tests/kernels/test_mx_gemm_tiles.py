@@ -8,7 +8,8 @@ import torch
 
 from mxspec import check, dispatch
 from mxspec.cases.common.token_groups import offs_of
-from mxspec.compile import compile_call, compile_case, problems, unavailable
+from mxspec.machine_code.compile import compile_call, compile_case, problems
+from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.common.matmul import MIN_SQNR_DB
 
 pytest.importorskip("triton")

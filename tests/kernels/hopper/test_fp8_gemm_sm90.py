@@ -6,7 +6,8 @@ import torch
 from mxspec import check, dispatch
 from mxspec.cases.fp8_gemm import operands
 from mxspec.cases.fp8_gemm_ import onto
-from mxspec.compile import compile_call, problems, unavailable
+from mxspec.machine_code.compile import compile_call, problems
+from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
 from mxspec.reference.fp8_gemm_ import fp8_gemm_
 

@@ -8,7 +8,8 @@ from mxspec import check, dispatch
 from mxspec.cases import fp8_grouped_gemm as rows
 from mxspec.cases import fp8_grouped_gemm_wgrad as tokens
 from mxspec.cases import fp8_grouped_gemm_wgrad_ as in_place
-from mxspec.compile import compile_call, problems, unavailable
+from mxspec.machine_code.compile import compile_call, problems
+from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB
 from mxspec.reference.fp8_grouped_gemm import fp8_grouped_gemm
 from mxspec.reference.fp8_grouped_gemm_wgrad import fp8_grouped_gemm_wgrad

@@ -10,7 +10,8 @@ from mxspec.cases import mx_gemm as dense
 from mxspec.cases import mx_grouped_gemm as grouped
 from mxspec.cases import mx_grouped_gemm_wgrad as wgrad
 from mxspec.cases.common.mx_operands import E4M3FN, E5M2
-from mxspec.compile import compile_call, problems, unavailable
+from mxspec.machine_code.compile import compile_call, problems
+from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.common.matmul import MIN_SQNR_DB
 
 if reason := unavailable():

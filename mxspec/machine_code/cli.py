@@ -1,0 +1,92 @@
+"""Machine code without a GPU: every kernel of an op, compiled for Hopper and Blackwell, and looked at."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from mxspec.dispatch import backends, ops
+from mxspec.machine_code.compile import Result, compile_op, kernels
+from mxspec.machine_code.fake_gpu import TARGETS, unavailable
+
+
+def compile_all(jobs: Sequence[tuple[str, str, str, int | None]]) -> list[Result]:
+    """`compile_op` on each `(op, backend, target, cover)`, as many at a time as there are cores."""
+    spawn, handler = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
+    # Ctrl-C reaches the workers too. The default handler ends them without a traceback.
+    with ProcessPoolExecutor(mp_context=spawn, initializer=signal.signal, initargs=handler) as pool:
+        return [result for results in pool.map(compile_op, *zip(*jobs, strict=True)) for result in results]
+
+
+def _table(results: Sequence[Result]) -> Any:
+    from rich.table import Table
+
+    table = Table("kernel", "case", "target", title="machine code; bytes a thread, shared: bytes a program")
+    for column in ("registers", "local", "shared", "load", "store"):
+        table.add_column(column, justify="right")
+    cases: dict[tuple[str, ...], list[str]] = {}
+    for result in results:
+        for c in result.code:
+            numbers = (c.registers, c.local_bytes, c.shared_bytes, c.load_bytes, c.store_bytes)
+            cases.setdefault((f"{result.backend} {c.kernel}", c.target, *map(str, numbers)), []).append(result.case)
+    for (kernel, target, *cells), names in cases.items():
+        table.add_row(kernel, names[0] + (f" (+{len(names) - 1})" if names[1:] else ""), target, *cells)
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m mxspec compile", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--op", choices=ops())
+    parser.add_argument("--backend", choices=[b for b in backends() if b != "reference"])
+    parser.add_argument("--target", choices=TARGETS)
+    cover_help = "only cases that show each kernel (0), each option (1) or any two options (2)"
+    parser.add_argument("--cover", type=int, choices=(0, 1, 2), help=cover_help)
+    parser.add_argument("--json", action="store_true", help="everything but the PTX, as JSON")
+    asked = parser.parse_args(argv)
+    if reason := unavailable():
+        parser.error(reason)
+    jobs = [
+        (op, backend, target, asked.cover)
+        for op, backend in kernels()
+        for target in TARGETS
+        if asked.op in (None, op) and asked.backend in (None, backend) and asked.target in (None, target)
+    ]
+    if not jobs:
+        parser.error("no kernel is of that op and that backend")
+    results = compile_all(jobs)
+    failed = [result for result in results if result.problems]
+    if asked.json:
+        import triton
+
+        rows = [dataclasses.asdict(result) for result in results]
+        for row in rows:
+            for code in row["code"]:
+                del code["ptx"]
+        print(json.dumps({"triton": triton.__version__, "results": rows}))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
+        console.print(_table(results))
+        cases: dict[str, list[str]] = {}
+        for r in failed:
+            cases.setdefault(f"{r.op}, {r.backend}, {r.target}: " + "\n".join(r.problems), []).append(r.case)
+        for problem, names in cases.items():
+            console.print(f"{problem}\n  in: {'; '.join(names)}")
+        skipped = sum(bool(r.skipped) for r in results)
+        console.print(f"{len(results) - skipped - len(failed)} cases are right, {len(failed)} wrong, {skipped} skipped")
+    if all(r.skipped for r in results):
+        print("mxspec: compile: nothing was compiled: every case is skipped", file=sys.stderr)
+        return 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""What the compilers made of one kernel: registers, memory, instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """One compiled kernel. `local_bytes` are per thread: spilled registers and arrays that found no register."""
+
+    kernel: str
+    target: str
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    load_bytes: int  # the widest access to global memory by one thread
+    store_bytes: int
+    has_float_sum: bool  # one outside of matrix instructions
+    instructions: tuple[str, ...]  # those that convert to narrow floats, multiply matrices or copy tiles
+    ptx: str = field(repr=False)
+
+
+_FLOAT_SUM = re.compile(r"= f(?:add|sub) (?!float -?0\.0+e\+00,)")  # of LLVM's, which negates by a difference to 0
+_INSTRUCTION = re.compile(r"\b(?:cvt\.r\w+\.satfinite|wgmma\.mma|tcgen05|mma\.sync|cp\.async\.bulk)[.\w:]*")
+
+
+def _widest(access: str, ptx: str) -> int:
+    """The most bytes that one `ld.global`, `st.global` or `cp.async` moves."""
+    plain = re.findall(rf"\b{access}\.global(?:\.(?!v\d)[\w:]+)*?(?:\.v(\d))?\.[bsuf](\d+)\s", ptx)
+    sizes = [int(lanes or 1) * int(bits) // 8 for lanes, bits in plain]
+    if access == "ld":
+        sizes += [int(size, 16) for size in re.findall(r"\bcp\.async\.c[ag]\..*?\], 0x(\w+)", ptx)]
+    return max(sizes, default=0)
+
+
+_measured: dict[str, MachineCode] = {}
+
+
+def measure(kernel: Any, target: str) -> MachineCode:
+    if kernel.hash not in _measured:
+        from triton import knobs
+
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(kernel.asm["cubin"])
+            cubin.flush()
+            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+            usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        most = {what: max(map(int, re.findall(rf"\b{what}:(\d+)", usage))) for what in ("REG", "STACK", "LOCAL")}
+        ptx = kernel.asm["ptx"]
+        _measured[kernel.hash] = MachineCode(
+            kernel.metadata.name, target, most["REG"], most["STACK"] + most["LOCAL"], kernel.metadata.shared,
+            _widest("ld", ptx), _widest("st", ptx), bool(_FLOAT_SUM.search(kernel.asm["llir"])),
+            tuple(sorted(set(_INSTRUCTION.findall(ptx)))), ptx,
+        )  # fmt: skip
+    return _measured[kernel.hash]
