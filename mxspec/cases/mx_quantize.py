@@ -25,10 +25,9 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space
-from mxspec.formats import MX_BLOCK_SIZE, ElementFormat
+from mxspec.formats import MX_BLOCK_SIZE, SCALINGS, ElementFormat
 from mxspec.reference.common import checks
-from mxspec.reference.common.numerics import SCALINGS
-from mxspec.reference.mx_quantize import ELEM_CHOICES, FORMATS, SCALE_LAYOUTS
+from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS, TENSOR_FORMATS
 from mxspec.spec import Case, Shapes, given, normal, random_bits, random_normal, these
 
 
@@ -81,7 +80,7 @@ def cases() -> Iterator[Case]:
             kw = {"axis": axis, "scale_layout": layout}
             yield Case(f"every second row, axis {axis}, {layout}", lambda: (random_normal(192, 64)[::2],), kw)
             yield Case(f"every second column, axis {axis}, {layout}", lambda: (random_normal(96, 320)[:, ::2],), kw)
-    for element_format in FORMATS:
+    for element_format in TENSOR_FORMATS:
         yield from _cases_of(element_format)
     large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
     yield Case("2^31 elements and more", large, flags={"large"})

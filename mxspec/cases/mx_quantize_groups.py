@@ -23,8 +23,8 @@ from mxspec.cases.common.quantizers import (
 )
 from mxspec.cases.common.space import Space, given
 from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random_offs
+from mxspec.formats import SCALINGS
 from mxspec.reference.common import checks
-from mxspec.reference.common.numerics import SCALINGS
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.mx_quantize_groups import ELEM_CHOICES
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these

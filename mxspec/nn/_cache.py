@@ -10,19 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-# A weight's codes and scale, then those of its transpose.
-Quantized = tuple[Tensor, ...]
+from mxspec.nn._formats import Format, format_of
+from mxspec.nn.recipe import Recipe
+
+Quantized = tuple[Tensor, ...]  # a `Weight`; nothing where bfloat16 is read
 
 
 class QuantizesWeights(nn.Module):
     """A layer whose matmuls read codes of its weights, which `cache_weights` may hold for it."""
 
     weight_names: ClassVar[tuple[str, ...]] = ("weight",)
+    recipe: Recipe
     _cached: tuple[Quantized, ...] | None = None
     _cached_from: tuple[tuple[int, int], ...] | None = None
 
-    def _quantize(self, weight: Tensor, backend: str | None) -> Quantized:
-        raise NotImplementedError
+    def _format(self, backend: str | None) -> Format | None:
+        return format_of(self.recipe, backend, type(self).__name__)
 
     def _weights(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.weight_names)
@@ -30,7 +33,8 @@ class QuantizesWeights(nn.Module):
     def _quantized(self, backend: str | None) -> tuple[Quantized, ...]:
         """The codes of each weight: those held, or new ones."""
         if self._cached is None:
-            return tuple(self._quantize(weight.detach(), backend) for weight in self._weights())
+            by = self._format(backend)
+            return tuple(() if by is None else by.weight(weight.detach()) for weight in self._weights())
         if not torch.compiler.is_compiling():
             self._check_cache()
         return self._cached

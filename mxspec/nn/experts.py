@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from mxspec.nn._autograd import backend_now
-from mxspec.nn._cache import Quantized, QuantizesWeights
-from mxspec.nn._grouped import product, quantize_experts, quantize_input
-from mxspec.nn._grouped_formats import BLOCK_SIZES
-from mxspec.nn._linear import (
+from mxspec.nn._cache import QuantizesWeights
+from mxspec.nn._checks import (
     as_autocast,
     check_devices,
     check_features,
@@ -21,6 +19,8 @@ from mxspec.nn._linear import (
     check_sizes,
     check_tensors,
 )
+from mxspec.nn._formats import BLOCK_SIZES
+from mxspec.nn._product import grouped_product
 from mxspec.nn.grouped_mm import check_offs
 from mxspec.nn.recipe import Recipe, recipe_of
 
@@ -103,11 +103,8 @@ class GroupedExperts(QuantizesWeights):
     def extra_repr(self) -> str:
         return f"{self.num_experts}, dim={self.dim}, hidden_dim={self.hidden_dim}, {self.recipe}"
 
-    def _quantize(self, weight: Tensor, backend: str | None) -> Quantized:
-        return quantize_experts(weight, self.recipe, backend)
-
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        name, recipe, weights = type(self).__name__, self.recipe, self._weights()
+        name, weights = type(self).__name__, self._weights()
         check_tensors(name, x=x, offs=offs)
         x = as_autocast(x)
         for weight in weights:
@@ -118,10 +115,11 @@ class GroupedExperts(QuantizesWeights):
         check_offs(name, offs, self.num_experts)
         check_devices(name, x, offs=offs, **dict(zip(self.weight_names, weights, strict=True)))
         backend = backend_now(self)
-        gate_codes, up_codes, down_codes = self._quantized(backend)
-        tokens = quantize_input(x, offs, self.w_gate.requires_grad or self.w_up.requires_grad, recipe, backend)
-        gate = product(x, self.w_gate, offs, tokens, gate_codes, recipe, backend, name)
-        up = product(x, self.w_up, offs, tokens, up_codes, recipe, backend, name)
+        (gate_codes, up_codes, down_codes), by = self._quantized(backend), self._format(backend)
+        up_needs_grad = self.w_gate.requires_grad or self.w_up.requires_grad
+        tokens = None if by is None else by.activations(x, offs, up_needs_grad)
+        gate = grouped_product(x, self.w_gate, offs, tokens, gate_codes, by, name)
+        up = grouped_product(x, self.w_up, offs, tokens, up_codes, by, name)
         hidden = silu(gate) * up
-        tokens = quantize_input(hidden, offs, self.w_down.requires_grad, recipe, backend)
-        return product(hidden, self.w_down, offs, tokens, down_codes, recipe, backend, name)
+        tokens = None if by is None else by.activations(hidden, offs, self.w_down.requires_grad)
+        return grouped_product(hidden, self.w_down, offs, tokens, down_codes, by, name)

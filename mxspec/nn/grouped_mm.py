@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.nn._autograd import backend_now
-from mxspec.nn._grouped import product, quantize_experts, quantize_input
-from mxspec.nn._grouped_formats import BLOCK_SIZES
-from mxspec.nn._linear import (
+from mxspec.nn._checks import (
     as_autocast,
     check_devices,
     check_features,
@@ -16,6 +14,8 @@ from mxspec.nn._linear import (
     check_parameters,
     check_tensors,
 )
+from mxspec.nn._formats import BLOCK_SIZES, format_of
+from mxspec.nn._product import grouped_product
 from mxspec.nn.recipe import Recipe, recipe_of
 
 _NAMES = {"mxfp8": "mx_grouped_mm", "fp8_128": "fp8_grouped_mm"}
@@ -105,10 +105,10 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
     check_features(name, BLOCK_SIZES[found.format], N=w.shape[1], K=w.shape[2])
     check_offs(name, offs, w.shape[0])
     check_devices(name, x, w=w, offs=offs)
-    backend = backend_now(w)
-    codes = quantize_experts(w.detach(), found, backend)
-    tokens = quantize_input(x, offs, w.requires_grad, found, backend)
-    return product(x, w, offs, tokens, codes, found, backend, name)
+    by = format_of(found, backend_now(w), name)
+    codes = () if by is None else by.weight(w.detach())
+    tokens = None if by is None else by.activations(x, offs, w.requires_grad)
+    return grouped_product(x, w, offs, tokens, codes, by, name)
 
 
 def check_offs(name: str, offs: Tensor, experts: int) -> None:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mxspec.formats import FP8_DTYPES
+from mxspec.formats import FP8_DTYPES, SCALINGS
 
 FORMATS = ("mxfp8", "fp8_128", "bf16")
-SCALINGS = ("rceil", "floor", "ceil", "even")
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import ELEMENTS, MX_BLOCK_SIZE, element
+from mxspec.formats import ELEMENTS, MX_BLOCK_SIZE, SCALINGS, element
 from mxspec.reference.common import checks
-from mxspec.reference.common.numerics import SCALINGS, reciprocal_scale, saturating_cast, shared_exponent
+from mxspec.reference.common.numerics import reciprocal_scale, saturating_cast, shared_exponent
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.spec import per_element, spec
 
-FORMATS = [fmt for fmt in ELEMENTS.values() if fmt.dtype]
-ELEM_CHOICES = (*(fmt.dtype for fmt in FORMATS), *(fmt.name for fmt in FORMATS))
+TENSOR_FORMATS = [fmt for fmt in ELEMENTS.values() if fmt.dtype]
+ELEM_CHOICES = (*(fmt.dtype for fmt in TENSOR_FORMATS), *(fmt.name for fmt in TENSOR_FORMATS))
 SCALE_LAYOUTS = ("plain", "blocked")
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
+from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE, SCALINGS
 from mxspec.reference.common import checks
 from mxspec.reference.common.groups import padded_rows
-from mxspec.reference.common.numerics import SCALINGS
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups

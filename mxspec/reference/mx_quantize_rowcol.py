@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import MX_BLOCK_SIZE, SCALINGS
 from mxspec.reference.common import checks
-from mxspec.reference.common.numerics import SCALINGS
 from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS, mx_quantize
 from mxspec.spec import per_element, spec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import E4M3FN, E8M0FNU, ElementFormat
-from mxspec.reference.common.numerics import SCALINGS, reciprocal_scale, saturating_cast, shared_exponent
+from mxspec.formats import E4M3FN, E8M0FNU, SCALINGS, ElementFormat
+from mxspec.reference.common.numerics import reciprocal_scale, saturating_cast, shared_exponent
 from mxspec.rules import _fp8, _mx
 
 NAME = "torchao main"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import E8M0FNU, ElementFormat
-from mxspec.reference.common.numerics import SCALINGS, reciprocal_scale
+from mxspec.formats import E8M0FNU, SCALINGS, ElementFormat
+from mxspec.reference.common.numerics import reciprocal_scale
 from mxspec.rules import _mx
 from mxspec.rules.torchao import cast
 

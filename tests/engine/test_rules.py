@@ -11,8 +11,7 @@ import torch
 
 import mxspec
 from mxspec import check, dispatch, mx_quantize, rules
-from mxspec.formats import ELEMENTS
-from mxspec.reference.common.numerics import SCALINGS
+from mxspec.formats import ELEMENTS, SCALINGS
 from mxspec.rules import _recorded
 
 PEERS = {name: getattr(rules, name) for name in rules.peers()}

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from mxspec import dispatch, rules, vectors
 from mxspec.__main__ import main
-from mxspec.formats import ELEMENTS
-from mxspec.reference.common.numerics import SCALINGS
+from mxspec.formats import ELEMENTS, SCALINGS
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import mxspec
 from mxspec.check import default_device, sqnr_db
-from mxspec.nn import RECIPES, _grouped, fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn import RECIPES, _bf16, fp8_grouped_mm, mx_grouped_mm
 from mxspec.nn.recipe import recipe_of
 
 DEVICE = default_device()
@@ -269,14 +269,14 @@ def test_bfloat16_may_be_asked_of_both():
 def test_bfloat16s_grouped_matmul_leaves_no_garbage(monkeypatch):
     """PyTorch leaves rows of no group, and experts without tokens, as they were allocated."""
     monkeypatch.setattr(
-        _grouped,
+        _bf16,
         "grouped_mm",
         lambda a, b, offs: torch.full((*b.shape[:-2], a.shape[-2], b.shape[-1]), 7.0).squeeze(0),
     )
     K, N = 64, 96
     offs = torch.tensor([3, 3], dtype=torch.int32)
-    out = _grouped._by_experts(torch.ones(5, K), torch.ones(1, K, N), offs)
+    out = _bf16._by_experts(torch.ones(5, K), torch.ones(1, K, N), offs)
     assert out[:, 0].tolist() == [7, 7, 7, 0, 0]
-    monkeypatch.setattr(_grouped, "grouped_mm", lambda a, b, offs: torch.full((2, N, K), 7.0))
-    wgrad = _grouped._wgrad_bf16(torch.ones(5, N), torch.ones(5, K), offs)
+    monkeypatch.setattr(_bf16, "grouped_mm", lambda a, b, offs: torch.full((2, N, K), 7.0))
+    wgrad = _bf16.wgrad_bf16(torch.ones(5, N), torch.ones(5, K), offs)
     assert wgrad[:, 0, 0].tolist() == [7, 0]

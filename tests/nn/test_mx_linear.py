@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mxspec
 from mxspec.check import default_device, sqnr_db
-from mxspec.nn import RECIPES, Float8BlockwiseLinear, MXLinear, Recipe, cache_weights, mx_linear
+from mxspec.nn import RECIPES, Float8BlockwiseLinear, MXLinear, Recipe, _formats, cache_weights
 
 DEVICE = default_device()
 K, N = 96, 160
@@ -86,7 +86,7 @@ def test_the_three_products_are_those_of_the_dequantized_operands(count, recipe,
 def test_the_scales_layout_is_of_no_consequence(layout, monkeypatch):
     module, x = layer(), tokens(45)
     before = step(module, x)
-    monkeypatch.setattr(mx_linear, "_SCALE_LAYOUT", layout)
+    monkeypatch.setattr(_formats, "_SCALE_LAYOUT", layout)
     for got, expected in zip(step(module, x), before, strict=True):
         assert sqnr_db(got, expected) >= 70
 

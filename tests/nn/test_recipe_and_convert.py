@@ -31,7 +31,7 @@ def test_a_recipe_is_frozen_and_checked():
         Recipe("mxfp4")
     with pytest.raises(ValueError, match="fp8_128 has no scaling, grad_dtype or wgrad_bf16"):
         replace(RECIPES["fp8_128"], grad_dtype=torch.float8_e5m2)
-    with pytest.raises(ValueError, match="unknown scaling 'nearest'; needs one of rceil, floor"):
+    with pytest.raises(ValueError, match="unknown scaling 'nearest'; needs one of floor, rceil"):
         Recipe(scaling="nearest")
     with pytest.raises(TypeError, match=r"grad_dtype = torch.bfloat16; needs torch.float8_e4m3fn or torch.float8_e5m2"):
         Recipe(grad_dtype=torch.bfloat16)
@@ -188,8 +188,8 @@ def multiplied(monkeypatch):
     """The layers whose products are computed, from now on."""
     seen = []
     for kind in (MXLinear, Float8BlockwiseLinear):
-        product = kind._product
-        monkeypatch.setattr(kind, "_product", lambda self, *a, p=product: seen.append(self) or p(self, *a))
+        quantized = kind._quantized
+        monkeypatch.setattr(kind, "_quantized", lambda self, *a, q=quantized: seen.append(self) or q(self, *a))
     return seen
 
 

@@ -136,7 +136,7 @@ def test_vectors_of_torchao_main(source, elem, scaling):
 
 
 @pytest.mark.parametrize("elem_dtype", [E4M3FN, E5M2, E2M1])
-@pytest.mark.parametrize("scaling", numerics.SCALINGS)
+@pytest.mark.parametrize("scaling", SCALINGS)
 def test_rows_of_torchao_main(elem_dtype, scaling):
     checked = 0
     for probe in rules.probes("mx", elem_dtype):
@@ -156,7 +156,7 @@ def test_rows_of_torchao_main(elem_dtype, scaling):
 @given(
     st.lists(st.floats(-1.0, 1.0, width=32).filter(lambda v: v == 0 or abs(v) > 2**-20), min_size=1, max_size=32),
     st.integers(-90, 110),
-    st.sampled_from(numerics.SCALINGS),
+    st.sampled_from(SCALINGS),
     st.sampled_from([E4M3FN, E5M2, E2M1]),
 )
 def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, elem_dtype):
@@ -228,7 +228,7 @@ def test_rceil_at_every_mantissa(fmt):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("scaling", numerics.SCALINGS)
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("fmt", formats.ELEMENTS.values(), ids=lambda fmt: fmt.name)
 def test_a_rule_in_integers_is_the_reference(fmt, scaling, dtype):
     """Every magnitude of 16 bits; of fp32, under every exponent, the mantissas beside those that a rule looks at."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from mxspec.formats import E8M0FNU, ElementFormat
 
-SCALINGS = ("floor", "rceil", "ceil", "even")
-
 
 def shared_exponent(amax: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
     """The E8M0 byte of a block whose largest magnitude is `amax` (fp32, not negative): uint8, same shape.

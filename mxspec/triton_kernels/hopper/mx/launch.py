@@ -28,7 +28,7 @@ if releases.refusal() is None:
 
     # By code format: its constants, and the exponent by which its values are shifted, so that the smallest of them,
     # 2^-9 or 2^-16 times 2^-127, is a subnormal bf16 at least.
-    FORMATS = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
+    CODES = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
 # The cost is that of an element of the output: smaller tiles read more for it.
 TILES = (
     (1.0, {"BLOCK_N": 256, "NUM_STAGES": 4, "AHEAD": 4, "REGISTERS": 224}),
@@ -62,7 +62,7 @@ def mx_sm90(
     """`mx_tiles` by Hopper's bf16 tensor cores; `options` change the tile. Gives what was compiled."""
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     C, blocked, row_tiles = K // MX_BLOCK_SIZE, scale_layout == "blocked", -(-M // 128)
-    (a_format, a_shift), (_, b_shift) = FORMATS[a.dtype], FORMATS[b.dtype]
+    (a_format, a_shift), (_, b_shift) = CODES[a.dtype], CODES[b.dtype]
     a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
     plan, plan_tiles, offs_stride, all_tiles = None, 0, 0 if offs is None else offs.stride(0), row_tiles
     if grouped == "M" and offs is not None:

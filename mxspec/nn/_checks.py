@@ -1,0 +1,59 @@
+"""What the layers and functions take: refusals, and the cast that autocast asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Under autocast, cast as `nn.Linear` would: floats, but for float64."""
+    kind = x.device.type
+    casts = x.dtype.is_floating_point and x.dtype != torch.float64
+    if casts and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):  # where it is; a meta tensor has none
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def check_tensors(name: str, **values: object) -> None:
+    for what, value in values.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: {what} is a {type(value).__name__}; needs a tensor")
+
+
+def check_devices(name: str, x: Tensor, **others: Tensor | None) -> None:
+    for what, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: {what} is on {tensor.device}; needs one device, that of x, {x.device}")
+
+
+def check_input(name: str, x: Tensor, features: int) -> None:
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"{name}: input is {'nested' if x.is_nested else x.layout}; needs a dense tensor")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: input has dtype {x.dtype}; needs {_names(DTYPES)}")
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (..., {features})")
+
+
+def check_sizes(name: str, **sizes: object) -> None:
+    for what, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name}: {what} = {size!r}; needs an int")
+
+
+def check_features(name: str, block_size: int, **sizes: int) -> None:
+    for what, size in sizes.items():
+        if size % block_size or size <= 0:
+            raise ValueError(f"{name}: {what} = {size} is no multiple of {block_size}; each is a K of a matmul")
+
+
+def check_parameters(name: str, dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: parameters of {dtype}; needs {_names(DTYPES)}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(map(str, dtypes))

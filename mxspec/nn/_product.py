@@ -1,0 +1,73 @@
+"""A matmul of activations and a weight with gradients: one matrix, or the tokens of each expert by its own weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.nn._autograd import first_derivative_only, keep, kept
+from mxspec.nn._bf16 import GroupedBf16, contiguous, wgrad_bf16
+from mxspec.nn._cache import Quantized
+from mxspec.nn._formats import Format, Operand, Tokens, Weight
+
+
+def product(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, codes: Quantized, by: Format) -> Tensor:
+    """`x @ w^T` of what has been checked and quantized."""
+    return _Product.apply(x, w, offs, tokens, Weight(*codes), by)
+
+
+def grouped_product(
+    x: Tensor, w: Tensor, offs: Tensor, tokens: Tokens | None, codes: Quantized, by: Format | None, name: str
+) -> Tensor:
+    """`product` of token groups; without a format, in bfloat16."""
+    if by is None or tokens is None:
+        return GroupedBf16.apply(contiguous(x.bfloat16()), w.bfloat16().contiguous(), offs, name).to(x.dtype)
+    return product(x, w, offs, tokens, codes, by)
+
+
+class _Product(torch.autograd.Function):
+    """x and w are given for their gradients; the matmuls read `tokens` and `weight`."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, weight: Weight, by: Format) -> Tensor:
+        assert tokens.rows is not None
+        return by.gemm(tokens.rows, weight.codes, weight.scale, offs, x.shape[0], x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, w, offs, tokens, weight, by = inputs
+        (dgrad, wgrad), (codes, scale, *_) = ctx.needs_input_grad[:2], tokens.columns or (None, None)
+        keep(
+            ctx,
+            x,
+            w,
+            by.name,
+            by.backend,
+            offs,
+            x if wgrad and codes is None else None,
+            codes if wgrad else None,
+            scale if wgrad else None,
+            weight.codes_t if dgrad else None,
+            weight.scale_t if dgrad else None,
+        )
+        ctx.by, ctx.x_dtype, ctx.w_dtype = by, x.dtype, w.dtype
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_out,), (offs, x, codes, scale, codes_t, scale_t) = gradients, kept(ctx)
+        by, (dgrad, wgrad), grad_x, grad_w = ctx.by, ctx.needs_input_grad[:2], None, None
+        rows, columns = by.tokens(grad_out, offs, by.recipe.grad_dtype, dgrad, wgrad and not by.recipe.wgrad_bf16)
+        if dgrad:
+            grad_x = by.gemm(rows, codes_t, scale_t, offs, grad_out.shape[0], ctx.x_dtype)
+        rows = None  # its memory serves wgrad
+        if columns is not None:
+            x_columns = Operand(codes, scale)
+            if codes is None:
+                x_columns = by.tokens(x, offs, torch.float8_e4m3fn, False, True).columns
+            grad_w = by.wgrad(columns, x_columns, offs, ctx.w_dtype)
+        elif wgrad:
+            grad_w = wgrad_bf16(grad_out.bfloat16(), x.bfloat16(), offs).to(ctx.w_dtype)
+        return grad_x, grad_w, None, None, None, None
