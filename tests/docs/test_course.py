@@ -18,8 +18,9 @@ import mxspec
 from mxspec import course
 from mxspec.machine_code.compile import compile_call
 from mxspec.machine_code.fake_gpu import unavailable
+from tests.helpers import ROOT
 
-LESSONS = sorted((Path(__file__).parents[2] / "notebooks").glob("1[0-5]_*.ipynb"))
+LESSONS = sorted((ROOT / "notebooks").glob("1[0-5]_*.ipynb"))
 
 
 def test_verdict_names_what_is_left_out(capsys):

@@ -1,19 +1,13 @@
 """The examples run, and what they compare can fail."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.helpers import ROOT, module_of
 
 
 def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "examples" / f"{name}.py")
 
 
 @pytest.fixture

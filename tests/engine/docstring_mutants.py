@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mxspec import dispatch
+from tests.helpers import ends
 
 BF16, F32, U8 = torch.bfloat16, torch.float32, torch.uint8
 E4M3, E5M2, E2M1, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
@@ -178,10 +179,6 @@ def codes(*shape, dtype=E4M3, seed=0):
 
 def some_scales(*shape, seed=3):
     return rand(*shape, seed=seed).abs() + 0.1
-
-
-def ends(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def octets(*shape):

@@ -1,12 +1,10 @@
 """The benchmarks: what is refused, what is stored, what the tables and the published page say."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import re
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,21 +16,14 @@ from mxspec.bench.timing import Contender, Pace, baselines, bytes_of_call, input
 from mxspec.cases.fp8_gemm_ import onto
 from mxspec.shapes import Shapes
 from mxspec.spec import Case, given
+from tests.helpers import ROOT, module_of
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-results = load(ROOT / "benchmarks" / "results.py")
+results = module_of(ROOT / "benchmarks" / "results.py")
 
 
 def entry(name, us, kind="backend", moved=1000, flops=0, **more):

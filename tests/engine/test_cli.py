@@ -1,7 +1,6 @@
 """The command line, as a person or a script calls it."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,15 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mxspec import dispatch
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT, plain_environment
 
 
 def mxspec(*args: str, cwd: Path = ROOT / "tests", **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     command = [sys.executable, "-W", "ignore", "-m", "mxspec", *args]
-    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")]))
-    environment = {**clean, **environment}
+    environment = plain_environment(**environment)
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -20,8 +20,7 @@ from mxspec.__main__ import main
 from mxspec.bench import cli, record
 from mxspec.machine_code import cli as compile_cli
 from mxspec.machine_code.compile import Result
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import plain_environment
 
 
 @pytest.fixture
@@ -282,11 +281,16 @@ def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
 
 
 def started(*arguments, cwd):
-    clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
-    clean["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")]))
     command = [sys.executable, "-W", "ignore", "-m", "mxspec", *arguments]
     return subprocess.Popen(
-        command, cwd=cwd, env=clean, text=True, start_new_session=True, stdout=-1, stderr=-1, preexec_fn=hears_ctrl_c
+        command,
+        cwd=cwd,
+        env=plain_environment(),
+        text=True,
+        start_new_session=True,
+        stdout=-1,
+        stderr=-1,
+        preexec_fn=hears_ctrl_c,
     )
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 import pickle
 import re
 import subprocess
@@ -17,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxspec
 from mxspec import dispatch
+from tests.helpers import plain_environment
 
 X = torch.linspace(-3, 3, 64 * 64).reshape(64, 64)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -30,9 +30,8 @@ def _leave_the_switch_as_it_was():
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=plain_environment(**environment), capture_output=True, text=True, check=False)
 
 
 # --- what every op refuses --------------------------------------------------------------------------------------

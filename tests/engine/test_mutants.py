@@ -16,6 +16,7 @@ import pytest
 
 import mxspec
 from mxspec import check, dispatch
+from tests.helpers import only_interpreted
 
 PACKAGE = Path(mxspec.__file__).parent
 
@@ -187,7 +188,7 @@ def test_the_kernel_as_it_is_passes_in_the_same_harness(folder, backend, op, cas
     assert checked(folder, backend, None, op, case).status == "passed"
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@only_interpreted
 def test_an_index_that_passes_2_to_the_31_is_caught(tmp_path):
     """In a process of its own: an index that wraps reads wherever it points to, and may end the process."""
     narrow = Mutant("", op := "mx_quantize_groups", case := "rows far apart, axis -1", op,

@@ -1,9 +1,7 @@
 """benchmarks/peers.py, without any of the libraries: what the bench relies on."""
 
-import importlib.util
 import inspect
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,11 +9,9 @@ import torch
 
 import mxspec
 from mxspec import check, dispatch
+from tests.helpers import ROOT, module_of
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "peers.py"
-_spec = importlib.util.spec_from_file_location("peers_adapters", FILE)
-peers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(peers)
+peers = module_of(ROOT / "benchmarks" / "peers.py")
 
 ALWAYS_THERE = {"torch", "mxspec"}
 EACH = [(op, label) for op, adapters in peers.ADAPTERS.items() for label in adapters]

@@ -6,13 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from mxspec import dispatch
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT
 
 MINE = """
 from mxspec.reference.to_blocked import to_blocked

@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import mxspec
 from mxspec import check, dispatch, mx_quantize, rules
 from mxspec.formats import ELEMENTS, SCALINGS
 from mxspec.rules import _recorded
+from tests.helpers import published
 
 PEERS = {name: getattr(rules, name) for name in rules.peers()}
 OP_OF = {"mx": "mx_quantize", "blk": "fp8_quantize_1x128"}  # the op that a section of peers.json has blocks for
@@ -22,7 +22,7 @@ ENTRIES = [
     for section, entries in module.RECORDED.items()
     for entry in entries
 ]
-VECTORS = {name: np.load(Path(__file__).parents[1] / "vectors" / f"{name}.npz") for name in ("mx_blocks", "fp8_block")}
+VECTORS = {name: published(name) for name in ("mx_blocks", "fp8_block")}
 
 
 def supported(op, **kwargs):
@@ -131,7 +131,7 @@ def test_vectors_of_torchao_main(source, elem_dtype, scaling):
     assert check.difference((qdata,), want[:1]) is None
 
 
-@pytest.mark.parametrize("key", sorted(key[:-2] for key in VECTORS["fp8_block"].files if key.endswith(".q")))
+@pytest.mark.parametrize("key", sorted(key[:-2] for key in VECTORS["fp8_block"] if key.endswith(".q")))
 def test_fp8_vectors_of_torchao_main(key):
     op = {"act1x128": "fp8_quantize_1x128", "w128x128": "fp8_quantize_128x128"}[key.split(".")[1]]
     x, q, s = (torch.from_numpy(VECTORS["fp8_block"][name]) for name in (f"{key[0]}.x", f"{key}.q", f"{key}.s"))

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from mxspec import dispatch, rules, vectors
 from mxspec.__main__ import main
 from mxspec.formats import ELEMENTS, SCALINGS
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers import ROOT
 
 
 @pytest.fixture(scope="module")

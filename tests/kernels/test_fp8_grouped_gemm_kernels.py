@@ -1,6 +1,5 @@
-"""The kernels of the FP8 grouped matmuls: an offs out of order, an empty group, odd strides, and places past 2^31."""
+"""The kernels of the FP8 grouped matmuls: an empty group, odd strides, and places past 2^31."""
 
-import os
 from unittest import mock
 
 import pytest
@@ -11,13 +10,9 @@ from mxspec import check, dispatch
 from mxspec.cases.common.fp8_operands import codes, scales
 from mxspec.cases.common.token_groups import far_apart
 from mxspec.machine_code.fake_gpu import fake_gpu, unavailable
+from tests.helpers import DEVICE, ends, runs_kernels
 
 BACKENDS = [b for b in ("triton", "helion") if dispatch.has_kernel("fp8_grouped_gemm", b)]
-DEVICE = check.default_device()
-OUT_OF_ORDER = [(5, 3, 9), (30, 10, 999), (-5, 3, 2), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1), (256, 128, 384)]
-runs_kernels = pytest.mark.skipif(
-    DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -27,50 +22,6 @@ def run(backend, op, *args, **options):
         pytest.skip(reason)
     out = getattr(mxspec, op)(*args, backend=backend, **options)
     return (args[0] if out is None else out).cpu()
-
-
-def ends(*offs):
-    return torch.tensor(offs, dtype=torch.int32)
-
-
-def amid_nan(t):
-    """The same values, contiguous on the device, with NaN before and after."""
-    buffer = torch.full((t.numel() + 2**17,), torch.nan).to(t.dtype).to(DEVICE)
-    return buffer[2**16 : 2**16 + t.numel()].view(t.shape).copy_(t)
-
-
-@runs_kernels
-@each_backend
-@pytest.mark.parametrize("offs", OUT_OF_ORDER, ids=str)
-@pytest.mark.parametrize("M", [20, 300])
-def test_an_offs_out_of_order_reads_and_writes_nothing_else(backend, M, offs, monkeypatch):
-    """Outputs lie between bytes that must not change; what no access may pick up is NaN."""
-    N, K, R, margin, guarded = 40, 128, 256, 2**16, []
-    empty = torch.empty
-
-    def guard(*size, dtype=None, **options):
-        out = empty(*size, dtype=dtype, **options)
-        if type(out) is not torch.Tensor or out.is_meta:  # one that a compiler traces with
-            return out
-        guarded.append(torch.full((out.nbytes + 2 * margin,), 0x5A, dtype=torch.uint8, device=out.device))
-        return guarded[-1][margin : margin + out.nbytes].view(out.dtype).view(out.shape)
-
-    tokens = [amid_nan(t) for t in (codes(M, K), scales(M, 1), codes(3 * N, K).view(3, N, K), scales(3, 1)[..., None])]
-    features = [amid_nan(t) for t in (codes(N, R), scales(N, 2), codes(K, R), scales(K, 2))]
-    acc = amid_nan(torch.zeros(3, N, K))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", guard)
-        outputs = [
-            run(backend, "fp8_grouped_gemm", *tokens, ends(*offs)),
-            run(backend, "fp8_grouped_gemm_wgrad", *features, ends(*offs)),
-            run(backend, "fp8_grouped_gemm_wgrad_", acc, *features, ends(*offs)),
-        ]
-    assert not any(out.isnan().any() for out in outputs)
-    assert guarded
-    assert all((b[:margin] == 0x5A).all() and (b[-margin:] == 0x5A).all() for b in guarded)
-    around = acc.new_empty(0).set_(acc.untyped_storage())
-    assert around[:margin].isnan().all()
-    assert around[-margin:].isnan().all()
 
 
 @runs_kernels

@@ -1,6 +1,5 @@
 """The plain tiles of the MX matmuls: single ones, offsets past 2^31, machine code that no case of the ops shows."""
 
-import os
 from unittest import mock
 
 import pytest
@@ -15,12 +14,10 @@ from mxspec.reference.common.matmul import MIN_SQNR_DB
 pytest.importorskip("triton")
 
 from mxspec.triton_kernels.tiles import mx_matmul as kernel
+from tests.helpers import only_interpreted, runs_kernels
 
 OPS = ("mx_gemm", "mx_grouped_gemm", "mx_grouped_gemm_wgrad")
 E4M3FN, E8M0FNU = torch.float8_e4m3fn, torch.float8_e8m0fnu
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1")
 compiles = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 each_target = pytest.mark.parametrize("target", ["sm90", "sm100"])
 
@@ -39,7 +36,7 @@ def operands(*shapes):
     return check.on_device(check.default_device(), tuple(made))
 
 
-@runs
+@runs_kernels
 @pytest.mark.parametrize("op", OPS)
 def test_only_marked_tiles_are_written(op):
     """Two groups: 130 rows, so two row tiles, and 20, and 6 rows of none; of tokens, 32 and 64, with 150 rows each."""
@@ -68,7 +65,7 @@ def test_only_marked_tiles_are_written(op):
         assert (out == -1.0).equal(untouched == -1.0)
 
 
-@runs
+@runs_kernels
 @pytest.mark.parametrize("op", OPS[:2])
 def test_only_flagged_tiles_are_written(op):
     """Row tiles of 128, 2, 20 and, past the groups, 6 rows, and of 128 and 12 columns of either expert."""
@@ -99,7 +96,7 @@ def test_only_flagged_tiles_are_written(op):
         assert (out == -1.0).equal(~written), raised
 
 
-@runs
+@runs_kernels
 @pytest.mark.parametrize("values", [(0.0, 0.0), (2.0**-9, -(2.0**-9)), (448.0, 448.0)], ids=str)
 def test_every_pair_of_scale_bytes(values):
     """A single product under each pair, so that fp32 holds it exactly, rounds it once, or has Inf or 0 for it."""
@@ -119,7 +116,7 @@ def spread(t, stride):
     return storage.as_strided(t.shape, (stride, 1)).copy_(t)
 
 
-@runs
+@runs_kernels
 @pytest.mark.parametrize("op", OPS)
 def test_rows_past_2_to_the_31_elements(op):
     a, a_scale, b, b_scale = operands((131, 64), (130, 64))
@@ -137,7 +134,7 @@ def test_rows_past_2_to_the_31_elements(op):
         assert check.difference((got,), (expected,), MIN_SQNR_DB) is None, far
 
 
-@interpreted
+@only_interpreted
 def test_blocked_scales_and_an_output_past_2_to_the_31():
     """Only the first and the last programs run; all before the last rows is memory that nothing touches."""
     from triton.runtime import interpreter

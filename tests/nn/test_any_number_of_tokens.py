@@ -12,19 +12,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mxspec
 from mxspec import nn
+from tests.helpers import ends
 
 F = 128  # features
 TOKENS = (*range(50, 60), 128, 256, 300)  # more than the 8 graphs that torch compiles before it gives up
 Arguments = tuple[Any, ...]
 
 
-def i32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 def groups(M: int) -> tuple[Tensor, Tensor]:
     """Where two token groups end among M tokens, and where they begin among M + 64 rows."""
-    return i32(M // 3, M - 2), i32(0, M // 3 + 5)
+    return ends(M // 3, M - 2), ends(0, M // 3 + 5)
 
 
 def tokens(M: int, rows: int = 0) -> Tensor:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -13,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import mxspec
 from mxspec.check import default_device, sqnr_db
 from mxspec.nn import RECIPES, GroupedExperts, cache_weights, fp8_grouped_mm, mx_grouped_mm
+from tests.helpers import ROOT, module_of
 
 DEVICE = default_device()
 K, N = 128, 256  # dim and hidden_dim
@@ -179,10 +177,7 @@ def test_captured_in_a_cuda_graph_it_trains_on_other_tokens_and_groups(recipe):
 
 
 def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monkeypatch):
-    path = Path(__file__).parents[2] / "benchmarks" / "experts.py"
-    spec = importlib.util.spec_from_file_location("experts", path)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+    benchmark = module_of(ROOT / "benchmarks" / "experts.py")
     paces, recipe, shape = (benchmark.Pace(0, 1, 1, rounds=1),) * 2, RECIPES["fp8_128"], "40x256x128x2"
 
     monkeypatch.setattr(benchmark, "torchao", lambda recipe: benchmark.bf16)

@@ -6,12 +6,9 @@ import torch
 import mxspec
 from mxspec import dispatch
 from mxspec.shapes import Shapes
+from tests.helpers import ends
 
 E4M3FN = torch.float8_e4m3fn
-
-
-def ends(*offs):
-    return torch.tensor(offs, dtype=torch.int32)
 
 
 def fp8_grouped_gemm(*args, **options):
@@ -79,11 +76,6 @@ def test_alignment_changes_nothing_and_is_checked_where_offs_is():
     assert fp8_grouped_gemm(*args, ends(2, 2, 4), alignment=2).equal(fp8_grouped_gemm(*args, ends(2, 2, 4)))
     with pytest.raises(ValueError, match=r"offs\[1\] = 3; needs multiples of 2"):
         fp8_grouped_gemm(*args, ends(2, 3, 4), alignment=2, check_offs=True)
-
-
-@pytest.mark.parametrize("offs", [(4, 2, 5), (-5, 3, 9), (2**31 - 1, 3, 5)])
-def test_an_offs_out_of_order_does_no_harm(offs):
-    assert fp8_grouped_gemm(*tokens_and_weights(), ends(*offs)).shape == (5, 130)
 
 
 def test_bench_cases_are_the_grouped_shapes():

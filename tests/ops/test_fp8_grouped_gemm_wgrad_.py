@@ -7,13 +7,10 @@ import mxspec
 from mxspec import dispatch
 from mxspec.cases.fp8_grouped_gemm_wgrad_ import onto
 from mxspec.shapes import Shapes
+from tests.helpers import ends
 
 E4M3FN = torch.float8_e4m3fn
 REFERENCE = dispatch.reference("fp8_grouped_gemm_wgrad_")
-
-
-def ends(*offs):
-    return torch.tensor(offs, dtype=torch.int32)
 
 
 def ones(N, K, R):

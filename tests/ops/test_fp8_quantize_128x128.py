@@ -1,14 +1,13 @@
 """fp8_quantize_128x128: goldens worked by hand and peers' bytes."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from mxspec import fp8_quantize_128x128
+from tests.helpers import published
 
-VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "fp8_block.npz")
+VECTORS = published("fp8_block")
 
 
 def test_golden_one_scale_for_a_square():

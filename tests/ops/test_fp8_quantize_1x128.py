@@ -1,14 +1,13 @@
 """fp8_quantize_1x128: goldens worked by hand and peers' bytes."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from mxspec import check, dispatch, fp8_quantize_1x128
+from tests.helpers import published
 
-VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "fp8_block.npz")
+VECTORS = published("fp8_block")
 
 
 def quantized(*values, **kwargs):

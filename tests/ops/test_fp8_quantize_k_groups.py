@@ -1,7 +1,5 @@
 """fp8_quantize_k_groups: where each code and scale lies, and the ops that it is made of."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,16 +9,9 @@ import mxspec
 from mxspec import dispatch
 from mxspec.shapes import Shapes
 from mxspec.spec import random_normal
+from tests.helpers import ends, only_interpreted, u8
 
 OF_ZEROS = 0x2720D7C5  # 1e-12 / 448, the stored scale of a block of zeros
-
-
-def u8(t):
-    return t.contiguous().view(torch.uint8)
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def quantize(*args, **options):
@@ -32,7 +23,7 @@ def test_golden_each_group_is_a_matrix_of_its_own():
     x = torch.zeros(134, 2)
     x[0, 0], x[129, 0], x[130, 0] = 448.0, -448.0, 448.0
     x[127, 1], x[128, 1], x[130, 1], x[131:] = 448.0, 448.0, -448.0, torch.nan
-    qdata, scale, start, end = quantize(x, i32(130, 130, 131))
+    qdata, scale, start, end = quantize(x, ends(130, 130, 131))
     assert (qdata.shape, scale.shape) == ((2, 640), (2, 5))  # 134 + 3 * 128, rounded up
     assert (start.tolist(), end.tolist()) == ([0, 256, 256], [256, 256, 384])
     codes = u8(qdata).flatten()
@@ -47,13 +38,13 @@ def test_golden_scales_are_mn_major():
     x = torch.zeros(130, 2)
     x[:, 0], x[:, 1] = 448.0 * 2, 448.0 / 4
     x[128:130] *= 16
-    _, scale, *_ = quantize(x, i32(128, 130))
+    _, scale, *_ = quantize(x, ends(128, 130))
     assert (scale.shape, scale.stride()) == ((2, 4), (1, 2))  # 130 + 2 * 128, rounded up; two blocks are used
     assert scale.tolist() == [[2.0, 32.0, 0.0, 0.0], [0.25, 4.0, 0.0, 0.0]]
 
 
 def test_golden_zeros_and_what_is_past_the_last_group():
-    qdata, scale, *_ = quantize(-torch.zeros(3, 1), i32(1))
+    qdata, scale, *_ = quantize(-torch.zeros(3, 1), ends(1))
     assert u8(qdata).flatten().tolist() == [0x80] + [0] * 255  # -0, its padding, and nothing
     assert scale.view(torch.int32).tolist() == [[OF_ZEROS, 0]]
 
@@ -61,14 +52,14 @@ def test_golden_zeros_and_what_is_past_the_last_group():
 def test_golden_a_nan_makes_its_block_nan_padding_included():
     x = torch.ones(130, 1)
     x[129] = torch.inf
-    qdata, scale, *_ = quantize(x, i32(130))
+    qdata, scale, *_ = quantize(x, ends(130))
     assert u8(qdata).flatten().tolist() == [0x7E] * 128 + [0x7F] * 128 + [0] * 128
     assert scale.isnan().tolist() == [[False, True, False]]
 
 
 def test_golden_a_power_of_two():
     x = torch.full((1, 1), 3.0)  # 448 / 3 = 149.3, down to 128: codes 384
-    qdata, scale, *_ = quantize(x, i32(1), scale_format="pow2")
+    qdata, scale, *_ = quantize(x, ends(1), scale_format="pow2")
     assert (qdata[0, 0].item(), scale[0, 0].item()) == (384.0, 2**-7)
 
 
@@ -81,7 +72,7 @@ def test_golden_a_power_of_two():
 def test_each_group_is_quantized_as_if_alone(sizes, rest, scale_format):
     """Group by group, as DeepGEMM's tests lay them out who know the sizes."""
     D = 5
-    x, offs = random_normal(sum(sizes) + rest, D), i32(*sizes).cumsum(0, dtype=torch.int32)
+    x, offs = random_normal(sum(sizes) + rest, D), torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     qdata, scale, _, end = quantize(x, offs, scale_format=scale_format)
     groups = [torch.nn.functional.pad(t, (0, 0, 0, -len(t) % 128)) for t in x[: sum(sizes)].split(sizes)]
     made = [mxspec.fp8_quantize_1x128(t, axis=-2, scale_format=scale_format) for t in groups]
@@ -95,21 +86,14 @@ def test_each_group_is_quantized_as_if_alone(sizes, rest, scale_format):
 
 
 def test_rows_and_bounds_are_those_of_the_mx_quantizer_of_groups():
-    x, offs = random_normal(200, 64), i32(70, 70, 190)
+    x, offs = random_normal(200, 64), ends(70, 70, 190)
     qdata, scale, start, end = quantize(x, offs)
     mx, _, mx_start, mx_end = mxspec.mx_quantize_groups(x, offs, axis=-2)
     assert (qdata.shape, scale.shape) == (mx.mT.shape, (64, mx.shape[0] // 128))
     assert (start.tolist(), end.tolist()) == (mx_start.tolist(), mx_end.tolist())
 
 
-@pytest.mark.parametrize("offs", [(150, 20), (-5, 300), (2**31 - 1, 3), (0, -(2**31))])
-def test_an_offs_out_of_order_does_no_harm(offs):
-    x = random_normal(200, 3)
-    qdata, scale, *_ = quantize(x, i32(*offs))
-    assert (qdata.shape, scale.shape) == ((3, 512), (3, 4))
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@only_interpreted
 @pytest.mark.parametrize("tokens", [7, 2**20 + 130])
 def test_codes_past_2_to_the_31_lie_where_their_group_says(tokens, monkeypatch):
     """The last block of a group that begins, or of one that ends past 2^31, without the programs of the others."""
@@ -120,11 +104,11 @@ def test_codes_past_2_to_the_31_lie_where_their_group_says(tokens, monkeypatch):
     only = lambda n, *rest: range(n, *rest) if rest or n < 2**13 else [last]  # noqa: E731
     monkeypatch.setattr(interpreter, "range", only, raising=False)
     row = random_normal(1, D)
-    x, offs = row.expand(before + tokens, D), i32(before, before + tokens)
+    x, offs = row.expand(before + tokens, D), ends(before, before + tokens)
     qdata, scale, *_ = mxspec.fp8_quantize_k_groups(x, offs, backend="triton")
     flat, width = qdata.view(-1), (last + 1) * 128 - before
     lines = flat[D * before : D * (before + width)].view(D, width)[:, -128:]  # of each feature
-    codes, scales, *_ = quantize(row.expand(tokens % 128, D), i32(tokens % 128))
+    codes, scales, *_ = quantize(row.expand(tokens % 128, D), ends(tokens % 128))
     assert u8(lines).equal(u8(codes.view(-1)[: D * 128].view(D, 128)))
     assert scale[:, last].equal(scales[:, 0])
 

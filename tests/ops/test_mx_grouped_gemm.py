@@ -5,16 +5,9 @@ import torch
 import mxspec
 from mxspec import dispatch
 from mxspec.shapes import Shapes
+from tests.helpers import ends, full
 
 E4M3FN, E8M0FNU = torch.float8_e4m3fn, torch.float8_e8m0fnu
-
-
-def ends(*offs):
-    return torch.tensor(offs, dtype=torch.int32)
-
-
-def full(value, *shape):
-    return torch.full(shape, value, dtype=torch.uint8)
 
 
 def mx_grouped_gemm(a, a_scale, b, b_scale, offs, **options):

@@ -1,7 +1,6 @@
 """mx_quantize: goldens worked by hand, bytes that peers published, and properties."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxspec import formats, mx_dequantize, mx_quantize, rules
+from mxspec.formats import SCALINGS
 from mxspec.reference.common import numerics
+from tests.helpers import published
 
 E4M3FN, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
-VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "mx_blocks.npz")
+VECTORS = published("mx_blocks")
 BITS = {"bf16": (np.int16, torch.bfloat16), "f32": (np.int32, torch.float32)}
 
 

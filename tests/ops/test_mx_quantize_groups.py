@@ -8,20 +8,13 @@ from hypothesis import strategies as st
 import mxspec
 from mxspec import check
 from mxspec.spec import random_normal
-
-
-def u8(t):
-    return t.contiguous().view(torch.uint8)
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
+from tests.helpers import ends, u8
 
 
 def test_golden_along_k():
     """Two tokens, 1 and 448, in two groups: scales 2^-8 and 2^0, both codes 0x7e at the front of their tiles."""
     x = torch.tensor([[1.75], [448.0]]).expand(2, 32)
-    qdata, scale, start, end = mxspec.mx_quantize_groups(x, i32(1, 2))
+    qdata, scale, start, end = mxspec.mx_quantize_groups(x, ends(1, 2))
     assert (qdata.shape, scale.shape) == ((384, 32), (640, 4))
     assert (start.tolist(), end.tolist()) == ([0, 128], [128, 256])
     assert u8(qdata).nonzero().tolist() == [[row, k] for row in (0, 128) for k in range(32)]
@@ -34,7 +27,7 @@ def test_golden_along_the_tokens():
     """Group 0 has 40 tokens of 448, so two blocks, the second with 24 rows of padding; group 1 one token of 1.75."""
     x = torch.full((41, 1), 448.0)
     x[40] = 1.75
-    qdata, scale, *_ = mxspec.mx_quantize_groups(x, i32(40, 41), axis=-2)
+    qdata, scale, *_ = mxspec.mx_quantize_groups(x, ends(40, 41), axis=-2)
     assert (qdata.shape, qdata.stride(), scale.shape) == ((384, 1), (1, 384), (128, 20))
     assert u8(qdata).flatten().nonzero().flatten().tolist() == [*range(40), 128]
     assert u8(scale).flatten().nonzero().flatten().tolist() == [0, 1, 512]  # group 1 begins at 128 / 32 * 128 bytes
@@ -43,7 +36,7 @@ def test_golden_along_the_tokens():
 
 def test_golden_plain_scales():
     x = torch.full((1, 32), -448.0)
-    qdata, scale, *_ = mxspec.mx_quantize_groups(x, i32(1), scale_layout="plain")
+    qdata, scale, *_ = mxspec.mx_quantize_groups(x, ends(1), scale_layout="plain")
     assert scale.shape == (256, 1)
     assert u8(scale).flatten().nonzero().tolist() == [[0]]
     assert u8(qdata)[0].tolist() == [0xFE] * 32
@@ -59,7 +52,7 @@ def test_golden_plain_scales():
 )
 def test_each_group_is_quantized_as_if_alone(sizes, rest, axis, pad_to, scaling):
     """Group by group, with the 2-D ops: what a person would write who knows the sizes."""
-    x, offs = random_normal(sum(sizes) + rest, 64), i32(*sizes).cumsum(0, dtype=torch.int32)
+    x, offs = random_normal(sum(sizes) + rest, 64), torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     qdata, scale, start, end = mxspec.mx_quantize_groups(x, offs, axis=axis, pad_to=pad_to, scaling=scaling)
     for g, size in enumerate(sizes):
         begin, stop = int(start[g]), int(end[g])
@@ -77,7 +70,7 @@ def test_each_group_is_quantized_as_if_alone(sizes, rest, axis, pad_to, scaling)
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_a_power_of_two_moves_scales_and_nothing_else(axis):
-    x, offs = random_normal(200, 64), i32(70, 200)
+    x, offs = random_normal(200, 64), ends(70, 200)
     q0, s0, *_ = mxspec.mx_quantize_groups(x, offs, axis=axis)
     q1, s1, *_ = mxspec.mx_quantize_groups(x * 8, offs, axis=axis)
     assert u8(q0).equal(u8(q1))

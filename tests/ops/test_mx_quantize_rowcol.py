@@ -5,10 +5,7 @@ import torch
 
 import mxspec
 from mxspec.spec import random_bits
-
-
-def u8(t):
-    return t.view(torch.uint8)
+from tests.helpers import u8
 
 
 def test_golden_one_number_a_row_and_a_column():

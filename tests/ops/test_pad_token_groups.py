@@ -1,23 +1,16 @@
 """pad_token_groups, place_token_groups, unpad_token_groups: rows by hand, peers' rows, gradients, no wait."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mxspec
-from mxspec import check
 from mxspec.spec import random_normal
+from tests.helpers import ends, published
 
-VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "groups.npz")
+VECTORS = published("groups")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-def i32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def rows(*values, dtype=torch.int16):
@@ -37,7 +30,7 @@ GOLDENS = [
 
 @pytest.mark.parametrize(("tokens", "offs", "alignment", "padded", "start", "end"), GOLDENS)
 def test_golden(tokens, offs, alignment, padded, start, end):
-    got = mxspec.pad_token_groups(rows(*tokens), i32(*offs), alignment, backend="reference")
+    got = mxspec.pad_token_groups(rows(*tokens), ends(*offs), alignment, backend="reference")
     assert [t.flatten().tolist() for t in got] == [padded, start, end]
     assert [t.dtype for t in got] == [torch.int16, torch.int32, torch.int32]
 
@@ -60,7 +53,7 @@ def test_vectors_of_torchao_main(case):
 )
 def test_unpad_inverts_pad(sizes, rest, alignment, K):
     """Against a loop over the groups, which is what a person would write."""
-    offs, M = i32(*sizes).cumsum(0, dtype=torch.int32), sum(sizes) + rest
+    offs, M = torch.tensor(sizes).cumsum(0, dtype=torch.int32), sum(sizes) + rest
     x = torch.arange(1, M * K + 1, dtype=torch.int32).reshape(M, K)
     padded, start, end = mxspec.pad_token_groups(x, offs, alignment)
     assert padded.shape[0] == -(-(M + len(sizes) * alignment) // alignment) * alignment
@@ -80,7 +73,7 @@ def test_unpad_inverts_pad(sizes, rest, alignment, K):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_gradient_of_pad_is_unpad(compiled):
     torch._dynamo.reset()
-    x, offs = torch.randn(9, 4, requires_grad=True), i32(3, 3, 7)
+    x, offs = torch.randn(9, 4, requires_grad=True), ends(3, 3, 7)
     pad = mxspec.pad_token_groups
     padded, start, _ = (torch.compile(pad, backend="aot_eager", fullgraph=True) if compiled else pad)(x, offs, 4)
     weight = torch.arange(1, padded.numel() + 1, dtype=torch.float32).reshape(padded.shape)
@@ -100,7 +93,7 @@ def test_groups_lie_in_any_order(sizes, data):
     for g in order:
         begins[g] = rows
         rows += sizes[g] + data.draw(st.integers(0, 2))
-    offs, start = i32(*sizes).cumsum(0, dtype=torch.int32), i32(*begins)
+    offs, start = torch.tensor(sizes).cumsum(0, dtype=torch.int32), ends(*begins)
     x = torch.arange(1.0, 2 * M + 1).reshape(M, 2).requires_grad_()
     padded = torch.arange(1.0, 2 * rows + 1).reshape(rows, 2).requires_grad_()
     placed, tokens = torch.zeros(rows, 2), torch.zeros(M, 2)
@@ -121,15 +114,15 @@ def test_groups_lie_in_any_order(sizes, data):
 @pytest.mark.filterwarnings("ignore:Input #")  # that it is not double
 def test_gradients_agree_with_finite_differences():
     """In fp32, where sums of a few numbers are exact enough; the ops are linear."""
-    offs = i32(2, 2, 5)
+    offs = ends(2, 2, 5)
     x = torch.randn(6, 3, requires_grad=True)
     padded, start, _ = mxspec.pad_token_groups(x, offs, 2)
     for fn, arg in [
         (lambda t: mxspec.pad_token_groups(t, offs, 2)[0], x),
         (lambda t: mxspec.unpad_token_groups(t, offs, start, 6), padded.detach().requires_grad_()),
         (lambda t: mxspec.place_token_groups(t, offs, start, 13), x),
-        (lambda t: mxspec.place_token_groups(t, offs, i32(8, 9, 1), 13), x),
-        (lambda t: mxspec.unpad_token_groups(t, offs, i32(8, 9, 1), 6), padded.detach().requires_grad_()),
+        (lambda t: mxspec.place_token_groups(t, offs, ends(8, 9, 1), 13), x),
+        (lambda t: mxspec.unpad_token_groups(t, offs, ends(8, 9, 1), 6), padded.detach().requires_grad_()),
     ]:
         torch.autograd.gradcheck(fn, (arg,), eps=1.0, atol=1e-5, rtol=1e-5, nondet_tol=0.0)
         torch.autograd.gradgradcheck(fn, (arg,), eps=1.0, atol=1e-5, rtol=1e-5)
@@ -146,73 +139,16 @@ def test_backward_runs_on_the_backend_of_forward(monkeypatch):
     monkeypatch.setattr(mxspec.dispatch.resolve, "run", spy)
     x = torch.randn(4, 2, requires_grad=True)
     with mxspec.use_backend("reference"):
-        padded, start, _ = mxspec.pad_token_groups(x, i32(1, 4), 2)
-        y = mxspec.unpad_token_groups(padded, i32(1, 4), start, 4)
+        padded, start, _ = mxspec.pad_token_groups(x, ends(1, 4), 2)
+        y = mxspec.unpad_token_groups(padded, ends(1, 4), start, 4)
     y.sum().backward()
     names = ["pad_token_groups", "unpad_token_groups", "place_token_groups", "unpad_token_groups"]
     assert ran == [(name, "reference") for name in names]
 
 
-def test_what_check_offs_costs_is_asked_for():
-    """An offs out of order is not looked at, and does no harm."""
-    x = random_normal(20, 4)
-    for offs in (i32(30, 10, 99), i32(-5, 3, 2), i32(2**31 - 1, 0, 20)):
-        padded, start, _ = mxspec.pad_token_groups(x, offs, 8)
-        mxspec.unpad_token_groups(padded, offs, start, 20)
-        mxspec.place_token_groups(x, offs, start, 50)
-        with pytest.raises(ValueError, match=r"pad_token_groups: offs\["):
-            mxspec.pad_token_groups(x, offs, 8, check_offs=True)
-
-
-OUT_OF_ORDER = [
-    (5, 3, 9), (30, 10, 99), (-5, 3, 2), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1), (0, 400, 380),
-    (100, -(2**31), 20),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("ends", OUT_OF_ORDER, ids=str)
-@pytest.mark.parametrize("backend", mxspec.dispatch.backends())
-def test_offs_out_of_order_do_no_harm(backend, ends, monkeypatch):
-    """Outputs lie between bytes that must not change; values that no access may pick up would be NaN."""
-    device, margin, buffers = check.default_device(), 1 << 16, []
-    new_empty = torch.Tensor.new_empty
-
-    def guarded(like, *size, dtype=None, **kwargs):
-        out = new_empty(like, *size, dtype=dtype, **kwargs)
-        if type(out) is not torch.Tensor:  # one that Helion traces with, without bytes
-            return out
-        buffers.append(torch.full((out.nbytes + 2 * margin,), 0x5A, dtype=torch.uint8, device=out.device))
-        return buffers[-1][margin : margin + out.nbytes].view(out.dtype).view(out.shape)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", guarded)
-    x = torch.full((300, 160), torch.nan, dtype=torch.bfloat16, device=device)
-    x[140:160] = 1
-    x, offs = x[140:160], i32(*ends).to(device)
-    scale = x.view(torch.uint8)
-    calls = [
-        ("pad_token_groups", (x, offs, 8)),
-        ("place_token_groups", (x, offs, offs.flip(0), 50)),
-        ("unpad_token_groups", (x, offs, offs.flip(0), 30)),
-        ("to_blocked_m_groups", (scale, offs)),
-        ("to_blocked_k_groups", (scale, offs)),
-        ("to_blocked_k_groups", (scale.mT, offs)),
-        ("mx_quantize_groups", (x, offs)),
-        ("fp8_quantize_k_groups", (x, offs)),
-    ]
-    runs = [(name, args, {}) for name, args in calls]
-    runs += [("mx_quantize_groups", (x, offs), {"axis": -2, "scale_layout": layout}) for layout in ("plain", "blocked")]
-    for name, args, kwargs in runs:
-        if reason := mxspec.dispatch.refusal(name, backend, args, kwargs):
-            pytest.skip(reason)
-        outputs = getattr(mxspec, name)(*args, backend=backend, **kwargs)
-        first = outputs[0] if isinstance(outputs, tuple) else outputs
-        assert not (first.is_floating_point() and first.float().isnan().any()), name
-    assert all((b[:margin] == 0x5A).all() and (b[-margin:] == 0x5A).all() for b in buffers)
-
-
 @gpu
 def test_nothing_waits_for_the_device():
-    x, offs = random_normal(600, 64).cuda(), i32(100, 100, 590).cuda()
+    x, offs = random_normal(600, 64).cuda(), ends(100, 100, 590).cuda()
     for backend in ("reference", "triton", "helion"):
         calls = [
             lambda b=backend: mxspec.pad_token_groups(x, offs, 32, backend=b),
@@ -236,13 +172,13 @@ def test_nothing_waits_for_the_device():
 @gpu
 @pytest.mark.parametrize("backend", ["triton", "helion"])
 def test_a_graph_follows_offsets_that_change(backend):
-    x, offs = random_normal(600, 64).cuda(), i32(100, 100, 590).cuda()
+    x, offs = random_normal(600, 64).cuda(), ends(100, 100, 590).cuda()
     mxspec.pad_token_groups(x, offs, 32, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = mxspec.pad_token_groups(x, offs, 32, backend=backend)
-    for ends in ((100, 100, 590), (0, 1, 600), (5, 5, 5)):
-        offs.copy_(i32(*ends))
+    for changed in ((100, 100, 590), (0, 1, 600), (5, 5, 5)):
+        offs.copy_(ends(*changed))
         graph.replay()
-        expected = mxspec.pad_token_groups(x.cpu(), i32(*ends), 32)
+        expected = mxspec.pad_token_groups(x.cpu(), ends(*changed), 32)
         assert all(g.cpu().equal(e) for g, e in zip(got, expected, strict=True))

@@ -1,14 +1,12 @@
 """to_blocked and from_blocked: literal offsets, peers' bytes, and the bijection."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
 from mxspec import from_blocked, to_blocked
+from tests.helpers import published
 
-VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "blocked.npz")
+VECTORS = published("blocked")
 
 
 # (r, c) of a 256 x 8 matrix (2 x 2 tiles) and the byte it goes to, by the formula on paper.

@@ -1,14 +1,12 @@
 """to_blocked_k_groups: bytes by hand, peers' bytes, and each group on its own."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
 from mxspec import to_blocked, to_blocked_k_groups
+from tests.helpers import published
 
-VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "groups.npz")
+VECTORS = published("groups")
 
 # (row, column) of a scale in 200 x 12, groups [0, 5), [5, 5), [5, 12) -> its byte. Group 0 takes 8 columns of 256 rows,
 # or 2048 bytes, and group 2 begins there, also with 8 columns.

@@ -1,14 +1,12 @@
 """to_blocked_m_groups: bytes by hand, peers' bytes, and each group on its own."""
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
 
 from mxspec import to_blocked, to_blocked_m_groups
+from tests.helpers import published
 
-VECTORS = np.load(Path(__file__).parents[1] / "vectors" / "groups.npz")
+VECTORS = published("groups")
 
 # (row, column) of a scale in 200 x 5, groups [0, 130), [130, 130), [130, 200) -> its byte in rows of 8.
 # Group 0 takes 256 rows, or 2048 bytes, and group 2 begins there.

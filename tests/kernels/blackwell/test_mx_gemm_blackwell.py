@@ -1,14 +1,13 @@
 """The Helion kernels on Blackwell, tile by tile on the CPU, with scaled products in place of the hardware's."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
 from mxspec import check, dispatch
+from tests.helpers import only_interpreted
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+pytestmark = only_interpreted
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # K past whole steps, both layouts, two formats, every scale, NaN.
 CASES = {

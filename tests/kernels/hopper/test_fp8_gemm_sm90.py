@@ -10,6 +10,7 @@ from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
 from mxspec.reference.fp8_gemm_ import fp8_gemm_
+from tests.helpers import on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -17,7 +18,6 @@ if reason := unavailable():
 from mxspec.triton_kernels.fp8_gemm import PTX
 from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 *_, SMALL = TILES = [tile for _, tile in kernel.TILES]
 NARROW = SMALL | {"BLOCK_N": 32, "NUM_STAGES": 8, "maxnreg": 128}
 each_tile = pytest.mark.parametrize("tile", [*TILES, NARROW], ids=lambda t: "x".join(map(str, t.values())))
@@ -60,7 +60,7 @@ def test_every_tile_adds_without_spilling(tile, rows):
     assert problems(code, (r"cp\.async\.bulk\.tensor\.2d\.global",), (), edge=False), "it writes as well"
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@on_hopper
 @each_granularity
 @each_tile
 def test_every_tile_adds_once(tile, rows, monkeypatch):
@@ -76,7 +76,7 @@ def test_every_tile_adds_once(tile, rows, monkeypatch):
     assert check.strayed(got[0], made[0]) is None
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@on_hopper
 @each_granularity
 @each_output
 @each_tile
@@ -114,7 +114,7 @@ def test_the_tile_follows_the_shape(M, N, tile):
     assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
 
 
-@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@on_hopper
 @pytest.mark.parametrize("M", [1, 16, 17, 32, 33, 64])
 def test_of_few_rows_only_those_are_read(M):
     """Whatever the rest of the tile holds: programs before this one may have left NaN there."""

@@ -14,6 +14,7 @@ from mxspec.reference.fp8_gemm import MIN_SQNR_DB
 from mxspec.reference.fp8_grouped_gemm import fp8_grouped_gemm
 from mxspec.reference.fp8_grouped_gemm_wgrad import fp8_grouped_gemm_wgrad
 from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
+from tests.helpers import on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -21,8 +22,6 @@ if reason := unavailable():
 from mxspec.triton_kernels.fp8_gemm import PTX
 from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 TILES = [tile for _, tile in kernel.TILES]
 each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "x".join(map(str, t.values())))
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)

@@ -1,7 +1,5 @@
 """MX matmuls by way of bf16 values: which values bf16 has not, what is done over for them, when this way is taken."""
 
-import os
-
 import pytest
 import torch
 
@@ -17,9 +15,8 @@ from mxspec.reference.common.matmul import MIN_SQNR_DB, values
 pytest.importorskip("triton")
 
 from mxspec.triton_kernels.hopper.mx import by_memory as kernel
+from tests.helpers import INTERPRETED, runs_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-runs = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1")
 on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 compiles = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 each_layout = pytest.mark.parametrize("layout", ["plain", "blocked"])
@@ -53,7 +50,7 @@ def cases(op):
                 yield pytest.param(op, case, id=f"{op}, {case.name}")
 
 
-@runs
+@runs_kernels
 @pytest.mark.parametrize(("op", "case"), [param for op in OPS for param in cases(op)])
 def test_every_case_gives_the_reference(op, case):
     options = dict(case.kwargs)
@@ -68,7 +65,7 @@ def test_every_case_gives_the_reference(op, case):
         assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
 
 
-@runs
+@runs_kernels
 @pytest.mark.parametrize("dtype", [E4M3FN, E5M2], ids=str)
 def test_flags_say_which_scales_lead_out_of_bf16(dtype):
     """The 256 codes, which are the rows of two flags, under each scale: a flag for those only that bf16 has not."""
@@ -90,7 +87,7 @@ def test_flags_say_which_scales_lead_out_of_bf16(dtype):
     assert (same | needed).all()
 
 
-@runs
+@runs_kernels
 @each_layout
 def test_blocks_of_zeros_raise_no_flag(layout, monkeypatch):
     seen = []
@@ -115,7 +112,7 @@ def test_blocks_of_zeros_raise_no_flag(layout, monkeypatch):
     assert flags() == [0, 1, 3, 11]
 
 
-@runs
+@runs_kernels
 @pytest.mark.parametrize("groups", [4, 300])
 def test_offs_out_of_order_are_put_in_order(groups, monkeypatch):
     ends = []

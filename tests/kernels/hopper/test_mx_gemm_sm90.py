@@ -13,6 +13,7 @@ from mxspec.cases.common.mx_operands import E4M3FN, E5M2
 from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.common.matmul import MIN_SQNR_DB
+from tests.helpers import on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -21,8 +22,6 @@ import triton
 
 from mxspec.triton_kernels.hopper.mx import launch as kernel
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 TILES = [tile for _, tile in kernel.TILES]
 each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: str(t["BLOCK_N"]))
 each_layout = pytest.mark.parametrize("layout", ["plain", "blocked"])

@@ -11,12 +11,9 @@ from mxspec.cases import fp8_grouped_gemm as cases
 from mxspec.cases import fp8_grouped_gemm_wgrad as wgrad_cases
 from mxspec.deepgemm_kernels import _library, fp8_grouped_gemm, fp8_grouped_gemm_wgrad, fp8_grouped_gemm_wgrad_
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
+from tests.helpers import ends
 
 GROUPED, WGRAD, WGRAD_ = (dispatch.reference(f"fp8_grouped_gemm{end}") for end in ("", "_wgrad", "_wgrad_"))
-
-
-def ends(*offs):
-    return torch.tensor(offs, dtype=torch.int32)
 
 
 def strides_for_tma(rows):

@@ -1,0 +1,93 @@
+"""What several test files make, read or start alike."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mxspec.check import default_device
+from mxspec.nn import Float8BlockwiseLinear, MXLinear, Recipe
+
+ROOT = Path(__file__).parents[1]
+DEVICE = default_device()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+runs_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def ends(*offs: int) -> Tensor:
+    """The `offs` of token groups: where each group ends."""
+    return torch.tensor(offs, dtype=torch.int32)
+
+
+def full(value: int, *shape: int) -> Tensor:
+    """Scale bytes, all of one value."""
+    return torch.full(shape, value, dtype=torch.uint8)
+
+
+def u8(t: Tensor) -> Tensor:
+    """The bytes of codes or scales."""
+    return t.view(torch.uint8).contiguous()
+
+
+def published(name: str) -> dict[str, np.ndarray]:
+    """Bytes that peers gave, from `tests/vectors`."""
+    return dict(np.load(ROOT / "tests" / "vectors" / f"{name}.npz"))
+
+
+def module_of(path: Path) -> ModuleType:
+    """A file outside of every package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    """For a process of its own: this checkout is found, kernels are not interpreted and no backend is chosen."""
+    clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
+    return {**clean, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")])), **more}
+
+
+SIZES = {MXLinear: (96, 160), Float8BlockwiseLinear: (256, 384)}
+
+
+def layer(kind: type[nn.Linear], recipe: Recipe | str | None = None, **options: Any) -> nn.Linear:
+    """An MXLinear or a Float8BlockwiseLinear of its `SIZES`."""
+    torch.manual_seed(0)
+    module = kind(*SIZES[kind], device=DEVICE, **options, **({"recipe": recipe} if recipe else {}))
+    nn.init.normal_(module.weight, std=0.1)  # blocks on which floor and rceil differ, unlike an initial weight's
+    return module
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=True)
+
+
+def gradient(out: Tensor) -> Tensor:
+    """The output's gradient, of many magnitudes."""
+    torch.manual_seed(2)
+    return (torch.randn(out.shape, device=DEVICE) * torch.linspace(0.01, 3, out.shape[-1], device=DEVICE)).to(out.dtype)
+
+
+def step(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output and all gradients of one step."""
+    x.grad = None
+    module.zero_grad()
+    out = module(x)
+    out.backward(gradient(out))
+    return [out.detach(), x.grad, *(p.grad for p in module.parameters())]

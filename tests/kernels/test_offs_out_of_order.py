@@ -1,0 +1,107 @@
+"""An offs out of order: values mean nothing, but nothing outside of the operands is read, and nothing else written."""
+
+import inspect
+
+import pytest
+import torch
+
+import mxspec
+from mxspec import dispatch
+from mxspec.cases.common.fp8_operands import codes, scales
+from tests.helpers import DEVICE, ends
+
+MARGIN = 2**16
+OFFS = [  # falling, negative, past the last token, and the ends of int32
+    (5, 3, 9), (4, 2, 20), (30, 10, 999), (-5, 3, 2), (-128, 256, 512), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1),
+    (0, 400, 380), (100, -(2**31), 20), (256, 128, 384), (384, 128, 256), (0, 0, 2**20),
+]  # fmt: skip
+OPS = [
+    "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
+    "mx_quantize_groups", "pad_token_groups", "place_token_groups", "to_blocked_k_groups", "to_blocked_m_groups",
+    "unpad_token_groups",
+]  # fmt: skip
+CHECKED = [op for op in OPS if "check_offs" in inspect.signature(dispatch.reference(op)).parameters]
+
+
+def amid_nan(t):
+    """The same values, contiguous on the device, with NaN before and after."""
+    buffer = torch.full((t.numel() + 2 * MARGIN,), torch.nan).to(t.dtype).to(DEVICE)
+    return buffer[MARGIN : MARGIN + t.numel()].view(t.shape).copy_(t)
+
+
+def calls(op, offs):
+    """Arguments, options, and the shapes of the first outputs."""
+    E, N, K, R, M, D = 3, 40, 128, 256, 20, 160
+    if op.startswith("fp8_grouped_gemm_wgrad"):
+        features = [amid_nan(t) for t in (codes(N, R), scales(N, 2), codes(K, R), scales(K, 2))]
+        acc = [amid_nan(torch.zeros(E, N, K))] if op.endswith("_") else []
+        return [((*acc, *features, offs), {}, (E, N, K))]
+    if op == "fp8_grouped_gemm":
+        weights = [amid_nan(t) for t in (codes(E * N, K).view(E, N, K), scales(E, 1)[..., None])]
+        tokens = [[amid_nan(t) for t in (codes(count, K), scales(count, 1))] for count in (M, 300)]
+        return [((*of, *weights, offs), {}, (len(of[0]), N)) for of in tokens]
+    x = amid_nan(torch.ones(M, D, dtype=torch.bfloat16))
+    scale = x.view(torch.uint8)
+    starts = [offs.flip(0), mxspec.pad_token_groups(x, offs, 8, backend="reference")[1]]
+    columns = [{"axis": -2, "scale_layout": layout} for layout in ("plain", "blocked")]
+    return {
+        "fp8_quantize_k_groups": [((x, offs), {}, (D, 512), (D, 4))],
+        "mx_quantize_groups": [((x, offs), options, (512, D)) for options in ({}, *columns)],
+        "pad_token_groups": [((x, offs, 8), {}, (48, D))],
+        "place_token_groups": [((x, offs, start, 50), {}, (50, D)) for start in starts],
+        "to_blocked_k_groups": [
+            ((scale, offs), {}, (128, 2 * D + E * 4)),
+            ((scale.mT, offs), {}, (384, M + E * 4)),
+        ],
+        "to_blocked_m_groups": [((scale, offs), {}, (M + E * 128, 2 * D))],
+        "unpad_token_groups": [((x, offs, start, 30), {}, (30, D)) for start in starts],
+    }[op]
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """What is allocated from Python lies between bytes that must not change."""
+    buffers = []
+
+    def guard(allocate):
+        def allocated(*args, **options):
+            out = allocate(*args, **options)
+            if type(out) is not torch.Tensor or out.is_meta:  # one that a compiler traces with
+                return out
+            buffers.append(torch.full((out.nbytes + 2 * MARGIN,), 0x5A, dtype=torch.uint8, device=out.device))
+            return buffers[-1][MARGIN : MARGIN + out.nbytes].view(out.dtype).view(out.shape)
+
+        return allocated
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", guard(torch.empty))
+        patch.setattr(torch.Tensor, "new_empty", guard(torch.Tensor.new_empty))
+        yield buffers
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", ["reference", "triton", "helion"])
+def test_nothing_else_is_read_or_written(backend, op, guarded):
+    for offs in OFFS:
+        for args, options, *shapes in calls(op, ends(*offs).to(DEVICE)):
+            if reason := dispatch.refusal(op, backend, args, options):
+                pytest.skip(reason)
+            guarded.clear()
+            out = getattr(mxspec, op)(*args, backend=backend, **options)
+            outputs = args[:1] if out is None else out if isinstance(out, tuple) else (out,)
+            assert [t.shape for t in outputs[: len(shapes)]] == shapes, offs
+            assert not (outputs[0].is_floating_point() and outputs[0].float().isnan().any()), offs
+            assert guarded or out is None or backend == "reference"
+            assert all((b[:MARGIN] == 0x5A).all() and (b[-MARGIN:] == 0x5A).all() for b in guarded), offs
+            if out is None:
+                around = args[0].new_empty(0).set_(args[0].untyped_storage())
+                assert around[:MARGIN].isnan().all(), offs
+                assert around[-MARGIN:].isnan().all(), offs
+
+
+@pytest.mark.parametrize("op", CHECKED)
+def test_it_is_refused_where_that_is_asked_for(op):
+    for offs in OFFS:
+        for args, options, *_ in calls(op, ends(*offs).to(DEVICE)):
+            with pytest.raises(ValueError, match=rf"{op}: offs\["):
+                getattr(mxspec, op)(*args, check_offs=True, **options)
