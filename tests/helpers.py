@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mxspec.check import default_device
+from mxspec import check
 from mxspec.nn import Float8BlockwiseLinear, MXLinear, Recipe
 
 ROOT = Path(__file__).parents[1]
-DEVICE = default_device()
+DEVICE = check.default_device()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 runs_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
@@ -60,6 +61,18 @@ def plain_environment(**more: str) -> dict[str, str]:
     """For a process of its own: this checkout is found, kernels are not interpreted and no backend is chosen."""
     clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     return {**clean, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")])), **more}
+
+
+def adds_once(reference: Callable[..., None], made: tuple[Any, ...], add: Callable[..., None]) -> None:
+    """A kernel adds to the first tensor what its reference adds, twice with the same bits, and changes nothing else."""
+    spec = reference.spec
+    expected, got, again = (spec.own(made) for _ in range(3))
+    reference(*expected)
+    add(*got)
+    assert check.difference(got[:1], expected[:1], spec.min_sqnr_db) is None
+    add(*again)
+    assert again[0].equal(got[0])
+    assert check.strayed(got[0], made[0]) is None
 
 
 SIZES = {MXLinear: (96, 160), Float8BlockwiseLinear: (256, 384)}

@@ -1,5 +1,7 @@
 """The Gluon kernel of fp8_gemm with each of its tiles, which the cases of the op are too small to choose."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
 from mxspec.reference.fp8_gemm_ import fp8_gemm_
-from tests.helpers import on_hopper
+from tests.helpers import adds_once, on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -66,14 +68,7 @@ def test_every_tile_adds_without_spilling(tile, rows):
 def test_every_tile_adds_once(tile, rows, monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
     made = check.on_device(torch.device("cuda"), onto(700, 520, 128 * 9, rows, row=524, major="mn"))
-    spec = fp8_gemm_.spec
-    expected, got, again = (spec.own(made) for _ in range(3))
-    fp8_gemm_(*expected)
-    add(*got, tile=tile)
-    assert check.difference(got[:1], expected[:1], spec.min_sqnr_db) is None
-    add(*again, tile=tile)
-    assert again[0].equal(got[0])
-    assert check.strayed(got[0], made[0]) is None
+    adds_once(fp8_gemm_, made, partial(add, tile=tile))
 
 
 @on_hopper

@@ -1,5 +1,7 @@
 """The Gluon kernel on token groups, with each of its tiles, which the cases of the ops are too small to choose."""
 
+from functools import partial
+
 import pytest
 import torch
 import triton
@@ -14,7 +16,7 @@ from mxspec.reference.fp8_gemm import MIN_SQNR_DB
 from mxspec.reference.fp8_grouped_gemm import fp8_grouped_gemm
 from mxspec.reference.fp8_grouped_gemm_wgrad import fp8_grouped_gemm_wgrad
 from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
-from tests.helpers import on_hopper
+from tests.helpers import adds_once, on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -128,14 +130,7 @@ def test_sums_are_added_once(tile, blocks, monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
     made = on_gpu(in_place.onto([128 * b for b in blocks], 128, 264, 400, row=404))
     made[0][0, 0, 0] = -0.0
-    spec = fp8_grouped_gemm_wgrad_.spec
-    expected, got, again = (spec.own(made) for _ in range(3))
-    fp8_grouped_gemm_wgrad_(*expected)
-    add(*got, tile=tile)
-    assert check.difference(got[:1], expected[:1], spec.min_sqnr_db) is None
-    add(*again, tile=tile)
-    assert again[0].equal(got[0])
-    assert check.strayed(got[0], made[0]) is None
+    adds_once(fp8_grouped_gemm_wgrad_, made, partial(add, tile=tile))
 
 
 @on_hopper
