@@ -14,6 +14,7 @@ import pytest
 
 import mxspec
 from mxspec import cases, dispatch
+from tests.helpers import ROOT
 
 PACKAGE = Path(mxspec.__file__).parent
 KERNEL_FILES = [path for b in dispatch.backends() for path in sorted((PACKAGE / f"{b}_kernels").glob("[!_]*.py"))]
@@ -46,7 +47,7 @@ def test_an_op_is_public_documented_and_has_goldens(op):
     places = [doc.find(section) for section in sections]
     assert -1 not in places, f"{op}: docstring lacks {sections[places.index(-1)]}"
     assert places == sorted(places)
-    goldens = (Path(__file__).parents[1] / "ops" / f"test_{op}.py").read_text()
+    goldens = (ROOT / "tests" / "ops" / f"test_{op}.py").read_text()
     many = re.search(r"parametrize\([^@]*def test_golden", goldens)
     assert many or goldens.count("def test_golden") >= 3
 
@@ -81,7 +82,7 @@ def test_a_reference_holds_its_contract_alone():
 
 def walls():
     """The table of docs/house.md: a folder, and which of our modules it may import."""
-    rows = re.findall(r"^\| (`[^|]*) \| (`[^|]*) \|$", (PACKAGE.parent / "docs" / "house.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]*) \| (`[^|]*) \|$", (ROOT / "docs" / "house.md").read_text(), re.MULTILINE)
     cells = [[re.findall(r"`([\w.]+)`", cell) for cell in row] for row in rows if "/" not in "".join(row)]
     return [(folder, allowed) for folders, allowed in cells for folder in folders]
 
@@ -101,6 +102,16 @@ def test_every_folder_with_rules_of_its_own_is_in_the_table():
     assert {folder for folder, _ in walls()} == folders - {"bench"}  # which races everything
 
 
+def test_tests_lie_in_folders_of_the_map_and_import_no_other_test():
+    page, files = (ROOT / "docs" / "house.md").read_text(), sorted((ROOT / "tests").rglob("test_*.py"))
+    for path in files:
+        assert f"`{path.relative_to(ROOT).parts[1]}/`" in page.replace("`tests/", "`"), path
+        assert (path.parent / "__init__.py").exists(), path
+        assert not [n for n in imported(path) if n.startswith("tests.") and "test_" in n], path
+    slow = re.search(r"^SLOW = .*?test_,(.*?)\)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert set(slow[1].replace("\\", "").split()) <= {path.stem.removeprefix("test_") for path in files}
+
+
 def test_importing_mxspec_imports_no_framework():
     code = "import torch, sys; before = set(sys.modules); import mxspec; print(*(set(sys.modules) - before))"
     new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -117,12 +128,11 @@ def test_import_beyond_torch_takes_under_100_ms_of_cpu_time():  # the wall clock
 
 
 def test_the_readmes_picture_is_the_one_that_the_notebook_draws():
-    root = PACKAGE.parent
-    notebook = json.loads((root / "notebooks" / "03_the_blocked_scale_layout.ipynb").read_text())
+    notebook = json.loads((ROOT / "notebooks" / "03_the_blocked_scale_layout.ipynb").read_text())
     outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
     drawn = [base64.b64decode(o["data"]["image/png"]) for o in outputs]
-    assert (root / "docs" / "blocked_scale_tile.png").read_bytes() in drawn
-    assert "docs/blocked_scale_tile.png" in (root / "README.md").read_text()
+    assert (ROOT / "docs" / "blocked_scale_tile.png").read_bytes() in drawn
+    assert "docs/blocked_scale_tile.png" in (ROOT / "README.md").read_text()
 
 
 def test_a_module_is_imported_when_it_is_first_named():
