@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from mxspec.dispatch import backends, ops
 from mxspec.machine_code.compile import Result, compile_op, kernels
 from mxspec.machine_code.fake_gpu import TARGETS, unavailable
+from mxspec.machine_code.planner import plan
 
 
-def compile_all(jobs: Sequence[tuple[str, str, str, int | None]]) -> list[Result]:
-    """`compile_op` on each `(op, backend, target, cover)`, as many at a time as there are cores."""
+def compile_all(jobs: Sequence[tuple[str, str, str, Collection[str] | None]]) -> list[Result]:
+    """`compile_op` on each `(op, backend, target, names)`, as many at a time as there are cores."""
     spawn, handler = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
     # Ctrl-C reaches the workers too. The default handler ends them without a traceback.
     with ProcessPoolExecutor(mp_context=spawn, initializer=signal.signal, initargs=handler) as pool:
@@ -52,14 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     if reason := unavailable():
         parser.error(reason)
-    jobs = [
-        (op, backend, target, asked.cover)
-        for op, backend in kernels()
-        for target in TARGETS
-        if asked.op in (None, op) and asked.backend in (None, backend) and asked.target in (None, target)
-    ]
-    if not jobs:
+    targets = [target for target in TARGETS if asked.target in (None, target)]
+    having: dict[str, list[str]] = {}
+    for op, backend in kernels():
+        if asked.op in (None, op) and asked.backend in (None, backend):
+            having.setdefault(backend, []).append(op)
+    if not having:
         parser.error("no kernel is of that op and that backend")
+    jobs: list[tuple[str, str, str, Collection[str] | None]] = []
+    for backend, target in itertools.product(having, targets):
+        planned = {} if asked.cover is None else plan(tuple(having[backend]), backend, target, asked.cover)
+        jobs += [(op, backend, target, planned.get(op)) for op in having[backend]]
     results = compile_all(jobs)
     failed = [result for result in results if result.problems]
     if asked.json:

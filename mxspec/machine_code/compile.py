@@ -12,17 +12,15 @@ whose rounding would depend on whether the compiler fuses it with a product.
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
-from mxspec.dispatch import backends, has_kernel, kernel_module, ops, reference
+from mxspec.dispatch import backends, has_kernel, kernel_module, ops
 from mxspec.machine_code.fake_gpu import fake_gpu, meta
 from mxspec.machine_code.measure import MachineCode, measure
-from mxspec.machine_code.planner import calls, covered, is_edge, is_searched
+from mxspec.machine_code.planner import calls, expected, has_no_code, is_edge, is_searched, promises_bytes
 from mxspec.spec import Case
 
 
@@ -54,38 +52,25 @@ class Result:
     skipped: str = ""
 
 
-def _expected(module: ModuleType, target: str) -> tuple[str, ...]:
-    ptx = getattr(module, "PTX", ())
-    if isinstance(ptx, str):
-        raise TypeError(f"{module.__name__}: PTX is a tuple, a dict by target, or a string that begins with 'no: '")
-    return tuple(ptx.get(target, ()) if isinstance(ptx, Mapping) else ptx)
-
-
-def problems(code: Sequence[MachineCode], expected: Sequence[str], args: Sequence[Any], edge: bool) -> list[str]:
+def problems(code: Sequence[MachineCode], regexes: Sequence[str], args: Sequence[Any], edge: bool) -> list[str]:
     """What is wrong with the machine code of one case."""
     found = [f"{c.kernel} keeps {c.local_bytes} bytes a thread in local memory" for c in code if c.local_bytes]
     if not code and not edge:
         found.append("launches nothing")
     elif is_searched(args, edge):
         ptx = "\n".join(c.ptx for c in code)
-        found += [f"no {regex!r} in the PTX of {code[0].kernel}" for regex in expected if not re.search(regex, ptx)]
+        found += [f"no {regex!r} in the PTX of {code[0].kernel}" for regex in regexes if not re.search(regex, ptx)]
     return found
 
 
-def compile_op(op: str, backend: str, target: str, cover: int | None = None) -> list[Result]:
-    """Compile and check every case of an op, or as many as show any `cover` options together (`covering.py`).
-
-    With 0 that is each kernel once.
-    """
+def compile_op(op: str, backend: str, target: str, names: Collection[str] | None = None) -> list[Result]:
+    """Compile and check every case of an op, or those of these names (`planner.plan`)."""
     module = kernel_module(op, backend)
-    ptx = getattr(module, "PTX", None)
-    if isinstance(module, str) or (isinstance(ptx, str) and ptx.startswith("no: ")):
-        return [Result(op, backend, "all", target, skipped=module if isinstance(module, str) else str(ptx))]
-    fn, expected, results = getattr(module, op), _expected(module, target), []
-    exact = reference(op).spec.min_sqnr_db == math.inf
+    if reason := has_no_code(module):
+        return [Result(op, backend, "all", target, skipped=reason)]
+    fn, regexes, exact, results = getattr(module, op), expected(module, target), promises_bytes(op), []
     with fake_gpu(target) as compiled:
-        chosen = calls(op, module) if cover is None else covered(calls(op, module, generated=False), fn, cover)
-        for call in chosen:
+        for call in calls(op, module, names):
             result = functools.partial(Result, op, backend, call.case.name, target)
             if call.skipped:
                 results.append(result(skipped=call.skipped))
@@ -96,7 +81,7 @@ def compile_op(op: str, backend: str, target: str, cover: int | None = None) -> 
                 causes = [error, *([error.__cause__] if error.__cause__ else [])]
                 results.append(result(problems=tuple(f"{type(e).__name__}: {e}" for e in causes)))
                 continue
-            wrong = problems(code, expected, [*call.args, *call.kwargs.values()], is_edge(call.case))
+            wrong = problems(code, regexes, [*call.args, *call.kwargs.values()], is_edge(call.case))
             wrong += [f"{c.kernel} has a sum of floats, and promises bytes" for c in code if exact and c.has_float_sum]
             results.append(result(code=tuple(code), problems=tuple(wrong)))
     return results

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,10 @@ def recorded() -> Iterator[list[Launch]]:
         yield launches
 
 
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}"
+
+
 def _recording_triton(launches: list[Launch]) -> Callable[..., None]:
     from triton.runtime.driver import driver
 
@@ -67,7 +72,7 @@ def _recording_triton(launches: list[Launch]) -> Callable[..., None]:
                     numbers.add((name, f"{kind} {attribute}"))
                     if not isinstance(value, int | float):
                         chosen.add((name, str(kind)))
-        launches.append(Launch(self.fn.__qualname__, frozenset(chosen), frozenset(numbers)))
+        launches.append(Launch(_name(self.fn), frozenset(chosen), frozenset(numbers)))
 
     return run
 
@@ -92,17 +97,29 @@ def _recording_helion(launches: list[Launch]) -> Callable[..., None]:
             elif type(value) is int:
                 numbers.add((str(i), "1" if value == 1 else value % 16 == 0))
         chosen |= {("configs", str(self.configs)), ("index", self.settings.index_dtype)}
-        launches.append(Launch(self.fn.__qualname__, frozenset(chosen), frozenset(numbers)))
+        launches.append(Launch(_name(self.fn), frozenset(chosen), frozenset(numbers)))
 
     return call
 
 
 def covering(launches: Sequence[Iterable[Launch]], together: int = 2) -> set[int]:
-    """The places of enough cases, of what each launches: the one that shows most that is missing, again and again."""
-    shown = [set[Hashable]().union(*(launch.shows(together) for launch in case)) for case in launches]
-    missing, enough = set[Hashable]().union(*shown), set[int]()
-    while missing:
-        most = max(range(len(shown)), key=lambda i: len(shown[i] & missing))
-        enough.add(most)
-        missing -= shown[most]
-    return enough
+    """Indices of a greedy cover: repeatedly take the case that adds the most uncovered combinations of options.
+
+    A case is dropped again where the cases taken after it show everything that it shows.
+    """
+    equal = {frozenset(case): i for i, case in reversed([*enumerate(launches)])}  # of equal cases, the first
+    shown = {
+        i: set[Hashable]().union(*(launch.shows(together) for launch in case))
+        for case, i in sorted(equal.items(), key=lambda item: item[1])
+    }
+    taken, left = list[int](), {i: some for i, some in shown.items() if some}
+    while left:
+        most = max(left, key=lambda i: len(left[i]))
+        taken.append(most)
+        left = {i: new for i, some in left.items() if (new := some - shown[most])}
+    times = Counter(itertools.chain.from_iterable(shown[i] for i in taken))
+    for i in tuple(taken):
+        if all(times[one] > 1 for one in shown[i]):
+            taken.remove(i)
+            times.subtract(shown[i])
+    return set(taken)

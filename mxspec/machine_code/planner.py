@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from mxspec.dispatch import kernel_module, reference, refusal
 from mxspec.machine_code.covering import Launch, covering, recorded
-from mxspec.machine_code.fake_gpu import meta
+from mxspec.machine_code.fake_gpu import fake_gpu, meta
 from mxspec.spec import Case
 
 
@@ -27,6 +29,24 @@ def is_edge(case: Case) -> bool:
     return bool(set(case.flags) & {"edge", "generated"})
 
 
+def has_no_code(module: Any) -> str | None:
+    """Why a kernel module has no machine code of its own: it cannot be imported, or its `PTX` says so."""
+    said = module if isinstance(module, str) else getattr(module, "PTX", None)
+    return said if isinstance(module, str) or (isinstance(said, str) and said.startswith("no: ")) else None
+
+
+def expected(module: Any, target: str) -> tuple[str, ...]:
+    """The regular expressions that a kernel module's `PTX` has for a target."""
+    ptx = getattr(module, "PTX", ())
+    if isinstance(ptx, str):
+        raise TypeError(f"{module.__name__}: PTX is a tuple, a dict by target, or a string that begins with 'no: '")
+    return tuple(ptx.get(target, ()) if isinstance(ptx, Mapping) else ptx)
+
+
+def promises_bytes(op: str) -> bool:
+    return reference(op).spec.min_sqnr_db == math.inf
+
+
 @dataclass(frozen=True)
 class Call:
     """A case as it is compiled, or why it is not."""
@@ -37,39 +57,66 @@ class Call:
     skipped: str = ""
 
 
-def calls(op: str, module: Any, generated: bool = True) -> list[Call]:
-    """Every case of an op as its kernel module is called, with the generated cases or without."""
-    return [_call(case, module, generated) for case in reference(op).spec.cases()]
+@functools.cache
+def _on_meta(op: str, generated: bool) -> tuple[Call, ...]:
+    """Every case of an op on meta tensors, made once for all backends and targets."""
+    return tuple(_call(case, generated) for case in reference(op).spec.cases())
 
 
-def _call(case: Case, module: Any, generated: bool) -> Call:
+def _call(case: Case, generated: bool) -> Call:
     if case.raises:
         return Call(case, skipped="is refused")
     if not generated and "generated" in case.flags:  # an op's own cases have every option; tracing these takes minutes
         return Call(case, skipped="is generated, and compiled where all cases are")
-    args, kwargs = [meta(arg) for arg in case.args()], {k: meta(v) for k, v in case.kwargs.items()}
-    reason = module.supports(*args, **kwargs) if hasattr(module, "supports") else None
-    return Call(case, args, kwargs, reason or "")
+    return Call(case, [meta(arg) for arg in case.args()], {name: meta(arg) for name, arg in case.kwargs.items()})
 
 
-def covered(calls: Sequence[Call], fn: Callable[..., Any], together: int) -> list[Call]:
-    """The calls, of which those are skipped that would compile nothing but what others show."""
-    launches = []
-    with recorded() as seen:
-        for call in calls:
-            seen.clear()
-            with contextlib.suppress(Exception):  # it is raised again when the call is compiled
-                fn(*call.args, **call.kwargs) if not call.skipped else None
-            searched = is_searched((*call.args, *call.kwargs.values()), is_edge(call.case))
-            # What has its instructions searched is covered by itself: no other case shows that of its options.
-            launches.append(
-                (*seen, *(dataclasses.replace(one, kernel=f"{one.kernel}, searched") for one in seen if searched))
-            )
+def calls(op: str, module: Any, names: Collection[str] | None = None, generated: bool = True) -> list[Call]:
+    """Every case of an op as its kernel module is called; with `names`, the others are skipped."""
+    supports, shown = getattr(module, "supports", lambda *_, **__: None), "shows no options that other cases do not"
+    chosen = []
+    for call in _on_meta(op, generated and names is None):
+        skipped = call.skipped or supports(*call.args, **call.kwargs)
+        if not skipped and names is not None and call.case.name not in names:
+            skipped = shown
+        chosen.append(dataclasses.replace(call, skipped=skipped or ""))
+    return chosen
+
+
+@functools.cache
+def plan(ops: tuple[str, ...], backend: str, target: str, together: int) -> dict[str, frozenset[str]]:
+    """The cases of each op, by name, that show whatever `together` options of a kernel all cases show (`covering`).
+
+    Ops share kernels. What the cases of one op show of a kernel, no other op shows again where its kernels are checked
+    for the same. Each op shows each of its kernels at least once.
+    """
+    modules = {op: kernel_module(op, backend) for op in ops}  # imported first: `fake_gpu` looks whether Helion is there
+    names, launches = [], []
+    with fake_gpu(target), recorded() as seen:
+        for op, module in modules.items():
+            for call in [] if has_no_code(module) else calls(op, module, generated=False):
+                if not call.skipped:
+                    seen.clear()
+                    with contextlib.suppress(Exception):  # it is raised again when the call is compiled
+                        getattr(module, op)(*call.args, **call.kwargs)
+                    names.append((op, call.case.name))
+                    launches.append(_as_checked(op, call, seen, expected(module, target)))
     enough = covering(launches, together)
-    shown = "shows no options that other cases do not"
+    chosen = [name for i, name in enumerate(names) if i in enough or not launches[i]]
+    return {op: frozenset(name for other, name in chosen if other == op) for op in ops}
+
+
+def _as_checked(op: str, call: Call, launches: Iterable[Launch], ptx: tuple[str, ...]) -> list[Launch]:
+    """The launches of a call, under the name of each check that their machine code has to pass.
+
+    No check shows what another would find. An op by itself is a check that has a kernel for its only trait.
+    """
+    checks, of_op = ["bytes" if promises_bytes(op) else "sums"], [op]
+    if is_searched((*call.args, *call.kwargs.values()), is_edge(call.case)):
+        checks, of_op = [*checks, f"searched for {ptx}"], [*of_op, f"{op}, searched"]
     return [
-        call if call.skipped or i in enough or not launches[i] else dataclasses.replace(call, skipped=shown)
-        for i, call in enumerate(calls)
+        *(dataclasses.replace(one, kernel=f"{one.kernel}, {check}") for one in launches for check in checks),
+        *(Launch(f"{one.kernel}, {check}", frozenset(), frozenset()) for one in launches for check in of_op),
     ]
 
 

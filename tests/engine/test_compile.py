@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from mxspec import dispatch
 from mxspec.dispatch import kernel_module
 from mxspec.machine_code import cli
 from mxspec.machine_code import compile as mx_compile
 from mxspec.machine_code.compile import Result, compile_call, compile_op, kernels, problems
 from mxspec.machine_code.fake_gpu import TARGETS, unavailable
+from mxspec.machine_code.planner import plan
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -40,6 +44,16 @@ def together(backend: str, target: str, module: Any) -> int:
     return 2 if (backend, target) == ("triton", "sm90") else 1
 
 
+@functools.cache
+def planned(backend: str, target: str) -> dict[str, Collection[str]]:
+    """The names of the cases of each op that are compiled."""
+    every: dict[int, list[str]] = {}
+    for op, having in kernels():
+        if having == backend:
+            every.setdefault(together(backend, target, kernel_module(op, backend)), []).append(op)
+    return {op: names for some, ops in every.items() for op, names in plan(tuple(ops), backend, target, some).items()}
+
+
 # What one release of Triton alone keeps in local memory; the others have the same kernels in registers.
 KEPT = {
     ("3.6", "fp8_grouped_gemm_wgrad", "triton", "sm100"): "_tiles keeps 8 bytes a thread in local memory",
@@ -53,7 +67,7 @@ KEPT = {
 @pytest.mark.parametrize(("op", "backend"), kernels())
 def test_machine_code(op: str, backend: str, target: str, monkeypatch) -> None:
     monkeypatch.setattr("builtins._", None, raising=False)  # as a prompt or a doctest does; Helion then knows it
-    results = compile_op(op, backend, target, cover=together(backend, target, kernel_module(op, backend)))
+    results = compile_op(op, backend, target, planned(backend, target)[op])
     kept = KEPT.get((triton.__version__.rpartition(".")[0], op, backend, target))
     wrong = [f"{r.case}: {problem}" for r in results for problem in r.problems if problem != kept]
     assert not wrong, "\n".join(wrong)
@@ -143,7 +157,7 @@ def test_a_sum_of_floats_is_a_problem_where_bytes_are_promised(target: str, monk
         shift(x.new_empty(1024, dtype=torch.float32))
 
     for op, promises_bytes in (("mx_quantize", True), ("mx_gemm", False)):
-        results = compile_op(op, "triton", target, cover=1)
+        results = compile_op(op, "triton", target, names=[next(iter(dispatch.reference(op).spec.cases())).name])
         said = {problem for r in results for problem in r.problems if not r.skipped}
         assert ("_shift has a sum of floats, and promises bytes" in said) == promises_bytes, said
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mxspec import dispatch
 from mxspec.machine_code.covering import Launch, covering, recorded
 from mxspec.machine_code.fake_gpu import fake_gpu, unavailable
-from mxspec.machine_code.planner import calls, covered, is_edge, is_searched
+from mxspec.machine_code.planner import calls, is_edge, is_searched, plan
 
 
 def launch(kernel="kernel", numbers=(), **options):
@@ -30,6 +31,11 @@ def test_every_kernel_and_every_number_counts():
     assert covering([[launch(numbers=[aligned])], [launch(numbers=[aligned])], [launch(numbers=[odd])]]) == {0, 2}
     assert covering([[launch(numbers=[aligned])], [launch(numbers=[odd])]], together=1) == {0}  # it has no options
     assert covering([[launch(a=1)], [launch(a=2)], [launch(a=1), launch(a=2)]]) == {2}
+
+
+def test_a_case_that_the_others_make_superfluous_is_dropped():
+    cases = [[launch(a=1, b=1, c=1, d=1)], [launch(a=1, b=1, e=1)], [launch(c=1, d=1, f=1)]]
+    assert covering(cases, together=1) == {1, 2}
 
 
 @given(st.lists(st.lists(st.tuples(*3 * [st.integers(0, 2)]), max_size=2), max_size=12), st.integers(1, 2))
@@ -67,22 +73,38 @@ def test_what_a_launch_depends_on_is_seen_without_compiling(backend):
     assert seen(77, 96, scale_layout="blocked").numbers != seen(80, 96, scale_layout="blocked").numbers
 
 
+SHARING = ("mx_quantize", "mx_quantize_groups", "mx_quantize_rowcol")
+
+
+def shown(names, together):
+    """What the cases show of each kernel; what those whose instructions are searched show; the kernels of each op."""
+    every, searched, of_op = set(), set(), set()
+    with fake_gpu("sm90"):
+        for op in SHARING:
+            module = dispatch.kernel_module(op, "triton")
+            for call in calls(op, module, names and names[op], generated=False):
+                with recorded() as launches:
+                    getattr(module, op)(*call.args, **call.kwargs) if not call.skipped else None
+                new = set().union(*(one.shows(together) for one in launches))
+                every |= new
+                searched |= new if is_searched(call.args, is_edge(call.case)) else set()
+                of_op |= {(op, one.kernel) for one in launches}
+    return every, searched, of_op
+
+
 @pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 @pytest.mark.parametrize("together", [1, 2])
-def test_options_whose_instructions_are_searched_are_covered_by_cases_that_are_searched(together):
-    from mxspec.triton_kernels import mx_dequantize as module
+def test_ops_that_share_a_kernel_show_together_what_all_their_cases_show(together):
+    names = plan(SHARING, "triton", "sm90", together)
+    assert shown(names, together) == shown(None, together)
+    alone = {op: plan((op,), "triton", "sm90", together)[op] for op in SHARING}
+    assert sum(map(len, names.values())) < sum(map(len, alone.values()))
+    assert all(names.values())
 
-    def shown(some):
-        found = set()
-        for call in some:
-            if not call.skipped and is_searched(call.args, is_edge(call.case)):
-                with recorded() as launches:
-                    module.mx_dequantize(*call.args, **call.kwargs)
-                found |= set().union(*(one.shows(together) for one in launches))
-        return found
 
+@pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
+def test_one_op_by_itself_is_covered_by_less_than_half_of_its_cases():
+    module = dispatch.kernel_module("mx_dequantize", "triton")
     with fake_gpu("sm90"):
-        every = calls("mx_dequantize", module, generated=False)
-        enough = covered(every, module.mx_dequantize, together)
-        assert sum(not call.skipped for call in enough) < sum(not call.skipped for call in every) / 2
-        assert shown(enough) == shown(every) != set()
+        every = [call for call in calls("mx_dequantize", module, generated=False) if not call.skipped]
+    assert len(plan(("mx_dequantize",), "triton", "sm90", 2)["mx_dequantize"]) < len(every) / 2

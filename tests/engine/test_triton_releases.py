@@ -134,10 +134,11 @@ import torch, triton
 from triton.experimental.gluon.language.nvidia import hopper
 from mxspec.machine_code.compile import compile_op
 from mxspec.machine_code.fake_gpu import fake_gpu
+from mxspec.machine_code.planner import plan
 triton.__version__ = "3.99.0"
 del hopper.warpgroup_mma, hopper.fence_async_shared  # as where Gluon is no more what it was
 for op in ("fp8_gemm", "fp8_grouped_gemm_wgrad", "mx_gemm"):
-    results = compile_op(op, "triton", "sm90", 1)
+    results = compile_op(op, "triton", "sm90", plan((op,), "triton", "sm90", 1)[op])
     assert not [r for r in results if r.problems], results
     print({code.kernel for r in results for code in r.code})
 from mxspec.triton_kernels.fp8_gemm import note
