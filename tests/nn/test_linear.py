@@ -39,7 +39,8 @@ def read_back(values: Tensor, axis: int, recipe: Recipe | None, dtype: torch.dty
 
 def dequantized_step(module: nn.Linear, x: Tensor, grad: Tensor) -> list[Tensor]:
     """What the three matmuls are to give: products, in fp64, of operands that were quantized and read back."""
-    x, grad, w, recipe = x.detach(), grad, module.weight.detach(), getattr(module, "recipe", None)
+    x, w = x.detach(), module.weight.detach()
+    recipe = module.recipe if isinstance(module, MXLinear) else None
     value, dy = (
         lambda t, axis, dtype=dtype: read_back(t, axis, recipe, dtype)
         for dtype in (torch.float8_e4m3fn, recipe and recipe.grad_dtype)
