@@ -1,11 +1,11 @@
-"""Which of an op's cases are enough where each combination of options costs a compilation.
+"""Which cases are enough to compile, when every combination of options costs a compilation.
 
-A kernel is compiled anew for every combination of its constants and dtypes. What breaks one of them breaks, as a rule,
-each in which the same one or two options meet. So a covering of an op's cases shows, of each of its kernels, every
-value of every option that any case has, shipped configurations included. A covering of two options at a time also shows
+A kernel is compiled anew for every combination of its constants and dtypes. A fault in one combination is, as a rule, a
+fault of one or two of its options, and shows wherever they meet. So a covering of the cases has, for each kernel, every
+value of every option that any case has, shipped configurations included. A covering of two options at a time also has
 every two values that meet in any case, and each divisibility of a number and each alignment of a tensor by itself.
 
-What a launch depends on is asked of the frameworks, before they compile: nothing here names an op or an option.
+The frameworks say what a launch depends on before they compile it: nothing here names an op or an option.
 """
 
 from __future__ import annotations
