@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec import dispatch, interpreter
+from mxspec import dispatch, interpreters
 
 
 def start() -> torch.device:
@@ -37,7 +37,7 @@ def start() -> torch.device:
         raise RuntimeError("start: triton was imported before, to compile; call start() first, in a fresh process")
     os.environ.pop("HELION_INTERPRET", None)
     os.environ["TRITON_INTERPRET"] = "1"
-    interpreter.install()
+    interpreters.install()
     return torch.device("cpu")
 
 

@@ -14,14 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mxspec import dispatch, interpreter, rules
+from mxspec import dispatch, interpreters, rules
 from mxspec.check import _behaviour
 from mxspec.check._answers import quietly, returned_problem, shared
 from mxspec.check._compare import difference, form_difference, magnitudes_of, minus_zero_problem
 from mxspec.check._memory import changed, embedded, memory_of_inputs, on_device, poisoned, strayed, tensors_of
 from mxspec.spec import Case, answer_of
 
-interpreter.install()  # a stranger's Triton kernel is interpreted as rightly as our own
+interpreters.install()  # a stranger's Triton kernel is interpreted as rightly as our own
 
 Candidate = str | Callable[..., Any]  # a backend's name, or a function with the op's signature
 Status = Literal["passed", "failed", "skipped", "missing"]  # missing: a program left no result beside the vectors

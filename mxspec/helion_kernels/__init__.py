@@ -6,10 +6,10 @@ dimension a tile; with TRITON_INTERPRET=1 the Triton code that Helion generates 
 
 import os
 
-from mxspec import interpreter
+from mxspec import interpreters
 
 INTERPRETERS = ("HELION_INTERPRET", "TRITON_INTERPRET")
 
-interpreter.install()
+interpreters.install()
 if os.environ.get("HELION_INTERPRET") == "1":
-    interpreter.multiply_fp8_as_fp32()
+    interpreters.multiply_fp8_as_fp32()

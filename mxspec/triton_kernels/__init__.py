@@ -3,8 +3,8 @@
 With TRITON_INTERPRET=1, set before this package is imported, they run on CPU tensors.
 """
 
-from mxspec import interpreter
+from mxspec import interpreters
 
 INTERPRETERS = ("TRITON_INTERPRET",)
 
-interpreter.install()
+interpreters.install()

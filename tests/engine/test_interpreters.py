@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from mxspec.interpreter import fused_multiply_add
+from mxspec.interpreters import fused_multiply_add
 
 
 def rounded_once(x, y, z):
@@ -44,9 +44,9 @@ def test_special_values():
 
 MASK = """
 import torch, triton, triton.language as tl
-from mxspec import interpreter
+from mxspec import interpreters
 
-interpreter.install()
+interpreters.install()
 
 @triton.jit
 def fill(out, wanted, N: tl.constexpr):
