@@ -7,9 +7,10 @@ dimension a tile; with TRITON_INTERPRET=1 the Triton code that Helion generates 
 import os
 
 from mxspec import interpreters
+from mxspec.interpreters.accelerations import multiply_fp8_as_fp32
 
 INTERPRETERS = ("HELION_INTERPRET", "TRITON_INTERPRET")
 
 interpreters.install()
 if os.environ.get("HELION_INTERPRET") == "1":
-    interpreters.multiply_fp8_as_fp32()
+    multiply_fp8_as_fp32()

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from mxspec.interpreters import fused_multiply_add
+from mxspec.interpreters.corrections import fused_multiply_add
 
 
 def rounded_once(x, y, z):

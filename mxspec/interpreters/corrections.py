@@ -1,0 +1,86 @@
+"""Where Triton's interpreter computes wrong bits, it is given the right ones.
+
+What was found in Triton 3.6 to 3.9, in `triton/runtime/interpreter.py`:
+
+- Its float conversion loses the carry of a rounding: the fp32 31.4 becomes the e4m3 16.
+- Its float conversion breaks ties away from even, and widens bfloat16 subnormals, Inf and NaN wrongly.
+- Its fused multiply-add rounds twice.
+- Its comparisons give the type of the operands. Triton 3.9 then refuses a comparison of two numbers as a mask.
+- Triton 3.6 takes an array of one element for a number, which numpy 2.4 refuses.
+- It computes with numpy. Numpy warns of Inf and NaN, of which a GPU says nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from mxspec.formats import E4M3FN, E5M2
+
+_TORCH = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+_FP8_MAX = {fmt.dtype: fmt.max for fmt in (E4M3FN, E5M2)}
+_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def correct(interpreter: Any) -> None:
+    """Replace what `triton.runtime.interpreter` computes wrongly."""
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    triton_convert_float = interpreter._convert_float
+    triton_patch_lang_tensor = interpreter._patch_lang_tensor
+
+    def convert_float(values: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
+        from_dtype, to_dtype = _TORCH.get(str(source)), _TORCH.get(str(target))
+        if from_dtype is None or to_dtype is None:
+            return triton_convert_float(values, source, target, rounding_mode)
+        x = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8)).view(from_dtype).to(torch.float32)
+        if to_dtype in _FP8_MAX:  # cvt.rn.satfinite saturates, Inf included, and keeps NaN; clamp does the same
+            x = x.clamp(-_FP8_MAX[to_dtype], _FP8_MAX[to_dtype])
+        out = x.to(to_dtype).view(torch.uint8).numpy()
+        return out.view(_NUMPY[to_dtype.itemsize]).reshape(values.shape)
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        values = fused_multiply_add(x.data, y.data, z.data) if x.data.dtype == np.float32 else x.data * y.data + z.data
+        return interpreter.TensorHandle(values, z.dtype.scalar)
+
+    def comparing(create: Any) -> Any:
+        def compare(self: Any, lhs: Any, rhs: Any) -> Any:
+            return interpreter.TensorHandle(create(self, lhs, rhs).data, interpreter.tl.int1)
+
+        return compare
+
+    def patch_lang_tensor(tensor: Any, *scope: Any) -> None:
+        triton_patch_lang_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._convert_float = convert_float
+    interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter.InterpreterBuilder.create_fma = create_fma
+    for name, create in vars(interpreter.InterpreterBuilder).copy().items():
+        if name.startswith(("create_icmp", "create_fcmp")):
+            setattr(interpreter.InterpreterBuilder, name, comparing(create))
+
+
+def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """`x * y + z` of fp32, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd there, towards the neighbour whose last bit is set: that
+    bit then stands for all that was lost, and the rounding to fp32 is the only one.
+    """
+    with np.errstate(all="ignore"):
+        product, z = x.astype(np.float64) * y, z.astype(np.float64)
+        total = product + z
+        part = total - product
+        lost = (product - (total - part)) + (z - part)
+        bits = np.ascontiguousarray(total).view(np.int64)
+        even = (lost != 0) & np.isfinite(lost) & (bits & 1 == 0)
+        odd = bits + np.where(even, np.where((lost > 0) == (total > 0), 1, -1), 0)
+        return odd.view(np.float64).astype(np.float32)
