@@ -212,7 +212,7 @@ def contenders(case: Case, M: int, wgrad: bool, names: list[str], inputs: list[t
         adapter = peers.ADAPTERS["fp8_gemm"][label]
         calls[label] = (partial(adapter, **case.kwargs), [adapter.prepare(*args) for args in inputs])
     if wgrad:  # its kernel alone, on outputs that are not zeroed first: only for its time, and never right
-        calls["DeepGEMM without its zeros"] = (peers.deep_gemm_onto_anything, calls["DeepGEMM"][1])
+        calls["DeepGEMM without its zeros"] = (peers.deepgemm.onto_anything, calls["DeepGEMM"][1])
     for name, (call, sets) in calls.items():
         try:
             found.append(Contender(name, call, sets))

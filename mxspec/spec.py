@@ -144,7 +144,7 @@ def spec(
         min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB, or one for each
             dtype of an output; `inf`, the default, means equal bytes, with NaN compared as a class.
         bytes_moved, flops: of one call, from its arguments and outputs; for the benchmarks.
-        peer_rules: the section of `vectors/peers.json` with blocks for this op; `mxspec.rules` has what peers do.
+        peer_rules: the section of `rules/peers.json` with blocks for this op; `mxspec.rules` has what peers do.
         gradient: how gradients flow; without it, asking for one raises.
         inf_is_free: whether an output that an Inf among the operands reaches may be Inf of either sign or NaN.
     """

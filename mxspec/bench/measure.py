@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,16 +24,17 @@ from mxspec.bench.record import Entry, Kind, Operands, Race
 from mxspec.bench.timing import MATMUL, MEMORY, Contender, baselines, bytes_of_call, input_sets, race
 from mxspec.spec import Case, Reference, Spec
 
-PEERS = Path(__file__).parents[2] / "benchmarks" / "peers.py"  # in a checkout; a wheel leaves it out
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers" / "__init__.py"  # in a checkout; a wheel leaves it out
 
 
 @functools.cache
 def load_peers(path: Path = PEERS) -> ModuleType:
-    """The file of adapters to other libraries' kernels."""
+    """The adapters to other libraries' kernels."""
     spec = importlib.util.spec_from_file_location("mxspec_peers", path)
     if not path.exists() or spec is None or spec.loader is None:
-        raise ValueError(f"bench: --peers needs {path}, which is in a checkout of the repository")
+        raise ValueError(f"bench: --peers needs {path.parent}, which is in a checkout of the repository")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its files find the package
     spec.loader.exec_module(module)
     return module
 

@@ -4,7 +4,7 @@
 A peer is a file of this folder, and its ops are the functions in it that are named like ours. Each file says as
 
 - `NAME` what the peer is called,
-- `RECORDED` which entries of `vectors/peers.json` it gives back bit for bit, and with which options,
+- `RECORDED` which entries of `rules/peers.json` it gives back bit for bit, and with which options,
 - `SOURCE_DIFFERS`, where it does, on which blocks an entry that was transcribed, not run, is not what the source says.
 
 A default is the peer's own where it has one rule only. What a peer does not do raises NotImplementedError, or
@@ -90,7 +90,7 @@ def _one_each(names: list[str]) -> list[str]:
 
 
 def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Whose rule a quantizer follows: on a call's own inputs, and on the probe blocks of `vectors/peers.json`.
+    """Whose rule a quantizer follows: on a call's own inputs, and on the probe blocks of `rules/peers.json`.
 
     One sentence: whoever explains both is named alone, otherwise who explains which.
     """

@@ -1,4 +1,4 @@
-"""What peers' code gave on probe blocks: `vectors/peers.json`, read into tensors.
+"""What peers' code gave on probe blocks: `rules/peers.json`, read into tensors.
 
 Section `mx` has, per block and element format, `name|format`, the fp32 bits of element 0 and the next elements; section
 `blk`, FP8 with 128-blocks of e4m3fn, the first elements; the rest are 0. Both have, per peer and rule, the stored scale
@@ -41,8 +41,8 @@ class Probe:
 
 @functools.cache
 def load() -> dict[str, Any]:
-    """The whole of `vectors/peers.json`."""
-    return json.loads((files("mxspec") / "vectors" / "peers.json").read_text())
+    """The whole of `rules/peers.json`."""
+    return json.loads((files("mxspec") / "rules" / "peers.json").read_text())
 
 
 def probes(section: str, elem_dtype: torch.dtype | str = torch.float8_e4m3fn) -> list[Probe]:

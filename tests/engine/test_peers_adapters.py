@@ -1,4 +1,4 @@
-"""benchmarks/peers.py, without any of the libraries: what the bench relies on."""
+"""benchmarks/peers/, without any of the libraries: what the bench relies on."""
 
 import inspect
 import sys
@@ -9,9 +9,9 @@ import torch
 
 import mxspec
 from mxspec import check, dispatch
-from tests.helpers import ROOT, module_of
+from mxspec.bench.measure import load_peers
 
-peers = module_of(ROOT / "benchmarks" / "peers.py")
+peers = load_peers()
 
 ALWAYS_THERE = {"torch", "mxspec"}
 EACH = [(op, label) for op, adapters in peers.ADAPTERS.items() for label in adapters]
@@ -51,7 +51,7 @@ def test_a_library_that_does_not_load_is_absent(tmp_path, monkeypatch):
     (tmp_path / "broken_library.py").write_text("raise OSError('libsomething.so.13: no such file')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match=r"broken_library is installed and does not load: OSError: libsomething"):
-        peers._version("broken_library")
+        peers._common.version_of("broken_library")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_first_tuning_races_every_configuration_and_later_ones_the_best_four
     pytest.importorskip("triton.runtime._async_compile")
     kernel = Kernel()
     for _ in range(3):
-        assert peers._tuned(kernel, lambda: kernel.run(grid=(1,), warmup=False)) == "ran"
+        assert peers.torchao._tuned(kernel, lambda: kernel.run(grid=(1,), warmup=False)) == "ran"
     assert (kernel.compiled, kernel.raced) == (6, ["abcdef", "fedc", "fedc"])
 
 

@@ -27,7 +27,7 @@ if reason := unavailable():
 
 import triton
 
-from mxspec.triton_kernels import _limits
+from mxspec.bench import limits
 from mxspec.triton_kernels.hopper import releases
 
 ROOT = Path(mxspec.__file__).parents[1]
@@ -122,8 +122,8 @@ def test_every_launch_says_whether_sums_are_fused(monkeypatch):
             assert not exact or set().union(*said.values()) <= {False}, f"{op}: {said}"
             said = {name: before.get(name, set()) | said.get(name, set()) for name in before | said}
     with fake_gpu("sm90"), mock.patch.object(JITFunction, "run", run):
-        _limits.copy(torch.empty(64, device="meta"))
-        _limits.bare_cast(torch.empty(64, device="meta"))
+        limits.copy(torch.empty(64, device="meta"))
+        limits.bare_cast(torch.empty(64, device="meta"))
     sums = {"fp8_gemm_sm90", "mx_gemm_sm90", "_tiles", "_marked_tiles", "_flagged_tiles"}
     assert said.keys() >= {*sums, "mx_values", "_bf16_values", "_prepare", "_bare_cast", "_copy"}
     assert {name: {name in sums} for name in said} == said

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels.common.launch import UNFUSED
+from mxspec import interpreters
+
+interpreters.install()
 
 CAST = {"BLOCK": 2048, "num_warps": 2}
 COPY = {"BLOCK": 4096, "num_warps": 4}  # bytes
@@ -28,7 +30,7 @@ def _copy(x, out, n, BLOCK: tl.constexpr):
 def bare_cast(x: Tensor) -> Tensor:
     """Cast a contiguous tensor to float8_e4m3fn."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    _bare_cast[(-(-x.numel() // CAST["BLOCK"]),)](x, out, x.numel(), **CAST, **UNFUSED)
+    _bare_cast[(-(-x.numel() // CAST["BLOCK"]),)](x, out, x.numel(), **CAST, enable_fp_fusion=False)
     return out
 
 
@@ -40,5 +42,5 @@ def copy(x: Tensor) -> Tensor:
     """
     out = torch.empty_like(x)
     source, target = (t.view(-1).view(torch.uint8) for t in (x, out))
-    _copy[(-(-source.numel() // COPY["BLOCK"]),)](source, target, source.numel(), **COPY, **UNFUSED)
+    _copy[(-(-source.numel() // COPY["BLOCK"]),)](source, target, source.numel(), **COPY, enable_fp_fusion=False)
     return out
