@@ -65,38 +65,57 @@ def pairwise(
     def chosen(picked: dict[str, int]) -> Choice:
         return {name: values[name][picked[name]] for name in names if name in picked}
 
-    def completed(picked: dict[str, int], turn: int, seeing: bool) -> dict[str, int] | None:
+    def completed(picked: dict[str, int], part: Choice, bits: int, turn: int, seeing: bool) -> dict[str, int] | None:
         """The choice with a value for every dimension, or None where no value fits one of them."""
         name = next((name for name in names if name not in picked), None)
         if name is None:
             return picked
         left[0] -= 1
-        size, has = len(values[name]), sum(1 << first[other] + i for other, i in picked.items())
-        turned = [(i + turn) % size for i in range(size)]  # equally good values take turns
-        for i in sorted(turned, key=lambda i: -(unmet[first[name] + i] & has).bit_count()):
+        size, start = len(values[name]), first[name]
+        met = [-(missing & bits).bit_count() for missing in unmet[start : start + size]]
+        # equally good values take turns
+        for i in sorted(((i + turn) % size for i in range(size)), key=met.__getitem__):
             if left[0] < 0:
                 return None  # there may be a choice; to find it would take every combination of what comes before
-            tried = {**picked, name: i}
-            if fits(chosen(tried), seeing) and (found := completed(tried, turn + 1, seeing)):
-                return found
+            grown, grown_bits = {**part, name: values[name][i]}, bits | 1 << start + i
+            if fits(grown, grown_bits, seeing):
+                found = completed({**picked, name: i}, grown, grown_bits, turn + 1, seeing)
+                if found:
+                    return found
         return None
 
     left = [0]  # dimensions that the search for one choice may still decide
 
-    def searched(start: dict[str, int], turn: int, seeing: bool) -> dict[str, int] | None:
-        left[0] = _MOST_DECISIONS
-        return completed(start, turn, seeing)
+    can_be, is_blind = dict[int, bool](), dict[int, bool]()  # by the bits of a choice: searches meet the same parts
 
-    def fits(choice: Choice, seeing: bool) -> bool:
-        return possible(choice) and not (seeing and blind(choice))
+    def fits(part: Choice, bits: int, seeing: bool) -> bool:
+        if bits not in can_be:
+            can_be[bits] = possible(part)
+        if not can_be[bits] or not seeing:
+            return can_be[bits]
+        if bits not in is_blind:
+            is_blind[bits] = blind(part)
+        met_blind[0] |= is_blind[bits]
+        return not is_blind[bits]
+
+    met_blind = [False]  # whether a search has left a choice out because it is blind
+
+    def searched(start: dict[str, int], turn: int) -> tuple[bool, dict[str, int] | None]:
+        """The first choice found, and whether it was looked for among those that see."""
+        part, bits = chosen(start), sum(1 << first[name] + i for name, i in start.items())
+        for seeing in (True, False):
+            left[0], met_blind[0] = _MOST_DECISIONS, False
+            if fits(part, bits, seeing) and (picked := completed(start, part, bits, turn, seeing)):
+                return seeing, picked
+            if not met_blind[0]:
+                break  # the other search would be the same
+        return False, None
 
     wanted = [tuple((name, values[name].index(value)) for name, value in part.items()) for part in also]
     for turn, part in enumerate([*wanted, *order]):
         if turn >= len(wanted) and have_met(part):
             continue
-        start = dict(part)
-        tries = ((seeing, searched(start, turn, seeing)) for seeing in (True, False) if fits(chosen(start), seeing))
-        seeing, picked = next(((seeing, picked) for seeing, picked in tries if picked), (False, None))
+        seeing, picked = searched(dict(part), turn)
         if turn >= len(wanted):
             meet(part)
         if picked is None:
