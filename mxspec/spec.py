@@ -196,8 +196,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     torch.randn takes logarithms and cosines, whose last bits differ from one kind of CPU to another.
     """
     bits = torch.randint(0, 2**63 - 1, shape, generator=torch.Generator().manual_seed(seed))
-    total = (bits & 0x1FFFFF) + ((bits >> 21) & 0x1FFFFF) + (bits >> 42)
-    return (total - 3 * 2**20).to(torch.float32) * 2.0**-20
+    total = (bits & 0x1FFFFF).add_((bits >> 21).bitwise_and_(0x1FFFFF)).add_(bits >> 42)
+    return total.sub_(3 * 2**20).to(torch.float32).mul_(2.0**-20)
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

@@ -175,6 +175,9 @@ def _codes(t: Tensor) -> Iterator[str]:
     if fmt.per_byte > 1:
         bits = torch.stack([bits & 15, bits >> 4])
     sign = 1 << (fmt.bits - 1)
+    if ((bits & (sign - 1)) == 0).all(-1).any():
+        yield "row of zeros"
+    bits = bits.flatten().bincount().nonzero()  # each code once
     largest, magnitude = fmt.largest_code, bits & (sign - 1)
     kinds = {
         "NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits < sign),
@@ -186,8 +189,6 @@ def _codes(t: Tensor) -> Iterator[str]:
         "largest": magnitude == largest,
     }
     yield from (kind for kind, where in kinds.items() if where.any())
-    if (magnitude == 0).all(-1).any():
-        yield "row of zeros"
 
 
 def _floats(name: str, t: Tensor) -> Iterator[Fact]:
