@@ -35,7 +35,7 @@ from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
 from mxspec.reference.unpad_token_groups import unpad_token_groups
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Every reference imported above becomes the public op of its name: the same call, behind the switch.
 globals().update({name: _dispatch.op(globals()[name]) for name in _dispatch.ops()})
