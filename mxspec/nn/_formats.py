@@ -80,6 +80,10 @@ class Format:
         """Whether x's codes along the tokens are kept for wgrad; else x itself is."""
         return True
 
+    def reads_once(self, offs: Tensor | None) -> bool:
+        """Whether one op makes the codes of both directions."""
+        return False
+
     def activations(self, x: Tensor, offs: Tensor | None, weight_needs_grad: bool) -> Tokens:
         """What the forward reads of x, and what wgrad will."""
         along_tokens = torch.is_grad_enabled() and weight_needs_grad and self.saves_codes(offs)
@@ -134,6 +138,9 @@ class MX(Format):
 
     def saves_codes(self, offs: Tensor | None) -> bool:
         return not self.recipe.wgrad_bf16
+
+    def reads_once(self, offs: Tensor | None) -> bool:
+        return offs is None
 
 
 class FP8Blocks(Format):

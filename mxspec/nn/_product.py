@@ -59,11 +59,14 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,), (offs, x, codes, scale, codes_t, scale_t) = gradients, kept(ctx)
         by, (dgrad, wgrad), grad_x, grad_w = ctx.by, ctx.needs_input_grad[:2], None, None
-        rows, columns = by.tokens(grad_out, offs, by.recipe.grad_dtype, dgrad, wgrad and not by.recipe.wgrad_bf16)
+        elem_dtype, for_wgrad = by.recipe.grad_dtype, wgrad and not by.recipe.wgrad_bf16
+        # Codes for wgrad are made after dgrad, to keep both out of memory at once, unless one read makes both.
+        rows, columns = by.tokens(grad_out, offs, elem_dtype, dgrad, for_wgrad and by.reads_once(offs))
         if dgrad:
             grad_x = by.gemm(rows, codes_t, scale_t, offs, grad_out.shape[0], ctx.x_dtype)
         rows = None  # its memory serves wgrad
-        if columns is not None:
+        if for_wgrad:
+            columns = columns or by.tokens(grad_out, offs, elem_dtype, False, True).columns
             x_columns = Operand(codes, scale)
             if codes is None:
                 x_columns = by.tokens(x, offs, torch.float8_e4m3fn, False, True).columns
