@@ -1,9 +1,9 @@
-"""What the layers' autograd functions share: they have a first derivative only, and one backend for all their runs.
+"""What the layers' autograd functions share: a first derivative only, and one backend for the forward and the backward.
 
 Checkpointing runs a forward again within the backward, on a thread that may see no with-block. `backend_now` gives that
-run the backend of the layer's latest forward. That is a guess where a layer ran under several backends. So each
-function saves the index of its backend as a tensor: checkpointing then keeps that of the second run, and the backward
-compares it to that of the first.
+run the backend of the layer's latest forward. This is a guess if the layer ran under several backends. So each function
+saves the index of its backend as a tensor. Checkpointing replaces that tensor by the one of the second run, and the
+backward compares it to the backend of the first run.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def backend_now(owner: object) -> str | None:
 def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Make checkpointing run a forward again by the backend that it had: a `context_fn` for `use_reentrant=False`.
 
-    A layer that is run again takes the backend of its latest forward; `mx_grouped_mm` and `fp8_grouped_mm` take that
-    of the latest call with these weights. So this is needed only where these differ from what the checkpointed forward
-    had. Without it, the backward then raises. With `use_reentrant=True` nobody can tell, and nothing raises.
+    Without it, a layer that runs again takes the backend of its latest forward; `mx_grouped_mm` and `fp8_grouped_mm`
+    take the backend of their latest call with the same weights. If the checkpointed forward had another backend, the
+    backward raises. With `use_reentrant=True` the difference cannot be seen, and nothing raises.
 
     Example:
         >>> from mxspec.nn import MXLinear
@@ -54,7 +54,7 @@ def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class _Block:
-    """`use_backend`, which is constructed where it is entered: constructed, it is a choice for the process."""
+    """`use_backend` that is constructed only when it is entered: its constructor already chooses for the process."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -69,16 +69,16 @@ class _Block:
 
 
 def keep(ctx: Any, x: Tensor, w: Tensor, name: str, backend: str | None, *tensors: Tensor | None) -> None:
-    """Save tensors for the backward of a function of x and w, called for the layer of that name."""
+    """Save tensors for the backward of a function of x and w; the layer's name is for errors."""
     ctx.name, ctx.backend = name, backend
     if not torch.compiler.is_compiling():
         ctx.varies_outside = _outside(x).requires_grad, _outside(w).requires_grad
-    run_by = None if backend is None else torch.tensor(_CHOICES.index(backend), device="cpu")
+    run_by = None if backend is None else _INDEX[backend]
     ctx.save_for_backward(*tensors, run_by)
 
 
 def kept(ctx: Any) -> tuple[Any, ...]:
-    """What `keep` saved, or what a second run of the forward did."""
+    """The tensors that `keep` saved, in the forward or in its second run."""
     *tensors, run_by = ctx.saved_tensors
     if torch.compiler.is_compiling() or type(run_by) is not Tensor:  # a fake tensor has no value
         return tuple(tensors)
@@ -91,28 +91,28 @@ def kept(ctx: Any) -> tuple[Any, ...]:
 
 
 def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """A backward whose results raise when they are differentiated; the first two are the gradients of x and of w.
+    """A backward whose results raise when they are differentiated. The first two results are grad_x and grad_w.
 
-    torch's `once_differentiable` does not see that the gradient of x depends on w, nor that of w on x.
+    torch's `once_differentiable` does not see that grad_x depends on w, and grad_w on x.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling():  # PyTorch itself refuses the second derivative of what it compiled
+        if torch.compiler.is_compiling():  # PyTorch itself refuses the second derivative of a compiled function
             return backward(ctx, *gradients)
         if (transforms := len(torch._C._functorch.get_interpreter_stack() or ())) > 1:
             raise RuntimeError(_refusal(ctx.name))  # one transform of torch.func within another
         with torch.no_grad():
-            of_x, of_w, *rest = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():  # it is, where create_graph=True, and always within torch.func
-            return of_x, of_w, *rest
+            grad_x, grad_w, *rest = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():  # it is enabled with create_graph=True, and always within torch.func
+            return grad_x, grad_w, *rest
         x_varies, w_varies = ctx.varies_outside if transforms else ctx.needs_input_grad[:2]
         varies = any(_outside(gradient).requires_grad for gradient in gradients)
-        return (
-            of_x if of_x is None or not (varies or w_varies) else _Underivable.apply(of_x, _NEEDS_GRADIENT, ctx.name),
-            of_w if of_w is None or not (varies or x_varies) else _Underivable.apply(of_w, _NEEDS_GRADIENT, ctx.name),
-            *rest,
-        )
+        if grad_x is not None and (varies or w_varies):
+            grad_x = _Underivable.apply(grad_x, _NEEDS_GRADIENT, ctx.name)
+        if grad_w is not None and (varies or x_varies):
+            grad_w = _Underivable.apply(grad_w, _NEEDS_GRADIENT, ctx.name)
+        return grad_x, grad_w, *rest
 
     return wrapper
 
@@ -124,11 +124,12 @@ def _outside(x: Tensor) -> Tensor:
 
 
 with torch.inference_mode(False):
+    _INDEX = {name: torch.tensor(index, device="cpu") for index, name in enumerate(_CHOICES)}
     _NEEDS_GRADIENT = torch.empty(0, device="cpu", requires_grad=True)
 
 
 class _Underivable(torch.autograd.Function):
-    """The same values, of which autograd knows that they depend on something, and not how."""
+    """The same values. Autograd knows that they depend on something, but has no derivative."""
 
     @staticmethod
     def forward(gradient: Tensor, needs_gradient: Tensor, name: str) -> Tensor:

@@ -24,8 +24,6 @@ from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.nn.recipe import Recipe
 
 _SCALE_LAYOUT = "plain"  # what mx_gemm's kernels on Hopper read; cuBLAS wants `blocked`
-# What N and K are multiples of. bfloat16's is that of mxfp8, for a model to change between the two.
-BLOCK_SIZES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_BLOCK_SIZE, "bf16": MX_BLOCK_SIZE}
 
 
 class Operand(NamedTuple):

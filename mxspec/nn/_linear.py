@@ -18,9 +18,8 @@ from mxspec.nn._checks import (
     check_sizes,
     check_tensors,
 )
-from mxspec.nn._formats import BLOCK_SIZES
 from mxspec.nn._product import product
-from mxspec.nn.recipe import Recipe
+from mxspec.nn.recipe import BLOCK_SIZES, Recipe
 
 
 class QuantizedLinear(QuantizesWeights, nn.Linear):

@@ -19,10 +19,9 @@ from mxspec.nn._checks import (
     check_sizes,
     check_tensors,
 )
-from mxspec.nn._formats import BLOCK_SIZES
 from mxspec.nn._product import grouped_product
 from mxspec.nn.grouped_mm import check_offs
-from mxspec.nn.recipe import Recipe, recipe_of
+from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
 
 
 class GroupedExperts(QuantizesWeights):

@@ -14,9 +14,9 @@ from mxspec.nn._checks import (
     check_parameters,
     check_tensors,
 )
-from mxspec.nn._formats import BLOCK_SIZES, format_of
+from mxspec.nn._formats import format_of
 from mxspec.nn._product import grouped_product
-from mxspec.nn.recipe import Recipe, recipe_of
+from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
 
 _NAMES = {"mxfp8": "mx_grouped_mm", "fp8_128": "fp8_grouped_mm"}
 

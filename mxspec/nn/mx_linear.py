@@ -28,8 +28,8 @@ class MXLinear(QuantizedLinear):
         in_features, out_features: K and N, multiples of 32.
         bias: whether there is one; it is added to the rounded product.
         device, dtype: of the parameters; bfloat16 or float32.
-        recipe: an mxfp8 `Recipe` or its name. With `wgrad_bf16` the gradient of the weight is a bfloat16 matmul of dO
-            and x, rounded to bfloat16, and x itself is kept.
+        recipe: an mxfp8 `Recipe` or its name. With `wgrad_bf16` the gradient of the weight is a bfloat16 matmul of
+            grad_out and x, rounded to bfloat16, and x itself is saved.
 
     Shapes:
         x: `(..., K)`, bfloat16 or float32, any number of tokens; under autocast it is cast as `nn.Linear` would.

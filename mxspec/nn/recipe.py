@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mxspec.formats import FP8_DTYPES, SCALINGS
+from mxspec.formats import FP8_BLOCK_SIZE, FP8_DTYPES, MX_BLOCK_SIZE, SCALINGS
 
-FORMATS = ("mxfp8", "fp8_128", "bf16")
+# By format, what N and K are multiples of. That of bf16 is mxfp8's, so that a model can change between the two.
+BLOCK_SIZES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_BLOCK_SIZE, "bf16": MX_BLOCK_SIZE}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Recipe:
     wgrad_bf16: bool = False
 
     def __post_init__(self) -> None:
-        for what, value, known in (("format", self.format, FORMATS), ("scaling", self.scaling, SCALINGS)):
+        for what, value, known in (("format", self.format, BLOCK_SIZES), ("scaling", self.scaling, SCALINGS)):
             if value not in known:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
         if self.grad_dtype not in FP8_DTYPES:
