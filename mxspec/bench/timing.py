@@ -7,10 +7,12 @@ of 0xFF, and again of 0x5A, and after it was timed once more: a launch that skip
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +47,18 @@ MEMORY = Pace(0.1, 6_000, 4_000)
 # needs is what the next one finds: right after bfloat16 it reads up to 10% slow, and after 80 ms still some. So each
 # first runs into its own.
 MATMUL = Pace(0, 120_000, 20_000, settle_us=200_000, rounds=3)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """An earlier race's graph that is collected during a capture would invalidate the capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Contender:
@@ -86,7 +100,7 @@ class Contender:
         # Small calls are repeated, so that what a replay itself takes does not show.
         once = self.in_place or inputs[0][0].numel() >= 2**26
         self.calls = len(inputs) * (1 if once else max(1, 32 // len(inputs)))
-        with torch.cuda.graph(self.graph):
+        with _without_garbage_collection(), torch.cuda.graph(self.graph):
             self.outputs = [self._run(inputs[i % len(inputs)]) for i in range(self.calls)]
 
     def _run(self, args: tuple[Any, ...]) -> Outputs:

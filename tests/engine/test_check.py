@@ -44,7 +44,7 @@ def test_a_wrong_byte_is_named():
     assert result.status == "failed"
     assert "1 of 32 elements differ, first at [0, 31]: got " in result.message
     assert "block [0, 0:32]" in result.message
-    assert result.message.endswith("check --op mx_quantize test_check:off_by_one --case 'one block'")
+    assert result.message.endswith("check --op mx_quantize tests.engine.test_check:off_by_one --case 'one block'")
 
 
 def high_nibble_first(x, **kwargs):

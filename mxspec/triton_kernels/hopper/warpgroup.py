@@ -93,13 +93,18 @@ class Output:
         else:
             tma.store_wait(0)  # this buffer is left out, and the next one's turn comes sooner
             if row < end:
-                r = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-                c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-                at = self.pointer + ((above + r).to(gl.int64) * self.stride)[:, None] + c[None, :]
-                there = (r < end)[:, None] & (c < self.N)[None, :]
-                if self.ACCUMULATE:
-                    acc += gl.load(at, mask=there, other=0.0)
-                gl.store(at, acc.to(self.pointer.dtype.element_ty), mask=there)
+                self.write_part(above, row, end, column, acc)
+
+    @gluon.jit
+    def write_part(self, above, row, end, column, acc):
+        """`write_rows` by plain stores, element by element."""
+        r = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+        c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        at = self.pointer + ((above + r).to(gl.int64) * self.stride)[:, None] + c[None, :]
+        there = (r < end)[:, None] & (c < self.N)[None, :]
+        if self.ACCUMULATE:
+            acc += gl.load(at, mask=there, other=0.0)
+        gl.store(at, acc.to(self.pointer.dtype.element_ty), mask=there)
 
     @gluon.jit
     def write_turned(self, row, column, acc, buffer):

@@ -89,7 +89,11 @@ def _multiply(
         else:
             if GROUPED == "K":
                 above = expert * scheduler.M
-            out.write_rows(above, row + first, row_end, column, acc, WARPGROUP)
+            row += first
+            if row + 64 <= row_end:
+                out.write(above + row, column, acc, WARPGROUP)
+            else:  # Triton 3.6 compiles no second `if` around these stores where M is 1
+                out.write_part(above, row, row_end, column, acc)
     tma.store_wait(0)
 
 
