@@ -23,7 +23,8 @@ class Pipeline:
     def stages(self, i):
         """The stages of the block before i, of block i, and of the block after it."""
         n: gl.constexpr = self.NUM_STAGES
-        return (i + n - 1) % n, i % n, (i + 1) % n
+        stage, before, after = i % n, (i + n - 1) % n, (i + 1) % n
+        return before, stage, after
 
     @gluon.jit
     def wait_empty(self, i):
@@ -33,9 +34,9 @@ class Pipeline:
         return stage
 
     @gluon.jit
-    def wait_full(self, i):
-        """Wait until block i may be read."""
-        mbarrier.wait(self.full.index(i % self.NUM_STAGES), i // self.NUM_STAGES & 1)
+    def wait_full(self, i, stage):
+        """Wait until block i may be read; `stage` is its stage, which the caller has computed already."""
+        mbarrier.wait(self.full.index(stage), i // self.NUM_STAGES & 1)
 
     @gluon.jit
     def fill_one_more(self, i):

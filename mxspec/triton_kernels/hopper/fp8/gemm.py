@@ -77,7 +77,7 @@ def _multiply(
                 running = warpgroup_mma(a.slice(second, 64), b, partial, use_acc=False, is_async=True)
                 your_turn(WARPGROUP, TURNS == 2)
             # Nor does a look at the next block.
-            pipeline.wait_full(i + 1)
+            pipeline.wait_full(i + 1, after)
             if ONCE:
                 s_lower = tiles.row_scales.index(stage).slice(second, 64).load(per_row)
             else:

@@ -66,7 +66,7 @@ def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last):
     own = gl.program_id(0) + gl.cdiv(gl.maximum(expert * of_expert - gl.program_id(0), 0), programs) * programs
     if (blocks > 0) & (own < (expert + 1) * of_expert):
         if (last > 0) & (i - last < pipeline.NUM_STAGES):  # it may still be on its way
-            pipeline.wait_full(last - 1)
+            pipeline.wait_full(last - 1, (last - 1) % pipeline.NUM_STAGES)
         width = blocks * 128
         a_desc = tma.make_tensor_descriptor(
             a + begin.to(gl.int64) * 128 * scheduler.M, [scheduler.M, width], [width, 1], [BLOCK_M, 128], tiles.a.layout

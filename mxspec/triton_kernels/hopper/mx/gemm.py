@@ -33,7 +33,7 @@ def _step(a, acc, b, tiles, pipeline, i, first: gl.constexpr, SPAN: gl.constexpr
     # An arrival is a barrier of the warpgroup before and one after, which here cost nothing: a matmul runs.
     mbarrier.arrive(pipeline.empty.index(before), count=1)
     barrier()
-    pipeline.wait_full(i + 1)
+    pipeline.wait_full(i + 1, after)
     acc, a = warpgroup_mma_wait(0, deps=[running, a])
     return acc, values(tiles.a.index(after), tiles.factors.index(after), first, SPAN, FORMAT), i + 1
 
