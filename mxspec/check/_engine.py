@@ -159,7 +159,7 @@ def assert_conforms(
     *,
     op: str,
     cases: str | Callable[[Case], bool] | None = None,
-    device: torch.device | None = None,
+    device: torch.device | str | None = None,
 ) -> dict[str, int]:
     """Assert that a function gives the bytes, or for a matmul the SQNR, that an op promises: a test of one line.
 
@@ -167,7 +167,7 @@ def assert_conforms(
         fn: a function with the op's signature; it may raise NotImplementedError for what it does not support.
         op: the op that it claims to be, such as `mx_quantize`.
         cases: the name of one case, or a function that takes a `Case` and says whether to run it; all by default.
-        device: where the tensors are; by default the GPU if there is one.
+        device: where the tensors are, such as "cpu"; by default the GPU if there is one.
 
     Returns:
         How many cases it passed, and how many it skipped; a behaviour counts as a case, where all are asked for.
@@ -193,6 +193,7 @@ def assert_conforms(
         raise TypeError(f"assert_conforms: fn = {fn!r}; needs a function, or a backend's name")
     if not (cases is None or isinstance(cases, str) or callable(cases)):
         raise TypeError(f"assert_conforms: cases = {cases!r}; needs the name of one, or a function of a Case")
+    device = None if device is None else torch.device(device)
     chosen = cases_of(op, cases)
     results = [check_case(op, case, fn, device) for case in chosen]
     answered = any(r.status == "passed" and not case.raises for r, case in zip(results, chosen, strict=True))
