@@ -47,7 +47,8 @@ def check_sizes(name: str, **sizes: object) -> None:
 def check_features(name: str, block_size: int, **sizes: int) -> None:
     for what, size in sizes.items():
         if size % block_size or size <= 0:
-            raise ValueError(f"{name}: {what} = {size} is no multiple of {block_size}; each is a K of a matmul")
+            smaller = "; the MXFP8 recipes need multiples of 32" if block_size == 128 else ""
+            raise ValueError(f"{name}: {what} = {size} must be a multiple of {block_size}{smaller}")
 
 
 def check_parameters(name: str, dtype: torch.dtype) -> None:

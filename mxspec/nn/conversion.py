@@ -61,7 +61,7 @@ def convert(
         >>> print(convert(model, "mxfp8_rceil"))
         1 swapped, 1 left
           0: MXLinear
-          1: left, MXLinear: out_features = 10 is no multiple of 32; each is a K of a matmul
+          1: left, MXLinear: out_features = 10 must be a multiple of 32
 
     Source: torchao, `convert_to_float8_training(module, module_filter_fn=)`, for the order of filter_fn's arguments.
     """

@@ -95,7 +95,7 @@ def test_another_recipe_may_be_set_but_not_while_codes_are_held():
     with cache_weights(module), pytest.raises(RuntimeError, match="GroupedExperts: cache_weights holds the codes"):
         module.set_recipe("mxfp8_rceil")
     narrow = GroupedExperts(2, 128, 64)
-    with pytest.raises(ValueError, match="GroupedExperts: hidden_dim = 64 is no multiple of 128"):
+    with pytest.raises(ValueError, match="GroupedExperts: hidden_dim = 64 must be a multiple of 128"):
         narrow.set_recipe("fp8_128")
     assert narrow.recipe == RECIPES["mxfp8_rceil"]
     with cache_weights(experts("bf16")):  # which holds nothing
@@ -124,9 +124,9 @@ def test_experts_state_and_what_they_refuse():
     for arguments, error, words in (
         ((0, K, N), ValueError, "num_experts = 0"),
         ((2.0, K, N), ValueError, "num_experts = 2.0; needs"),
-        ((3, 40, N), ValueError, "dim = 40 is no multiple of 32"),
-        ((3, K, 40), ValueError, "hidden_dim = 40 is no multiple of 32"),
-        ((3, K, 96, "fp8_128"), ValueError, "GroupedExperts: hidden_dim = 96 is no multiple of 128"),
+        ((3, 40, N), ValueError, "dim = 40 must be a multiple of 32"),
+        ((3, K, 40), ValueError, "hidden_dim = 40 must be a multiple of 32"),
+        ((3, K, 96, "fp8_128"), ValueError, "GroupedExperts: hidden_dim = 96 must be a multiple of 128"),
         ((3, K, N, "fp8"), ValueError, "GroupedExperts: unknown recipe 'fp8'"),
         ((3, K, N, "bf16", None, torch.float16), TypeError, "parameters of torch.float16"),
     ):

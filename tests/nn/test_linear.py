@@ -220,13 +220,13 @@ def test_cached_weights_that_changed_are_refused(kind):
 @pytest.mark.parametrize(
     ("kind", "arguments", "error", "words"),
     [
-        (MXLinear, {"in_features": 100}, ValueError, "MXLinear: in_features = 100 is no multiple of 32"),
-        (MXLinear, {"out_features": 48}, ValueError, "MXLinear: out_features = 48 is no multiple of 32"),
+        (MXLinear, {"in_features": 100}, ValueError, "MXLinear: in_features = 100 must be a multiple of 32"),
+        (MXLinear, {"out_features": 48}, ValueError, "MXLinear: out_features = 48 must be a multiple of 32"),
         (MXLinear, {"recipe": "fp8_128"}, ValueError, "the recipe's format is fp8_128; needs mxfp8"),
         (MXLinear, {"recipe": "bf16"}, ValueError, "the recipe's format is bf16; needs mxfp8"),
         (MXLinear, {"recipe": "mxfp8"}, ValueError, "MXLinear: unknown recipe 'mxfp8'; needs a Recipe or one of mx"),
-        (Float8BlockwiseLinear, {"in_features": 100}, ValueError, "in_features = 100 is no multiple of 128"),
-        (Float8BlockwiseLinear, {"out_features": 100}, ValueError, "out_features = 100 is no multiple of 128"),
+        (Float8BlockwiseLinear, {"in_features": 100}, ValueError, "in_features = 100 must be a multiple of 128"),
+        (Float8BlockwiseLinear, {"out_features": 100}, ValueError, "out_features = 100 must be a multiple of 128"),
         (MXLinear, {"in_features": 0}, ValueError, "in_features = 0"),
         (Float8BlockwiseLinear, {"in_features": 0}, ValueError, "in_features = 0"),
         (MXLinear, {"dtype": torch.float16}, TypeError, HALF),

@@ -67,7 +67,7 @@ def test_convert_to_mx():
     assert report.swapped == {
         "up": "MXLinear", "layers.0": "MXLinear", "same": "MXLinear", "experts": "GroupedExperts of mxfp8",
     }  # fmt: skip
-    head = "MXLinear: out_features = 10 is no multiple of 32; each is a K of a matmul"
+    head = "MXLinear: out_features = 10 must be a multiple of 32"
     assert report.left == {"head": head, **LEFT}
     assert model.up is model.same
     assert type(model.layers[0]) is MXLinear
@@ -95,8 +95,8 @@ def test_convert_to_fp8():
     assert report.swapped == {**linears, "wide": "GroupedExperts of fp8_128"}
     assert model.wide.recipe == RECIPES["fp8_128"]
     assert all(p is parameters[name] for name, p in model.named_parameters())
-    assert report.left["experts"].startswith("GroupedExperts: hidden_dim = 64 is no multiple of 128")
-    assert report.left["head"].startswith("Float8BlockwiseLinear: out_features = 10 is no multiple of 128")
+    assert report.left["experts"].startswith("GroupedExperts: hidden_dim = 64 must be a multiple of 128")
+    assert report.left["head"].startswith("Float8BlockwiseLinear: out_features = 10 must be a multiple of 128")
     assert type(model.same) is Float8BlockwiseLinear
     assert model.experts.recipe == RECIPES["bf16"]
 
