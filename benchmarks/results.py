@@ -1,8 +1,8 @@
-"""The stored results: publish a run as the page that the README links to, and hold a new run against it.
+"""The stored results: publish a run as a page, and compare a new run with the stored ones.
 
 python -m mxspec bench --complete --json new.json      # on the GPU; or a part of it, --complete matmuls
-python benchmarks/results.py compare new.json          # what fell since the stored run?
-python benchmarks/results.py publish new.json          # its page, pictures and the README's tables
+python benchmarks/results.py compare new.json          # the ratios that fell since the stored run
+python benchmarks/results.py publish new.json          # its page, its pictures, the summary and the README's table
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mxspec.console import console
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+SUMMARY = RESULTS / "summary.md"
 README = ROOT / "README.md"
 FALL = 0.05  # a ratio that falls by more than this is flagged; a ratio's own spread is under 0.01 at large sizes
 
@@ -50,7 +51,31 @@ def stored(op: str) -> Path:
 # --- publish ----------------------------------------------------------------------------------------------------
 
 
-README_ROWS = {
+# The README's table: the op, its case, and what it is compared with.
+HEADLINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "32768 x 7168 to MXFP8, along rows": (
+        "mx_quantize",
+        "32768x7168, rceil, blocked",
+        ("bare cast", "torchao compiled"),
+    ),
+    "the same, along rows and columns": ("mx_quantize_rowcol", "32768x7168, rceil, blocked", ("bare cast",)),
+    "32768 x 7168 to FP8 with 1x128 scales": ("fp8_quantize_1x128", "32768x7168, axis -1, mn-major", ("bare cast",)),
+    "matmul, 4096 x 4096 x 7168": ("fp8_gemm", "4096x4096x7168", ("DeepGEMM", "cuBLAS bf16")),
+    "matmul, 128 x 7168 x 7168": ("fp8_gemm", "128x7168x7168", ("DeepGEMM", "cuBLAS bf16")),
+    "8 experts, 32768 tokens x 2048 x 7168": (
+        "fp8_grouped_gemm",
+        "32768x2048x7168, E 8, even",
+        ("DeepGEMM", "torch bf16"),
+    ),
+    "their weights' gradient": (
+        "fp8_grouped_gemm_wgrad",
+        "32768x2048x7168, E 8, even, padded, bfloat16",
+        ("torch bf16",),
+    ),
+    "MXFP8 matmul, 32768 x 2048 x 7168": ("mx_gemm", "32768x2048x7168", ("cuBLAS bf16",)),
+}
+# The summary's quantizers.
+ROWS = {
     "along rows, plain scales": ("mx_quantize", "{}, rceil, plain"),
     "along rows, blocked": ("mx_quantize", "{}, rceil, blocked"),
     "along rows, floor": ("mx_quantize", "{}, floor, plain"),
@@ -61,21 +86,17 @@ README_ROWS = {
     "8 token groups, padded, along rows": ("mx_quantize_groups", "{}, G 8, rceil, blocked"),
     "8 token groups, padded, along the tokens": ("mx_quantize_groups", "{}, G 8, rceil, blocked, axis -2"),
 }
-
-
-# The races of the quantizers that the README sums up: the op, and whether a case's name is of the kind.
-README_KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
+# The races of the quantizers that the summary sums up: the op, and whether a case's name is of the kind.
+KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
     "along rows": ("mx_quantize", lambda case: "axis -2" not in case),
     "along columns": ("mx_quantize", lambda case: "axis -2" in case),
-    "for token groups": ("mx_quantize_groups", lambda case: True),
-    "for both directions with plain scales": ("mx_quantize_rowcol", lambda case: "plain" in case),
-    "for both with blocked ones": ("mx_quantize_rowcol", lambda case: "blocked" in case),
+    "token groups": ("mx_quantize_groups", lambda case: True),
+    "both directions, plain scales": ("mx_quantize_rowcol", lambda case: "plain" in case),
+    "both directions, blocked scales": ("mx_quantize_rowcol", lambda case: "blocked" in case),
 }
 LARGE = 300e6  # bytes of a call from which on the memory alone decides
-
-
-# Of token groups and MX, what the README shows; the op, its case, and the peer that multiplies in bfloat16.
-README_MATMULS = {
+# The summary's matmuls of token groups and of MX: the op, its case, and the peer that multiplies in bfloat16.
+GROUPED = {
     "FP8, 8 experts": ("fp8_grouped_gemm", "32768x2048x7168, E 8, even", "torch bf16"),
     "FP8, 8 experts, ragged": ("fp8_grouped_gemm", "32768x2048x7168, E 8, ragged, padded", "torch bf16"),
     "FP8, 64 experts": ("fp8_grouped_gemm", "32768x2048x7168, E 64, even", "torch bf16"),
@@ -88,16 +109,41 @@ README_MATMULS = {
 }
 
 
-def readme_tables(quantizers: Run, matmuls: Run) -> str:
-    """The README's tables, each from the newest run of its part."""
+def headline_table(quantizers: Run, matmuls: Run) -> Iterator[str]:
+    """The README's table, each row from the newest run of its part."""
+    of = {(r.op, r.case): (r, run) for run in (quantizers, matmuls) for r in run.races}
+    yield "| operation | op | kernel | plain call | rate | times the speed of |"
+    yield "|---|---|---|---|---|---|"
+    for row, (op, case, others) in HEADLINES.items():
+        race, run = of[op, case]
+        ours = race.entry("triton")
+        if ours is None:
+            raise KeyError(f"{op}, {case}, triton")
+        rate = f"{ours.tflops:.0f} TFLOP/s" if race.is_matmul(run.device) else f"{ours.gbps:.0f} GB/s"
+        ratios = ", ".join(f"{other} {race.ratio(ours, other):.2f}" for other in others)
+        yield f"| {row} | `{op}` | {ours.us:.0f} us | {ours.call_us:.0f} us | {rate} | {ratios} |"
+    host = quantizers.overhead_us["mx_quantize, triton"]
+    launch, call = host["bare launch"], host["the op, auto"]
+    yield f"| 64 x 128 to MXFP8: host time | `mx_quantize` | | {call:.0f} us | | bare launch {launch / call:.2f} |"
+    dates = " and ".join(dict.fromkeys((quantizers.date, matmuls.date)))
+    yield "\n" + _paragraph(f"""
+        One {quantizers.device}, the Triton backend, stored runs of {dates}. "Kernel" leaves the host out; "plain call"
+        is a call in a program. A bare cast writes no scales: it shows the memory's limit, compared by GB/s.
+        """)
+
+
+def summary(quantizers: Run, matmuls: Run) -> str:
+    """A page that sums up the newest run of each part."""
     parts = [*quantizer_table(quantizers), "", *matmul_table(matmuls), "", *group_table(matmuls)]
-    return "\n".join([*parts, *(f"\n{run.note}" for run in (quantizers, matmuls) if run.note)])
+    notes = [f"\n{run.note}" for run in (quantizers, matmuls) if run.note]
+    head = f"# {quantizers.device}: the figures in short\n\nWritten by `python benchmarks/results.py publish`.\n"
+    return "\n".join([head, *parts, *notes]) + "\n"
 
 
 def quantizer_table(run: Run) -> Iterator[str]:
     """Our quantizers beside the machine's limits and the peers, at one large size."""
     races = {(race.op, race.case): race for race in run.races}
-    chosen = {row: races[op, case.format("32768x7168")] for row, (op, case) in README_ROWS.items()}
+    chosen = {row: races[op, case.format("32768x7168")] for row, (op, case) in ROWS.items()}
     columns = {"Triton": "triton", "Helion": "helion", "bare cast": "bare cast", "copy": "copy"}
     columns |= {e.name: e.name for race in chosen.values() for e in race.entries if e.kind == "peer"}
     yield f"| 32768 x 7168 bfloat16 to MXFP8 | {' | '.join(columns)} |"
@@ -106,22 +152,21 @@ def quantizer_table(run: Run) -> Iterator[str]:
         yield f"| {row} | {' | '.join(_cells(race, columns))} |"
     host = run.overhead_us["mx_quantize, triton"]
     yield "\n" + _paragraph(f"""
-        GB/s of bytes read and written on one {run.device}; in brackets the share of a bare bfloat16 -> e4m3 cast,
-        which writes no scales. The `to_mx` of torchao has blocks along rows only: its figures along columns are of a
-        transpose and that cast, compiled together. {_run_of(run)} A call of 64 x 128 takes that host
-        {host["the op, auto"]:.0f} us, {host["bare launch"]:.0f} of them the bare Triton launch.
+        GB/s of bytes read and written on one {run.device}. The number in brackets is the share of the rate of a bare
+        cast from bfloat16 to e4m3, which writes no scales. `to_mx` of torchao has blocks along rows only. Its figures
+        along columns are a transpose and that cast, compiled together. {_run_of(run)} On that host a call of 64 x 128
+        takes {host["the op, auto"]:.0f} us, and the bare Triton launch in it takes {host["bare launch"]:.0f} us.
         """)
-    kinds = ", ".join(f"{low:.2f} to {high:.2f} {kind}" for kind, (low, high) in shares(run).items())
-    yield "\n" + _paragraph(f"""
-        Triton's share of the cast, over every case of that run that moves more than {LARGE / 1e6:.0f} MB, is {kinds}.
-        `MXLinear` takes both directions with plain scales.
-        """)
+    yield f"\n| cases that move more than {LARGE / 1e6:.0f} MB | Triton's share of the bare cast's rate |\n|---|---|"
+    for kind, (low, high) in shares(run).items():
+        yield f"| {kind} | {low:.2f} to {high:.2f} |"
+    yield "\n`MXLinear` uses both directions with plain scales."
 
 
 def shares(run: Run) -> dict[str, tuple[float, float]]:
     """The lowest and the highest share of a bare cast's rate that our Triton quantizers reach, by kind."""
     found = {}
-    for kind, (op, is_of_kind) in README_KINDS.items():
+    for kind, (op, is_of_kind) in KINDS.items():
         races = [(race, race.entry("triton")) for race in run.races if race.op == op and is_of_kind(race.case)]
         ratios = [race.ratio(e, "bare cast") for race, e in races if e and e.bytes_moved > LARGE]
         found[kind] = min(filter(None, ratios)), max(filter(None, ratios))
@@ -136,7 +181,7 @@ def _run_of(run: Run) -> str:
     """When a run was made, what it timed, and how long it took: later releases time other ops by the same command."""
     ops = len({race.op for race in run.races})
     when = f"The run of {run.date}, `{run.command}`, timed {ops} ops in {run.seconds / 60:.0f} minutes"
-    return f"{when}; [all its figures](benchmarks/results/{name_of(run)}.md)."
+    return f"{when}; [all its figures]({name_of(run)}.md)."
 
 
 def matmul_table(run: Run) -> Iterator[str]:
@@ -149,7 +194,8 @@ def matmul_table(run: Run) -> Iterator[str]:
         entries = [race.entry(name) for name in columns.values()]
         yield f"| {race.case.replace('x', ' x ', 2)} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} |"
     yield "\n" + _paragraph(f"""
-        TFLOP/s, fp32 sums every 128 of K but for cuBLAS bf16, which has bfloat16 operands. {_run_of(run)}
+        TFLOP/s. The sums are promoted to fp32 after every 128 of K, except in cuBLAS bf16, whose operands are bfloat16.
+        {_run_of(run)}
         """)
 
 
@@ -158,15 +204,16 @@ def group_table(run: Run) -> Iterator[str]:
     races = {(race.op, race.case): race for race in run.races}
     yield "| 32768 tokens x 2048 x 7168 | Triton | Helion | DeepGEMM | bf16 | Triton to bf16 |"
     yield "|---" * 6 + "|"
-    for row, (op, case, bf16) in README_MATMULS.items():
+    for row, (op, case, bf16) in GROUPED.items():
         race = races[op, case]
         entries = [race.entry(name) for name in ("triton", "helion", "DeepGEMM", bf16)]
         ours, *_, theirs = entries
         share = f"{race.ratio(ours, bf16):.2f}" if ours and theirs else ""
         yield f"| {row} | {' | '.join(f'{e.tflops:.0f}' if e else '' for e in entries)} | {share} |"
     yield """
-TFLOP/s in that run. Hopper has no instruction that multiplies MX codes: beside bfloat16 stands what their use costs.
-DeepGEMM's groups are padded to 128 rows, and its padding is not in its time."""
+TFLOP/s in that run. The bf16 column is PyTorch's matmul of the unquantized tensors. Hopper has no instruction that
+multiplies MX codes, so for MXFP8 the ratio to bf16 shows the cost of emulating it. DeepGEMM needs groups padded to 128
+rows; the time to pad them is not included."""
 
 
 def _cells(race: Race, columns: dict[str, str]) -> Iterator[str]:
@@ -184,28 +231,33 @@ def page(run: Run) -> str:
 
 Written by `python benchmarks/results.py publish` from [{name_of(run)}.json]({name_of(run)}.json).
 
-us: a CUDA graph's replay, so the kernels without their launches; buffers rotate over four times the L2, or 32 sets of
-them. Plain call: as a program makes it, launches and allocations included, and a peer's adapter, some 5 us. Bytes:
-inputs and outputs, each once. Every timed launch, the copy's and the cast's too, first wrote all of a poisoned output,
-ours with the reference's bytes; of a peer the last column says whether its bytes are the reference's, or by how much
-they differ. Contenders are timed in turn, round after round; us is the median of the rounds, spread their (max - min) /
-median. Matmuls run at the card's power limit, so compare them inside one table only. Of torchao's autotuned Triton
-kernels each chooses, after its first shape, among the four configurations that were best there.
+- **us**: the kernels alone, replayed from a CUDA graph. The buffers rotate over four times the size of the L2 cache, or
+  over 32 sets of buffers. The figure is the median of the rounds. Contenders are timed in turn in each round.
+- **plain call**: a call as a program makes it, with launches and allocations. A peer's call includes its adapter, about
+  5 us.
+- **bytes**: all inputs and outputs, each counted once.
+- **spread**: (max - min) / median over the rounds.
+- **last column**: whether a peer's bytes equal the reference's, or by how much they differ.
+
+Every timed launch, also of the copy and of the cast, first wrote every byte of a poisoned output. Our kernels wrote the
+bytes of the reference. Matmuls run at the power limit of the card, so compare them inside one table only. torchao's
+autotuned Triton kernels tune on their first shape. On later shapes they choose among the four best configurations.
 """
     note = [f"{run.note}\n"] if run.note else []
     return "\n".join([head, *note, tables.markdown(run), *pictures])
 
 
 def in_readme(quantizers: Run, matmuls: Run, text: str) -> str:
-    """The README with these runs' tables in their place."""
+    """The README with the table of these runs in its place."""
     found = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
     if len(found.findall(text)) != 1:
         raise ValueError(f"results: the README needs one place between {_BEGIN!r} and {_END!r}")
-    return found.sub(lambda _: f"{_BEGIN}\n{readme_tables(quantizers, matmuls)}\n{_END}", text)
+    table = "\n".join(headline_table(quantizers, matmuls))
+    return found.sub(lambda _: f"{_BEGIN}\n{table}\n{_END}", text)
 
 
 def publish(path: Path) -> None:
-    """Write a run's files and the README's tables."""
+    """Write a run's files, the summary and the README's table."""
     run = read(path)
     if run.command.removeprefix(COMPLETE).strip() not in ("", *PARTS):
         raise ValueError(f"results: {path} is of `{run.command}`; only one of `{COMPLETE}` or a part is published")
@@ -217,13 +269,17 @@ def publish(path: Path) -> None:
     try:  # everything is rendered before anything is written
         quantizers, matmuls = (run if op in timed else read(stored(op)) for op in (QUANTIZERS, MATMULS))
         readme, text = in_readme(quantizers, matmuls, README.read_text()), page(run)
+        short = summary(quantizers, matmuls)
     except KeyError as error:
         raise ValueError(f"results: {path} has no figure for {error}") from error
     plots.draw(run, RESULTS / name_of(run))
     run.write(RESULTS / f"{name_of(run)}.json")
     (RESULTS / f"{name_of(run)}.md").write_text(text)
+    SUMMARY.write_text(short)
     README.write_text(readme)
-    console.print(f"published: benchmarks/results/{name_of(run)}.md, .json and pictures; the README's tables")
+    console.print(
+        f"published: benchmarks/results/{name_of(run)}.md, .json and pictures; summary.md; the README's table"
+    )
 
 
 def newest(run: Run) -> Run:

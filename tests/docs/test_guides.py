@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, plain_environment
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDES]
@@ -47,8 +46,9 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def output_of(block: Block, page: Path, namespace: dict) -> str:
     if block.kind == "sh":
-        command = f"python() {{ {sys.executable} \"$@\"; }}\n{block.source.replace('torchrun', 'python -m torch.distributed.run')}"
-        run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+        source = block.source.replace("torchrun", "python -m torch.distributed.run")
+        command = ["bash", "-c", f'python() {{ {sys.executable} "$@"; }}\n{source}']
+        run = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, timeout=300, check=False)
         assert run.returncode == 0, run.stdout + run.stderr
         return run.stdout + run.stderr
     if saved := re.match(r"# file: (\S+)\n", block.source):
@@ -76,3 +76,30 @@ def run(page: Path) -> int:
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(page) or page.stem in WITHOUT_CODE, "no block ran"
+
+
+def test_a_wrong_output_a_raising_block_and_a_failing_command_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    for text, error in [
+        ("```python\nprint(1)\n```\n```text\n2\n```", AssertionError),
+        ("```sh\necho 1\n```\n```text\n2\n```", AssertionError),
+        ("```python\n1 / 0\n```", ZeroDivisionError),
+        ("```sh\nfalse\n```", AssertionError),
+    ]:
+        page.write_text(text)
+        with pytest.raises(error):
+            run(page)
+        page.write_text(f"<!-- not run: a reason -->\n{text}")
+        assert run(page) == 0
+
+
+def test_the_readme_is_short_and_shows_code_at_once():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1200
+    assert text[: text.index("```python")].count("\n") < 30
+
+
+def test_every_guide_is_in_the_list_of_guides():
+    listed = re.findall(r"^\d+\. \[.+?\]\((.+?)\)", (ROOT / "docs/guides/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == [page.name for page in GUIDES if page.name != "README.md"]

@@ -257,7 +257,10 @@ def test_assert_conforms_counts_what_it_ran():
     others = sum(not c.raises and c.args()[0].dtype != torch.uint8 for c in cases)
     assert others > 2
     assert counts == {"passed": len(cases) - others, "skipped": others}
-    assert check.assert_conforms(bytes_only, op="to_blocked", cases="127x3", device="cpu") == {"passed": 1, "skipped": 0}
+    assert check.assert_conforms(bytes_only, op="to_blocked", cases="127x3", device="cpu") == {
+        "passed": 1,
+        "skipped": 0,
+    }
 
 
 def test_assert_conforms_reports_the_first_failures_and_names_the_others():
