@@ -1,6 +1,6 @@
 """Train a small mixture of experts in bfloat16 and by each recipe, from the same seeds, and compare the losses.
 
-    python examples/train_moe.py [--steps 1000] [--seeds 3] [--recipes mxfp8_rceil bf16 ...] [--plot losses.png]
+    python examples/train_moe.py [--steps 1000] [--seeds 3] [--recipes mxfp8_rceil bf16 ...] [--plot differences.png]
 
 The text is that of `train_char_model.py`: the model predicts a character from the CONTEXT ones before, by an embedding,
 a Linear, layers of EXPERTS experts of which a router takes TOP for each token, and a Linear. `mxspec.nn.convert` makes
@@ -106,20 +106,24 @@ def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0
     return Outcome(values, (time.perf_counter() - began) / max(1, steps - 1), report)
 
 
-def plot(outcomes: dict[str, list[Outcome]], file: str) -> None:
+def plot(apart: dict[str, list[float]], steps: int, file: str) -> None:
+    """Draw the difference of each recipe's loss to that of bf16, a point for each seed and a line at their mean."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for recipe, each in outcomes.items():
-        losses = torch.tensor([outcome.losses for outcome in each]).mean(0)
-        width = max(1, len(losses) // 100)  # means of so many steps, for curves rather than noise
-        means = losses.unfold(0, width, width).mean(1)
-        axes.plot([width * (i + 1) for i in range(len(means))], means, label=recipe)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
+    figure, axes = plt.subplots(figsize=(7, 0.8 + 0.55 * len(apart)))
+    for row, each in enumerate(apart.values()):
+        percent = [100 * a for a in each]
+        axes.plot(percent, [row] * len(percent), "o", color="#0072B2", markersize=7, alpha=0.7)
+        axes.plot([mean(percent)] * 2, [row - 0.3, row + 0.3], color="#D55E00", linewidth=2)
+        axes.annotate(f"{mean(percent):+.2f}%", (mean(percent), row - 0.35), ha="center", fontsize=9)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(apart)), apart)
+    axes.set(ylim=(len(apart) - 0.5, -0.8), xlabel=f"loss after {steps} steps, difference to bf16 in percent")
+    axes.set_title("Points: seeds. Lines: their means.", fontsize=10, loc="left")
+    axes.grid(True, axis="x", alpha=0.25)
     figure.savefig(file, dpi=150, bbox_inches="tight")
 
 
@@ -129,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--batch", type=int, default=1024)
     p.add_argument("--seeds", type=int, default=1, help="how many: of the parameters and of the batches")
     p.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="RECIPE")
-    p.add_argument("--plot", metavar="FILE", help="the loss curves, as a picture; needs matplotlib")
+    p.add_argument("--plot", metavar="FILE", help="a picture of the differences to bf16; needs matplotlib")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = p.parse_args(argv)
     if options.seeds < 1:
@@ -141,8 +145,10 @@ def main(argv: list[str] | None = None) -> int:
         for recipe in recipes:
             outcomes[recipe].append(train(recipe, characters, options.steps, options.batch, seed))
     table = Table("recipe", f"loss at step {options.steps}", "against bf16", "seed by seed", "seconds per step")
+    differences: dict[str, list[float]] = {}
     for recipe, each in outcomes.items():
         apart = [mine.last / bf16.last - 1 for mine, bf16 in zip(each, outcomes["bf16"], strict=True)]
+        differences[recipe] = apart
         loss, seconds = mean(outcome.last for outcome in each), median(outcome.seconds for outcome in each)
         every = " ".join(f"{a:+.2%}" for a in apart)
         table.add_row(recipe, f"{loss:.4f}", f"{mean(apart):+.2%}", every, f"{seconds:.4f}")
@@ -151,7 +157,8 @@ def main(argv: list[str] | None = None) -> int:
         if recipe != "bf16":
             console.print(f"{recipe}: {outcome.report}", highlight=False, soft_wrap=True)
     if options.plot:
-        plot(outcomes, options.plot)
+        del differences["bf16"]
+        plot(differences, options.steps, options.plot)
     return 0
 
 

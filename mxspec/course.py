@@ -46,7 +46,7 @@ def verdict(fn: Callable[..., Any], *, op: str, case: str | None = None) -> None
     """Run the conformance engine on a function, and print what it says in words that are the same on every machine.
 
     A function may raise NotImplementedError, with its reason, for what it does not take: those cases are left out. If
-    it takes none, it is an exercise that nobody has done yet. The first failure is shown. The verdict leaves three kinds
+    it takes none, nobody has done the exercise yet. The first failure is shown. The verdict leaves three kinds
     of cases to `check.assert_conforms` and `python -m mxspec check`: calls that must be refused, tensors of more than
     2^31 elements, and generated cases of more than 2^18 elements, for which an interpreter takes many seconds.
 

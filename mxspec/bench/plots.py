@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # files only, with or without a display
 
 from matplotlib import pyplot as plt
+from matplotlib import ticker
 
 from mxspec import devices
 from mxspec.bench.record import Entry, Race, Run
@@ -22,7 +23,8 @@ _COLOURS = {
     "reference": "#000000",
     "torchao": "#D55E00",
     "cuBLAS": "#009E73",
-    "torch": "#009E73",
+    "torch": "#661100",
+    "mxspec": "#882255",
     "DeepGEMM": "#CC79A7",
     "FBGEMM": "#56B4E9",
     "TransformerEngine": "#F0E442",
@@ -93,43 +95,64 @@ def _roofline(run: Run) -> Any:
         axes.plot(corners, heights, style, color="#444444", linewidth=1, label=f"{label}, {tflops:.0f} TFLOP/s")
     for library in dict.fromkeys(name.split()[0] for *_, name in points):
         own = [(x, y) for x, y, n in points if n.split()[0] == library]
-        axes.plot(*zip(*own, strict=True), "o", color=_colour(library), label=library, markersize=4, alpha=0.7)
+        marker = "o" if library in ("triton", "helion") else "^"
+        axes.plot(*zip(*own, strict=True), marker, color=_colour(library), label=library, markersize=4, alpha=0.7)
     axes.set(xscale="log", yscale="log", xlabel="flops for a byte moved", ylabel="TFLOP/s")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     _titled(axes, "Roofline: every case that counts flops", run)
     return figure
 
 
 def _bandwidth(run: Run) -> Any:
-    """Rate against size, a panel for each op and option."""
-    panels: dict[str, list[Race]] = {}
+    """Rate against size, a panel for each op and axis: of its options, those that were timed at the most sizes."""
+    matmuls = {race.op for race in run.races if race.is_matmul(run.device)}
+    variants: dict[str, dict[str, list[Race]]] = {}
     for race in run.races:
-        if race.entries and not race.is_matmul(run.device):
+        if race.entries and race.op not in matmuls:
             options = race.case.partition(", ")[2]
-            panels.setdefault(f"{race.op}, {options}".removesuffix(", "), []).append(race)
-    panels = {title: races for title, races in panels.items() if len(races) > 2}
+            panel = f"{race.op}, axis -2" if "axis -2" in options else race.op
+            variants.setdefault(panel, {}).setdefault(options, []).append(race)
+    panels = {panel: max(found.items(), key=lambda item: len(item[1])) for panel, found in variants.items()}
+    panels = {panel: found for panel, found in panels.items() if len(found[1]) > 2}
     if not panels:
         return None
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.4 * rows), squeeze=False, sharey=True)
-    peaks = devices.named(run.device)
-    for axes, (title, races) in zip(grid.flat, panels.items(), strict=False):
+    figure, grid = plt.subplots(
+        rows,
+        columns,
+        figsize=(4.4 * columns, 2.9 * rows),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+    )
+    peaks, lines = devices.named(run.device), {}
+    for axes, (panel, (options, races)) in zip(grid.flat, panels.items(), strict=False):
         names = list(dict.fromkeys(e.name for race in races for e in race.entries))
         for name in names:
             found = sorted((e.bytes_moved / 1e6, e.gbps) for race in races for e in race.entries if e.name == name)
             style = {"linestyle": "--"} if name in BASELINES else {"marker": "os^v"[_variant(name, names) % 4]}
-            axes.plot(*zip(*found, strict=True), color=_colour(name), label=name, markersize=3, linewidth=1, **style)
+            (lines[name],) = axes.plot(
+                *zip(*found, strict=True), color=_colour(name), markersize=4, linewidth=1.2, **style
+            )
         if peaks:
-            axes.axhline(peaks.memory_gbps, color="black", linewidth=0.8)
-        axes.set(xscale="log", xlabel="MB moved", ylim=(0, None))
-        axes.legend(fontsize=7)
-        _titled(axes, title, run)
+            lines["data sheet"] = axes.axhline(peaks.memory_gbps, color="black", linewidth=0.8)
+        axes.set(xscale="log", ylim=(0, None))
+        axes.set_title(f"{panel}\n{options.replace(', axis -2', '')}", fontsize=9, loc="left")
+        axes.xaxis.set_major_locator(ticker.LogLocator(10, numticks=5))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda mb, _: f"{mb:g}"))
+        axes.grid(True, alpha=0.25, linewidth=0.5)
+        axes.tick_params(labelbottom=True)
     for axes in grid[:, 0]:
         axes.set_ylabel("GB/s")
+    for axes in grid[-1]:
+        axes.set_xlabel("MB moved")
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    figure.tight_layout()
+    figure.suptitle(f"Rate against size: {run.device}, {run.date}", x=0.01, ha="left")
+    figure.legend(lines.values(), lines, fontsize=9, ncols=5, loc="outside lower center", frameon=False)
     return figure
 
 
@@ -157,7 +180,8 @@ def _matmul(run: Run) -> Any:
         if peaks := devices.named(run.device):
             for label, tflops in (("bf16", peaks.bf16_tflops), ("FP8", peaks.fp8_tflops)):
                 axes.axhline(tflops, color="black", linewidth=0.8)
-                axes.annotate(f"data sheet, {label}", (-0.6, tflops), fontsize=7, ha="left", va="bottom")
+                place = axes.get_yaxis_transform()  # right of the bars, so that no bar is behind the words
+                axes.text(1.01, tflops, f"data sheet,\n{label}", fontsize=7, va="center", transform=place)
         axes.set_xticks(range(len(of_op)), [race.case for race in of_op], fontsize=7, rotation=20, ha="right")
         axes.set_ylabel("TFLOP/s")
         _titled(axes, f"{op}: M x N x K", run)
