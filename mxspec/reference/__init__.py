@@ -1,1 +1,1 @@
-"""The meaning of every op, one file an op, in plain PyTorch. Read these first."""
+"""The definition of every op in plain PyTorch, one file per op. Read these files first."""

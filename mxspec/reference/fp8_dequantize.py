@@ -1,4 +1,4 @@
-"""fp8_dequantize: the values that FP8 codes and their 128-block scales stand for."""
+"""fp8_dequantize: the values that FP8 codes and their 128-block scales represent."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ def check_args(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch
 def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Read FP8 codes back: `out = out_dtype(fp32(q * scale))`.
 
-    The granularity is read from the scale's shape, as the matmuls do: 1x128 or 128x128. Where both shapes are
-    the same (one row) both mean the same.
+    The shape of the scale says whether the blocks are 1x128 or 128x128, as in the matmuls. If qdata has one row, both
+    shapes are the same, and both kinds of block mean the same.
 
     Args:
         qdata: `(M, K)` or `(E, N, K)` float8_e4m3fn; any strides.
-        scale: float32 on qdata's device, any strides: 1x128 blocks, `(..., M, K/128)`; 128x128 blocks,
-            `(..., ceil(M/128), K/128)`; for axis -2 the shapes for the transpose of qdata.
-        axis: the dimension that the blocks of 128 lie along, -1 or -2.
+        scale: float32 on qdata's device, any strides: `(..., M, K/128)` for 1x128 blocks, `(..., ceil(M/128), K/128)`
+            for 128x128 blocks. For axis -2 the shapes are those for the transpose of qdata.
+        axis: the dimension along which the blocks of 128 lie, -1 or -2.
         out_dtype: torch.bfloat16 or torch.float32.
 
     Returns:
-        qdata's shape, out_dtype, contiguous. The product is rounded to fp32 and then to out_dtype: what every
-        kernel of the field does, and not always what one rounding would give.
+        qdata's shape, out_dtype, contiguous. The product is rounded twice: to fp32 and then to out_dtype. Every kernel
+        of the field does so; a single rounding would sometimes give another value.
 
-    Special values: a NaN code or scale gives NaN; minus zero stays.
+    Special values: a NaN code or scale gives NaN. Minus zero stays minus zero.
 
     Raises:
-        TypeError: the dtype of qdata, of scale, or out_dtype.
-        ValueError: rank, axis, a size that is not a multiple of 128, a scale of another shape, or two devices.
+        TypeError: qdata, scale or out_dtype has another dtype.
+        ValueError: qdata has another rank; axis is neither -1 nor -2; the size along axis is not a multiple of 128;
+            scale has another shape; or the operands are on two devices.
 
     Example:
         >>> qdata = torch.full((2, 128), 1.5).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""fp8_gemm: a matmul of FP8 operands that carry fp32 scales in blocks of 128."""
+"""fp8_gemm: multiply FP8 matrices that have fp32 scales in blocks of 128."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from mxspec.reference.common.numerics import round_once
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.spec import spec
 
-# Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so that kernels move it to fp32 every 128 of K:
-# emulated, that is 78 dB, and 62 dB once it has changed the rounding of some outputs to bfloat16. Operands that are
-# themselves rounded to bfloat16 give 50 dB, one of 4096 scales wrong by a factor of two 36 dB. The cases' values are of
-# one size along K: where a few large ones make up every sum, those 14 bits are 68 dB, and a kernel has no part in it.
+# The thresholds for kernels. Hopper's tensor cores keep about 14 bits of a sum of e4m3 products, so kernels add the
+# partial sum to fp32 every 128 of K. An emulation of such a kernel passes both thresholds, also after bfloat16 rounding
+# changes some outputs. A kernel that rounds its operands to bfloat16 fails, and so does one wrong scale among 4096. The
+# cases use values of one size along K: if a few large values dominate every sum, the 14 bits alone fall below the fp32
+# threshold, and no kernel can change that (see benchmarks/results/decisions.md).
 MIN_SQNR_DB = {torch.float32: 70.0, torch.bfloat16: 55.0}
 
 
@@ -46,7 +47,7 @@ def check_args(
 
 
 def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """The matmul in fp64."""
+    """Return the matmul in fp64."""
     of_rows = b_scale.shape[0] == b.shape[0]
     w = values(b, b_scale) if of_rows else square_values(b, b_scale)  # (N, K)
     return values(a, a_scale) @ w.t()
@@ -63,33 +64,34 @@ def fp8_gemm(
 ) -> Tensor:
     """Multiply FP8 matrices with scales in blocks of 128.
 
-    `out[m, n] = out_dtype(sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n', k // 128])`, where n' is
-    `n // 128` for 128x128 blocks (forward, dgrad) and n for 1x128 blocks (wgrad): the granularity of b is read from
-    the shape of its scale. Where both shapes are the same (one row) both mean the same.
+    `out[m, n] = out_dtype(sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n', k // 128])`. n' is `n // 128`
+    for 128x128 blocks of b (forward, dgrad) and n for 1x128 blocks (wgrad). The shape of b_scale says which blocks b
+    has. If b has one row, both shapes are the same, and both kinds of block mean the same.
 
     Args:
-        a: `(M, K)` float8_e4m3fn, K-major: `stride(1) = 1`; K a multiple of 128. M and N are free.
-        a_scale: `(M, K/128)` float32, 1x128 blocks; any strides. Kernels are fastest on MN-major scales, strides
-            `(1, M)` with M a multiple of 4, as `fp8_quantize_1x128(..., scale_major="mn")` gives them.
+        a: `(M, K)` float8_e4m3fn, K-major: `stride(1) = 1`. K is a multiple of 128; M and N are free.
+        a_scale: `(M, K/128)` float32, 1x128 blocks; any strides. Kernels are fastest on MN-major scales, which have
+            strides `(1, M)` with M a multiple of 4; `fp8_quantize_1x128(..., scale_major="mn")` gives them.
         b: `(N, K)` float8_e4m3fn, K-major.
-        b_scale: float32, any strides: `(ceil(N/128), K/128)` for 128x128 blocks, `(N, K/128)` for 1x128.
+        b_scale: float32, any strides: `(ceil(N/128), K/128)` for 128x128 blocks, `(N, K/128)` for 1x128 blocks.
         out_dtype: torch.bfloat16 or torch.float32.
 
     Returns:
-        `(M, N)` of out_dtype, contiguous. Products and sums are fp64 and are rounded once, so that the result depends
-        on no order of sums. A kernel sums in fp32 and is judged by its SQNR: 70 dB for fp32, 55 dB for bfloat16; it
-        gives the same bits at every call.
+        `(M, N)` of out_dtype, contiguous. The reference computes products and sums in fp64 and rounds once, so the
+        result does not depend on the order of the sum. A kernel sums in fp32 and is judged by its SQNR: at least 70 dB
+        for fp32 and 55 dB for bfloat16. A kernel gives the same bits at every call.
 
-    Special values: a NaN code or scale makes its whole row or column of the output NaN, or for a 128x128 scale 128
-        columns; with K = 0 the output is 0. An Inf scale makes outputs that are not finite: Inf of either sign or NaN,
-        which of them is not specified, since a kernel scales a block's sum and the reference each product. A kernel
-        multiplies the two scales of a block in fp32, and sums in fp32. So a product of two scales must be a normal
-        number of fp32, or 0, and where the magnitudes of an output's products add up to 2^127 or more, its sum or
-        anything that is not finite is right.
+    Special values: a NaN code or scale makes its whole row or column of the output NaN; a NaN in a 128x128 scale makes
+        128 columns NaN. With K = 0 the output is 0. An Inf scale makes outputs that are not finite. They may be Inf of
+        either sign or NaN: a kernel scales the sum of a block and the reference scales each product, so the contract
+        does not specify which. A kernel multiplies the two scales of a block in fp32 and sums in fp32. Therefore a
+        product of two scales must be 0 or a normal number of fp32. If the magnitudes of an output's products add up to
+        2^127 or more, its sum is right, and so is any value that is not finite.
 
     Raises:
-        TypeError: the dtype of an operand or of a scale, or out_dtype.
-        ValueError: rank, K, an operand that is not K-major, scales whose shape fits no granularity, or two devices.
+        TypeError: an operand, a scale or out_dtype has another dtype.
+        ValueError: an operand has another rank or is not K-major; K is not a multiple of 128; a scale has a shape that
+            fits neither kind of block; or the tensors are on two devices.
 
     Example:
         >>> a = torch.full((1, 256), 1.5).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""fp8_gemm_: a matmul of FP8 operands that is added to a matrix in place."""
+"""fp8_gemm_: multiply FP8 matrices and add the product to a matrix in place."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ def check_args(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tens
     flops=lambda args, outputs: 2 * args[0].numel() * args[1].shape[1],
 )
 def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:
-    """Multiply FP8 matrices with scales in blocks of 128 and add the product to a matrix, in place.
+    """Multiply FP8 matrices with scales in blocks of 128 and add the product to a matrix in place.
 
-    `acc[m, n] += sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n', k // 128]`, where n' is n for 1x128
-    blocks of b and `n // 128` for 128x128 blocks, as in `fp8_gemm`. With 1x128 by 1x128 it adds up the gradient of a
-    weight over micro-batches, without a matrix for each one's share.
+    `acc[m, n] += sum_k a[m, k] * a_scale[m, k // 128] * b[n, k] * b_scale[n', k // 128]`. n' is n for 1x128 blocks of b
+    and `n // 128` for 128x128 blocks, as in `fp8_gemm`. With 1x128 blocks in both operands, the op sums the gradient of
+    a weight over micro-batches without a matrix per micro-batch.
 
     Args:
-        acc: `(M, N)` float32, row-major: `stride(1) = 1`, rows any distance apart that keeps them from overlapping. It
-            is changed, and shares no memory with an operand. Kernels are fastest where it begins, and its rows lie, at
-            multiples of 16 bytes.
-        a, a_scale, b, b_scale: the operands, as `fp8_gemm` takes them.
+        acc: `(M, N)` float32, row-major: `stride(1) = 1`. Rows may lie any distance apart that keeps them from
+            overlapping. The op changes acc, which must share no memory with an operand. Kernels are fastest if acc and
+            each of its rows begin at a multiple of 16 bytes.
+        a, a_scale, b, b_scale: the operands, as for `fp8_gemm`.
 
     Returns:
-        None. Products, sums and acc are added in fp64 and rounded once, to acc's fp32. A kernel sums in fp32 and is
-        judged by its SQNR, 70 dB.
+        None. The reference adds products, sums and acc in fp64 and rounds once, to acc's fp32. A kernel sums in fp32
+        and is judged by its SQNR: at least 70 dB.
 
-    Special values: a NaN in acc stays in its element; a NaN code or scale makes its whole row or column NaN, or for a
-        128x128 scale 128 columns; Inf and sums past fp32 are as for `fp8_gemm`; with K = 0 acc stays as it is. On
-        Hopper, acc is flushed to 0 where it is subnormal.
+    Special values: a NaN in acc stays in its element. A NaN code or scale makes its whole row or column NaN; a NaN in a
+        128x128 scale makes 128 columns NaN. Inf, and sums beyond fp32, are as for `fp8_gemm`. With K = 0 acc does not
+        change. On Hopper, subnormal numbers of acc become 0.
 
     Raises:
-        TypeError: the dtype of acc, of an operand or of a scale.
-        ValueError: acc's shape or layout, or what `fp8_gemm` refuses in operands.
-        RuntimeError: a tensor that requires a gradient where gradients are enabled; this op has none.
+        TypeError: acc, an operand or a scale has another dtype.
+        ValueError: acc has another shape, rows that are not row-major or rows that overlap; or `fp8_gemm` would refuse
+            the operands.
+        RuntimeError: a tensor requires a gradient while gradients are enabled; this op has no gradient.
 
     Example:
         >>> a = torch.full((1, 256), 1.5).to(torch.float8_e4m3fn)
@@ -67,5 +68,5 @@ def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
     Source: DeepSeek-V3 technical report, section 3.3.2; DeepGEMM's `fp8_gemm_nt(..., c=d)`.
     """
     check_args(acc, a, a_scale, b, b_scale)
-    if a.shape[1]:  # a sum of nothing is +0, which would turn a -0 into +0
+    if a.shape[1]:  # with K = 0, adding an empty sum (+0) would turn a -0 into +0
         acc.copy_(acc.double() + product(a, a_scale, b, b_scale))

@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm: a matmul of FP8 operands with scales in blocks of 128, the tokens of each expert by its weights."""
+"""fp8_grouped_gemm: multiply the tokens of each expert by its weights, FP8 with scales in blocks of 128."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mxspec.spec import spec
 
 
 def check_operands(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
-    """Dtypes, ranks and devices: each operand by its name, codes, scale, and how many dimensions both have."""
+    """Check dtypes, ranks and devices. Each operand is given as its name, codes, scale, and the rank of both."""
     first = operands[0][:2]
     for name, of_codes, scale, rank in operands:
         of_scale = f"{name}_scale"
@@ -62,7 +62,8 @@ def check_args(
     check_args=check_args,
     min_sqnr_db=MIN_SQNR_DB,
     inf_is_free=True,
-    flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[1] * args[0].shape[1],  # all M: offs is not read
+    # counts all M rows, because the host does not read offs
+    flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[1] * args[0].shape[1],
 )
 def fp8_grouped_gemm(
     a: Tensor,
@@ -77,34 +78,38 @@ def fp8_grouped_gemm(
 ) -> Tensor:
     """Multiply the tokens of each group by the weights of its expert, FP8 with scales in blocks of 128.
 
-    `out[m] = fp8_gemm(a[m], b[g])` where g is the group of row m, that is `offs[g-1] <= m < offs[g]`; 0 where m is in
-    none. dgrad is the same op: dy by `fp8_quantize_128x128(w, with_transpose=True)`'s transpose, `(E, K, N)`.
+    `out[m] = fp8_gemm(a[m], b[g])`, where g is the group of row m: `offs[g-1] <= m < offs[g]`. Rows that belong to no
+    group are 0. dgrad is the same op: it multiplies dy by the transpose `(E, K, N)` that
+    `fp8_quantize_128x128(w, with_transpose=True)` gives.
 
     Args:
-        a: `(M, K)` float8_e4m3fn, the tokens of each group together, K-major: `stride(1) = 1`; K a multiple of 128. M
-            and N are free.
-        a_scale: `(M, K/128)` float32, 1x128 blocks; any strides, as for `fp8_gemm`.
+        a: `(M, K)` float8_e4m3fn, the tokens of each group together, K-major: `stride(1) = 1`. K is a multiple of 128;
+            M and N are free.
+        a_scale: `(M, K/128)` float32, 1x128 blocks; any strides. The fastest strides are as for `fp8_gemm`.
         b: `(E, N, K)` float8_e4m3fn, each matrix K-major: `stride(2) = 1`.
         b_scale: `(E, ceil(N/128), K/128)` float32, 128x128 blocks; any strides.
-        offs: `(E,)` int32 on a's device, the exclusive end of each group, of any alignment. Never decreasing, the last
-            at most M.
+        offs: `(E,)` int32 on a's device: the exclusive end of each group, of any alignment. The ends never decrease,
+            and the last is at most M.
         out_dtype: torch.bfloat16 or torch.float32.
-        alignment: what the caller says every end of offs is a multiple of. A backend that needs whole blocks of rows,
-            as DeepGEMM, takes the call only then, and where it is not so gives values that mean nothing.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order or not of
-            multiples of alignment. Without it nothing waits; an offs out of order gives values that mean nothing, and
-            no access outside the operands and the result.
+        alignment: the caller's promise that every end in offs is a multiple of this number. A backend that needs whole
+            blocks of rows, such as DeepGEMM, takes the call only with that promise. If the promise is broken, such a
+            backend gives values without meaning.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order or an
+            end is not a multiple of alignment. False waits for nothing; an offs out of order then gives values without
+            meaning, but no access outside the operands and the result.
 
     Returns:
         `(M, N)` of out_dtype, contiguous. Rows from `offs[-1]` on are 0, whatever a and a_scale hold there. Rounding
-        and how a kernel is judged: as for `fp8_gemm`.
+        and the judgement of kernels are as for `fp8_gemm`.
 
-    Special values: as for `fp8_gemm`, within a group: a NaN of an expert's weights reaches its own tokens only.
+    Special values: as for `fp8_gemm`, within a group: a NaN in an expert's weights reaches only the tokens of that
+        expert.
 
     Raises:
-        TypeError: the dtype of an operand, of a scale or of offs; out_dtype.
-        ValueError: a rank, K, E, an operand that is not K-major, a scale of another shape, alignment, two devices, 2^31
-            padded rows or more; with check_offs, offs.
+        TypeError: an operand, a scale, offs or out_dtype has another dtype.
+        ValueError: an operand has another rank or is not K-major; the sizes E or K do not fit; K is not a multiple of
+            128; a scale has another shape; alignment is below 1; the tensors are on two devices; there would be 2^31
+            padded rows or more; or, with check_offs, offs is not as above.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0, 4.0])[:, None].expand(3, 128).to(torch.float8_e4m3fn)
@@ -119,6 +124,7 @@ def fp8_grouped_gemm(
     M, N = a.shape[0], b.shape[1]
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
     product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
-    for e in each_group(offs):  # every token by every expert: how many are an expert's, the host does not know
+    # every token by every expert, because the host does not know how many tokens an expert has
+    for e in each_group(offs):
         product = torch.where(group == e, x @ square_values(b[e], b_scale[e]).t(), product)
     return round_once(product, out_dtype)

@@ -53,17 +53,17 @@ def check_args(
 
 
 def group_values(flat: Tensor, scale: Tensor, offs: Tensor) -> Tensor:
-    """`(D, R)` in fp64, every feature of every token, from the flat codes of groups."""
+    """Return `(D, R)` in fp64: every feature of every token, from codes that lie group by group."""
     D, R = flat.shape
     tokens = flat.view(torch.uint8).flatten()[flat_places(offs, D, R)].view(flat.dtype)
     return values(tokens, scale)
 
 
 def products(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each group which tokens are its own, and the product in fp64."""
+    """Yield, for each group, the mask of its tokens and its product in fp64."""
     left, right = group_values(dy, dy_scale, offs), group_values(x, x_scale, offs)  # (N, R), (K, R)
     group = group_of_tokens(offs, dy.shape[1])
-    for e in each_group(offs):  # operands are masked, not products: 0 * NaN is NaN
+    for e in each_group(offs):  # masks the operands and not the products, because 0 * NaN is NaN
         own_dy, own_x = (torch.where(group == e, t, 0.0) for t in (left, right))
         yield group == e, own_dy @ own_x.t()
 
@@ -72,7 +72,8 @@ def products(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Ten
     check_args=check_args,
     min_sqnr_db=MIN_SQNR_DB,
     inf_is_free=True,
-    flops=lambda args, outputs: 2 * args[0].numel() * args[2].shape[0],  # all R: offs is not read
+    # counts all R tokens, because the host does not read offs
+    flops=lambda args, outputs: 2 * args[0].numel() * args[2].shape[0],
 )
 def fp8_grouped_gemm_wgrad(
     dy: Tensor,
@@ -87,33 +88,34 @@ def fp8_grouped_gemm_wgrad(
     """Sum `dy^T x` over the tokens of each group: the gradient of each expert's weights, from FP8 operands.
 
     `out[e, n, k] = out_dtype(sum of dy[n, t] * dy_scale[n, t // 128] * x[k, t] * x_scale[k, t // 128] over offs[e-1] <=
-    t < offs[e])`, where the codes `[n, t]` and `[k, t]` lie as `fp8_quantize_k_groups` places them: those of a group
-    are a row-major matrix of its own.
+    t < offs[e])`. The codes `[n, t]` and `[k, t]` lie where `fp8_quantize_k_groups` places them: the codes of each
+    group form their own row-major matrix.
 
     Args:
-        dy: `(N, R)` float8_e4m3fn, contiguous, as `fp8_quantize_k_groups` gives it, read as flat: its shape says N and
-            how many codes there are, and offs says where each lies. R is a multiple of 128, the same for x. N and K
-            are free.
+        dy: `(N, R)` float8_e4m3fn, contiguous, as `fp8_quantize_k_groups` gives it. The op reads it as a flat array:
+            the shape gives N and the number of codes, and offs gives the place of each code. R is a multiple of 128,
+            the same for x. N and K are free.
         dy_scale: `(N, R/128)` float32, any strides.
-        x: `(K, R)` float8_e4m3fn, contiguous, read as flat.
+        x: `(K, R)` float8_e4m3fn, contiguous, read as a flat array.
         x_scale: `(K, R/128)` float32, any strides.
-        offs: `(E,)` int32 on dy's device, the exclusive end of each group, multiples of 128: the quantizer's `end`.
-            Never decreasing, the last at most R.
+        offs: `(E,)` int32 on dy's device: the exclusive end of each group, a multiple of 128; the `end` that the
+            quantizer gives. The ends never decrease, and the last is at most R.
         out_dtype: torch.float32 or torch.bfloat16.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order or not of
-            multiples of 128. Without it nothing waits; such an offs gives values that mean nothing, and no access
-            outside the operands and the result.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order or an
+            end is not a multiple of 128. False waits for nothing; such an offs then gives values without meaning, but
+            no access outside the operands and the result.
 
     Returns:
-        `(E, N, K)` of out_dtype, contiguous; zeros for a group without tokens. What lies past the last group never
-        counts. Rounding and how a kernel is judged: as for `fp8_gemm`.
+        `(E, N, K)` of out_dtype, contiguous. A group without tokens gives zeros. Codes and scales after the last group
+        never count. Rounding and the judgement of kernels are as for `fp8_gemm`.
 
-    Special values: as for `fp8_gemm`, within a group: a NaN reaches the gradient of its own expert only.
+    Special values: as for `fp8_gemm`, within a group: a NaN reaches only the gradient of its own expert.
 
     Raises:
-        TypeError: the dtype of an operand, of a scale or of offs; out_dtype.
-        ValueError: a rank, R, an operand that is not contiguous, a scale of another shape, two devices, 2^31 rows or
-            more; with check_offs, offs.
+        TypeError: an operand, a scale, offs or out_dtype has another dtype.
+        ValueError: an operand has another rank or is not contiguous; the sizes of dy and x do not fit; R is not a
+            multiple of 128; a scale has another shape; the tensors are on two devices; there are 2^31 rows or more; or,
+            with check_offs, offs is not as above.
 
     Example:
         >>> dy = torch.full((1, 256), 2.0).to(torch.float8_e4m3fn)  # one feature

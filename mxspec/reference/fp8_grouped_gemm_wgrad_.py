@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm_wgrad_: the gradient of each expert's weights, added in place to those of earlier micro-batches."""
+"""fp8_grouped_gemm_wgrad_: the gradient of each expert's weights, added in place to that of earlier micro-batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_args(
         raise ValueError(f"{op}: acc has strides {acc.stride()}; needs row-major rows, that is stride(2) = 1")
     if N > 1 and acc.stride(1) < K:
         raise ValueError(f"{op}: acc has strides {acc.stride()}; needs rows that do not overlap, stride(1) >= {K}")
-    matrix = (N - 1) * acc.stride(1) + K if N else 0  # its elements and what lies between its rows
+    matrix = (N - 1) * acc.stride(1) + K if N else 0  # the extent of one matrix, with the gaps between its rows
     if E > 1 and acc.stride(0) < matrix:
         raise ValueError(
             f"{op}: acc has strides {acc.stride()}; needs matrices that do not overlap, stride(0) >= {matrix}"
@@ -37,32 +37,34 @@ def check_args(
     check_args=check_args,
     min_sqnr_db=MIN_SQNR_DB[torch.float32],
     inf_is_free=True,
-    flops=lambda args, outputs: 2 * args[1].numel() * args[3].shape[0],  # all R: offs is not read
+    # counts all R tokens, because the host does not read offs
+    flops=lambda args, outputs: 2 * args[1].numel() * args[3].shape[0],
 )
 def fp8_grouped_gemm_wgrad_(
     acc: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, *, check_offs: bool = False
 ) -> None:
-    """Sum `dy^T x` over the tokens of each group and add it to a matrix for each, in place.
+    """Sum `dy^T x` over the tokens of each group and add each group's sum to its own matrix in place.
 
     `acc[e] += fp8_grouped_gemm_wgrad(dy, dy_scale, x, x_scale, offs)[e]`: the gradient of each expert's weights over
-    micro-batches, without matrices for each one's share.
+    micro-batches, without matrices per micro-batch.
 
     Args:
-        acc: `(E, N, K)` float32, row-major: `stride(2) = 1`, rows and matrices any distance apart that keeps them from
-            overlapping. It is changed, and shares no memory with an operand.
-        dy, dy_scale, x, x_scale, offs, check_offs: as `fp8_grouped_gemm_wgrad` takes them.
+        acc: `(E, N, K)` float32, row-major: `stride(2) = 1`. Rows and matrices may lie any distance apart that keeps
+            them from overlapping. The op changes acc, which must share no memory with an operand.
+        dy, dy_scale, x, x_scale, offs, check_offs: as for `fp8_grouped_gemm_wgrad`.
 
     Returns:
-        None. Products, sums and acc are added in fp64 and rounded once, to acc's fp32. A kernel sums in fp32 and is
-        judged by its SQNR, 70 dB. The matrix of a group without tokens stays as it is.
+        None. The reference adds products, sums and acc in fp64 and rounds once, to acc's fp32. A kernel sums in fp32
+        and is judged by its SQNR: at least 70 dB. The matrix of a group without tokens does not change.
 
-    Special values: a NaN in acc stays in its element; a NaN code or scale makes its row or column of its own expert's
-        matrix NaN. Inf and sums past fp32 are as for `fp8_gemm`. With no token of an expert, its matrix of acc stays.
+    Special values: a NaN in acc stays in its element. A NaN code or scale makes its row or column NaN, only in its own
+        expert's matrix. Inf, and sums beyond fp32, are as for `fp8_gemm`.
 
     Raises:
-        TypeError: the dtype of acc, of an operand, of a scale or of offs.
-        ValueError: acc's shape or layout, or what `fp8_grouped_gemm_wgrad` refuses in operands.
-        RuntimeError: a tensor that requires a gradient where gradients are enabled; this op has none.
+        TypeError: acc, an operand, a scale or offs has another dtype.
+        ValueError: acc has another shape, rows that are not row-major, or rows or matrices that overlap; or
+            `fp8_grouped_gemm_wgrad` would refuse the operands.
+        RuntimeError: a tensor requires a gradient while gradients are enabled; this op has no gradient.
 
     Example:
         >>> dy = torch.full((1, 256), 2.0).to(torch.float8_e4m3fn)
@@ -79,4 +81,5 @@ def fp8_grouped_gemm_wgrad_(
     check_args(acc, dy, dy_scale, x, x_scale, offs, check_offs=check_offs)
     for e, (own, product) in enumerate(products(dy, dy_scale, x, x_scale, offs)):
         added = round_once(acc[e].double() + product, acc.dtype)
-        acc[e] = torch.where(own.any(), added, acc[e])  # a sum of nothing is +0, which would turn a -0 into +0
+        # without tokens, adding an empty sum (+0) would turn a -0 into +0
+        acc[e] = torch.where(own.any(), added, acc[e])

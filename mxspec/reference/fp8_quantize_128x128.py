@@ -1,4 +1,4 @@
-"""fp8_quantize_128x128: FP8 weights, one fp32 scale for a square of 128 x 128 elements."""
+"""fp8_quantize_128x128: quantize weights to FP8, with one fp32 scale per square of 128 x 128 elements."""
 
 from __future__ import annotations
 
@@ -33,26 +33,31 @@ def fp8_quantize_128x128(
 ) -> tuple[Tensor, ...]:
     """Quantize to e4m3fn with one scale for each 128x128 block.
 
-    The arithmetic of `fp8_quantize_1x128`, with amax over a square. The square makes the transpose of the result
-    the result of the transpose, so that one quantized weight serves the forward and the backward pass.
+    The arithmetic is that of `fp8_quantize_1x128`, with amax over a square. Because blocks are square, quantizing the
+    transpose gives the transpose of the result. So one quantized weight serves the forward and the backward pass.
 
     Args:
-        w: `(N, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides; K a multiple of 128. The last
-            block along N may be partial: amax is over the rows that exist.
-        scale_format: `fp32`, or `pow2`, where the factor `448 / amax` is rounded down to a power of two.
-        eps: the smallest amax, as fp32.
-        with_transpose: also give the transpose of both, which a kernel writes from the same read.
+        w: `(N, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides; K a multiple of 128. The last block along
+            N may be partial: its amax is over the rows that exist.
+        scale_format: `fp32`, or `pow2`, which rounds the factor `448 / amax` down to a power of two.
+        eps: the smallest amax, 1e-35 to 1e35; rounded to fp32.
+        with_transpose: True also returns the transposes of both outputs. A kernel writes them from the same read of w.
 
     Returns:
-        `(qdata, scale)`, or `(qdata, scale, qdata_t, scale_t)`. qdata: w's shape, float8_e4m3fn, contiguous. scale:
-        `(..., ceil(N/128), K/128)` float32, contiguous, the factor back. qdata_t: `(..., K, N)`, and scale_t:
-        `(..., K/128, ceil(N/128))`, the same numbers transposed, contiguous.
+        `(qdata, scale)`, or `(qdata, scale, qdata_t, scale_t)` with with_transpose.
 
-    Special values: as for `fp8_quantize_1x128`: zeros give scale 2.23214294e-15, NaN or Inf a block of NaN.
+        - qdata: w's shape, float8_e4m3fn, contiguous.
+        - scale: `(..., ceil(N/128), K/128)` float32, contiguous: the factor that an element is multiplied by to read it
+          back.
+        - qdata_t, scale_t: `(..., K, N)` and `(..., K/128, ceil(N/128))`, contiguous: the same numbers, transposed.
+
+    Special values: as for `fp8_quantize_1x128`. A block of zeros gives scale 2.23214294e-15. A NaN or an Inf makes its
+        block's scale and elements NaN.
 
     Raises:
-        TypeError: the dtype of w, or with_transpose.
-        ValueError: rank, scale_format, eps, or a K that is not a multiple of 128.
+        TypeError: w has another dtype, eps is not a number, or with_transpose is not a bool.
+        ValueError: w has another rank, scale_format is not in the list above, eps is out of range, or K is not a
+            multiple of 128.
 
     Example:
         >>> w = torch.zeros(130, 128)
@@ -69,13 +74,13 @@ def fp8_quantize_128x128(
     check_args(w, scale_format=scale_format, eps=eps, with_transpose=with_transpose)
     *lead, N, K = w.shape
     row_blocks = -(-N // FP8_BLOCK_SIZE)
-    padded = pad(w.to(torch.float32), (0, 0, 0, row_blocks * FP8_BLOCK_SIZE - N))  # zeros change no amax
+    padded = pad(w.to(torch.float32), (0, 0, 0, row_blocks * FP8_BLOCK_SIZE - N))  # zeros do not change amax
     blocks = padded.reshape(*lead, row_blocks, FP8_BLOCK_SIZE, K // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
 
     s = quantization_scale(blocks.abs().amax((-3, -1)), scale_format, eps)  # (..., ceil(N/128), K/128)
     scaled = blocks * s.unsqueeze(-1).unsqueeze(-3)
     qdata = saturating_cast(scaled, E4M3FN).reshape(*lead, row_blocks * FP8_BLOCK_SIZE, K)[..., :N, :].contiguous()
     outputs: tuple[Tensor, ...] = qdata, s.reciprocal()
-    if with_transpose:  # clones: outputs share no memory, also where contiguous() would make no copy
+    if with_transpose:  # clone, because outputs never share memory; contiguous() alone makes no copy where it need not
         outputs += tuple(t.mT.clone(memory_format=torch.contiguous_format) for t in outputs)
     return outputs

@@ -1,4 +1,4 @@
-"""fp8_quantize_1x128: FP8 activations, one fp32 scale for 128 elements."""
+"""fp8_quantize_1x128: quantize activations to FP8, with one fp32 scale per 128 elements."""
 
 from __future__ import annotations
 
@@ -37,26 +37,29 @@ def fp8_quantize_1x128(
 ) -> tuple[Tensor, Tensor]:
     """Quantize to e4m3fn with one scale for 128 elements along `axis`.
 
-    `s = 448 / max(amax, eps)` rounded once to fp32, `q = e4m3fn(clamp(fp32(x) * s, -448, 448))`, and the stored
-    scale is the factor back, `fp32(1 / s)`.
+    `s = 448 / max(amax, eps)`, rounded once to fp32, and `q = e4m3fn(clamp(fp32(x) * s, -448, 448))`. The stored scale
+    reads elements back: `scale = fp32(1 / s)`.
 
     Args:
         x: `(M, K)`; bfloat16, float16 or float32; any strides.
         axis: -1 for 1x128 blocks (K a multiple of 128), -2 for 128x1 blocks (M a multiple of 128).
-        scale_format: `fp32`, or `pow2`, where s is rounded down to a power of two.
-        scale_major: the scale's strides: `k`, row-major; `mn`, column-major, as DeepGEMM wants them.
+        scale_format: `fp32`, or `pow2`, which rounds s down to a power of two.
+        scale_major: the strides of the scale: `k` for row-major, `mn` for column-major, as DeepGEMM needs it.
         eps: the smallest amax, 1e-35 to 1e35; rounded to fp32.
 
     Returns:
-        `(qdata, scale)`. qdata: `(M, K)` float8_e4m3fn, row-major for axis -1, column-major (strides `(1, M)`)
-        for axis -2. scale: float32, `(M, K/128)` for axis -1, `(K, M/128)`, that of the transpose, for axis -2.
+        `(qdata, scale)`.
 
-    Special values: a block of zeros has elements 0 and scale 2.23214294e-15 (`eps / 448`); a NaN or an Inf makes
-        its block's scale and elements NaN.
+        - qdata: `(M, K)` float8_e4m3fn; row-major for axis -1, column-major with strides `(1, M)` for axis -2.
+        - scale: float32, `(M, K/128)` for axis -1 and `(K, M/128)`, the scale of the transpose, for axis -2.
+
+    Special values: a block of zeros has elements 0 and scale 2.23214294e-15 (`eps / 448`). A NaN or an Inf makes its
+        block's scale and elements NaN.
 
     Raises:
-        TypeError: the dtype of x.
-        ValueError: rank, axis, scale_format, scale_major, eps, or a size that is not a multiple of 128.
+        TypeError: x has another dtype, or eps is not a number.
+        ValueError: x has another rank; axis, scale_format or scale_major is not in the lists above; eps is out of
+            range; or the size along axis is not a multiple of 128.
 
     Example:
         >>> x = torch.zeros(1, 128)

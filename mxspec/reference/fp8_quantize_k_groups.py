@@ -1,4 +1,4 @@
-"""fp8_quantize_k_groups: token groups padded and quantized along the tokens, each group a matrix of its own."""
+"""fp8_quantize_k_groups: pad token groups and quantize them along the tokens, each group as its own matrix."""
 
 from __future__ import annotations
 
@@ -38,34 +38,39 @@ def check_args(
 def fp8_quantize_k_groups(
     x: Tensor, offs: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, check_offs: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize token groups to e4m3fn along the tokens, as the gradient of each expert's weights takes them.
+    """Quantize token groups to e4m3fn along the tokens: the operands of the gradient of each expert's weights.
 
-    `pad_token_groups(x, offs, 128)`, then `fp8_quantize_1x128` along the tokens. Then the codes of each group are
-    transposed by themselves: with `w = end[g] - start[g]`, code d of the group's token t lies at
-    `D * start[g] + d * w + t` of the flat codes, so that a group is a row-major `(D, w)` and the groups follow one
-    another. Its scale is `scale[d, (start[g] + t) // 128]`.
+    The op applies `pad_token_groups(x, offs, 128)`, then `fp8_quantize_1x128` along the tokens, then transposes the
+    codes of each group on its own. With `w = end[g] - start[g]`, code d of the group's token t lies at
+    `D * start[g] + d * w + t` of the flat codes: each group is a row-major `(D, w)`, and the groups follow one another.
+    The scale of that code is `scale[d, (start[g] + t) // 128]`.
 
     Args:
         x: `(M, D)`, the tokens of each group together; bfloat16, float16 or float32; any strides.
-        offs: `(G,)` int32 on x's device, the exclusive end of each group, of any alignment. Never decreasing, the last
-            at most M; rows from there on belong to no group and are dropped.
+        offs: `(G,)` int32 on x's device: the exclusive end of each group, of any alignment. The ends never decrease,
+            and the last is at most M. Rows from `offs[-1]` on belong to no group and are dropped.
         scale_format, eps: as for `fp8_quantize_1x128`.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives bytes that mean nothing, and no access outside x and the results.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
+            waits for nothing; an offs out of order then gives bytes without meaning, but no access outside x and the
+            results.
 
     Returns:
-        `(qdata, scale, start, end)`. With `R` the multiple of 128 at or above `M + G*128`, qdata: `(D, R)`
-        float8_e4m3fn, contiguous, whose own rows and columns only say how many there are: the first `D * end[-1]` codes
-        hold the groups, the rest are 0. scale: `(D, R/128)` float32, MN-major (strides `(1, D)`), as DeepGEMM wants it;
-        0 from column `end[-1] / 128` on. start, end: `(G,)` int32, the tokens at which a group begins, and ends with
-        its padding; empty groups take none. Codes of padding are 0, except beside a NaN or an Inf.
+        `(qdata, scale, start, end)`. Below, `R` is the smallest multiple of 128 that is at least `M + G*128`.
 
-    Special values: as for `fp8_quantize_1x128`. Padding never changes a scale: it is never larger than what stands
-        beside it. It is quantized as zeros are, so that a NaN in its block makes it NaN.
+        - qdata: `(D, R)` float8_e4m3fn, contiguous. Its rows and columns only give the number of codes: the first
+          `D * end[-1]` codes hold the groups, the rest are 0. Codes of padding are 0, except beside a NaN or an Inf.
+        - scale: `(D, R/128)` float32, MN-major (strides `(1, D)`), as DeepGEMM needs it; 0 from column `end[-1] / 128`
+          on.
+        - start, end: `(G,)` int32. Group g and its padding take the tokens `start[g] .. end[g]`; an empty group takes
+          none.
+
+    Special values: as for `fp8_quantize_1x128`. Padding never changes a scale, because a zero is never larger than the
+        tokens of its block. Padding is quantized like any zero: a NaN in its block makes it NaN.
 
     Raises:
-        TypeError: the dtype of x or offs.
-        ValueError: a rank, a device, scale_format, eps, 2^31 padded rows or more; with check_offs, offs.
+        TypeError: x or offs has another dtype, or eps is not a number.
+        ValueError: a rank, a device, scale_format or eps is not as above; there would be 2^31 padded rows or more; or,
+            with check_offs, offs is not in order.
 
     Example:
         >>> x = torch.tensor([[448.0, 1.0], [224.0, 2.0], [-896.0, 0.0]])

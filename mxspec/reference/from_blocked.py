@@ -25,23 +25,23 @@ def check_args(blocked: Tensor, rows: int, cols: int) -> None:
 
 @spec(check_args=check_args)
 def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
-    """Read scales out of 128x4 tiles back into row-major order.
+    """Rearrange scales from 128x4 tiles into row-major order.
 
-    `out[r, c] = blocked[offset(r, c)]` with the offset that `to_blocked` states.
+    `out[r, c] = blocked[offset(r, c)]`, with the offset that `to_blocked` defines.
 
     Args:
-        blocked: `(Rp*Cp,)`, or `(E, Rp*Cp)`; float8_e8m0fnu or uint8; any strides; `Rp = 128*ceil(rows/128)`,
-            `Cp = 4*ceil(cols/4)`.
-        rows, cols: of the matrix of scales, without padding; ints of at least 0.
+        blocked: `(Rp*Cp,)` or `(E, Rp*Cp)`, with `Rp = 128*ceil(rows/128)` and `Cp = 4*ceil(cols/4)`; float8_e8m0fnu or
+            uint8; any strides.
+        rows, cols: the size of the matrix of scales without padding; ints of at least 0.
 
     Returns:
-        `(rows, cols)`, or `(E, rows, cols)`, contiguous, of blocked's dtype. Padding bytes are dropped unread.
+        `(rows, cols)` or `(E, rows, cols)`, contiguous, of blocked's dtype. The op drops padding bytes unread.
 
-    Special values: bytes are moved, never read as numbers.
+    Special values: the op moves bytes and never reads them as numbers.
 
     Raises:
-        TypeError: blocked is neither float8_e8m0fnu nor uint8.
-        ValueError: blocked is neither 1-D nor 2-D, or its size does not fit rows and cols.
+        TypeError: blocked is neither float8_e8m0fnu nor uint8, or rows or cols is not an integer.
+        ValueError: blocked is neither 1-D nor 2-D, its size does not fit rows and cols, or rows or cols is below 0.
 
     Example:
         >>> blocked = torch.arange(512).to(torch.uint8)
@@ -56,5 +56,6 @@ def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
     tiles = blocked.view(torch.uint8).reshape(*lead, row_tiles, col_tiles, 32, 4, 4)
     tiles = tiles.movedim((-4, -3, -2), (-2, -3, -4))  # row tile, r % 128 // 32, r % 32, col tile, c % 4
     padded = tiles.reshape(*lead, 128 * row_tiles, 4 * col_tiles)
-    out = padded[..., :rows, :cols].clone(memory_format=torch.contiguous_format)  # never a view of blocked
+    # a copy, so that the result is never a view of blocked
+    out = padded[..., :rows, :cols].clone(memory_format=torch.contiguous_format)
     return out.view(blocked.dtype)

@@ -1,4 +1,4 @@
-"""mx_dequantize: the values that MX codes and scales stand for."""
+"""mx_dequantize: the values that MX codes and scales represent."""
 
 from __future__ import annotations
 
@@ -58,28 +58,29 @@ def mx_dequantize(
 ) -> Tensor:
     """Read MX codes back: `out = q * 2^(byte - 127)`.
 
-    The product is exact in fp32 (it has at most 4 significant bits and is a multiple of 2^-143), so the only
-    rounding is the one to out_dtype.
+    The product is exact in fp32: it has at most 4 significant bits and is a multiple of 2^-143. The only rounding is
+    the final cast to out_dtype.
 
     Args:
-        qdata: `(M, K)` or `(E, N, K)`; float8_e4m3fn, float8_e5m2 or float4_e2m1fn_x2; any strides. Of the last, whose
-            bytes hold two elements along `axis`, the first in the low nibble, `(..., K/2)` for axis -1 and
+        qdata: `(M, K)` or `(E, N, K)`; float8_e4m3fn, float8_e5m2 or float4_e2m1fn_x2; any strides. A float4_e2m1fn_x2
+            byte holds two elements along `axis`, the first in the low nibble: the shape is `(..., K/2)` for axis -1 and
             `(..., M/2, K)` for axis -2.
-        scale: float8_e8m0fnu on qdata's device, in the shape that `mx_quantize` gives for axis and scale_layout;
-            any strides.
+        scale: float8_e8m0fnu on qdata's device, in the shape that `mx_quantize` gives for axis and scale_layout; any
+            strides.
         axis: -1 for 1x32 blocks, -2 for 32x1 blocks.
         out_dtype: torch.bfloat16 or torch.float32.
-        scale_layout: `plain` or `blocked`.
+        scale_layout: `plain` or `blocked`, as `mx_quantize` gave it.
 
     Returns:
-        `(M, K)` or `(E, N, K)`, in elements, out_dtype, contiguous.
+        `(M, K)` or `(E, N, K)`, counted in elements; out_dtype, contiguous.
 
-    Special values: byte 255 or a NaN code gives NaN; 448 * 2^127 is past fp32 and gives Inf; minus zero stays.
+    Special values: byte 255 or a NaN code gives NaN. 448 * 2^127 is beyond fp32 and gives Inf. Minus zero stays minus
+        zero.
 
     Raises:
-        TypeError: the dtype of qdata, of scale, or out_dtype.
-        ValueError: rank, axis, scale_layout, a size that is not a multiple of 32, a scale of the wrong shape, or
-            operands on two devices.
+        TypeError: qdata, scale or out_dtype has another dtype.
+        ValueError: qdata has another rank; axis or scale_layout is not in the lists above; the size along axis is not a
+            multiple of 32; scale has another shape; or the operands are on two devices.
 
     Example:
         >>> qdata = torch.tensor([[1.5, -448.0] * 16]).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""mx_gemm: a matmul of MX operands, FP8 codes that carry one power-of-two scale in blocks of 32."""
+"""mx_gemm: multiply MX matrices, that is FP8 codes with one power-of-two scale per block of 32."""
 
 from __future__ import annotations
 
@@ -58,32 +58,33 @@ def mx_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
-    """Multiply MXFP8 matrices, blocks of 32 along K.
+    """Multiply MXFP8 matrices, with blocks of 32 along K.
 
-    `out[m, n] = out_dtype(sum_k a[m, k] * 2^(a_scale[m, k // 32] - 127) * b[n, k] * 2^(b_scale[n, k // 32] - 127))`,
-    scales as bytes.
+    `out[m, n] = out_dtype(sum_k a[m, k] * 2^(a_scale[m, k // 32] - 127) * b[n, k] * 2^(b_scale[n, k // 32] - 127))`;
+    the formula takes the scales as bytes.
 
     Args:
-        a: `(M, K)` float8_e4m3fn or float8_e5m2, K-major: `stride(1) = 1`; K a multiple of 32. M and N are free.
-        a_scale: float8_e8m0fnu; plain, `(M, K/32)`, any strides; blocked, `to_blocked` of that, contiguous. The bytes
-            of its padding are never read as numbers.
-        b: `(N, K)` float8_e4m3fn or float8_e5m2, of a's dtype or of the other, K-major.
+        a: `(M, K)` float8_e4m3fn or float8_e5m2, K-major: `stride(1) = 1`. K is a multiple of 32; M and N are free.
+        a_scale: float8_e8m0fnu. Plain: `(M, K/32)`, any strides. Blocked: `to_blocked` of the plain scale, contiguous;
+            its padding bytes are never read as numbers.
+        b: `(N, K)` float8_e4m3fn or float8_e5m2, K-major. Its dtype may differ from a's.
         b_scale: as a_scale, of `(N, K/32)`.
         out_dtype: torch.bfloat16 or torch.float32.
         scale_layout: `plain` or `blocked`, for both scales.
 
     Returns:
-        `(M, N)` of out_dtype, contiguous. Products and sums are fp64 and are rounded once. A kernel sums in fp32 and is
-        judged by its SQNR: 70 dB for fp32, 55 dB for bfloat16; it gives the same bits at every call.
+        `(M, N)` of out_dtype, contiguous. The reference computes products and sums in fp64 and rounds once. A kernel
+        sums in fp32 and is judged by its SQNR: at least 70 dB for fp32 and 55 dB for bfloat16. A kernel gives the same
+        bits at every call.
 
-    Special values: a NaN code or byte 255 makes its row (of a) or column (of b) of the output NaN. Byte 0 is 2^-127,
-        and 448 * 2^127 by 2^-127 is 448: what is finite as a product stays so. An e5m2 code of Inf is Inf, and NaN by a
-        zero. A sum past out_dtype's range is Inf. With K = 0 the output is 0.
+    Special values: a NaN code or byte 255 in a makes its output row NaN; in b, its output column. Byte 0 is 2^-127, and
+        448 * 2^127 times 2^-127 is 448: a product that is finite stays finite. An e5m2 code of Inf is Inf, and Inf
+        times zero is NaN. A sum beyond out_dtype's range is Inf. With K = 0 the output is 0.
 
     Raises:
-        TypeError: the dtype of an operand or of a scale, or out_dtype.
-        ValueError: rank, K, an operand that is not K-major, scale_layout, a scale of another shape, a blocked scale
-            that is not contiguous, or two devices.
+        TypeError: an operand, a scale or out_dtype has another dtype.
+        ValueError: an operand has another rank or is not K-major; K is not a multiple of 32; scale_layout is not in the
+            list above; a scale has another shape; a blocked scale is not contiguous; or the tensors are on two devices.
 
     Example:
         >>> a = torch.full((1, 64), 1.5).to(torch.float8_e4m3fn)

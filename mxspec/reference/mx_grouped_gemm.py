@@ -1,4 +1,4 @@
-"""mx_grouped_gemm: a matmul of MX operands, the tokens of each expert by the expert's own weights."""
+"""mx_grouped_gemm: multiply the tokens of each expert by the expert's own weights, in MX formats."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def check_args(
 @spec(
     check_args=check_args,
     min_sqnr_db=MIN_SQNR_DB,
-    flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[1] * args[0].shape[1],  # all M: offs is not read
+    # counts all M rows, because the host does not read offs
+    flops=lambda args, outputs: 2 * args[0].shape[0] * args[2].shape[1] * args[0].shape[1],
 )
 def mx_grouped_gemm(
     a: Tensor,
@@ -72,34 +73,41 @@ def mx_grouped_gemm(
 ) -> Tensor:
     """Multiply the tokens of each group by the weights of its expert, MXFP8 with blocks of 32 along K.
 
-    `out[m] = mx_gemm(a[m], b[g])` where g is the group of row m, that is `offs[g-1] <= m < offs[g]`; 0 where m is in
-    none. dgrad is the same op: dy by w quantized along N, whose `qdata.mT` has K-major `(E, K, N)`.
+    `out[m] = mx_gemm(a[m], b[g])`, where g is the group of row m: `offs[g-1] <= m < offs[g]`. Rows that belong to no
+    group are 0. dgrad is the same op: it multiplies dy by w quantized along N, whose `qdata.mT` is a K-major
+    `(E, K, N)`.
 
     Args:
-        a: `(M, K)` float8_e4m3fn or float8_e5m2, the tokens of each group together, K-major: `stride(1) = 1`; K a
-            multiple of 32. M and N are free.
-        a_scale: float8_e8m0fnu; plain, `(M, K/32)`, any strides; blocked, `(M + 128*E, Cp)` with `Cp = 4*ceil(K/128)`,
-            contiguous, as `to_blocked_m_groups` gives it under offs, and `mx_quantize_groups` for `offs = end`.
-        b: `(E, N, K)` float8_e4m3fn or float8_e5m2, of a's dtype or of the other, each matrix K-major: `stride(2) = 1`.
-        b_scale: float8_e8m0fnu; plain, `(E, N, K/32)`, any strides; blocked, `to_blocked` of that, contiguous.
-        offs: `(E,)` int32 on a's device, the exclusive end of each group, of any alignment. Never decreasing, the last
-            at most M.
+        a: `(M, K)` float8_e4m3fn or float8_e5m2, the tokens of each group together, K-major: `stride(1) = 1`. K is a
+            multiple of 32; M and N are free.
+        a_scale: float8_e8m0fnu. Plain: `(M, K/32)`, any strides. Blocked: `(M + 128*E, Cp)` with `Cp = 4*ceil(K/128)`,
+            contiguous, as `to_blocked_m_groups` gives it under offs, and as `mx_quantize_groups` gives it for
+            `offs = end`.
+        b: `(E, N, K)` float8_e4m3fn or float8_e5m2, each matrix K-major: `stride(2) = 1`. Its dtype may differ from
+            a's.
+        b_scale: float8_e8m0fnu. Plain: `(E, N, K/32)`, any strides. Blocked: `to_blocked` of the plain scale,
+            contiguous.
+        offs: `(E,)` int32 on a's device: the exclusive end of each group, of any alignment. The ends never decrease,
+            and the last is at most M.
         out_dtype: torch.bfloat16 or torch.float32.
         scale_layout: `blocked` or `plain`, for both scales.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives values that mean nothing, and no access outside the operands and
-            the result.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
+            waits for nothing; an offs out of order then gives values without meaning, but no access outside the
+            operands and the result.
 
     Returns:
         `(M, N)` of out_dtype, contiguous. Rows from `offs[-1]` on are 0, whatever a and a_scale hold there. Rounding
-        and how a kernel is judged: as for `mx_gemm`.
+        and the judgement of kernels are as for `mx_gemm`.
 
-    Special values: as for `mx_gemm`, within a group: a NaN of an expert's weights reaches its own tokens only.
+    Special values: as for `mx_gemm`, within a group: a NaN in an expert's weights reaches only the tokens of that
+        expert.
 
     Raises:
-        TypeError: the dtype of an operand, of a scale or of offs; out_dtype.
-        ValueError: a rank, K, E, an operand that is not K-major, scale_layout, a scale of another shape, a blocked
-            scale that is not contiguous, two devices, 2^31 padded rows or more; with check_offs, offs.
+        TypeError: an operand, a scale, offs or out_dtype has another dtype.
+        ValueError: an operand has another rank or is not K-major; the sizes E or K do not fit; K is not a multiple of
+            32; scale_layout is not in the list above; a scale has another shape; a blocked scale is not contiguous; the
+            tensors are on two devices; there would be 2^31 padded rows or more; or, with check_offs, offs is not in
+            order.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0, 4.0])[:, None].expand(3, 32).to(torch.float8_e4m3fn)
@@ -120,6 +128,7 @@ def mx_grouped_gemm(
         b_scale = from_blocked(b_scale, N, K // MX_BLOCK_SIZE)
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
     product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
-    for e in each_group(offs):  # every token by every expert: how many are an expert's, the host does not know
+    # every token by every expert, because the host does not know how many tokens an expert has
+    for e in each_group(offs):
         product = torch.where(group == e, x @ values(b[e], b_scale[e]).t(), product)
     return round_once(product, out_dtype)

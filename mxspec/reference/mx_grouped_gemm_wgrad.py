@@ -55,7 +55,8 @@ def check_args(
 @spec(
     check_args=check_args,
     min_sqnr_db=MIN_SQNR_DB,
-    flops=lambda args, outputs: 2 * args[0].numel() * args[2].shape[1],  # all M: offs is not read
+    # counts all M rows, because the host does not read offs
+    flops=lambda args, outputs: 2 * args[0].numel() * args[2].shape[1],
 )
 def mx_grouped_gemm_wgrad(
     dy: Tensor,
@@ -70,35 +71,37 @@ def mx_grouped_gemm_wgrad(
 ) -> Tensor:
     """Sum `dy^T x` over the tokens of each group: the gradient of each expert's weights, from MXFP8 operands.
 
-    `out[e, n, k] = out_dtype(sum of dy[m, n] * 2^(dy_scale[n, m // 32] - 127) * x[m, k] * 2^(x_scale[k, m // 32] -
-    127) over offs[e-1] <= m < offs[e])`, scales as bytes.
+    `out[e, n, k] = out_dtype(sum of dy[m, n] * 2^(dy_scale[n, m // 32] - 127) * x[m, k] * 2^(x_scale[k, m // 32] - 127)
+    over offs[e-1] <= m < offs[e])`; the formula takes the scales as bytes.
 
     Args:
         dy: `(M, N)` float8_e4m3fn or float8_e5m2, the tokens of each group together, column-major: `stride(0) = 1`, as
-            `mx_quantize_groups(..., axis=-2)` gives it; M a multiple of 32. N and K are free.
-        dy_scale: float8_e8m0fnu, blocks of 32 tokens; plain, `(N, M/32)`, any strides; blocked, `(Np, M/32 + 4*E)` with
-            `Np = 128*ceil(N/128)`, contiguous, as `to_blocked_k_groups` gives it under `offs / 32`, and
-            `mx_quantize_groups` for `offs = end`.
-        x: `(M, K)` float8_e4m3fn or float8_e5m2, of dy's dtype or of the other, column-major.
-        x_scale: as dy_scale, of K.
-        offs: `(E,)` int32 on dy's device, the exclusive end of each group, multiples of 32. Never decreasing, the last
-            at most M.
+            `mx_quantize_groups(..., axis=-2)` gives it. M is a multiple of 32; N and K are free.
+        dy_scale: float8_e8m0fnu, one scale per block of 32 tokens. Plain: `(N, M/32)`, any strides. Blocked:
+            `(Np, M/32 + 4*E)` with `Np = 128*ceil(N/128)`, contiguous, as `to_blocked_k_groups` gives it under
+            `offs / 32`, and as `mx_quantize_groups` gives it for `offs = end`.
+        x: `(M, K)` float8_e4m3fn or float8_e5m2, column-major. Its dtype may differ from dy's.
+        x_scale: as dy_scale, with K in place of N.
+        offs: `(E,)` int32 on dy's device: the exclusive end of each group, a multiple of 32. The ends never decrease,
+            and the last is at most M.
         out_dtype: torch.float32 or torch.bfloat16.
         scale_layout: `blocked` or `plain`, for both scales.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order or not of
-            multiples of 32. Without it nothing waits; such an offs gives values that mean nothing, and no access
-            outside the operands and the result.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order or an
+            end is not a multiple of 32. False waits for nothing; such an offs then gives values without meaning, but no
+            access outside the operands and the result.
 
     Returns:
-        `(E, N, K)` of out_dtype, contiguous; zeros for a group without tokens. Tokens from `offs[-1]` on never count,
-        whatever codes and scales hold there. Rounding and how a kernel is judged: as for `mx_gemm`.
+        `(E, N, K)` of out_dtype, contiguous. A group without tokens gives zeros. Tokens from `offs[-1]` on never count,
+        whatever codes and scales hold there. Rounding and the judgement of kernels are as for `mx_gemm`.
 
-    Special values: as for `mx_gemm`, within a group: a NaN reaches the gradient of its own expert only.
+    Special values: as for `mx_gemm`, within a group: a NaN reaches only the gradient of its own expert.
 
     Raises:
-        TypeError: the dtype of an operand, of a scale or of offs; out_dtype.
-        ValueError: a rank, M, an operand that is not column-major, scale_layout, a scale of another shape, a blocked
-            scale that is not contiguous, two devices, 2^31 padded rows or more; with check_offs, offs.
+        TypeError: an operand, a scale, offs or out_dtype has another dtype.
+        ValueError: an operand has another rank or is not column-major; the sizes of dy and x do not fit; M is not a
+            multiple of 32; scale_layout is not in the list above; a scale has another shape; a blocked scale is not
+            contiguous; the tensors are on two devices; there would be 2^31 padded rows or more; or, with check_offs,
+            offs is not as above.
 
     Example:
         >>> dy = torch.full((1, 64), 2.0).to(torch.float8_e4m3fn).mT
@@ -123,7 +126,7 @@ def mx_grouped_gemm_wgrad(
     left, right = values(dy.mT, dy_scale), values(x.mT, x_scale)  # (N, M), (K, M)
     group = group_of_tokens(offs, M)
     out = torch.empty(E, N, K, dtype=out_dtype, device=dy.device)
-    for e in each_group(offs):  # operands are masked, not products: 0 * NaN is NaN
+    for e in each_group(offs):  # masks the operands and not the products, because 0 * NaN is NaN
         own_dy, own_x = (torch.where(group == e, t, 0.0) for t in (left, right))
         out[e] = round_once(own_dy @ own_x.t(), out_dtype)
     return out

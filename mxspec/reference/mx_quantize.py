@@ -1,4 +1,4 @@
-"""mx_quantize: blocks of 32 elements that share one power-of-two scale."""
+"""mx_quantize: quantize to MX, where a block of 32 elements shares one power-of-two scale."""
 
 from __future__ import annotations
 
@@ -49,39 +49,48 @@ def mx_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize to MX: 32 elements along `axis` share one E8M0 scale.
 
-    With `a` the largest magnitude of a block, as fp32, `byte` follows from `a` by the rule `scaling`, and
-    `q = round_to_nearest_even(clamp(x * 2^(127 - byte), -max, max))`, one rounding. Read back, an element is
-    `q * 2^(byte - 127)`. With `exponent(v) = floor(log2(v))` read off the bits of fp32, -127 for subnormals:
+    Let `a` be the largest magnitude of a block, in fp32. The rule `scaling` computes `byte`, the scale, from `a`. The
+    elements are `q = round_to_nearest_even(clamp(x * 2^(127 - byte), -max, max))`, with one rounding; `max` is the
+    largest value of the element format. Read back, an element is `q * 2^(byte - 127)`.
 
-    - rceil: `ceil(log2(fp32(a / max))) + 127`, at least 0: the quotient, rounded to fp32, rounded up to a power of two.
-    - floor (OCP): `exponent(a) - emax + 127`, clamped to 0..254; mantissas above that of `max` saturate.
-    - ceil: floor's before the clamp, plus 1 where the mantissa of a is not 0; then clamped.
-    - even: floor's of a after adding half a unit of the element's last mantissa bit to the bits of a.
+    The rules use `exponent(v) = floor(log2(v))`, read from the bits of fp32 (-127 for subnormals), and
+    `emax = exponent(max)`:
+
+    - rceil: `ceil(log2(fp32(a / max))) + 127`, at least 0. The quotient is rounded to fp32 first, then up to a power of
+      two.
+    - floor (OCP): `exponent(a) - emax + 127`, clamped to 0..254. Elements whose mantissa exceeds that of `max`
+      saturate.
+    - ceil: floor's value before the clamp, plus 1 if the mantissa of a is not 0; then clamped to 0..254.
+    - even: floor's rule on a changed a: half a unit of the element's last mantissa bit is added to the bits of a.
 
     Args:
         x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides.
-        axis: -1 for 1x32 blocks, -2 for 32x1 blocks; that dimension must be a multiple of 32.
-        elem_dtype: torch.float8_e4m3fn (largest 448), torch.float8_e5m2 (57344) or torch.float4_e2m1fn_x2 (6), which
-            has two elements to a byte, or a name: "e4m3fn", "e5m2", "e2m1".
+        axis: -1 for 1x32 blocks, -2 for 32x1 blocks. The size of that dimension must be a multiple of 32.
+        elem_dtype: torch.float8_e4m3fn (largest value 448), torch.float8_e5m2 (57344) or torch.float4_e2m1fn_x2 (6; two
+            elements share a byte); or its name: "e4m3fn", "e5m2", "e2m1".
         scaling: `rceil`, `floor`, `ceil` or `even`, as above.
-        scale_layout: `plain` or `blocked`, the 128x4 tiles of `to_blocked`.
+        scale_layout: `plain` (row-major) or `blocked` (the 128x4 tiles of `to_blocked`).
 
     Returns:
-        `(qdata, scale)`. qdata: x's shape, elem_dtype, contiguous for axis -1; for axis -2 column-major per
-        matrix (strides `(1, M)` or `(N*K, 1, N)`). Of e2m1 two neighbours along `axis` share a byte, the first in
-        the low nibble, and that dimension is half of x's: `(..., K/2)`, or `(..., M/2, K)` with the strides of the
-        transpose of a contiguous `(..., K, M/2)`. scale: float8_e8m0fnu; plain, `(..., K/32)` for axis -1 and
-        `(..., K, M/32)`, the scale of the transpose, for axis -2, row-major; blocked, `to_blocked` of that,
-        padding bytes 0.
+        `(qdata, scale)`.
 
-    Special values: a block of zeros has byte 0 and keeps the zeros' signs. A NaN or an Inf makes its block byte
-        255 and all 32 elements NaN. e2m1 has no NaN: there the byte alone says it, and all 32 codes are 7, the
-        largest value's, as PTX's `cvt` gives for NaN (torchao's main branch leaves 3). Byte 0 is 2^-127 and counts
-        as such: a block of 2^-126 gives elements 2.0.
+        - qdata: x's shape, elem_dtype. It is contiguous for axis -1 and column-major per matrix for axis -2, with
+          strides `(1, M)` or `(N*K, 1, N)`.
+        - qdata in e2m1: two neighbours along `axis` share a byte, the first in the low nibble, so that dimension is
+          half of x's. Axis -1 gives `(..., K/2)`. Axis -2 gives `(..., M/2, K)` with the strides of the transpose of a
+          contiguous `(..., K, M/2)`.
+        - scale: float8_e8m0fnu. Plain: `(..., K/32)` for axis -1 and `(..., K, M/32)` for axis -2, which is the scale
+          of the transpose; row-major. Blocked: `to_blocked` of the plain scale, with padding bytes 0.
+
+    Special values: a block of zeros has byte 0, and its zeros keep their signs. A NaN or an Inf makes its block's byte
+        255 and all 32 elements NaN. e2m1 has no NaN: there only the byte shows the NaN, and all 32 codes are 7, the
+        code of the largest value, as PTX's `cvt` gives for NaN (torchao's main branch leaves 3). Byte 0 means 2^-127: a
+        block of 2^-126 gives elements 2.0.
 
     Raises:
-        TypeError: the dtype of x, or elem_dtype.
-        ValueError: rank, axis, scaling, scale_layout, or a size that is not a multiple of 32.
+        TypeError: x has another dtype, or elem_dtype is not in the list above.
+        ValueError: x has another rank; axis, scaling or scale_layout is not in the lists above; or the size along axis
+            is not a multiple of 32.
 
     Example:
         >>> x = torch.zeros(1, 32)
@@ -102,7 +111,7 @@ def mx_quantize(
     fmt = element(elem_dtype)
     if axis == -2:
         x = x.mT  # from here the blocks lie along the last dimension
-    x = x.contiguous().to(torch.float32)  # exact: fp32 holds every bf16 and fp16
+    x = x.contiguous().to(torch.float32)  # exact: fp32 holds every bfloat16 and float16
     blocks = x.unflatten(-1, (x.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))  # (..., K/32, 32)
 
     scale = shared_exponent(blocks.abs().amax(-1), fmt, scaling)  # (..., K/32)

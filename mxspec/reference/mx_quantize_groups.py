@@ -1,4 +1,4 @@
-"""mx_quantize_groups: token groups padded, quantized and their scales laid out for a grouped matmul, in one pass."""
+"""mx_quantize_groups: pad token groups, quantize them and lay out their scales for a grouped matmul, in one pass."""
 
 from __future__ import annotations
 
@@ -61,40 +61,45 @@ def mx_quantize_groups(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize token groups to MX as a grouped matmul wants them: padded, with each group's scales tiled by itself.
+    """Quantize token groups to MX for a grouped matmul: pad each group, and give each group its own scale tiles.
 
-    Byte for byte `pad_token_groups(x, offs, pad_to)`, then `mx_quantize` along `axis`, then for blocked scales
-    `to_blocked_m_groups` under `end` for axis -1, the operand of the forward pass and of dgrad, or
-    `to_blocked_k_groups` under `end / 32` for axis -2, an operand of wgrad, whose matmul runs along the tokens.
+    The bytes equal three steps: `pad_token_groups(x, offs, pad_to)`, then `mx_quantize` along `axis`, then, for blocked
+    scales, the tiling of each group. For axis -1 the tiling is `to_blocked_m_groups` under `end`: an operand of the
+    forward pass and of dgrad. For axis -2 it is `to_blocked_k_groups` under `end / 32`: an operand of wgrad, whose
+    matmul sums along the tokens.
 
     Args:
-        x: `(M, K)`, the tokens of each group together; bfloat16, float16 or float32; any strides. K is a multiple of
-            32 for axis -1.
-        offs: `(G,)` int32 on x's device, the exclusive end of each group. Never decreasing, the last at most M; rows
-            from there on belong to no group and are dropped.
+        x: `(M, K)`, the tokens of each group together; bfloat16, float16 or float32; any strides. For axis -1, K must
+            be a multiple of 32.
+        offs: `(G,)` int32 on x's device: the exclusive end of each group. The ends never decrease, and the last is at
+            most M. Rows from `offs[-1]` on belong to no group and are dropped.
         axis: -1 for 1x32 blocks along K, -2 for 32x1 blocks along the tokens, padding included.
-        pad_to: rows, a multiple of 128.
-        elem_dtype, scaling: as for `mx_quantize`.
+        pad_to: the multiple of rows that each group is padded to; itself a multiple of 128.
+        elem_dtype, scaling: as for `mx_quantize`; elem_dtype is torch.float8_e4m3fn, torch.float8_e5m2, "e4m3fn" or
+            "e5m2".
         scale_layout: `blocked` or `plain`.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives bytes that mean nothing, and no access outside x and the results.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
+            waits for nothing; an offs out of order then gives bytes without meaning, but no access outside x and the
+            results.
 
     Returns:
-        `(qdata, scale, start, end)`. With `R` the multiple of pad_to at or above `M + G*pad_to`: qdata `(R, K)`,
-        elem_dtype, contiguous for axis -1 and column-major, strides `(1, R)`, for axis -2. scale: float8_e8m0fnu;
-        blocked, `(R + 128*G, Cp)` with `Cp = 4*ceil(K/128)` for axis -1, and `(Kp, R/32 + 4*G)` with
-        `Kp = 128*ceil(K/128)` for axis -2, in both of which the bytes of group g begin at `start[g] * Cp`; plain,
-        `(R, K/32)` and `(K, R/32)`. start, end: `(G,)` int32, the rows of qdata at which a group begins, and ends with
-        its padding. Codes of padding are 0, except beside a NaN or an Inf in a block along the tokens; scale bytes of
-        blocks without a token are 0.
+        `(qdata, scale, start, end)`. Below, `R` is the smallest multiple of pad_to that is at least `M + G*pad_to`.
 
-    Special values: as for `mx_quantize`. Padding never changes a scale: it is never larger than what stands
-        beside it. It is quantized as zeros are, so that a NaN in its block makes it NaN.
+        - qdata: `(R, K)`, elem_dtype; contiguous for axis -1, column-major with strides `(1, R)` for axis -2. Codes of
+          padding are 0, except beside a NaN or an Inf in a block along the tokens.
+        - scale: float8_e8m0fnu. Blocked: `(R + 128*G, Cp)` with `Cp = 4*ceil(K/128)` for axis -1, and
+          `(Kp, R/32 + 4*G)` with `Kp = 128*ceil(K/128)` for axis -2; in both, the bytes of group g begin at byte
+          `start[g] * Cp`. Plain: `(R, K/32)` for axis -1 and `(K, R/32)` for axis -2. Bytes of blocks without a token
+          are 0.
+        - start, end: `(G,)` int32. Group g and its padding take the rows `start[g] .. end[g]` of qdata.
+
+    Special values: as for `mx_quantize`. Padding never changes a scale, because a zero is never larger than the tokens
+        of its block. Padding is quantized like any zero: a NaN in its block makes it NaN.
 
     Raises:
-        TypeError: the dtype of x or offs, elem_dtype; pad_to is no integer.
-        ValueError: a rank, a device, axis, pad_to, scaling, scale_layout, K for axis -1, 2^31 padded rows or more;
-            with check_offs, offs.
+        TypeError: x, offs or elem_dtype has another dtype, or pad_to is not an integer.
+        ValueError: a rank, a device, axis, pad_to, scaling or scale_layout is not as above; K is not a multiple of 32
+            for axis -1; there would be 2^31 padded rows or more; or, with check_offs, offs is not in order.
 
     Example:
         >>> x = torch.full((3, 32), 2.0)
@@ -104,7 +109,7 @@ def mx_quantize_groups(
         >>> qdata[[0, 1, 128, 129, 130], 0].float().tolist()
         [256.0, 0.0, 256.0, 256.0, 0.0]
 
-    Source: OCP MX v1.0, section 6.3; PyTorch, `torch.nn.functional.scaled_grouped_mm`, for what it reads.
+    Source: OCP MX v1.0, section 6.3; PyTorch, `torch.nn.functional.scaled_grouped_mm`, for the layout that it reads.
     """
     check_args(
         x, offs, axis=axis, pad_to=pad_to, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout,

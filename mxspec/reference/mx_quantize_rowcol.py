@@ -1,4 +1,4 @@
-"""mx_quantize_rowcol: one tensor quantized along its rows and along its columns, which a kernel does in one read."""
+"""mx_quantize_rowcol: quantize one tensor along its rows and along its columns; a kernel reads the tensor once."""
 
 from __future__ import annotations
 
@@ -41,30 +41,33 @@ def mx_quantize_rowcol(
     scaling: str = "rceil",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize to MX in both directions: what `mx_quantize` gives along the rows, and what it gives along the columns.
+    """Quantize to MX in both directions: the results of `mx_quantize` along the rows and along the columns.
 
-    `(q_row, s_row) = mx_quantize(x, axis=-1, ...)` and `(q_col, s_col) = mx_quantize(x, axis=-2, ...)`. In training an
-    activation is an operand twice: along K in the forward pass, along the tokens in the weight gradient.
+    `(q_row, s_row) = mx_quantize(x, axis=-1, ...)` and `(q_col, s_col) = mx_quantize(x, axis=-2, ...)`. Training uses
+    an activation in two matmuls: the forward pass multiplies along K, and the weight gradient along the tokens.
 
     Args:
-        x: `(M, K)` or `(E, N, K)`, the last two multiples of 32; bfloat16, float16 or float32; any strides.
-        elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.float4_e2m1fn_x2, or the name, as for
-            `mx_quantize`.
+        x: `(M, K)` or `(E, N, K)`, the last two sizes multiples of 32; bfloat16, float16 or float32; any strides.
+        elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.float4_e2m1fn_x2, or its name, as for `mx_quantize`.
         scaling: `rceil`, `floor`, `ceil` or `even`, as for `mx_quantize`.
-        scale_layout: `plain` or `blocked`, the 128x4 tiles of `to_blocked`; of both scales.
+        scale_layout: layout of both scales: `plain` (row-major) or `blocked` (the 128x4 tiles of `to_blocked`).
 
     Returns:
-        `(q_row, s_row, q_col, s_col)`. q_row and q_col: x's shape, elem_dtype; q_row contiguous, q_col column-major
-        per matrix (strides `(1, M)` or `(N*K, 1, N)`); of e2m1, two elements to a byte, `(..., K/2)` and
-        `(..., M/2, K)`, as for `mx_quantize`. Scales: float8_e8m0fnu; plain, s_row `(..., M, K/32)` and s_col
-        `(..., K, M/32)`, row-major; blocked, `to_blocked` of those, padding bytes 0.
+        `(q_row, s_row, q_col, s_col)`.
 
-    Special values: as for `mx_quantize`, in each direction by itself: a NaN takes its row's block of 32 and its
-        column's.
+        - q_row, q_col: x's shape, elem_dtype. q_row is contiguous; q_col is column-major per matrix, with strides
+          `(1, M)` or `(N*K, 1, N)`. In e2m1 two elements share a byte, so the shapes are `(..., K/2)` and
+          `(..., M/2, K)`, as for `mx_quantize`.
+        - s_row, s_col: float8_e8m0fnu. Plain: s_row `(..., M, K/32)` and s_col `(..., K, M/32)`, row-major. Blocked:
+          `to_blocked` of the plain scales, with padding bytes 0.
+
+    Special values: as for `mx_quantize`, in each direction on its own. A NaN makes the block of 32 in its row NaN, and
+        the block of 32 in its column.
 
     Raises:
-        TypeError: the dtype of x, or elem_dtype.
-        ValueError: rank, scaling, scale_layout, or a size that is not a multiple of 32.
+        TypeError: x has another dtype, or elem_dtype is not in the list above.
+        ValueError: x has another rank; scaling or scale_layout is not in the lists above; or a size is not a multiple
+            of 32.
 
     Example:
         >>> x = torch.zeros(32, 32)
@@ -75,7 +78,7 @@ def mx_quantize_rowcol(
         >>> q_col[0, :2].float().tolist(), s_col[:2].view(torch.uint8).tolist()
         ([256.0, 256.0], [[128], [119]])
 
-    Source: OCP MX v1.0, section 6.3, along either axis.
+    Source: OCP MX v1.0, section 6.3, applied to either axis.
     """
     check_args(x, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
     options: dict[str, Any] = {"elem_dtype": elem_dtype, "scaling": scaling, "scale_layout": scale_layout}

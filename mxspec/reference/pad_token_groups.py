@@ -1,4 +1,4 @@
-"""pad_token_groups: the rows of every group, followed by as many zeros as make them a multiple."""
+"""pad_token_groups: pad every group of rows with zeros to a multiple of `alignment`."""
 
 from __future__ import annotations
 
@@ -36,31 +36,34 @@ def _backward(saved: tuple[Any, ...], gradients: tuple[Tensor | None, ...], back
 def pad_token_groups(
     x: Tensor, offs: Tensor, alignment: int, *, check_offs: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad every group of rows with zeros to a multiple of `alignment`, without asking the device how many there are.
+    """Pad every group of rows with zeros to a multiple of `alignment`, without reading the group sizes on the host.
 
-    Group g has the rows `offs[g-1] .. offs[g]` of x, `m` of them. In the result it begins at
-    `start[g]`, the sum of `alignment * ceil(m / alignment)` of the groups before it, and ends with its padding at
-    `end[g]`; an empty group stays empty.
+    Group g has the rows `offs[g-1] .. offs[g]` of x, `m` of them. In the result the group begins at `start[g]`, the sum
+    of `alignment * ceil(m / alignment)` over the groups before, and ends with its padding at `end[g]`. An empty group
+    stays empty.
 
     Args:
         x: `(M, K)`, the tokens of each group together; real numbers of 1, 2 or 4 bytes; any strides.
-        offs: `(G,)` int32 on x's device, the exclusive end of each group. Never decreasing, the last at most M; rows
-            from there on belong to no group and are dropped.
-        alignment: in rows, an int of at least 1; any number, not only a power of two.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives rows that mean nothing, and no access outside x and the result.
+        offs: `(G,)` int32 on x's device: the exclusive end of each group. The ends never decrease, and the last is at
+            most M. Rows from `offs[-1]` on belong to no group and are dropped.
+        alignment: in rows; an int of at least 1, not necessarily a power of two.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
+            waits for nothing; an offs out of order then gives rows without meaning, but no access outside x and the
+            result.
 
     Returns:
-        `(padded, start, end)`. padded: `(R, K)`, x's dtype, contiguous, with `R` the multiple of alignment at or above
-        `M + G*alignment`, which is enough for any sizes of the groups; rows that hold no token are zeros. start, end:
-        `(G,)` int32. `end` is what a grouped matmul over padded takes as its offs. The gradient of x is
-        `unpad_token_groups` of padded's.
+        `(padded, start, end)`. The gradient of x is `unpad_token_groups` of padded's gradient.
 
-    Special values: rows are moved as bytes; zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
+        - padded: `(R, K)`, x's dtype, contiguous. `R` is the smallest multiple of alignment that is at least
+          `M + G*alignment`, which is enough for any sizes of the groups. Rows without a token are zeros.
+        - start, end: `(G,)` int32. A grouped matmul over padded takes `end` as its offs.
+
+    Special values: the op moves rows as bytes. Zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 
     Raises:
-        TypeError: the dtype of x or offs; alignment is no integer.
-        ValueError: a rank, a device, alignment below 1, 2^31 padded rows or more; with check_offs, offs.
+        TypeError: x or offs has another dtype, or alignment is not an integer.
+        ValueError: a rank or a device is not as above; alignment is below 1; there would be 2^31 padded rows or more;
+            or, with check_offs, offs is not in order.
 
     Example:
         >>> x = torch.tensor([[1], [2], [3]], dtype=torch.int16)

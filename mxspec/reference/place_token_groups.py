@@ -1,4 +1,4 @@
-"""place_token_groups: groups of rows put where they are told to begin."""
+"""place_token_groups: put groups of rows at the rows that `start` names."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ def _backward(saved: tuple[Any, ...], gradients: tuple[Tensor | None, ...], back
     gradient=Gradient(save=lambda args, outputs: (args[1], args[2], args[0].shape[0]), backward=_backward),
 )
 def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *, check_offs: bool = False) -> Tensor:
-    """Put each group of rows where it is told to begin, in a matrix of zeros: the inverse of `unpad_token_groups`.
+    """Put each group of rows at its row `start[g]` of a matrix of zeros: the inverse of `unpad_token_groups`.
 
-    With `first = offs[g-1]`, 0 for the first group, row `start[g] + i` of the result is row `first + i` of x for every
-    `i < offs[g] - first`. `pad_token_groups` is this with the `start` that it computes; by itself it is the gradient
-    of `unpad_token_groups`.
+    With `first = offs[g-1]` (0 for the first group), row `start[g] + i` of the result is row `first + i` of x, for
+    every `i < offs[g] - first`. `pad_token_groups` computes `start` and then does this. The op alone is the gradient of
+    `unpad_token_groups`.
 
     Args:
         x: `(M, K)`, the rows of each group together; real numbers of 1, 2 or 4 bytes; any strides.
-        offs: `(G,)` int32 on x's device, the exclusive end of each group in x. Never decreasing, the last at most M;
-            rows from there on belong to no group.
-        start: `(G,)` int32 on x's device, the row of the result at which each group begins. Groups in any order
-            and with any gaps; no two share a row. If some do, the later token stands there.
-        num_rows: of the result, 0 to 2^31 - 1.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order; start is not
-            read there. Without it nothing waits; an offs out of order gives rows that mean nothing, and no access
-            outside x and the result.
+        offs: `(G,)` int32 on x's device: the exclusive end of each group in x. The ends never decrease, and the last is
+            at most M. Rows from `offs[-1]` on belong to no group.
+        start: `(G,)` int32 on x's device: the row of the result at which each group begins. Groups may come in any
+            order and with any gaps, and should share no row. In a row that groups share, the later token stands.
+        num_rows: the number of rows of the result, 0 to 2^31 - 1.
+        check_offs: True reads offs (not start) on the host, which waits for the device, and raises if offs is not in
+            order. False waits for nothing; an offs out of order then gives rows without meaning, but no access outside
+            x and the result.
 
     Returns:
-        `(num_rows, K)`, x's dtype, contiguous. Rows where no group lies are zeros; rows of groups that reach before
-        row 0 or past num_rows are dropped. The gradient of x is `unpad_token_groups` of the result's; a token whose
-        row another one has taken gets the gradient of that row all the same.
+        `(num_rows, K)`, x's dtype, contiguous. Rows without a token are zeros. Tokens whose row lies before row 0 or
+        past num_rows are dropped. The gradient of x is `unpad_token_groups` of the result's gradient; a token that lost
+        its row to another token also gets the gradient of that row.
 
-    Special values: rows are moved as bytes; zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
+    Special values: the op moves rows as bytes. Zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 
     Raises:
-        TypeError: the dtype of x, offs or start; num_rows is no integer.
-        ValueError: a rank, a shape, a device, num_rows; with check_offs, offs.
+        TypeError: x, offs or start has another dtype, or num_rows is not an integer.
+        ValueError: a rank, a shape, a device or num_rows is not as above; or, with check_offs, offs is not in order.
 
     Example:
         >>> x = torch.tensor([[1], [2], [3]], dtype=torch.int16)
@@ -74,6 +74,6 @@ def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *,
     row = rows_of_tokens(offs, start, x.shape[0])
     there = (row >= 0) & (row < num_rows)
     token = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
-    source = token.new_full((num_rows + 1,), -1)  # the token of each row; tokens without one meet in the last place
+    source = token.new_full((num_rows + 1,), -1)  # the token of each row; tokens without a row go to the last entry
     source = source.scatter_reduce(0, torch.where(there, row, num_rows).to(torch.int64), token, "amax")
     return take_rows(x, source[:-1])

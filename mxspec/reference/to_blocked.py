@@ -1,4 +1,4 @@
-"""to_blocked: MX scales in the 128x4 tiled layout that tcgen05.mma and cuBLAS read."""
+"""to_blocked: MX scales in the layout of 128x4 tiles that tcgen05.mma and cuBLAS read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 
 
 def blocked_bytes(rows: int, cols: int) -> int:
-    """How many bytes the tiles that cover `rows x cols` scales take."""
+    """Return the number of bytes of the tiles that cover `rows x cols` scales."""
     return 512 * -(-rows // 128) * -(-cols // 4)
 
 
@@ -24,20 +24,20 @@ def check_args(scale: Tensor) -> None:
 
 @spec(check_args=check_args)
 def to_blocked(scale: Tensor) -> Tensor:
-    """Rearrange scales from row-major into 128x4 tiles.
+    """Rearrange scales from row-major order into 128x4 tiles.
 
-    With `Cp = 4*ceil(C/4)`, scale `(r, c)` goes to the byte
-    `(r // 128) * 128 * Cp + (c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4`.
-    A tile is 512 consecutive bytes: 128 rows and 4 columns, the four groups of 32 rows side by side.
+    With `Cp = 4*ceil(C/4)`, scale `(r, c)` goes to the byte `(r // 128) * 128 * Cp + (c // 4) * 512 + (r % 32) * 16 +
+    (r % 128) // 32 * 4 + c % 4`. A tile is 512 consecutive bytes that hold 128 rows and 4 columns. Within a tile, the
+    four groups of 32 rows lie side by side.
 
     Args:
-        scale: `(R, C)`, or `(E, R, C)` for one matrix an expert; float8_e8m0fnu or uint8; any strides.
+        scale: `(R, C)`, or `(E, R, C)` for one matrix per expert; float8_e8m0fnu or uint8; any strides.
 
     Returns:
-        `(Rp*Cp,)`, or `(E, Rp*Cp)`, contiguous, of scale's dtype, with `Rp = 128*ceil(R/128)`. Bytes that
-        belong to no scale are 0.
+        `(Rp*Cp,)` or `(E, Rp*Cp)`, contiguous, of scale's dtype, with `Rp = 128*ceil(R/128)`. Bytes that belong to no
+        scale are 0.
 
-    Special values: bytes are moved, never read as numbers; an empty scale gives an empty result.
+    Special values: the op moves bytes and never reads them as numbers. An empty scale gives an empty result.
 
     Raises:
         TypeError: scale is neither float8_e8m0fnu nor uint8.

@@ -1,4 +1,4 @@
-"""to_blocked_k_groups: scales of token groups in 128x4 tiles, each group by itself; groups along the columns."""
+"""to_blocked_k_groups: scales of token groups in 128x4 tiles, each group tiled on its own; groups along the columns."""
 
 from __future__ import annotations
 
@@ -24,45 +24,50 @@ def check_args(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> None
 
 
 def tile_places(end: Tensor, row_tiles: int, col_tiles: int) -> Tensor:
-    """Where each tile of the padded groups goes, row of tiles by row of tiles; `end` in columns, in multiples of 4.
+    """Return where each tile of the padded groups goes, one row of tiles after another.
 
-    A group's tiles are consecutive, and of those tile t of row r is the (r * width + t - first)-th.
+    `end` counts columns, in multiples of 4. The tiles of a group are consecutive: the tile in row r and column t has
+    place `r * width + t - first` within its group.
     """
     t = torch.arange(col_tiles, device=end.device)
-    g = torch.searchsorted(end, 4 * t, right=True)  # what lies past the last group is one group more
+    g = torch.searchsorted(end, 4 * t, right=True)  # the columns after the last group count as one more group
     first = first_tokens(end)[g] // 4
     last = torch.cat([end, end.new_full((1,), 4 * col_tiles)])[g] // 4
     r = torch.arange(row_tiles, device=end.device)[:, None]
     place = first * row_tiles + r * (last - first) + t - first  # (row_tiles, col_tiles), a permutation
-    return place.clamp(0, max(0, row_tiles * col_tiles - 1)).flatten()  # where offs is out of order, it is none
+    return place.clamp(0, max(0, row_tiles * col_tiles - 1)).flatten()  # not a permutation if offs is out of order
 
 
 @spec(check_args=check_args)
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
-    """Rearrange the scales of each group of columns into 128x4 tiles of its own: the weight gradient's operands.
+    """Rearrange the scales of each group of columns into its own 128x4 tiles: the operands of the weight gradient.
 
-    Group g has the columns `offs[g-1] .. offs[g]`, `c` of them. Its bytes are `to_blocked` of the group alone,
-    `Rp * 4*ceil(c/4)` of them with `Rp = 128*ceil(R/128)`, and lie together: they begin at byte `start[g] * Rp` of the
-    result, `start[g]` being the sum of `4*ceil(c/4)` over the groups before. The result's own rows and columns only
-    say how many bytes there are.
+    Group g has the columns `offs[g-1] .. offs[g]`, `c` of them. Its bytes are `to_blocked` of the group alone:
+    `Rp * 4*ceil(c/4)` consecutive bytes, with `Rp = 128*ceil(R/128)`. They begin at byte `start[g] * Rp` of the result;
+    `start[g]` is the sum of `4*ceil(c/4)` over the groups before. The rows and columns of the result only give the
+    number of bytes.
 
     Args:
         scale: `(R, C)`; float8_e8m0fnu or uint8; any strides.
-        offs: `(G,)` int32 on scale's device, the exclusive end of each group, in columns of scale: tokens / 32. Never
-            decreasing, the last at most C; columns from there on are dropped.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives bytes that mean nothing, and no access outside scale and the
-            result.
+        offs: `(G,)` int32 on scale's device: the exclusive end of each group, in columns of scale (tokens / 32). The
+            ends never decrease, and the last is at most C. Columns from `offs[-1]` on are dropped.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
+            waits for nothing; an offs out of order then gives bytes without meaning, but no access outside scale and
+            the result.
 
     Returns:
-        `(blocked, start)`. blocked: `(Rp, C + 4*G)`, contiguous, of scale's dtype: enough for any sizes of the groups.
-        Bytes that belong to no scale are 0. start: `(G + 1,)` int64, in columns, the last what all groups take.
+        `(blocked, start)`.
 
-    Special values: bytes are moved, never read as numbers; an empty group takes no bytes.
+        - blocked: `(Rp, C + 4*G)`, contiguous, of scale's dtype; large enough for any sizes of the groups. Bytes that
+          belong to no scale are 0.
+        - start: `(G + 1,)` int64, in columns. The last entry is the number of columns that all groups take.
+
+    Special values: the op moves bytes and never reads them as numbers. An empty group takes no bytes.
 
     Raises:
-        TypeError: the dtype of scale or offs.
-        ValueError: a rank, a device, 2^31 padded columns or more; with check_offs, offs.
+        TypeError: scale or offs has another dtype.
+        ValueError: a rank or a device is not as above; there would be 2^31 padded columns or more; or, with check_offs,
+            offs is not in order.
 
     Example:
         >>> scale = torch.tensor([[1, 2, 3]], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""to_blocked_m_groups: scales of token groups in 128x4 tiles, each group by itself; groups along the rows."""
+"""to_blocked_m_groups: scales of token groups in 128x4 tiles, each group tiled on its own; groups along the rows."""
 
 from __future__ import annotations
 
@@ -25,29 +25,33 @@ def check_args(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> None
 
 @spec(check_args=check_args)
 def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
-    """Rearrange the scales of each group of rows into 128x4 tiles of its own.
+    """Rearrange the scales of each group of rows into its own 128x4 tiles.
 
-    Group g has the rows `offs[g-1] .. offs[g]`, `m` of them, and takes `128*ceil(m/128)` rows of the result: those
-    bytes are `to_blocked` of the group alone. They begin at row `start[g]`, the sum over the groups before it.
+    Group g has the rows `offs[g-1] .. offs[g]`, `m` of them, and takes `128*ceil(m/128)` rows of the result. The bytes
+    of these rows are `to_blocked` of the group alone. They begin at row `start[g]`, the sum of `128*ceil(m/128)` over
+    the groups before.
 
     Args:
         scale: `(M, C)`; float8_e8m0fnu or uint8; any strides.
-        offs: `(G,)` int32 on scale's device, the exclusive end of each group. Never decreasing, the last at most M;
-            rows from there on are dropped.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order. Without it
-            nothing waits; an offs out of order gives bytes that mean nothing, and no access outside scale and the
-            result.
+        offs: `(G,)` int32 on scale's device: the exclusive end of each group. The ends never decrease, and the last is
+            at most M. Rows from `offs[-1]` on are dropped.
+        check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
+            waits for nothing; an offs out of order then gives bytes without meaning, but no access outside scale and
+            the result.
 
     Returns:
-        `(blocked, start)`. blocked: `(M + 128*G, Cp)` with `Cp = 4*ceil(C/4)`, contiguous, of scale's dtype: enough
-        for any sizes of the groups. Bytes that belong to no scale are 0. start: `(G + 1,)` int64, the last the rows
-        that all groups take.
+        `(blocked, start)`.
 
-    Special values: bytes are moved, never read as numbers; an empty group takes no bytes.
+        - blocked: `(M + 128*G, Cp)` with `Cp = 4*ceil(C/4)`, contiguous, of scale's dtype; large enough for any sizes
+          of the groups. Bytes that belong to no scale are 0.
+        - start: `(G + 1,)` int64. The last entry is the number of rows that all groups take.
+
+    Special values: the op moves bytes and never reads them as numbers. An empty group takes no bytes.
 
     Raises:
-        TypeError: the dtype of scale or offs.
-        ValueError: a rank, a device, 2^31 padded rows or more; with check_offs, offs.
+        TypeError: scale or offs has another dtype.
+        ValueError: a rank or a device is not as above; there would be 2^31 padded rows or more; or, with check_offs,
+            offs is not in order.
 
     Example:
         >>> scale = torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8)
@@ -64,5 +68,6 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     (M, C), G = scale.shape, offs.shape[0]
     padded, _, end = pad_token_groups(scale, offs, 128)
     size = M + 128 * G, -(-C // 4) * 4
-    # Groups begin at multiples of 128, so that the tiles of the whole are those of the groups, one after the other.
+    # Groups begin at multiples of 128, so the tiles of the whole are the tiles of the groups, one group after the
+    # other.
     return to_blocked(padded)[: size[0] * size[1]].view(size), first_tokens(end).to(torch.int64)

@@ -25,7 +25,7 @@ def check_args(padded: Tensor, offs: Tensor, start: Tensor, num_tokens: int, *, 
 
 
 def _bytes_moved(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> int:
-    """Each token read once and written once; padding is not read."""
+    """Each token is read once and written once. Padding is not read."""
     return 2 * outputs[0].nbytes + args[1].nbytes + args[2].nbytes
 
 
@@ -42,32 +42,33 @@ def _backward(saved: tuple[Any, ...], gradients: tuple[Tensor | None, ...], back
 def unpad_token_groups(
     padded: Tensor, offs: Tensor, start: Tensor, num_tokens: int, *, check_offs: bool = False
 ) -> Tensor:
-    """Take the padding out again: the inverse of `pad_token_groups` on the rows that belong to a group.
+    """Remove the padding: the inverse of `pad_token_groups` on the rows that belong to a group.
 
-    Row `t` of the result, in group g with the rows `first = offs[g-1] .. offs[g]`, is row `start[g] + t - first` of
-    padded.
+    Group g holds the tokens `first = offs[g-1] .. offs[g]`. Row `t` of the result, a token of group g, is row
+    `start[g] + t - first` of padded.
 
     Args:
         padded: `(R, K)`; real numbers of 1, 2 or 4 bytes; any strides.
-        offs: `(G,)` int32 on padded's device, the exclusive end of each group among the tokens. Never decreasing, the
-            last at most num_tokens.
-        start: `(G,)` int32 on padded's device, the row of padded at which each group begins, as `pad_token_groups`
-            gives it; groups in any order and with any gaps. Where groups share a row, each of them reads it.
-        num_tokens: rows of the result, 0 to 2^31 - 1.
-        check_offs: read offs on the host, which waits for the device, and raise if it is not in order; start is not
-            read there. Without it nothing waits; an offs out of order gives rows that mean nothing, and no access
-            outside padded and the result.
+        offs: `(G,)` int32 on padded's device: the exclusive end of each group, counted in tokens. The ends never
+            decrease, and the last is at most num_tokens.
+        start: `(G,)` int32 on padded's device: the row of padded at which each group begins, as `pad_token_groups`
+            gives it. Groups may come in any order and with any gaps. A row that groups share is read by each of them.
+        num_tokens: the number of rows of the result, 0 to 2^31 - 1.
+        check_offs: True reads offs (not start) on the host, which waits for the device, and raises if offs is not in
+            order. False waits for nothing; an offs out of order then gives rows without meaning, but no access outside
+            padded and the result.
 
     Returns:
-        `(num_tokens, K)`, padded's dtype, contiguous. Rows that belong to no group are zeros, and so are those whose
-        place lies outside padded. The gradient of padded is `place_token_groups` of the result's. That is right where
-        no two groups share a row: of several gradients for one row it keeps the last, and adds nothing up.
+        `(num_tokens, K)`, padded's dtype, contiguous. Rows that belong to no group are zeros, and so are rows whose
+        place lies outside padded. The gradient of padded is `place_token_groups` of the result's gradient. That is
+        right if no two groups share a row: if several gradients belong to one row, it keeps the last and does not sum
+        them.
 
-    Special values: rows are moved as bytes; zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
+    Special values: the op moves rows as bytes. Zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 
     Raises:
-        TypeError: the dtype of padded, offs or start; num_tokens is no integer.
-        ValueError: a rank, a shape, a device, num_tokens; with check_offs, offs.
+        TypeError: padded, offs or start has another dtype, or num_tokens is not an integer.
+        ValueError: a rank, a shape, a device or num_tokens is not as above; or, with check_offs, offs is not in order.
 
     Example:
         >>> padded = torch.tensor([[1], [0], [2], [3], [0], [0]], dtype=torch.int16)

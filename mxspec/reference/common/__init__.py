@@ -1,1 +1,1 @@
-"""What several references share: refusals, casts and scale rules, token groups, operands in fp64."""
+"""Code that several references share: argument checks, casts and scale rules, token groups, matmul operands in fp64."""

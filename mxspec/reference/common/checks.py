@@ -1,4 +1,4 @@
-"""What the contracts refuse: one sentence each, naming the op, what came and what is needed."""
+"""Argument checks that contracts share. Each error is one sentence: the op, the argument that came, and the need."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensor_dtype(op: str, name: str, tensor: Tensor, allowed: Collection[torch.d
 
 
 def choice(op: str, name: str, value: Any, allowed: Collection[Any], error: type[Exception] = ValueError) -> None:
-    if value not in allowed or type(value) is float:  # -1.0 == -1
+    if value not in allowed or type(value) is float:  # -1.0 == -1, so `in` alone would accept a float
         raise error(f"{op}: {name} = {value!r}; needs one of {', '.join(map(repr, allowed))}")
 
 
@@ -35,7 +35,7 @@ def boolean(op: str, name: str, value: Any) -> None:
 
 
 def flag(op: str, name: str, value: bool) -> bool:
-    """The flag itself, which is no number and no text: as an `if` reads it, "no" is true."""
+    """Check that `value` is a bool and return it. Without the check, an `if` would read the text "no" as true."""
     boolean(op, name, value)
     return value
 
@@ -81,14 +81,14 @@ def eps(op: str, value: float) -> None:
 
 
 def offsets(op: str, name: str, tensor: Tensor, beside: tuple[str, Tensor]) -> None:
-    """A tensor of one int32 a token group, on the device of what is grouped."""
+    """Check `offs` or `start`: one int32 per token group, on the same device as the tensor `beside`."""
     tensor_dtype(op, name, tensor, (torch.int32,))
     rank(op, name, tensor, (1,))
     same_device(op, beside, (name, tensor))
 
 
 def offs_in_order(op: str, offs: Tensor, name: str, size: int, multiple: int = 1) -> None:
-    """What `check_offs=True` asks for: waits for the device to read the values. Of a fake tensor there are none."""
+    """Check the values of `offs` for `check_offs=True`, which waits for the device. Fake tensors have no values."""
     if type(offs) is not Tensor or offs.is_meta:
         return
     before = 0
@@ -108,7 +108,7 @@ def fits_int32(op: str, name: str, value: int) -> None:
 
 
 def token_rows(op: str, name: str, tensor: Tensor) -> None:
-    """A matrix whose rows are moved as bytes."""
+    """Check a matrix whose rows the op moves as bytes."""
     dense(op, name, tensor)
     if tensor.dtype.itemsize not in (1, 2, 4) or tensor.is_complex() or tensor.is_quantized:
         raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs real numbers of 1, 2 or 4 bytes")

@@ -1,4 +1,4 @@
-"""The arithmetic of an FP8 128-block on tensors: its quantization factor, and the values of its codes."""
+"""The arithmetic of FP8 128-blocks on tensors: the quantization factor of a block, and the values of codes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SCALE_FORMATS = ("fp32", "pow2")
 
 
 def quantization_scale(amax: Tensor, scale_format: str, eps: float) -> Tensor:
-    """`448 / max(amax, eps)` as fp32, rounded once; NaN where amax is NaN or Inf.
+    """Return `448 / max(amax, eps)` in fp32, rounded once; NaN where amax is NaN or Inf.
 
-    Tensor by tensor, because `448.0 / tensor` is a reciprocal times 448 in PyTorch: two roundings, wrong for
-    33 of the 128 bfloat16 mantissas.
+    The numerator is a tensor too, because PyTorch computes `448.0 / tensor` as a reciprocal times 448. That rounds
+    twice and is wrong for 33 of the 128 bfloat16 mantissas.
     """
     s = torch.full_like(amax, E4M3FN.max) / amax.clamp(min=eps)
     if scale_format == "pow2":
@@ -23,10 +23,10 @@ def quantization_scale(amax: Tensor, scale_format: str, eps: float) -> Tensor:
 
 
 def values(codes: Tensor, scale: Tensor) -> Tensor:
-    """`code * scale`, exactly, in fp64: blocks of 128 along the last dimension, a scale for each of their rows."""
+    """Return `code * scale`, exact in fp64; each row has one scale per 128 elements of the last dimension."""
     return codes.double() * scale.double().repeat_interleave(FP8_BLOCK_SIZE, -1)
 
 
 def square_values(codes: Tensor, scale: Tensor) -> Tensor:
-    """The same with a scale for every 128 rows; the last may serve fewer."""
+    """The same for 128x128 blocks: one scale serves 128 rows, and the last scale may serve fewer."""
     return values(codes, scale.repeat_interleave(FP8_BLOCK_SIZE, -2)[..., : codes.shape[-2], :])

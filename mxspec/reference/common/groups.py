@@ -1,7 +1,8 @@
-"""Token groups: where each begins and ends, and which row of the tokens comes to which row of the padded ones.
+"""Token groups: where each group begins and ends, and which token each padded row holds.
 
-A group's tokens are the rows `offs[g-1] .. offs[g]`; padded, they begin at row `start[g]`. Everything is computed from
-these on the device, with no value read on the host. The group of a row is found by counting.
+The tokens of group g are the rows `offs[g-1] .. offs[g]`. After padding they begin at row `start[g]`. The functions
+compute everything from these tensors on the device and read no value on the host. The index of a row's group is the
+number of groups that end at or before the row.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def padded_rows(M: int, G: int, alignment: int) -> int:
-    """The rows that hold M tokens of G groups, however they are distributed: known without asking the device."""
+    """The number of rows that hold M tokens in G groups of any sizes. The host knows it without asking the device."""
     return round_up(M + G * alignment, alignment)
 
 
 def each_group(offs: Tensor) -> range:
-    """Every group. Tensors without values need one alone, since it shows the shapes of all: 128 take a second."""
+    """The indices of all groups; for tensors without values only the first.
+
+    A fake or meta tensor needs one group alone, because that group shows the shapes of all groups. A loop over 128
+    groups of fake tensors is slow (see benchmarks/results/decisions.md).
+    """
     G = offs.shape[0]
     return range(min(G, 1) if offs.is_meta or isinstance(offs, FakeTensor) else G)
 
 
 def bounds(offs: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
-    """`start` and `end` of each group when every group is padded to a multiple of `alignment`; int32."""
+    """Return `start` and `end` of each group, int32, when every group is padded to a multiple of `alignment`."""
     tokens = offs - first_tokens(offs)[:-1]
     padded = (tokens + (alignment - 1)) // alignment * alignment
     end = padded.cumsum(0, dtype=torch.int32)
@@ -37,18 +42,18 @@ def bounds(offs: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
 
 
 def first_tokens(offs: Tensor) -> Tensor:
-    """The first token of each group, and after the last group the first that belongs to none; G + 1 long."""
+    """Return the first token of each group, then the first token after all groups; `G + 1` entries."""
     return torch.cat([offs.new_zeros(1), offs])
 
 
 def group_of_tokens(offs: Tensor, M: int) -> Tensor:
-    """The group of each token; as many as there are groups for a token that belongs to none."""
+    """Return the group of each token. A token that belongs to no group gets the number of groups."""
     token = torch.arange(M, dtype=torch.int32, device=offs.device)
     return torch.searchsorted(offs.contiguous(), token, right=True)
 
 
 def rows_of_tokens(offs: Tensor, start: Tensor, M: int) -> Tensor:
-    """The row of each token, int32, where its group begins at row `start[g]`; -1 for a token that belongs to none."""
+    """Return the row of each token, int32, if group g begins at row `start[g]`; -1 for tokens without a group."""
     token = torch.arange(M, dtype=torch.int32, device=offs.device)
     g = group_of_tokens(offs, M)
     first, begins = first_tokens(offs)[g], torch.cat([start, start.new_zeros(1)])[g]
@@ -56,10 +61,10 @@ def rows_of_tokens(offs: Tensor, start: Tensor, M: int) -> Tensor:
 
 
 def flat_places(end: Tensor, D: int, R: int) -> Tensor:
-    """Where element `(d, t)` of `(D, R)` lies once the columns of each group are a row-major matrix of their own.
+    """Return where element `(d, t)` of a `(D, R)` matrix lies when the columns of each group form their own matrix.
 
-    The matrices follow one another; the columns from the last end on are one more. An `end` out of order gives places
-    that mean nothing, all of them within the `D * R`.
+    Each of these matrices is row-major, and they follow one another. The columns after the last end form one more
+    matrix. An `end` out of order gives places without meaning, but all of them lie within the `D * R` elements.
     """
     begin = first_tokens(end).to(torch.int64)
     width = torch.cat([end, end.new_full((1,), R)]) - begin
@@ -70,8 +75,9 @@ def flat_places(end: Tensor, D: int, R: int) -> Tensor:
 
 
 def take_rows(x: Tensor, source: Tensor) -> Tensor:
-    """Row `source[i]` of x as row i; zeros where x has no such row."""
+    """Return a matrix whose row i is row `source[i]` of x, or zeros where x has no such row."""
     rows, K = x.shape
-    bits = x.resolve_neg().contiguous().view(INT_OF_BYTES[x.element_size()])  # of a negated view the numbers
+    # the memory of a negated view holds the numbers with the opposite sign
+    bits = x.resolve_neg().contiguous().view(INT_OF_BYTES[x.element_size()])
     source = torch.where((source >= 0) & (source < rows), source, rows)
     return torch.cat([bits, bits.new_zeros(1, K)])[source].view(x.dtype)

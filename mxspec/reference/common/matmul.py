@@ -1,4 +1,4 @@
-"""What the MX matmuls share: their checks, and the values that codes and scales in either layout stand for."""
+"""Code that the MX matmuls share: argument checks, and the values of codes with plain or blocked scales."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.to_blocked_k_groups import tile_places
 from mxspec.reference.unpad_token_groups import unpad_token_groups
 
-# Dequantized operands are exact in bfloat16 unless their exponents are extreme, so that a kernel loses only what its
-# sums do. Emulated: sums in fp32 give 140 dB, and 90 dB in bfloat16; blocks summed with the 14 bits that Hopper's fp8
-# tensor cores keep, 86 and 66 dB; one of 4096 scales wrong by a factor of two, 31 to 46 dB.
+# The thresholds for kernels. Dequantized operands are exact in bfloat16 unless their exponents are extreme, so a kernel
+# loses precision only in its sums. Emulations of fp32 sums, and of sums with the 14 bits that Hopper's fp8 tensor cores
+# keep, pass both thresholds. One wrong scale among 4096 fails them (see benchmarks/results/decisions.md).
 MIN_SQNR_DB = {torch.float32: 70.0, torch.bfloat16: 55.0}
 
 
 def check_dtypes(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
-    """Each operand by its name, codes, scale, and how many dimensions the codes have."""
+    """Check dtypes, ranks and devices. Each operand is given as its name, codes, scale, and the rank of its codes."""
     first = operands[0][:2]
     for name, codes, scale, rank in operands:
         checks.tensor_dtype(op, name, codes, FP8_DTYPES)
@@ -43,7 +43,7 @@ def check_layout(op: str, scale_layout: str) -> None:
 def check_scale(
     op: str, name: str, scale: Tensor, plain: tuple[int, ...], blocked: tuple[int, ...], scale_layout: str, of: Tensor
 ) -> None:
-    """A plain scale may have any strides; the bytes of a blocked one lie where the tiles say."""
+    """Check a scale's shape. A plain scale may have any strides; a blocked scale must be contiguous."""
     needed = plain if scale_layout == "plain" else blocked
     checks.shape(op, name, scale, needed, f"({scale_layout}) for codes {tuple(of.shape)}")
     if scale_layout == "blocked" and not scale.is_contiguous():
@@ -51,13 +51,13 @@ def check_scale(
 
 
 def values(codes: Tensor, scale: Tensor) -> Tensor:
-    """`code * 2^(byte - 127)`, exactly, in fp64: blocks of 32 along the last dimension."""
+    """Return `code * 2^(byte - 127)`, exact in fp64; blocks of 32 lie along the last dimension."""
     blocks = codes.double().unflatten(-1, (scale.shape[-1], MX_BLOCK_SIZE))  # (..., K/32, 32)
     return (blocks * scale.double().unsqueeze(-1)).flatten(-2)
 
 
 def from_blocked_m_groups(blocked: Tensor, offs: Tensor, M: int, C: int) -> Tensor:
-    """The inverse of `to_blocked_m_groups`: `(M, C)`, where rows that belong to no group have the byte 0."""
+    """The inverse of `to_blocked_m_groups`. Returns `(M, C)`; rows that belong to no group have the byte 0."""
     rows = round_up(blocked.shape[0], 128)
     tiles = pad(blocked.view(torch.uint8), (0, 0, 0, rows - blocked.shape[0]))
     start, _ = bounds(offs, 128)
@@ -65,7 +65,7 @@ def from_blocked_m_groups(blocked: Tensor, offs: Tensor, M: int, C: int) -> Tens
 
 
 def from_blocked_k_groups(blocked: Tensor, offs: Tensor, R: int, C: int) -> Tensor:
-    """The inverse of `to_blocked_k_groups`: `(R, C)`, where columns that belong to no group have the byte 0."""
+    """The inverse of `to_blocked_k_groups`. Returns `(R, C)`; columns that belong to no group have the byte 0."""
     row_tiles, cols = -(-R // 128), padded_rows(C, offs.shape[0], 4)
     flat = blocked.view(torch.uint8).flatten()
     tiles = pad(flat, (0, 128 * row_tiles * cols - flat.shape[0])).view(-1, 512)

@@ -1,8 +1,8 @@
-"""The arithmetic of an MX block on tensors: shared exponent, reciprocal scale, saturating cast.
+"""The arithmetic of MX blocks on tensors: shared exponent, reciprocal scale, saturating cast.
 
-Lay it next to `triton_kernels/common/numerics.py` and `helion_kernels/common/numerics.py`, which do the same.
-fp32 is read by its bits (sign 1, exponent field 8, mantissa 23) because `log2` in fp32 is wrong by one
-near powers of two: `ceil(log2(0x48e00001 / 448))` gives the exponent 10 where 11 is right.
+Compare it with `triton_kernels/common/numerics.py` and `helion_kernels/common/numerics.py`, which compute the same. The
+functions read fp32 by its bits (sign 1, exponent field 8, mantissa 23), because `log2` in fp32 is wrong by one near
+powers of two: `ceil(log2(0x48e00001 / 448))` gives the exponent 10, but 11 is right.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from mxspec.formats import E8M0FNU, ElementFormat
 
 
 def shared_exponent(amax: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
-    """The E8M0 byte of a block whose largest magnitude is `amax` (fp32, not negative): uint8, same shape.
+    """Return the E8M0 byte of each block from its largest magnitude `amax` (fp32, not negative): uint8, same shape.
 
-    Inf and NaN give 255 (NaN), zero gives 0.
+    Inf and NaN give 255 (NaN). Zero gives 0.
     """
     if scaling == "rceil":
-        # amax / max rounded up to a power of two. In the subnormal range 2^-127 is mantissa 0x400000.
+        # Round amax / max up to a power of two. In the subnormal range, 2^-127 has the mantissa 0x400000.
         bits = (amax / fmt.max).view(torch.int32)
         field, mantissa = bits >> 23, bits & 0x7FFFFF
         byte = field + torch.where(field == 0, mantissa > 0x400000, mantissa != 0)
     else:
         bits = amax.view(torch.int32)
-        if scaling == "even":  # round to the element's mantissa width first; the carry may reach the exponent
+        if scaling == "even":  # first round to the mantissa width of the element; the carry may reach the exponent
             bits = bits + (1 << (22 - fmt.mantissa_bits))
         byte = (bits >> 23) - fmt.emax
         if scaling == "ceil":
@@ -35,49 +35,52 @@ def shared_exponent(amax: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
 
 
 def reciprocal_scale(byte: Tensor) -> Tensor:
-    """`2^(127 - byte)` as fp32, from uint8; byte 254 gives the subnormal 2^-127, byte 255 NaN."""
+    """Return `2^(127 - byte)` in fp32, from uint8. Byte 254 gives the subnormal 2^-127, byte 255 gives NaN."""
     byte = byte.to(torch.int32)
     bits = torch.where(byte == 254, 0x00400000, (254 - byte) << 23)
     return torch.where(byte == E8M0FNU.nan_code, 0x7FC00000, bits).view(torch.float32)
 
 
 def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
-    """Round fp32 to nearest, ties to even, once; beyond the finite range take its end; NaN stays NaN.
+    """Round fp32 once, to nearest even. Values beyond the finite range become its nearest end; NaN stays NaN.
 
-    Codes of a format that has several to a byte are packed along the last dimension, which their number must divide.
-    The clamp is explicit because torch's own cast gives Inf for e5m2 and, up to torch 2.11, NaN for e4m3fn.
+    For formats with several codes in a byte, the codes are packed along the last dimension, whose size must be a
+    multiple of the codes per byte. The clamp is explicit because torch's own cast gives Inf for e5m2 and, up to torch
+    2.11, NaN for e4m3fn.
     """
-    if fmt.dtype is None or fmt.per_byte > 1:  # torch has no cast to it
+    if fmt.dtype is None or fmt.per_byte > 1:  # torch has no cast to this format
         return packed(encoded(x, fmt), fmt)
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def widened(q: Tensor, fmt: ElementFormat) -> Tensor:
-    """What `saturating_cast` gave, as fp32, exactly."""
+    """Return the values of the codes that `saturating_cast` gave, exact in fp32."""
     if fmt.dtype is None or fmt.per_byte > 1:
         return decoded(unpacked(q, fmt), fmt)
     return q.to(torch.float32)
 
 
-# A magnitude is n * 2^(e - mantissa_bits): e is its exponent, at least that of the smallest normal, and n counts the
-# steps of that binade from 0. As a code it is `((e + bias - 1) << mantissa_bits) + n`: the smallest normal's binade
-# begins at n = 2^mantissa_bits, where the subnormals end, and an n that rounds up to the next power of two is its code.
+# A magnitude is n * 2^(e - mantissa_bits). Here e is its exponent, but at least the exponent of the smallest normal,
+# and n counts the steps of that binade from 0. Its code is `((e + bias - 1) << mantissa_bits) + n`, for two reasons:
+# subnormals end at n = 2^mantissa_bits, where the binade of the smallest normal begins; and an n that rounds up to the
+# next power of two gives the code of that power.
 
 
 def encoded(x: Tensor, fmt: ElementFormat) -> Tensor:
-    """The codes of fp32 values, uint8, one to a byte: round to nearest, ties to even, once; saturating.
+    """Return the codes of fp32 values, uint8, one per byte. Rounds once, to nearest even, and saturates.
 
-    For a format without NaN, whose code for one is that of the largest value, as `cvt.rn.satfinite` gives it.
+    It serves formats without NaN. A NaN becomes the code of the largest value, as `cvt.rn.satfinite` gives it.
     """
     magnitude = x.abs().clamp(max=fmt.max)
     e = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=1 - fmt.bias)
-    n = (magnitude * _power_of_two(fmt.mantissa_bits - e)).round().to(torch.int32)  # exact up to the rounding
+    # the product is exact; only `round` rounds
+    n = (magnitude * _power_of_two(fmt.mantissa_bits - e)).round().to(torch.int32)
     code = ((e + fmt.bias - 1) << fmt.mantissa_bits) + n + (x.signbit().to(torch.int32) << (fmt.bits - 1))
     return torch.where(x.isnan(), fmt.largest_code, code).to(torch.uint8)
 
 
 def decoded(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """The values of codes, one to a byte, as fp32: the inverse of `encoded`."""
+    """Return the values of codes (one per byte) in fp32: the inverse of `encoded`."""
     codes = codes.to(torch.int32)
     magnitude = codes & ((1 << (fmt.bits - 1)) - 1)
     e = (magnitude >> fmt.mantissa_bits).clamp(min=1) - fmt.bias
@@ -87,7 +90,7 @@ def decoded(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def packed(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """Codes, one to a byte, as they are stored: `per_byte` neighbours in a byte, the first in its lowest bits."""
+    """Return codes (one per byte) as they are stored: `per_byte` neighbours in a byte, the first in its low bits."""
     stored = codes[..., :: fmt.per_byte]
     for i in range(1, fmt.per_byte):
         stored = stored | codes[..., i :: fmt.per_byte] << (i * fmt.bits)
@@ -95,21 +98,22 @@ def packed(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def unpacked(q: Tensor, fmt: ElementFormat) -> Tensor:
-    """Codes, uint8, one to a byte: the inverse of `packed`."""
+    """Return the codes, uint8, one per byte: the inverse of `packed`."""
     shifts, mask = range(0, fmt.bits * fmt.per_byte, fmt.bits), (1 << fmt.bits) - 1
     return torch.stack([q.view(torch.uint8) >> shift & mask for shift in shifts], -1).flatten(-2)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent as fp32, from int32; normal."""
+    """Return 2^exponent in fp32, from int32; the result must be a normal number."""
     return ((exponent + 127) << 23).view(torch.float32)
 
 
 def round_once(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp64 to bfloat16 or fp32, to nearest, ties to even.
+    """Round fp64 once to bfloat16 or fp32, to nearest even.
 
-    torch's own cast goes by way of fp32, and rounds twice for bfloat16: 1 + 2^-8 + 2^-40 would become 1. Rounding to
-    odd in fp32, where the inexact ones get their last bit set, keeps what the second rounding needs to know.
+    torch's own cast to bfloat16 goes through fp32 and rounds twice: 1 + 2^-8 + 2^-40 would become 1. This function
+    rounds to odd in fp32: it truncates and sets the last bit of every inexact number. The second rounding then sees
+    that the number was inexact.
     """
     nearest = x.to(torch.float32)
     if dtype == torch.float32:
