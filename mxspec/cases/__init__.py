@@ -1,13 +1,13 @@
-"""The calls of an op that every backend must answer as the reference does, found by the op's name.
+"""The cases of every op: calls that each backend must answer as the reference does, found by the op's name.
 
 `mxspec/cases/<op>.py` holds:
 
 - `cases()`: the cases that are written by hand;
 - `bench_cases(shapes)`: the calls that are worth timing, with tensors on torch's default device;
-- `SPACE`: the dimensions of a call. Cases are made from it in which every two facts of a call meet;
-- `IMPOSSIBLE`: patterns of two facts that no valid call has, each with the reason;
+- `SPACE`: the dimensions of a call. Cases are generated from it so that every two facts of a call meet in a case;
+- `IMPOSSIBLE`: pairs of facts that no valid call has, as patterns, each with the reason;
 - `TOKENS`: the size that is divided into token groups;
-- `TOLD_BEFORE`: sizes that equal another size by the contract;
+- `TOLD_BEFORE`: sizes that the contract makes equal to a size of an earlier tensor;
 - `ACROSS`: True if blocks lie along rows; `MOVES_BYTES`: True if the op never reads a value.
 """
 
@@ -27,17 +27,17 @@ from mxspec.spec import Case, Reference, Shapes
 
 @functools.cache
 def of(op: str) -> ModuleType:
-    """The module of an op."""
+    """The module with the cases of an op."""
     return importlib.import_module(f"mxspec.cases.{op}")
 
 
 def pair_cases(op: str) -> Iterator[Case]:
-    """The cases in which every two facts meet."""
+    """The generated cases in which every two facts of a call meet."""
     yield from of(op).SPACE.cases()
 
 
 def every_case(reference: Reference[..., Any]) -> Iterator[Case]:
-    """An op's own cases, those in which every two facts meet, and what it must refuse."""
+    """All cases of an op: its own cases, the generated pairs, and the calls that it must refuse."""
     given = list[Case]()
     for case in of(reference.__name__).cases():
         given.append(case)
@@ -48,23 +48,23 @@ def every_case(reference: Reference[..., Any]) -> Iterator[Case]:
 
 
 def bench_cases(op: str, shapes: Shapes) -> Iterable[Case]:
-    """The calls of an op that are worth timing, at those of the shapes that are its kind."""
+    """The calls of an op that are worth timing, at the shapes of the op's kind."""
     return cast(Iterable[Case], of(op).bench_cases(shapes))
 
 
 def tokens(op: str, arguments: Mapping[str, Any]) -> int:
-    """How many tokens a call has that are in groups, or in none of them."""
+    """The number of tokens of a call, whether they belong to a group or to none."""
     name, _, dim = of_tokens(op).partition(".")
     return arguments[name].shape[{"rows": 0, "cols": 1}[dim]] if dim else arguments[name]
 
 
 def of_tokens(op: str) -> str:
-    """The size of an op's arguments that counts them, as a fact calls it."""
+    """The size that counts the tokens of an op's arguments, under its name in facts."""
     return getattr(of(op), "TOKENS", "")
 
 
 def across(op: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call has its blocks along the rows of a tensor, and not along its columns."""
+    """Whether the blocks of a call lie along the rows of a tensor (True) or along its columns."""
     return getattr(of(op), "ACROSS", False) or kwargs.get("axis") == -2
 
 
@@ -74,17 +74,17 @@ def moves_bytes(op: str) -> bool:
 
 
 def told_before(op: str) -> Collection[str]:
-    """The sizes of an op's tensors that the contract has equal to one of a tensor before."""
+    """The sizes of an op's tensors that the contract makes equal to a size of an earlier tensor."""
     return getattr(of(op), "TOLD_BEFORE", ())
 
 
 def why_not(op: str, pair: Iterable[Any]) -> str | None:
-    """Why no valid call has both facts, or None."""
+    """The reason why no valid call has both facts, or None."""
     return next((reason for pattern, reason in impossible(op) if matches(pattern, pair)), None)
 
 
 def impossible(op: str) -> Iterator[tuple[str, str]]:
-    """The patterns of two facts that no valid call of an op has, each with the reason."""
+    """The pairs of facts that no valid call of an op has, as patterns, each with the reason."""
     yield from getattr(of(op), "IMPOSSIBLE", ())
     yield from IMPOSSIBLE
     if of_tokens(op):
@@ -92,6 +92,6 @@ def impossible(op: str) -> Iterator[tuple[str, str]]:
 
 
 def matches(pattern: str, pair: Iterable[Any]) -> bool:
-    """Whether a pattern is of these two facts, in either order."""
+    """Whether a pattern matches these two facts, in either order."""
     one, other = map(str, pair)
     return any(re.fullmatch(pattern, text) for text in (f"{one} | {other}", f"{other} | {one}"))

@@ -1,4 +1,4 @@
-"""The calls of fp8_dequantize."""
+"""The cases of fp8_dequantize: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _possible(choice: Choice) -> bool:
 
 
 def _room(choice: Choice, shape: tuple[int, ...]) -> bool:
-    """Whether all special scales have a place, in a row or a column that is not repeated."""
+    """Whether a row or a column that is not repeated has room for all special scales."""
     if choice.get("scale values") != "special":
         return True
     repeated = choice.get("scale strides")
@@ -149,7 +149,7 @@ IMPOSSIBLE = (
     (r"axis = -2 \| qdata\.rows (?:= 1|odd|a multiple of 16)", "M is a multiple of 128"),
     (
         r"qdata\.cols (?:= 1|odd|a multiple of 16) \| qdata\.rows (?:= 1|odd|a multiple of 16)",
-        "one of them is a multiple of 128",
+        "rows or columns are a multiple of 128",
     ),
     *SCALE_IMPOSSIBLE,
     (r"qdata\.cols = 1 \| scale\.blocks of 128 rows", "K is a multiple of 128"),

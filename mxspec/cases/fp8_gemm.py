@@ -1,4 +1,4 @@
-"""The calls of fp8_gemm."""
+"""The cases of fp8_gemm: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from mxspec.spec import Case, Shapes, these
 
 
 def operands(M: int, N: int, K: int, rows: int = FP8_BLOCK_SIZE, spread: int = 3, major: str = "k") -> Any:
-    """The four of a call; `rows` is how many rows of b share a scale: 128 or 1."""
+    """The four operands of a call; `rows` is the number of rows of b that share a scale: 128 or 1."""
     C = K // FP8_BLOCK_SIZE
     a_scale = scales(M, C, spread, major)
     return codes(M, K), a_scale, codes(N, K, seed=2), scales(-(-N // rows), C, spread, major, seed=3)
 
 
-# What leaves fp32's range, in one block of each operand.
+# Scales that leave fp32's range, or lead past it; each is put into one block of an operand.
 OUT_OF_RANGE = {
     "an Inf scale": torch.inf,
     "a scale of -Inf": -torch.inf,
@@ -55,7 +55,7 @@ def as_quantized() -> Any:
 
 
 def refused() -> Iterator[tuple[str, tuple[Tensor, ...], type[Exception], str]]:
-    """Operands that no matmul of these takes."""
+    """Operands that all FP8 matmuls of matrices refuse."""
     a, a_scale, b, b_scale = operands(6, 200, 256)
     yield "fp16 codes", (a.half(), a_scale, b, b_scale), TypeError, "a has dtype torch.float16; needs torch.float8"
     yield "e5m2 codes", (a, a_scale, b.view(torch.float8_e5m2), b_scale), TypeError, "b has dtype torch.float8_e5m2"
@@ -77,7 +77,8 @@ def cases() -> Iterator[Case]:
                     made = partial(operands, M, N, K, rows, major=major)
                     named = f"{M}x{N}x{K}, {name}, {major}-major scales, {str(out_dtype)[6:]}"
                     yield Case(named, made, {"out_dtype": out_dtype})
-    for out_dtype in OUT_DTYPES:  # as `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` give them
+    # Scales as `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` give them.
+    for out_dtype in OUT_DTYPES:
         yield Case(f"as quantized, {str(out_dtype)[6:]}", as_quantized, {"out_dtype": out_dtype})
     yield Case("K = 128", partial(operands, 128, 256, 128), flags={"edge"})
     yield Case("one row", partial(operands, 1, 256, 640), flags={"edge"})
@@ -136,7 +137,7 @@ Sizes = tuple[int | None, ...]
 
 
 def sizes(choice: Choice) -> Sizes:
-    """M, N and K, and the rows and columns of b's scales; None for what is still open."""
+    """M, N and K, and the rows and columns of b's scales; None for a size that is still open."""
     M, N, K = (choice.get(name) for name in ("M", "N", "K"))
     rows = None if N is None or "b blocks" not in choice else N
     if rows is not None and choice["b blocks"] == "128x128":

@@ -1,4 +1,4 @@
-"""The calls of fp8_gemm_."""
+"""The cases of fp8_gemm_: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mxspec.spec import Case, Shapes, normal
 
 
 def onto(M: int, N: int, *args: Any, row: int = 0, **options: Any) -> Any:
-    """The five of a call: acc, its rows `row` elements apart and as large as the products, and four operands.
+    """The five operands of a call. The rows of acc lie `row` elements apart, and acc is as large as the products.
 
-    Scales within a factor of two of 1 keep every element in sight of the SQNR.
+    Scales stay within a factor of two of 1, so that every wrong element shows in the SQNR.
     """
     acc = torch.full((M, row or N), torch.nan)[:, :N]
     acc.copy_(normal(M, N, seed=4) * 2**18)
@@ -29,7 +29,7 @@ def onto(M: int, N: int, *args: Any, row: int = 0, **options: Any) -> Any:
 
 
 def with_nan() -> Any:
-    """A NaN in acc, and one in a code of another row."""
+    """A NaN in acc, and a NaN code in another row."""
     acc, a, *rest = onto(64, 256, 384)
     acc[3, 200], acc[5, 7], a[9, 300] = torch.nan, torch.inf, torch.nan
     return acc, a, *rest
@@ -105,7 +105,7 @@ SPACE = Space(DIMENSIONS, _make, {}, _possible, blind=fp8_gemm.blind, implied=("
 TOLD_BEFORE = fp8_gemm.TOLD_BEFORE
 IMPOSSIBLE = (
     *fp8_gemm.IMPOSSIBLE,
-    (r"[ab]\.rows = 0 \| acc\.(?!dtype).*", "there is no element"),
+    (r"[ab]\.rows = 0 \| acc\.(?!dtype).*", "acc has no element"),
     (r"a\.rows = 1 \| acc\.strides rows apart", "one row has no stride"),
     (r"b\.rows = 1 \| acc\.strides rows apart", "rows of one element have no stride of their own"),
 )

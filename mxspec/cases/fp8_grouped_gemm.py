@@ -1,4 +1,4 @@
-"""The calls of fp8_grouped_gemm."""
+"""The cases of fp8_grouped_gemm: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: str = "k") -> Arguments:
-    """Tokens of each group, and rows that belong to none and hold nothing but NaN.
+    """Operands with the tokens of each group, then rows that belong to no group and hold only NaN.
 
-    Scales within a factor of two of 1 keep every element in sight of the SQNR.
+    Scales stay within a factor of two of 1, so that every wrong element shows in the SQNR.
     """
     M, E, C, blocks = sum(sizes) + rest, len(sizes), K // FP8_BLOCK_SIZE, -(-N // FP8_BLOCK_SIZE)
     a, a_scale = codes(M, K), scales(M, C, spread, major)
@@ -61,14 +61,14 @@ def quantized(sizes: list[int], N: int, K: int) -> Arguments:
 
 
 def of_dgrad(sizes: list[int], N: int, K: int) -> Arguments:
-    """dy by the transposes of the weights."""
+    """The operands of dgrad: dy and the transposes of the weights."""
     dy, w = normal(sum(sizes), N).bfloat16(), normal(len(sizes), N, K, seed=1).bfloat16()
     *_, w_t, w_t_scale = fp8_quantize_128x128(w, with_transpose=True)
     return *fp8_quantize_1x128(dy, scale_major="mn"), w_t, w_t_scale, offs_of(sizes)
 
 
 def special() -> Iterator[tuple[str, Arguments]]:
-    """Special values, in one row of the tokens or in the weights of the last of three experts."""
+    """Operands with special values in one row of the tokens or in the weights of the last of three experts."""
     sizes, rest, N, K = [7, 11, 20], 12, 136, 256
     args = made(sizes, rest, N, K)
     args[0][3, 37] = torch.nan
@@ -165,14 +165,14 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
 
 
 def _sizes(choice: Choice) -> tuple[int | None, ...]:
-    """M, N, K, how many experts there are, and the rows and columns of the scales of each; None for what is open."""
+    """M, N, K, the number of experts, and the rows and columns of each expert's scales; None for a size still open."""
     M, N, K = (choice.get(name) for name in ("M", "N", "K"))
     blocks = [None if size is None else -(-size // FP8_BLOCK_SIZE) for size in (N, K)]
     return M, N, K, arranged_groups(choice), *blocks
 
 
 def _unit(choice: Choice) -> int | None:
-    """What all the sizes of groups are multiples of."""
+    """The number that all group sizes are multiples of."""
     return 1 if choice.get("groups", "").startswith("of 128") else given(choice, "alignment", 1)
 
 
@@ -205,7 +205,9 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
     for name, (qdata, _) in (("a", a), ("b", b)):
         with_special_codes(qdata, choice[f"{name} values"])
     if E:
-        poison(choice, "a", a, int(offs[-1]) or M // 2)  # in no group, other values count as little
+        # Rows in no group hold NaN. If no row is in a group, the first half keep other values, which must not count
+        # either.
+        poison(choice, "a", a, int(offs[-1]) or M // 2)
     return *lay(choice, "a", a), *lay(choice, "b", b), offs
 
 
@@ -227,7 +229,7 @@ _PLAIN: Choice = {
     **{f"{name} begins": "at 0" for name in ("a", "b", "a_scale", "b_scale")},
     "rest": False,
 }
-# Sizes between those of the dimensions, where only they are small enough.
+# Sizes between the sizes of the dimensions, for facts that need smaller tensors.
 BEYOND: list[Choice] = [
     {**_PLAIN, "M": 384, "N": 8, "K": 128, "groups": "of 128, three hundred"},
     *(
@@ -255,7 +257,7 @@ IMPOSSIBLE = (
     (r"(?:b\.experts|offs\.groups) > 256 \| " + _OF_MANY, "more than 2.2 million elements in a tensor"),
     *impossible("a", "b"),
     *EXPERTS,
-    (r"alignment = 10 \| offs\.some group of one token", "sizes are multiples of it"),
-    (r"alignment = 128 \| offs\.(?:some group of one token|sizes ragged)", "sizes are multiples of it"),
-    (r"alignment = 10 \| offs\.sizes multiples of 128", "no case has groups of 640 tokens: a limit on its size"),
+    (r"alignment = 10 \| offs\.some group of one token", "sizes are multiples of the alignment"),
+    (r"alignment = 128 \| offs\.(?:some group of one token|sizes ragged)", "sizes are multiples of the alignment"),
+    (r"alignment = 10 \| offs\.sizes multiples of 128", "groups of 640 tokens would make the case too large"),
 )

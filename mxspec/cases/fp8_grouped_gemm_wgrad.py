@@ -1,4 +1,4 @@
-"""The calls of fp8_grouped_gemm_wgrad."""
+"""The cases of fp8_grouped_gemm_wgrad: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mxspec.spec import Case, Shapes, normal, these
 
 
 def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: str = "mn") -> Arguments:
-    """Tokens of each group, and what follows the last group, all of it NaN, in multiples of 128."""
+    """Operands with the tokens of each group, then NaN after the last group; all sizes are multiples of 128."""
     tokens, R = sum(sizes), sum(sizes) + rest
     operands: list[Tensor] = []
     for D, seed in ((N, 0), (K, 2)):
@@ -51,7 +51,7 @@ def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: st
 
 
 def quantized(sizes: list[int], N: int, K: int) -> Arguments:
-    """Sizes are any."""
+    """Operands that the quantizer made from groups of any sizes."""
     dy, x = normal(sum(sizes), N).bfloat16(), normal(sum(sizes), K, seed=1).bfloat16()
     of_dy, of_x = (fp8_quantize_k_groups(t, offs_of(sizes)) for t in (dy, x))
     return *of_dy[:2], *of_x[:2], of_x[3]
@@ -78,7 +78,7 @@ FEATURES = {  # N, K
 
 
 def special() -> Iterator[tuple[str, Arguments]]:
-    """Special values in the second of three groups, of which the first has 128 tokens and it has 256."""
+    """Operands with special values in the second of three groups; the first has 128 tokens, the second 256."""
     for which, D, name in ((0, 40, "dy"), (2, 72, "x")):
         args = made([128, 256, 128], 0, 40, 72)
         args[which].view(-1)[D * 128 + 3 * 256 + 200] = torch.nan  # feature 3, token 200
@@ -93,7 +93,7 @@ def special() -> Iterator[tuple[str, Arguments]]:
 
 
 def refused() -> Iterator[tuple[str, Arguments, type[Exception], str, dict[str, Any]]]:
-    """What none of the ops on these operands takes."""
+    """Operands that all ops on these operands refuse."""
     dy, dy_scale, x, x_scale, offs = made([128, 0, 256], 128, 40, 72)
 
     def case(name, error, match, dy=dy, dy_scale=dy_scale, x=x, x_scale=x_scale, offs=offs, **kwargs):
@@ -141,7 +141,7 @@ def cases() -> Iterator[Case]:
 
 
 def bench_args(M: int, N: int, K: int, E: int, ragged: bool) -> Arguments:
-    """Operands cut to the rows that belong to a group."""
+    """Operands that are cut to the rows that belong to a group."""
     sizes, rows = bench_sizes(M, E, ragged)
 
     def quantized(D: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +164,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
 
 
 def sizes(choice: Choice) -> tuple[int | None, ...]:
-    """N, K, the tokens, how many groups there are and how many blocks of tokens; None for what is still open."""
+    """N, K, the number of tokens, of groups and of blocks of tokens; None for a number that is still open."""
     N, K, R = (choice.get(name) for name in ("N", "K", "R"))
     return N, K, R, arranged_groups(choice), None if R is None else R // FP8_BLOCK_SIZE
 
@@ -201,8 +201,10 @@ def make(choice: Choice) -> tuple[Tensor, ...]:
             {*groups[:1], *groups[-1:]} or {(0, R)} if D * R and choice[f"{name} values"] != "zeros" else ()
         ):
             with_special_codes(flat[D * begin : D * end].view(D, -1), choice[f"{name} values"])
-        if E:  # what belongs to no group is NaN
-            tokens = ends[-1] or C // 2 * FP8_BLOCK_SIZE  # other values there count as little
+        # Tokens in no group are NaN. If no token is in a group, the first half keep other values, which must not count
+        # either.
+        if E:
+            tokens = ends[-1] or C // 2 * FP8_BLOCK_SIZE
             flat[D * tokens :], scale[:, tokens // FP8_BLOCK_SIZE :] = torch.nan, torch.nan
         if choice[f"{name} values"] == "zeros":
             with_special_codes(codes, "zeros")

@@ -1,4 +1,4 @@
-"""The calls of fp8_grouped_gemm_wgrad_."""
+"""The cases of fp8_grouped_gemm_wgrad_: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from mxspec.spec import Case, Shapes, normal, these
 
 
 def onto(*args: Any, row: int = 0, **options: Any) -> Any:
-    """The six of a call: acc, its rows `row` elements apart and as large as the products, and `made`'s operands."""
+    """The six operands of a call: acc, as large as the products, with rows `row` elements apart, and those of
+    `made`.
+    """
     operands = made(*args, **options)
     E, N, K = operands[4].shape[0], operands[0].shape[0], operands[2].shape[0]
     acc = torch.full((E, N, row or K), torch.nan)[..., :K]
@@ -27,7 +29,7 @@ def onto(*args: Any, row: int = 0, **options: Any) -> Any:
 
 
 def with_nan() -> Any:
-    """Specials in acc, of a group with tokens and of one without."""
+    """Special values in acc: in the matrix of a group with tokens and of a group without tokens."""
     acc, *operands = onto([128, 0, 256], 128, 40, 72)
     acc[0, 3, 50], acc[0, 5, 7], acc[1, 1, 1], acc[1, 1, 2] = torch.nan, torch.inf, torch.nan, -0.0
     return acc, *operands
@@ -92,7 +94,7 @@ TOKENS = "dy.cols"
 TOLD_BEFORE = ("x.cols",)
 IMPOSSIBLE = (
     *wgrad.IMPOSSIBLE,
-    (r"(?:(?:dy|x)\.rows|offs\.groups) = 0 \| acc\.(?!dtype).*", "there is no element"),
+    (r"(?:(?:dy|x)\.rows|offs\.groups) = 0 \| acc\.(?!dtype).*", "acc has no element"),
     (r"(?:dy|x)\.rows = 1 \| acc\.strides rows apart", "one row, or rows of one element, have no stride"),
     (r"x\.rows = 1 \| acc\.strides experts apart", "matrices of one column count as columns"),
     (r"offs\.groups = 1 \| acc\.strides experts apart", "there is no other matrix"),

@@ -1,4 +1,4 @@
-"""The calls of fp8_quantize_128x128."""
+"""The cases of fp8_quantize_128x128: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cases() -> Iterator[Case]:
         kw = {**with_transpose, "scale_format": scale_format}
         yield Case(name, given(random_normal, 256, 384, dtype=dtype), kw)
     for shape in [(1, 128), (130, 256), (576, 128), (2, 128, 256), (3, 133, 128)]:
-        flags = {"edge"} if shape[-2] % 16 else set()  # the rows of the transpose are not aligned to 16 bytes
+        flags = {"edge"} if shape[-2] % 16 else set()  # then the rows of the transpose are not aligned to 16 bytes
         name = f"with transpose, {'x'.join(map(str, shape))}"
         yield Case(name, given(random_normal, *shape), with_transpose, flags=flags)
     for kw, prefix in ((with_transpose, "with transpose, "), ({}, "")):
@@ -88,4 +88,4 @@ ALSO = [
     {"with_transpose": False, "begins": "at 0", "strides": "row-major"},
 ]
 SPACE = Space({**STACK, **SIZES}, _make, OPTIONS, _possible, ALSO, beyond=WHOLE_BOTH_WAYS)
-IMPOSSIBLE = ((r"w\.cols > 4096 \| w\.experts > 256", "whole blocks of it have more than 100 million elements"),)
+IMPOSSIBLE = ((r"w\.cols > 4096 \| w\.experts > 256", "the padded weights have more than 100 million elements"),)

@@ -1,4 +1,4 @@
-"""The calls of fp8_quantize_1x128."""
+"""The cases of fp8_quantize_1x128: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
     for M, K in (shape for shape in shapes.matrices if shape[0] >= 128):
         x = given(torch.randn, M, K, dtype=torch.bfloat16)
         yield Case(f"{M}x{K}, axis -1, k-major", x)
-        yield Case(f"{M}x{K}, axis -1, mn-major", x, {"scale_major": "mn"})  # what DeepGEMM and cuBLAS want
-        if M % FP8_BLOCK_SIZE == 0:  # not for a few tokens, which only the forward pass has
+        yield Case(f"{M}x{K}, axis -1, mn-major", x, {"scale_major": "mn"})  # the layout that DeepGEMM and cuBLAS need
+        if M % FP8_BLOCK_SIZE == 0:  # a few tokens occur only in the forward pass, which has axis -1
             yield Case(f"{M}x{K}, axis -2, mn-major", x, {"axis": -2, "scale_major": "mn"})
 
 
@@ -113,6 +113,6 @@ IMPOSSIBLE = (
     (r"axis = -2 \| x\.rows (?:= 1|odd|a multiple of 16)", "M is a multiple of 128"),
     (
         r"x\.cols (?:= 1|odd|a multiple of 16) \| x\.rows (?:= 1|odd|a multiple of 16)",
-        "one of them is a multiple of 128",
+        "rows or columns are a multiple of 128",
     ),
 )

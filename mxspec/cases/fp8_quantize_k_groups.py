@@ -1,4 +1,4 @@
-"""The calls of fp8_quantize_k_groups."""
+"""The cases of fp8_quantize_k_groups: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cases() -> Iterator[Case]:
         return random_normal(M, D, dtype=dtype), offs_of(sizes)
 
     for name, sizes, M, _, flags in grouped():
-        if len(sizes) < 300:  # more would be minutes of interpreted padding
+        if len(sizes) < 300:  # more groups would take minutes in an interpreter, because of their padding
             yield Case(name, partial(args, sizes, M, 96), flags=flags)
     for dtype in checks.FLOAT_DTYPES:
         for scale_format in SCALE_FORMATS:
@@ -98,6 +98,6 @@ SPACE = Space(
 TOKENS = "x.rows"
 ACROSS = True
 IMPOSSIBLE = (
-    (r"x\.rows = 1 \| x\.(?:saturating block somewhere|block of zeros)", "no 32 elements in a run"),
+    (r"x\.rows = 1 \| x\.(?:saturating block somewhere|block of zeros)", "32 elements along the tokens need 32 tokens"),
     *PADDED_GROUPS,
 )

@@ -1,4 +1,4 @@
-"""The calls of from_blocked."""
+"""The cases of from_blocked: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ALSO: list[Choice] = [
 ]
 SPACE = Space(DIMENSIONS, _make, {}, _possible, ALSO)
 IMPOSSIBLE = (
-    (r"blocked\.length .* \| blocked\.(?:rows|cols|rank) .*", "one matrix's bytes are a vector"),
+    (r"blocked\.length .* \| blocked\.(?:rows|cols|rank) .*", "the bytes of one matrix are a vector"),
     (r"blocked\.length .* \| blocked\.strides (?:one row repeated|rows apart)", "a vector has no rows"),
     (r"(?:rows|cols) = 0 \| blocked\.(?:strides|begins|byte \d+) .*", "there are no bytes"),
     (r"(?:rows|cols) = 0 \| blocked\.(?:length|cols) (?:> .*|a multiple of 128)", "there are no bytes"),

@@ -1,4 +1,4 @@
-"""The calls of mx_dequantize."""
+"""The cases of mx_dequantize: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cases() -> Iterator[Case]:
         scale_shape = (*lead, R, C) if layout == "plain" else (*lead, blocked_bytes(R, C))
         return qdata, random_bits(*scale_shape, dtype=e8m0fnu, seed=1)
 
-    def every_other(t):  # no stride is 1
+    def every_other(t):  # a view without a stride of 1
         return t.view(torch.uint8).repeat_interleave(2, -1)[..., ::2].view(t.dtype)
 
     for axis in (-1, -2):
@@ -80,7 +80,7 @@ def cases() -> Iterator[Case]:
     yield Case("2^31 elements and more", these(codes, scale), flags={"large"})
     yield Case("2^31 elements and more, axis -2", these(codes.mT, scale), {"axis": -2}, flags={"large"})
 
-    def row_tiles():  # all alike
+    def row_tiles():  # every 128-row tile of scales is the same
         qdata, tile = operands((128, 512), -1, "blocked")
         return qdata[:1].expand(2**22 + 1, -1), tile.view(torch.uint8).repeat(2**15 + 1).view(e8m0fnu)
 
@@ -116,12 +116,12 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
 
     for M, K in shapes.matrices:
         yield Case(f"{M}x{K}, plain", partial(operands, M, K))
-        if M % MX_BLOCK_SIZE == 0 and M * K >= 2**24:  # weight gradients have many tokens
+        if M % MX_BLOCK_SIZE == 0 and M * K >= 2**24:  # axis -2 is for weight gradients, which have many tokens
             yield Case(f"{M}x{K}, plain, axis -2", partial(of_columns, M, K), {"axis": -2})
 
 
 def beyond(dtype: torch.dtype) -> list[Choice]:
-    """Codes with more than 256 beside more than 4096, and one column of rows apart."""
+    """Codes of more than 256 rows with more than 4096 columns, and the reverse; and one column whose rows have gaps."""
     plain: Choice = {
         **{"experts": None, "strides": "row-major", "values": "finite", "begins": "at 0", "dtype": dtype},
         **{"scale values": "near 1", "scale strides": "row-major", "scale begins": "at 0", "blocks": "1x128"},
@@ -160,7 +160,7 @@ def _make(choice: Choice) -> tuple[Tensor, Tensor]:
     return laid(codes, choice["strides"], choice["begins"]), scale
 
 
-SIZES = (0, 1, 32, 33, 256, 1056, 8256)  # 8256 / 2 bytes of float4 are more than 4096
+SIZES = (0, 1, 32, 33, 256, 1056, 8256)  # 8256 elements of float4 are 4128 bytes, more than 4096
 DIMENSIONS = {
     "rows": SIZES,
     "cols": SIZES,
@@ -178,7 +178,7 @@ ALSO = [
     {"rows": 1, "cols": 256, **NAN},
     {"experts": 257, "rows": 32, "cols": 32, **NAN},
     {"scale strides": "rows apart", **NAN},
-    {"axis": -1, "rows": 33, "strides": "one column repeated", **NAN},  # one of the rows is zeros
+    {"axis": -1, "rows": 33, "strides": "one column repeated", **NAN},  # one of the 33 rows is zeros
 ]
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, beyond=beyond(torch.float8_e5m2))
 SCALE_IMPOSSIBLE = (
@@ -192,7 +192,7 @@ SCALE_IMPOSSIBLE = (
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| qdata\.cols (?:= 1|odd)", "K is a multiple of 32"),
     (r"axis = -2 \| qdata\.rows (?:= 1|odd)", "M is a multiple of 32"),
-    (r"qdata\.cols (?:= 1|odd) \| qdata\.rows (?:= 1|odd)", "one of them is a multiple of 32"),
+    (r"qdata\.cols (?:= 1|odd) \| qdata\.rows (?:= 1|odd)", "rows or columns are a multiple of 32"),
     (r"qdata\.dtype float4_e2m1fn_x2 \| qdata\.[+-]?(?:NaN|Inf) .*", "e2m1 has neither NaN nor Inf"),
     *SCALE_IMPOSSIBLE,
     (

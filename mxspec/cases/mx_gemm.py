@@ -1,4 +1,4 @@
-"""The calls of mx_gemm."""
+"""The cases of mx_gemm: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mxspec.spec import Case, Shapes, random_normal, these
 
 
 def arguments(operands: Operands, layout: str = "plain") -> Operands:
-    """A call's arguments from codes and plain scales."""
+    """The arguments of a call, from codes and plain scales."""
     a, a_scale, b, b_scale = operands
     return a, laid_out(a_scale, layout, to_blocked), b, laid_out(b_scale, layout, to_blocked)
 

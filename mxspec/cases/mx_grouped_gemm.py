@@ -1,4 +1,4 @@
-"""The calls of mx_grouped_gemm."""
+"""The cases of mx_grouped_gemm: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def arguments(operands: Operands, offs: Tensor, layout: str = "blocked") -> Arguments:
-    """A call's arguments from codes and plain scales; rows that belong to no group have nothing but NaN."""
+    """The arguments of a call, from codes and plain scales. Rows that belong to no group hold only NaN."""
     a, a_scale, b, b_scale = operands
     if offs.numel():
         a[offs[-1] :], a_scale.view(torch.uint8)[offs[-1] :] = torch.nan, 255
@@ -64,7 +64,7 @@ def arguments(operands: Operands, offs: Tensor, layout: str = "blocked") -> Argu
 def made(
     sizes: list[int], rest: int, N: int, K: int, layout: str = "blocked", dtypes: Any = (E4M3FN, E4M3FN)
 ) -> Arguments:
-    """Tokens of each group, and rows that belong to none."""
+    """Operands with the tokens of each group, then rows that belong to no group."""
     M, E = sum(sizes) + rest, len(sizes)
     return arguments(pair((M, K), (E, N, K), dtypes), offs_of(sizes), layout)
 
@@ -76,7 +76,7 @@ def quantized(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
 
 
 def of_dgrad(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
-    """dy by w quantized along N."""
+    """The operands of dgrad: dy and w quantized along N."""
     dy, w = random_normal(sum(sizes), N), random_normal(len(sizes), N, K, seed=1)
     a, a_scale, _, end = mx_quantize_groups(dy, offs_of(sizes), elem_dtype=E5M2, scale_layout=layout)
     qdata, scale = mx_quantize(w, axis=-2, scale_layout=layout)
@@ -202,7 +202,9 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
     offs, layout = offsets(choice, M), given(choice, "scale_layout", "blocked")
     a, b = mx_operands(choice, ("a", "b"), [(M, K), (E, N, K)])
     if E:
-        poison(choice, "a", a, int(offs[-1]) or M // 2)  # in no group, other values count as little
+        # Rows in no group hold NaN. If no row is in a group, the first half keep other values, which must not count
+        # either.
+        poison(choice, "a", a, int(offs[-1]) or M // 2)
     of_a = lay(choice, "a", a, layout, lambda scale: to_blocked_m_groups(scale, offs)[0])
     return *of_a, *lay(choice, "b", b, layout, to_blocked), offs
 
@@ -232,7 +234,7 @@ _PLAIN: Choice = {
     **{f"{name} begins": "at 0" for name in ("a", "b", "a_scale", "b_scale")},
     "rest": False,
 }
-# Sizes between those of the dimensions, where only they are small enough.
+# Sizes between the sizes of the dimensions, for facts that need smaller tensors.
 BEYOND: list[Choice] = [
     {**_PLAIN, "M": 384, "N": 40, "K": 64, "groups": groups, "scale_layout": "plain", "b_scale strides": strides}
     for groups in ("three hundred", "one offset repeated")

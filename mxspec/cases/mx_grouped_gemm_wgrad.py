@@ -1,4 +1,4 @@
-"""The calls of mx_grouped_gemm_wgrad."""
+"""The cases of mx_grouped_gemm_wgrad: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def arguments(operands: Operands, offs: Tensor, layout: str = "blocked") -> Arguments:
-    """A call's arguments from codes `(N, M)`, `(K, M)` and plain scales; tokens of no group have nothing but NaN."""
+    """The arguments of a call, from codes `(N, M)`, `(K, M)` and plain scales. Tokens of no group hold only NaN."""
     dy, dy_scale, x, x_scale = operands
     tokens = int(offs[-1]) if offs.numel() else 0
     for qdata, scale in ((dy, dy_scale), (x, x_scale)):
@@ -66,13 +66,13 @@ def arguments(operands: Operands, offs: Tensor, layout: str = "blocked") -> Argu
 def made(
     sizes: list[int], rest: int, N: int, K: int, layout: str = "blocked", dtypes: Any = (E4M3FN, E4M3FN)
 ) -> Arguments:
-    """Tokens of each group, and tokens that belong to none, in multiples of 32."""
+    """Operands with the tokens of each group, then tokens that belong to no group; all sizes are multiples of 32."""
     M = sum(sizes) + rest
     return arguments(pair((N, M), (K, M), dtypes), offs_of(sizes), layout)
 
 
 def quantized(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
-    """Sizes are any."""
+    """Operands that the quantizer made from groups of any sizes."""
     dy, x = random_normal(sum(sizes), N), random_normal(sum(sizes), K, seed=1)
     quantize = partial(mx_quantize_groups, offs=offs_of(sizes), axis=-2, scale_layout=layout)
     of_dy, of_x = quantize(dy, elem_dtype=E5M2), quantize(x)
@@ -175,13 +175,13 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
 
 
 def _sizes(choice: Choice) -> tuple[int | None, ...]:
-    """N, K, the tokens, how many groups there are and how many blocks of tokens; None for what is still open."""
+    """N, K, the number of tokens, of groups and of blocks of tokens; None for a number that is still open."""
     N, K, M = (choice.get(name) for name in ("N", "K", "M"))
     return N, K, M, arranged_groups(choice), None if M is None else M // MX_BLOCK_SIZE
 
 
 def _unit(choice: Choice) -> int:
-    """What all the sizes of groups are multiples of."""
+    """The number that all group sizes are multiples of."""
     return 1 if choice.get("groups", "").startswith("of 128") else MX_BLOCK_SIZE
 
 
@@ -213,7 +213,8 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
     laid: list[Tensor] = []
     for name, of_name in zip(("dy", "x"), made, strict=True):
         if E:
-            blocks = int(offs[-1]) // MX_BLOCK_SIZE or C // 2  # other values there count as little
+            # If no token is in a group, the first half of the tokens keep other values, which must not count either.
+            blocks = int(offs[-1]) // MX_BLOCK_SIZE or C // 2
             poison(choice, name, of_name, MX_BLOCK_SIZE * blocks, blocks)
         codes, scale = lay(
             choice, name, of_name, layout, lambda scale: to_blocked_k_groups(scale, offs // MX_BLOCK_SIZE)[0]

@@ -1,4 +1,4 @@
-"""The calls of mx_quantize."""
+"""The cases of mx_quantize: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def cases() -> Iterator[Case]:
     bf16, fp16, fp32 = checks.FLOAT_DTYPES
     e5m2 = {"elem_dtype": torch.float8_e5m2}
     for i, (dtype, scaling) in enumerate(product((bf16, fp16, fp32), SCALINGS)):
-        # Only under rceil do the dtypes of x and elements act on each other; else every value meets every other.
+        # Only under rceil do the dtype of x and the element format influence each other. For the other rules, every
+        # value of an option meets every value of every other option.
         for fmt in ({}, e5m2) if scaling == "rceil" else (({}, e5m2)[(i + i // 4) % 2],):
             name = f"random bit patterns, {str(dtype)[6:]}, {scaling}, {'e5m2' if fmt else 'e4m3fn'}"
             yield Case(name, given(random_bits, 64, 128, dtype=dtype), {"scaling": scaling, **fmt})
@@ -47,7 +48,7 @@ def cases() -> Iterator[Case]:
         yield Case(
             f"every exponent, {scaling}, axis -2", lambda: (every_exponent().mT.contiguous(),), kw, flags={"edge"}
         )
-    rng = Random(2129)  # with this seed every value of an option meets every value of every other
+    rng = Random(2129)  # with this seed, every value of an option meets every value of every other option
     for axis, layout, shape in 2 * list(product((-1, -2), SCALE_LAYOUTS, [(96, 160), (2, 160, 64)])):
         dtype, scaling, elem = rng.choice(checks.FLOAT_DTYPES), rng.choice(SCALINGS), rng.choice(("e4m3fn", "e5m2"))
         options = {"axis": axis, "scale_layout": layout, "scaling": scaling, "elem_dtype": elem}
@@ -109,7 +110,7 @@ def cases() -> Iterator[Case]:
 
 
 def _cases_of(fmt: ElementFormat) -> Iterator[Case]:
-    """What every element format meets; and, where elements share a byte, what lies where."""
+    """The cases of an element format, and, if its elements share a byte, cases that show the order in a byte."""
     elem: dict[str, Any] = {"elem_dtype": fmt.dtype}
     yield Case(f"every code and tie, {fmt.name}", given(codes_and_ties, fmt), elem, flags={"edge"})
     for scaling in SCALINGS:
@@ -118,7 +119,7 @@ def _cases_of(fmt: ElementFormat) -> Iterator[Case]:
         yield Case(f"every exponent, {scaling}, {fmt.name}", given(every_exponent, fmt), kw, flags={"edge"})
     if fmt.per_byte == 1:
         return
-    # Every value of an option meets every value of every other.
+    # Every value of an option meets every value of every other option.
     for i, (dtype, scaling) in enumerate(product(checks.FLOAT_DTYPES, SCALINGS)):
         axis, layout = (-1, -2)[(i + i // 4) % 2], SCALE_LAYOUTS[(i // 2 + i // 4) % 2]
         shape = [(96, 160), (2, 160, 64), (64, 96)][i % 3]
@@ -139,9 +140,9 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         x, name = given(torch.randn, *shape, dtype=torch.bfloat16), "x".join(map(str, shape))
         for layout in SCALE_LAYOUTS if len(shape) == 2 else ("blocked",):
             yield Case(f"{name}, rceil, {layout}", x, {"scale_layout": layout})
-            if shape[-2] % MX_BLOCK_SIZE == 0:  # not for a few tokens, which only the forward pass has
+            if shape[-2] % MX_BLOCK_SIZE == 0:  # a few tokens occur only in the forward pass, which has axis -1
                 yield Case(f"{name}, rceil, {layout}, axis -2", x, {"scale_layout": layout, "axis": -2})
-        if len(shape) == 2 and shape[0] * shape[1] >= 2**26:  # where a rule's arithmetic could show at all
+        if len(shape) == 2 and shape[0] * shape[1] >= 2**26:  # smaller calls are too short to show the cost of a rule
             yield Case(f"{name}, floor, plain", x, {"scaling": "floor"})
             if shape[-2] % MX_BLOCK_SIZE == 0:
                 yield Case(f"{name}, floor, plain, axis -2", x, {"scaling": "floor", "axis": -2})
@@ -163,5 +164,5 @@ SPACE = Space(STACK, _make, OPTIONS, _possible, [*REPEATED, *SQUARE], beyond=BEY
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 32"),
     (r"axis = -2 \| x\.rows (?:= 1|odd)", "M is a multiple of 32"),
-    (r"x\.cols (?:= 1|odd) \| x\.rows (?:= 1|odd)", "one of them is a multiple of 32"),
+    (r"x\.cols (?:= 1|odd) \| x\.rows (?:= 1|odd)", "rows or columns are a multiple of 32"),
 )

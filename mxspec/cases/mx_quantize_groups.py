@@ -1,4 +1,4 @@
-"""The calls of mx_quantize_groups."""
+"""The cases of mx_quantize_groups: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def cases() -> Iterator[Case]:
         return random_normal(M, K, dtype=dtype), offs_of(sizes)
 
     for axis, (name, sizes, M, _, flags) in product((-1, -2), grouped()):
-        if len(sizes) < 300:  # more would be minutes of interpreted padding
+        if len(sizes) < 300:  # more groups would take minutes in an interpreter, because of their padding
             yield Case(f"{name}, axis {axis}", partial(args, sizes, M, 96), {"axis": axis}, flags=flags)
-    # Every value of an option meets every value of every other.
+    # Every value of an option meets every value of every other option.
     for i, (axis, layout, scaling) in enumerate(product((-1, -2), SCALE_LAYOUTS, SCALINGS)):
         dtype, elem = checks.FLOAT_DTYPES[i % 3], ("e4m3fn", "e5m2")[(i + i // 4 + i // 8) % 2]
         name = f"random bit patterns, {str(dtype)[6:]}, {elem}, {scaling}, axis {axis}, {layout}"
@@ -85,11 +85,12 @@ def cases() -> Iterator[Case]:
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
     def args(M: int, K: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(M, K, dtype=torch.bfloat16), random_offs(M, 8)  # torchao's table has eight groups
+        return torch.randn(M, K, dtype=torch.bfloat16), random_offs(M, 8)  # eight groups, as in torchao's table
 
     for M, K in shapes.matrices:
         if M >= 1024 and M * K < 2**30:
-            rules = ("rceil", "floor") if M * K >= 2**26 else ("rceil",)  # where a rule's arithmetic could show at all
+            # Smaller calls are too short to show the cost of a rule.
+            rules = ("rceil", "floor") if M * K >= 2**26 else ("rceil",)
             for axis, scaling in product((-1, -2), rules):
                 name = f"{M}x{K}, G 8, {scaling}, blocked" + (", axis -2" if axis == -2 else "")
                 yield Case(name, partial(args, M, K), {"axis": axis, "scaling": scaling})

@@ -1,4 +1,4 @@
-"""The calls of mx_quantize_rowcol."""
+"""The cases of mx_quantize_rowcol: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from mxspec.spec import Case, Shapes, given, random_bits, random_normal, these
 
 
 def _edge_blocks() -> Tensor:
-    """With rows of ones, so that there are 32 of them."""
+    """The edge blocks, with rows of ones added to make 32 rows."""
     return torch.cat([edge_blocks(), torch.ones(6, 64)])
 
 
 def _every_exponent() -> Tensor:
-    """With a row of ones, so that there are 256 of them."""
+    """The blocks of every exponent, with a row of ones added to make 256 rows."""
     return torch.cat([every_exponent(), torch.ones(1, 128)])
 
 
 def cases() -> Iterator[Case]:
-    # Every value of an option meets every value of every other.
+    # Every value of an option meets every value of every other option.
     for i, (dtype, scaling) in enumerate(product(checks.FLOAT_DTYPES, SCALINGS)):
         layout, elem = SCALE_LAYOUTS[(i + i // 4) % 2], ("e4m3fn", "e5m2")[(i // 2 + i // 4) % 2]
         options = {"scaling": scaling, "scale_layout": layout, "elem_dtype": elem}
@@ -74,7 +74,7 @@ def cases() -> Iterator[Case]:
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
     for shape in (*shapes.matrices, *shapes.experts):
-        if shape[-2] % MX_BLOCK_SIZE == 0:  # not for a few tokens, which only the forward pass has
+        if shape[-2] % MX_BLOCK_SIZE == 0:  # a few tokens occur only in the forward pass, which needs no columns
             x = given(torch.randn, *shape, dtype=torch.bfloat16)
             for layout in SCALE_LAYOUTS if len(shape) == 2 else ("blocked",):
                 yield Case(f"{'x'.join(map(str, shape))}, rceil, {layout}", x, {"scale_layout": layout})

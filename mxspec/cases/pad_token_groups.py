@@ -1,4 +1,4 @@
-"""The calls of pad_token_groups."""
+"""The cases of pad_token_groups: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def cases() -> Iterator[Case]:
         return x, offs_of(sizes), alignment
 
     for name, sizes, M, K, flags in grouped():
-        alignment = 32 if len(sizes) < 300 else 4  # or padding is most of it
-        if len(sizes) < 1000:  # which would be minutes interpreted; a test on a GPU has them
+        alignment = 32 if len(sizes) < 300 else 4  # with more groups, an alignment of 32 would make most rows padding
+        if len(sizes) < 1000:  # more groups would take minutes in an interpreter; a test on a GPU has them
             yield Case(f"{name}, {alignment}", partial(args, sizes, M, K, alignment), flags=flags)
         if sum(sizes) and len(sizes) < 300:
             yield Case(f"{name}, 128", partial(args, sizes, M, K, 128), flags=flags)

@@ -1,4 +1,4 @@
-"""The calls of place_token_groups."""
+"""The cases of place_token_groups: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def cases() -> Iterator[Case]:
 
     def shuffled(G):
         sizes = Random(G).choices((0, 1, 2, 5), k=G)
-        order = Random(G).sample(range(G), G)  # of the groups in the result
+        order = Random(G).sample(range(G), G)  # the order of the groups in the result
         begins = dict(zip(order, start_of([sizes[g] for g in order], 4).tolist(), strict=True))
         start = torch.tensor([begins[g] for g in range(G)], dtype=torch.int32)
         return random_normal(sum(sizes), 16), offs_of(sizes), start, padded_rows(sum(sizes), G, 4)
 
     for name, sizes, M, K, flags in grouped():
-        alignment = 32 if len(sizes) < 300 else 8  # or padding is most of it
-        if len(sizes) < 1000:  # which unpad has, and which would be a minute here
+        alignment = 32 if len(sizes) < 300 else 8  # with more groups, an alignment of 32 would make most rows padding
+        if len(sizes) < 1000:  # more groups would take a minute in an interpreter; the cases of unpad have them
             yield Case(name, partial(args, sizes, M, K, alignment), flags=flags)
     for dtype in DTYPES:
         yield Case(f"{str(dtype)[6:]}", partial(args, [70, 0, 9], 80, 512, dtype=dtype))
@@ -44,7 +44,8 @@ def cases() -> Iterator[Case]:
         yield Case(f"K = {K}", partial(args, [5, 40], 45, K), flags={"edge"})
     x, offs, start, rows = args([5, 0, 40], 50, 256)
     yield Case("a gap before the first group", these(x, offs, start + 3, rows + 8), flags={"edge"})
-    turned = torch.tensor([45, 45, 0], dtype=torch.int32)  # the last group first, the empty one where the first begins
+    # The last group comes first, and the empty group begins where the first does.
+    turned = torch.tensor([45, 45, 0], dtype=torch.int32)
     yield Case("groups in another order", these(x, offs, turned, rows))
     yield Case("300 groups in another order", partial(shuffled, 300), flags={"edge"})
     yield Case("groups that share rows", these(x, offs, start // 8, rows), flags={"edge"})

@@ -1,4 +1,4 @@
-"""The calls of to_blocked."""
+"""The cases of to_blocked: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mxspec.spec import Case, Shapes, given, random_bits
 
 def cases() -> Iterator[Case]:
     ragged = [(128, 4), (1, 1), (127, 3), (129, 5), (32, 4), (33, 9), (256, 12), (300, 70), (1, 257), (1025, 1)]
-    for R, C in [*ragged, (130, 64), (257, 208)]:  # the last two have rows of whole 16-byte words
+    for R, C in [*ragged, (130, 64), (257, 208)]:  # the rows of the last two are whole 16-byte words
         yield Case(f"{R}x{C}", given(random_bits, R, C, dtype=torch.uint8))
     yield Case("3-D 3x130x6", given(random_bits, 3, 130, 6, dtype=torch.uint8))
     yield Case("3-D 2x130x80", given(random_bits, 2, 130, 80, dtype=torch.uint8))
@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
 
 
 def _far_apart() -> tuple[Tensor]:
-    """Two rows 2^31 bytes apart. Pages in between are never touched."""
+    """Two rows that lie 2^31 bytes apart. The memory between them is never touched."""
     rows = torch.empty(2**31 + 64, dtype=torch.uint8).as_strided((2, 8), (2**31, 1))
     return (rows.copy_(random_bits(2, 8, dtype=torch.uint8)),)
 

@@ -1,4 +1,4 @@
-"""The calls of to_blocked_k_groups."""
+"""The cases of to_blocked_k_groups: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
 
     for M, K, G in shapes.padding:
         if G in (8, 256):
-            R, C = K, M // MX_BLOCK_SIZE  # the scales of `(M, K)` tokens along the tokens
+            R, C = K, M // MX_BLOCK_SIZE  # the scales of `(M, K)` tokens quantized along the tokens
             yield Case(f"{R}x{C}, G {G}", partial(args, R, C, G))
 
 

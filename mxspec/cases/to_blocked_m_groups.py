@@ -1,4 +1,4 @@
-"""The calls of to_blocked_m_groups."""
+"""The cases of to_blocked_m_groups: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cases() -> Iterator[Case]:
         return random_bits(M, C, dtype=dtype), offs_of(sizes)
 
     for name, sizes, M, _, flags in grouped():
-        if len(sizes) < 1000:  # which would be minutes interpreted; a test on a GPU has them
+        if len(sizes) < 1000:  # more groups would take minutes in an interpreter; a test on a GPU has them
             yield Case(name, partial(args, sizes, M, 8), flags=flags)
     for C in (1, 3, 6, 64, 208):
         yield Case(f"C = {C}", partial(args, [7, 0, 130, 24], 170, C))

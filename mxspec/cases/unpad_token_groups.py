@@ -1,4 +1,4 @@
-"""The calls of unpad_token_groups."""
+"""The cases of unpad_token_groups: calls written by hand, calls worth timing, and the dimensions of a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cases() -> Iterator[Case]:
         return bits > 127 if dtype == torch.bool else bits, offs_of(sizes), start_of(sizes, alignment), M
 
     for name, sizes, M, K, flags in grouped():
-        alignment = 32 if len(sizes) < 300 else 8  # or padding is most of it
+        alignment = 32 if len(sizes) < 300 else 8  # with more groups, an alignment of 32 would make most rows padding
         yield Case(name, partial(args, sizes, M, K, alignment), flags=flags)
     for alignment in (1, 3, 128):
         yield Case(f"alignment {alignment}", partial(args, [7, 0, 33, 24], 70, 256, alignment))
@@ -40,7 +40,8 @@ def cases() -> Iterator[Case]:
     padded, offs, start, M = args([5, 0, 40], 50, 256)
     yield Case("padded is too short", these(padded[:60], offs, start, M), flags={"edge"})
     yield Case("a gap before the first group", these(padded, offs, start + 3, M), flags={"edge"})
-    turned = torch.tensor([45, 45, 0], dtype=torch.int32)  # the last group first, the empty one where the first begins
+    # The last group comes first, and the empty group begins where the first does.
+    turned = torch.tensor([45, 45, 0], dtype=torch.int32)
     yield Case("groups in another order", these(padded, offs, turned, M))
     yield Case("groups that share rows", these(padded, offs, start // 8, M), flags={"edge"})
     yield Case("no columns", these(padded[:, :0], offs, start, M), flags={"edge"})
@@ -83,7 +84,7 @@ def _possible(choice: Choice) -> bool:
 
 
 def _make(choice: Choice) -> tuple[Any, ...]:
-    """Of padded there may be fewer rows than the groups take, or more."""
+    """The arguments of a choice; padded may have fewer rows than the groups take, or more."""
     start, _ = places(choice, choice["tokens"], 32)
     return made(choice), offsets(choice, choice["tokens"]), start, choice["tokens"]
 

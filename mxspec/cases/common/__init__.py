@@ -1,1 +1,1 @@
-"""What the cases of several ops are made of."""
+"""Building blocks that the cases of several ops share."""

@@ -1,4 +1,4 @@
-"""Blocks whose bytes tell one MX rule from another."""
+"""Blocks whose results differ between MX rules."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from mxspec.formats import E4M3FN, ElementFormat
 
-# fp32 bits of the largest magnitude of a block; what goes wrong there is said beside it.
+# The fp32 bits of a block's largest magnitude. The comment beside a value says what it is, and what it tests.
 EDGE_AMAX_BITS = (
     0x00000000,  # zero
     0x80000000,  # minus zero keeps its sign
     0x00000001,  # smallest subnormal
     0x00400000,  # 2^-127: byte 0 is 2^-127, its reciprocal 2^127
     0x00800000,  # 2^-126, smallest normal: elements 2.0, byte 0
-    0x04600000,  # 448 * 2^-127: where e4m3 rceil leaves byte 0
+    0x04600000,  # 448 * 2^-127: near here the byte of e4m3 rceil changes from 0 to 1
     0x04600001,
     0x04E00000,  # 448 * 2^-126
     0x3F800000,  # 1
@@ -36,14 +36,15 @@ EDGE_AMAX_BITS = (
     0x7FC00000,  # NaN
     0xFFC00001,  # NaN with sign and payload
 )
-# Further elements of each block, as fractions of amax: ties of the e4m3 and e5m2 grids, subnormals, signs.
+# The other elements of each block, as fractions of amax: ties of the e4m3 and e5m2 grids, subnormals, signs.
 FRACTIONS = (1.0, -1.0, 0.53125, -0.59375, 0.5625, 0.6875, 2**-8, -(2**-9), 3 * 2**-10, 2**-17, 2**-24, -0.0, 0.3)
 
 
 def every_exponent(fmt: ElementFormat = E4M3FN) -> Tensor:
-    """`(255, 128)` fp32: a row for each exponent field, its blocks by four mantissas of their largest magnitude.
+    """`(255, 128)` fp32: one row per exponent field, with four blocks whose largest magnitudes differ in the mantissa.
 
-    Two of the mantissas are that of the largest element and the next, where rceil goes up. e4m3fn's is e5m2's as well.
+    Two of the mantissas are the mantissa of the largest element and its successor, where rceil rounds up. The mantissa
+    of e4m3fn's largest element is also e5m2's.
     """
     largest = int((fmt.max / 2.0**fmt.emax - 1) * 2**23)
     mantissas = torch.tensor([0x000000, largest, largest + 1, 0x7FFFFF])
@@ -54,19 +55,20 @@ def every_exponent(fmt: ElementFormat = E4M3FN) -> Tensor:
 
 
 def edge_blocks() -> Tensor:
-    """`(26, 64)` fp32: in a row one block with the largest magnitude first and one with it last."""
+    """`(26, 64)` fp32: each row holds a block with its largest magnitude first and the same block reversed."""
     bits = torch.tensor(EDGE_AMAX_BITS, dtype=torch.int64).to(torch.int32)
     amax = bits.view(torch.float32).unsqueeze(1)
     rest = amax * torch.tensor(FRACTIONS)
-    rest = torch.where(amax.isfinite(), rest, 1.0)  # 0 * Inf would put a NaN into every block of an Inf
+    rest = torch.where(amax.isfinite(), rest, 1.0)  # 0 * Inf would put a NaN into every block that has an Inf
     block = torch.cat([amax, rest, torch.zeros(len(bits), 31 - len(FRACTIONS))], dim=1)
     return torch.cat([block, block.flip(1)], dim=1)
 
 
 def codes_and_ties(fmt: ElementFormat) -> Tensor:
-    """`(rows, 32)` fp32: blocks that begin with the format's largest value, and so have the scale 1.
+    """`(rows, 32)` fp32: each block begins with the format's largest value, so its scale is 1.
 
-    After it, in order: every value, what lies halfway to the next, its two neighbours in fp32; then their negatives.
+    The other elements are, in order, every value of the format, the midpoints between neighbouring values and the two
+    fp32 neighbours of each midpoint; then the negatives of them all.
     """
     grid = torch.tensor([fmt.value(code) for code in range(fmt.largest_code + 1)])
     ties = (grid[1:] + grid[:-1]) / 2

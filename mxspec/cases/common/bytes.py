@@ -1,4 +1,4 @@
-"""Matrices that are moved and not read."""
+"""Matrices whose bytes an op moves without reading them as numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MATRIX: dict[str, Any] = {
 
 
 def made(choice: Choice) -> Tensor:
-    """Every bit pattern equally likely; of a negated view all but those of NaN."""
+    """A matrix of random bits, every pattern equally likely; in a negated view every NaN has the same bits."""
     shape, dtype = shape_of(choice), choice["dtype"]
     if dtype == torch.bool:
         return laid(random_bits(*shape, dtype=torch.uint8) > 127, choice["strides"], choice["begins"])

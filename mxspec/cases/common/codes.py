@@ -1,4 +1,4 @@
-"""Codes and the scales beside them."""
+"""Codes and their scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxspec.reference.to_blocked import to_blocked
 from mxspec.spec import random_normal
 
 _SPECIAL = (torch.nan, torch.inf, 0.0, -0.0, -torch.inf, -1.5, 2.0**-140, torch.finfo().max)
-SPECIALS = len(_SPECIAL)  # so many scales in a row or a column are special
+SPECIALS = len(_SPECIAL)  # the number of special scales in a row or a column
 SCALE_STRIDES = (*STRIDES, *EXPERT_STRIDES)
 SCALES = {
     "scale values": ("none", "near 1", "special"),
@@ -23,9 +23,9 @@ SCALES = {
 def scale_fits(
     choice: Choice, plain: tuple[int, ...] | None, layout: str | None = "plain", name: str = "scale"
 ) -> bool:
-    """Whether scales of a plain shape, None while that is open, can be and lie so.
+    """Whether scales of a plain shape can have the values, strides and place of a choice; shape None is still open.
 
-    Blocked ones are one run of bytes. Empty ones have neither values nor strides nor a place.
+    Blocked scales are one run of bytes. Empty scales have neither values nor strides nor a place.
     """
     values, strides, begins = (choice.get(f"{name} {what}") for what in ("values", "strides", "begins"))
     told = [word for word in (values, strides) if word is not None]
@@ -51,7 +51,7 @@ def mx_scale(
 
 
 def fp32_scale(shape: tuple[int, ...], choice: Choice) -> Tensor:
-    """fp32 scales: near 1; or with every special value."""
+    """fp32 scales: near 1, or with every special value."""
     scale = random_normal(*shape, dtype=torch.float32, seed=1).abs()
     if choice["scale values"] == "special":
         plant(scale, torch.tensor(_SPECIAL))
@@ -59,5 +59,5 @@ def fp32_scale(shape: tuple[int, ...], choice: Choice) -> Tensor:
 
 
 def laid_flat(t: Tensor, begins: str) -> Tensor:
-    """A dense tensor that begins elsewhere in its memory."""
+    """A copy of a dense tensor that begins at another place in its memory."""
     return laid(t[None], "row-major", begins)[0]

@@ -1,4 +1,4 @@
-"""Token groups of every arrangement: empty ones first, inside and last, all to one, more than a kernel's chunk."""
+"""Token groups in every arrangement: empty groups at any place, all tokens in one group, more groups than a chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARRANGEMENTS = (
     "three hundred",
 )  # fmt: skip
 GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apart"), "offs begin": ("at 0", "later")}
-# For matmuls, whose operands are in groups in one way only: those that show a fact of their own.
+# For matmuls, whose operands are grouped in one way only: the arrangements that each show a fact of their own.
 OF_EXPERTS = {
     **GROUPS,
     "groups": (
@@ -30,14 +30,14 @@ _PLAIN = {"groups": "three", "rest": False, "offs": "dense", "offs begin": "at 0
 
 
 def in_groups_of_three(*choices: Choice) -> list[Choice]:
-    """Choices of a matrix, whose rows are three groups if nothing else is said."""
+    """Choices of a matrix; its rows form three groups unless the choice says otherwise."""
     return [{**_PLAIN, **choice} for choice in choices]
 
 
 BEYOND = in_groups_of_three(
     *LARGE_BOTH_WAYS, ONE_COLUMN_APART, {**PLAIN, "rows": 256, "cols": 288, "groups": "three hundred"}
 )
-# What one arrangement shows only with one size.
+# Facts that an arrangement shows only together with one size.
 ARRANGED = [
     {"groups": "one offset repeated", "rows": 256, "rest": False},
     {"groups": "one offset repeated", "rows": 1, "rest": False},
@@ -47,9 +47,9 @@ ARRANGED = [
 ]
 
 
-@cache  # a plan asks for the same sizes thousands of times
+@cache  # the search for choices asks for the same sizes thousands of times
 def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> tuple[int, ...]:
-    """The tokens of each group, all of them multiples of `unit`; together at most `tokens`."""
+    """The number of tokens of each group. Each is a multiple of `unit`, and together they are at most `tokens`."""
     T = tokens // unit
     third = T // 3
     sizes: Sequence[int] = {
@@ -74,24 +74,24 @@ def sizes_of(arrangement: str, tokens: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def arranged_groups(choice: Choice) -> int | None:
-    """How many groups an arrangement has; None while it is open."""
+    """The number of groups of an arrangement; None while the arrangement is open."""
     return len(sizes_of(choice["groups"], 8)) if "groups" in choice else None
 
 
 def nothing_in_groups(choice: Choice) -> bool:
-    """Whether no token is in a group."""
+    """Whether no token belongs to a group."""
     return choice.get("groups") in ("no group", "all empty", "zero repeated")
 
 
 @cache
 def _spread(T: int, groups: int) -> list[int]:
-    """Uneven sizes, some of them 0; the first and the last are not where there are tokens for them."""
+    """Uneven sizes, some of them 0. The first and the last are not 0 if there are enough tokens."""
     ends = sorted(Random(groups).choices(range(T + 1), k=groups - 1))
     return [b - a for a, b in zip([0, *ends], [*ends, T], strict=True)]
 
 
 def in_groups(choice: Choice, tokens: int, unit: int = 1) -> int:
-    """How many of the tokens are in groups: all, or all but a quarter and what is no multiple."""
+    """The number of tokens that belong to groups: all tokens, or, with `rest`, all but a quarter or a remainder."""
     if choice["rest"]:
         unit = 128 if choice["groups"].startswith("of 128") else unit
         return (tokens - 1) // unit * unit if unit > 1 else tokens - max(1, tokens // 4)
@@ -99,12 +99,12 @@ def in_groups(choice: Choice, tokens: int, unit: int = 1) -> int:
 
 
 def groups_fit(choice: Choice, tokens: int | None, unit: int = 1) -> bool:
-    """Whether so many tokens can be arranged so."""
+    """Whether this number of tokens can have the arrangement of a choice."""
     arrangement, rest = choice.get("groups"), choice.get("rest")
     if arrangement is None:
         return True
     if choice.get("offs") == "apart" and arrangement in ("no group", "one", *_REPEATED):
-        return False  # of fewer than two offsets, or of one that is repeated, the stride is given
+        return False  # a single offset has no stride to choose, and a repeated offset has stride 0
     if arrangement == "no group" and choice.get("offs begin") == "later":
         return False
     if rest is None or tokens is None:
@@ -122,7 +122,7 @@ def groups_fit(choice: Choice, tokens: int | None, unit: int = 1) -> bool:
 
 
 def padded_fits(choice: Choice, tokens: str, others: str, pad_to: int) -> bool:
-    """Whether the tokens, once every group is padded, are at most ten million elements."""
+    """Whether the tokens have at most ten million elements after every group is padded."""
     if not {"groups", tokens, others} <= choice.keys():
         return True
     groups = len(sizes_of(choice["groups"], choice[tokens]))
@@ -134,7 +134,7 @@ _REPEATED = ("one offset repeated", "one offset thrice", "zero repeated")
 
 
 def offsets(choice: Choice, tokens: int, unit: int = 1) -> Tensor:
-    """`offs` of a choice, as it is laid out in memory."""
+    """The `offs` of a choice, laid out in memory as the choice says."""
     sizes = sizes_of(choice["groups"], in_groups(choice, tokens, unit), unit)
     offs = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if choice["groups"] in _REPEATED:
@@ -143,7 +143,7 @@ def offsets(choice: Choice, tokens: int, unit: int = 1) -> Tensor:
 
 
 def laid_vector(v: Tensor, strides: str, begins: str) -> Tensor:
-    """A vector with other numbers between its elements, or before them."""
+    """A vector in memory with other numbers between its elements (`apart`) or before them (`later`)."""
     step, first = (3 if strides == "apart" else 1), (5 if begins == "later" else 0)
     memory = torch.full((first + step * len(v) + 1,), -1, dtype=v.dtype)
     return memory[first : first + step * len(v) : step].copy_(v)

@@ -1,4 +1,4 @@
-"""Pairs of facts that no call can have, whatever its op: a pattern of "one fact | the other", and the reason."""
+"""Pairs of facts that no call of any op can have: a pattern of "one fact | the other fact", and the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IMPOSSIBLE: tuple[tuple[str, str], ...] = (
     ),
     (r"(\w+)\.values all finite \| \1\.(?:[+-]?Inf|NaN) .*", "they exclude each other"),
     (r"(\w+)\.dtype float8_e4m3fn \| \1\.[+-]Inf .*", "e4m3fn has no Inf"),
-    (r"(\w+)\.rows = 1 \| (?:\1_)?scale\.blocks .*", "one row, whichever block it is in"),
+    (r"(\w+)\.rows = 1 \| (?:\1_)?scale\.blocks .*", "the scale of one row always belongs to that row"),
     (r"offs\.groups = 0 \| offs\..*", "there is no group"),
     (r"offs\.groups = 1 \| offs\.(?:inner group|strides|tokens all to one) ?.*", "there is one group"),
     (r"offs\.tokens in no group \| offs\.(?:sizes|some group) .*", "no group has a token"),
@@ -36,7 +36,7 @@ IMPOSSIBLE: tuple[tuple[str, str], ...] = (
     (r"(\w+)\.byte .* \| \1\.dtype uint8", "a byte that is no scale means nothing"),
 )
 
-# Where every group is padded to 128 tokens.
+# For ops that pad every group to 128 tokens.
 PADDED_GROUPS = (
     (r"offs\.groups > 256 \| \w+\.cols > (?:1024|4096)", "more than 16 million elements once groups are padded"),
     (r"offs\.groups > 32 \| \w+\.cols > 4096", "more than 16 million elements once groups are padded"),
@@ -44,7 +44,7 @@ PADDED_GROUPS = (
 
 
 def no_tokens(size: str) -> tuple[tuple[str, str], ...]:
-    """Where `size` counts the tokens that are divided into groups."""
+    """The pairs for an op whose size `size` counts the tokens that are divided into groups."""
     size = re.escape(size)
     return (
         (size + r" = 0 \| offs\.(?:sizes|some group|tokens spread|tokens all|rest tokens).*", "there are no tokens"),

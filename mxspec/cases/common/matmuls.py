@@ -1,7 +1,8 @@
-"""Operands of matmuls: their codes, the scales beside them, and the few special values that they hold.
+"""Operands of matmuls: codes, scales, and the few special values that they hold.
 
-A matmul is judged by its SQNR where it is finite, so that most of every output has to be: special values stand in one
-or two rows. Other codes are normal and other scales within a factor of two of 1: each element then shows in the SQNR.
+A matmul is judged by the SQNR of its finite outputs, so most of every output must be finite: special values stand in
+one or two rows. All other codes are normally distributed, and all other scales are within a factor of two of 1. A wrong
+element then shows in the SQNR.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, laid, small_enou
 from mxspec.formats import BY_DTYPE, E4M3FN, E5M2, MX_BLOCK_SIZE
 from mxspec.spec import normal
 
-Shape = tuple[int | None, ...]  # None for a size that is still open
-Operand = tuple[Tensor, Tensor]  # codes, with blocks along the last dimension, and plain scales
+Shape = tuple[int | None, ...]  # None is a size that is still open
+Operand = tuple[Tensor, Tensor]  # codes with blocks along the last dimension, and plain scales
 
 SIZES = (0, 1, 48, 384, 1041, 4128)
-MX_SIZES = (0, 32, 384, 1056, 4128)  # multiples of a block; with 4128 rows, 384 are as many as are not too many
+MX_SIZES = (0, 32, 384, 1056, 4128)  # multiples of a block; 384 is the largest that fits with 4128 rows
 FP8_SIZES = (0, 128, 384, 1152, 4224)
 _CODE_STRIDES = ("none", "row-major", "rows apart", "one row repeated")
 _EXTREMES = torch.tensor([0.0, -0.0, -1.5, 2.0**-140])  # fp32 scales
@@ -34,7 +35,7 @@ _EXTREMES = torch.tensor([0.0, -0.0, -1.5, 2.0**-140])  # fp32 scales
 def operand(
     name: str, dtypes: Sequence[torch.dtype] = (), experts: bool = False, codes_apart: bool = True
 ) -> dict[str, Any]:
-    """The dimensions of an operand. Codes of one dtype need none for it; nor do codes that are one run of bytes."""
+    """The dimensions of an operand. Codes of a single dtype need no dimension for it. Contiguous codes need no gaps."""
     strides = _CODE_STRIDES if codes_apart else _CODE_STRIDES[:2]
     return {
         **({f"{name} dtype": dtypes} if dtypes else {}),
@@ -57,7 +58,7 @@ def sum_of(name: str, strides: Sequence[str] = ("row-major", "rows apart")) -> d
 
 
 def tensor_fits(choice: Choice, name: str, shape: Shape) -> bool:
-    """Whether a tensor of this shape can have the values, the strides and the place of a choice."""
+    """Whether a tensor of this shape can have the values, strides and place of a choice."""
     parts = [choice[f"{name} {part}"] for part in ("values", "strides", "begins") if f"{name} {part}" in choice]
     if 0 in shape or "none" in parts:
         return set(parts) <= {"none"} and (0 in shape or None in shape)
@@ -66,7 +67,7 @@ def tensor_fits(choice: Choice, name: str, shape: Shape) -> bool:
 
 
 def operand_fits(choice: Choice, name: str, shape: Shape, scale: Shape, blocked: Shape | None = None) -> bool:
-    """Whether codes of one shape can be made, and plain scales of another, or the bytes of blocked ones of a third."""
+    """Whether codes of one shape can be made, with plain scales of another or blocked scales of a third."""
     if choice.get(f"{name} values") == "Inf" and choice.get(f"{name} dtype") not in (None, E5M2.dtype):
         return False
     if blocked is not None and choice.get(f"{name}_scale strides") not in (None, "none", "row-major"):
@@ -76,7 +77,7 @@ def operand_fits(choice: Choice, name: str, shape: Shape, scale: Shape, blocked:
 
 
 def extremes_fit(choice: Choice, name: str, scale: Shape) -> bool:
-    """Whether all the extreme fp32 scales have a place in a row or a column that is not repeated."""
+    """Whether a row or a column that is not repeated has room for all the extreme fp32 scales."""
     if choice.get(f"{name}_scale values") != "extreme":
         return True
     strides, (rows, cols) = choice.get(f"{name}_scale strides"), scale[-2:]
@@ -89,7 +90,7 @@ def _repeats(choice: Choice, name: str) -> bool:
 
 
 def hides(choice: Choice, name: str, rows: int | None, blocks: int | None, scale_rows: int | None = None) -> bool:
-    """Whether an operand makes all of the product zero or no number."""
+    """Whether an operand makes the whole product zero, NaN or Inf."""
     parts = [f"{of} {part}" for of in (name, f"{name}_scale") for part in ("values", "strides", "begins")]
     if 0 in (rows, blocks) or "none" in (choice.get(part) for part in parts):
         return True
@@ -107,12 +108,12 @@ def hides(choice: Choice, name: str, rows: int | None, blocks: int | None, scale
 
 
 def costly(*sizes: int | None) -> bool:
-    """Whether a product of these sizes is one that few cases should have."""
+    """Whether a product has these sizes that only few cases should have."""
     return math.prod(size or 1 for size in sizes) > 2**24
 
 
 def affordable(*sizes: int | None, tensors: Sequence[Sequence[int | None]]) -> bool:
-    """Whether a product of these sizes takes the reference moments, and its tensors are small."""
+    """Whether the reference computes a product of these sizes quickly, and its tensors are small."""
     return math.prod(size or 1 for size in sizes) <= 2**28 and all(
         small_enough(*(size or 1 for size in shape)) for shape in tensors
     )
@@ -140,7 +141,7 @@ def mx_operands(choice: Choice, names: tuple[str, str], shapes: Sequence[tuple[i
 def fp8_operand(
     choice: Choice, name: str, shape: tuple[int, ...], scale_shape: tuple[int, ...], seed: int = 0
 ) -> Operand:
-    """Codes of one shape and their scales of another; the codes' special values are planted by whom they belong to."""
+    """Codes of one shape and scales of another. The caller plants the special values of the codes."""
     scale = fp32_scales(math.prod(scale_shape[:-1]), scale_shape[-1], 1, seed=seed + 1).view(scale_shape)
     values = choice[f"{name}_scale values"]
     if not scale.numel():
@@ -156,7 +157,10 @@ def fp8_operand(
 
 
 def _finite(shape: tuple[int, ...], dtype: torch.dtype | None, seed: int) -> Tensor:
-    """Normal codes; with -0, a subnormal one and the largest in two rows: the first may be repeated, or zeros."""
+    """Normally distributed codes; two rows also hold -0, a subnormal and the largest code.
+
+    Two rows, because a choice may repeat the first or set it to zeros.
+    """
     assert dtype is not None
     q = codes(*shape, dtype=dtype, seed=seed)
     if q.numel():
@@ -165,7 +169,7 @@ def _finite(shape: tuple[int, ...], dtype: torch.dtype | None, seed: int) -> Ten
 
 
 def with_special_codes(q: Tensor, values: str) -> None:
-    """Plant special codes into matrices: two in the first row, which may be repeated; others in a few rows."""
+    """Plant special codes into matrices: two in the first row, which may be repeated, and more in a few other rows."""
     bits, rows = q.view(torch.uint8), q.shape[-2]
     if not q.numel():
         return
@@ -179,10 +183,10 @@ def with_special_codes(q: Tensor, values: str) -> None:
 
 
 def _extreme_bytes(choice: Choice, names: tuple[str, str], operand: Operand, other_scale: Tensor, block: int) -> None:
-    """The bytes 254 and 0, which are 2^127 and 2^-127, into some row's scales.
+    """Put the scale bytes 254 (2^127) and 0 (2^-127) into a row of scales.
 
-    What 254 scales is scaled by 0 in the other operand, or, where that would reach every block, is zero: products stay
-    within fp32 and near the others.
+    A block with byte 254 has byte 0 in the other operand. If that would reach every block, its codes are zeros.
+    Products then stay within fp32 and near the other products.
     """
     (name, other), (q, scale) = names, operand
     bits, (rows, blocks) = scale.view(torch.uint8), scale.shape[-2:]
@@ -210,7 +214,7 @@ def lay(
     layout: str = "plain",
     rearrange: Callable[[Tensor], Tensor] | None = None,
 ) -> Operand:
-    """Codes and scales as they lie in memory; `rearrange` gives the blocked layout of plain scales."""
+    """Codes and scales as they lie in memory; `rearrange` makes blocked scales from plain scales."""
     q, scale = operand
     begins = choice[f"{name}_scale begins"]
     if layout == "blocked":
@@ -222,9 +226,9 @@ def lay(
 
 
 def poison(choice: Choice, name: str, operand: Operand, tokens: int, blocks: int | None = None) -> None:
-    """Nothing but NaN in what belongs to no group: rows from `tokens` on, or, with their blocks, columns.
+    """Fill with NaN what belongs to no group: rows from `tokens` on, or, if `blocks` is given, columns.
 
-    A row that is repeated has no memory of its own, and a row of zeros stays one.
+    A repeated row has no memory of its own and stays. A row of zeros also stays.
     """
     q, scale = (t.view(torch.uint8) for t in operand)
     if blocks is not None:
@@ -239,7 +243,7 @@ def poison(choice: Choice, name: str, operand: Operand, tokens: int, blocks: int
 
 
 def summed(choice: Choice, name: str, *shape: int) -> Tensor:
-    """What a product is added to: as large as the product; or zero; with every special value but a huge one."""
+    """A matrix that a product is added to: as large as the product, or zeros, or with special values (none huge)."""
     x = normal(*shape, seed=4) * (0 if choice[f"{name} values"] == "zeros" else 2**18)
     if x.numel() > 1:
         x.view(-1)[-2] = 2.0**-140
@@ -254,9 +258,9 @@ def summed(choice: Choice, name: str, *shape: int) -> Tensor:
 def impossible(
     first: str, second: str, rows: str = "rows", cols: str = "cols", padded: Collection[str] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """Why two facts of two operands cannot meet; `cols` is what both have in common, the dimension of the sum.
+    """The pairs of facts of two operands that cannot meet. `cols` is their common dimension, which the sum runs over.
 
-    padded: sizes that leave the padding of scales where they are 0.
+    padded: sizes that leave the padding of scales in place when they are 0.
     """
     either = f"(?:{first}|{second})"
     one, other = rf"{first}\.{rows}", rf"{second}\.{rows}"
@@ -277,11 +281,11 @@ def impossible(
     )
 
 
-# Of the weights b of experts, one for each group.
+# For the weights b of experts, one expert per group.
 EXPERTS = (
     (r"offs\.groups = 0 \| b\.(?!rows|dtype|rank).*", "there is no expert"),
     (r"offs\.groups = 0 \| b_scale\..*", "there is no expert"),
-    (r"offs\.groups = 1 \| b(?:_scale)?\.strides (?:one expert repeated|experts .*)", "there is no other"),
+    (r"offs\.groups = 1 \| b(?:_scale)?\.strides (?:one expert repeated|experts .*)", "there is no other expert"),
 )
 PADDING_ALONE = (
     r"(?:byte (?:0|127|254)|strides (?!row-major)).*",

@@ -1,4 +1,4 @@
-"""Operands of the MX matmuls whose codes and scale bytes tell right from wrong."""
+"""Operands of the MX matmuls whose codes and scale bytes reveal wrong results."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from mxspec.formats import E8M0FNU, MX_BLOCK_SIZE
 from mxspec.reference.common.groups import round_up
 from mxspec.spec import normal
 
-Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and plain scales of two, with blocks along the last dimension
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and plain scales of two operands, with blocks along K
 E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def codes(*shape: int, dtype: torch.dtype = E4M3FN, seed: int = 0) -> Tensor:
-    """Normal values over most of a format's range, all of them finite."""
+    """Normally distributed values over most of a format's range, all of them finite."""
     largest = torch.finfo(dtype).max
     x = normal(*shape, seed=seed) * largest / 4
     return x.clamp(-largest, largest).to(dtype)
 
 
 def scales(*shape: int, spread: int = 1, seed: int = 1) -> Tensor:
-    """Scales from 2^-spread to 2^spread: so near each other that each shows in the SQNR, were it wrong."""
+    """Scales from 2^-spread to 2^spread. They are near each other, so that any wrong scale shows in the SQNR."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(127 - spread, 128 + spread, shape, generator=generator).to(torch.uint8).view(E8M0FNU.dtype)
 
 
 def every_scale(rows: int, blocks: int, down: bool, seed: int = 1) -> Tensor:
-    """Scales up from 2^-127 to 2^127 along K, or down: the product of one up and one down is near 1."""
+    """Scales that rise from 2^-127 to 2^127 along K, or fall. A rising times a falling scale is near 1."""
     byte = torch.arange(blocks) * 254 // (blocks - 1)
     jitter = torch.randint(-1, 2, (rows, blocks), generator=torch.Generator().manual_seed(seed))
     byte = (254 - byte if down else byte) + jitter
@@ -50,7 +50,7 @@ def pair(
 
 
 def special(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[tuple[str, Operands]]:
-    """Two operands, one of which has a special value in one row; of experts' weights, in those of the last."""
+    """Pairs of operands; one operand has a special value in one row (of the last expert, if it has experts)."""
 
     def row(t: Tensor, i: int) -> Tensor:
         return (t[-1] if t.ndim == 3 else t)[i]
@@ -72,7 +72,7 @@ def special(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[tuple[s
 
 
 def laid_out(scale: Tensor, layout: str, rearrange: Callable[[Tensor], Tensor]) -> Tensor:
-    """A plain scale as it is, or blocked, with 255 for NaN in every byte of the padding."""
+    """A plain scale unchanged, or blocked with 255 (NaN) in every padding byte."""
     if layout == "plain":
         return scale
     blocked, used = rearrange(scale), rearrange(torch.ones_like(scale.view(torch.uint8)))
@@ -80,9 +80,9 @@ def laid_out(scale: Tensor, layout: str, rearrange: Callable[[Tensor], Tensor]) 
 
 
 def bench_sizes(M: int, E: int, ragged: bool) -> tuple[list[int], int]:
-    """The tokens of each of E groups of M, for the benchmarks, and the rows of them all once padded to 128.
+    """The tokens of each of E groups that hold M tokens, and the rows of all groups padded to 128; for the benchmarks.
 
-    Operands are cut to those rows, so that the rate counts none that belongs to no group.
+    Operands are cut to these rows, so that the rate counts no row that belongs to no group.
     """
     cuts = sorted(Random(E).choices(range(M + 1), k=E - 1)) if ragged else [M * e // E for e in range(1, E)]
     sizes = [end - begin for begin, end in pairwise([0, *cuts, M])]

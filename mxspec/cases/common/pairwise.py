@@ -7,7 +7,7 @@ from itertools import accumulate, combinations, product
 from typing import Any
 
 Choice = dict[str, Any]
-Pair = tuple[tuple[str, int], ...]  # a dimension and the place of its value, twice
+Pair = tuple[tuple[str, int], ...]  # two dimensions, each with the index of its value
 
 _MOST_DECISIONS = 400
 
@@ -19,18 +19,19 @@ def pairwise(
     blind: Callable[[Choice], bool] = lambda choice: False,
     implied: Collection[Any] = (),
 ) -> Iterator[Choice]:
-    """Choices, one value for each dimension, that show every possible pair of values.
+    """Choices, one value per dimension, that together show every possible pair of values.
 
-    The first pair that is still missing opens a choice; each other dimension then takes the value that shows the most
-    missing pairs. No random number is drawn: the choices are the same on every machine.
+    The first pair that is still missing starts a choice. Each other dimension then takes the value that shows the most
+    missing pairs. The search draws no random number, so the choices are the same on every machine.
 
     Args:
-        dimensions: the values of each dimension, those first that decide what others may be.
-        possible: whether some or all of a choice can be made; a part that cannot be made must stay so when it grows.
-        also: parts of choices, each with some dimensions, that are to be there as well.
-        blind: whether a choice, or a part of one, hides what the others of its values do: its output is all NaN, say.
-            It is made only for pairs that no other choice has.
-        implied: values that follow from those of other dimensions, and whose pairs nobody needs.
+        dimensions: the values of each dimension. Dimensions that limit other dimensions come first.
+        possible: whether a choice, or a part of a choice, can be made. If a part cannot be made, nothing that contains
+            it may be possible.
+        also: parts of choices, each with some dimensions, that must appear too.
+        blind: whether a choice, or a part of a choice, hides the effect of its other values, for example because its
+            whole output is NaN. Such a choice is made only for pairs that no other choice has.
+        implied: values that follow from values of other dimensions; nobody needs their pairs.
 
     >>> sizes = {"axis": (-1, -2), "rows": (1, 32), "cols": (1, 32)}
     >>> for choice in pairwise(sizes, lambda c: c.get("rows") != c.get("cols")):
@@ -42,7 +43,7 @@ def pairwise(
     """
     names = list(dimensions)
     values = {name: list(of) for name, of in dimensions.items()}
-    # A value is a bit. Counting those that a choice has and a value has not met is then one operation.
+    # Each value is a bit. A single operation then counts the values of a choice that a given value has not met.
     first = dict(zip(names, accumulate((len(values[name]) for name in names), initial=0), strict=False))
     unmet = [0] * sum(map(len, values.values()))
     order, unneeded = list[Pair](), set(implied)
@@ -66,17 +67,17 @@ def pairwise(
         return {name: values[name][picked[name]] for name in names if name in picked}
 
     def completed(picked: dict[str, int], part: Choice, bits: int, turn: int, seeing: bool) -> dict[str, int] | None:
-        """The choice with a value for every dimension, or None where no value fits one of them."""
+        """The choice with a value for every dimension, or None if no value fits some dimension."""
         name = next((name for name in names if name not in picked), None)
         if name is None:
             return picked
         left[0] -= 1
         size, start = len(values[name]), first[name]
         met = [-(missing & bits).bit_count() for missing in unmet[start : start + size]]
-        # equally good values take turns
+        # values that are equally good take turns
         for i in sorted(((i + turn) % size for i in range(size)), key=met.__getitem__):
             if left[0] < 0:
-                return None  # there may be a choice; to find it would take every combination of what comes before
+                return None  # a choice may exist, but finding it would take every combination of the earlier dimensions
             grown, grown_bits = {**part, name: values[name][i]}, bits | 1 << start + i
             if fits(grown, grown_bits, seeing):
                 found = completed({**picked, name: i}, grown, grown_bits, turn + 1, seeing)
@@ -84,9 +85,10 @@ def pairwise(
                     return found
         return None
 
-    left = [0]  # dimensions that the search for one choice may still decide
+    left = [0]  # the number of decisions that remain to the search for the current choice
 
-    can_be, is_blind = dict[int, bool](), dict[int, bool]()  # by the bits of a choice: searches meet the same parts
+    # keyed by the bits of a choice, because searches meet the same parts again
+    can_be, is_blind = dict[int, bool](), dict[int, bool]()
 
     def fits(part: Choice, bits: int, seeing: bool) -> bool:
         if bits not in can_be:
@@ -98,17 +100,17 @@ def pairwise(
         met_blind[0] |= is_blind[bits]
         return not is_blind[bits]
 
-    met_blind = [False]  # whether a search has left a choice out because it is blind
+    met_blind = [False]  # whether the current search left out a choice because it is blind
 
     def searched(start: dict[str, int], turn: int) -> tuple[bool, dict[str, int] | None]:
-        """The first choice found, and whether it was looked for among those that see."""
+        """Whether the search excluded blind choices, and the first choice found."""
         part, bits = chosen(start), sum(1 << first[name] + i for name, i in start.items())
         for seeing in (True, False):
             left[0], met_blind[0] = _MOST_DECISIONS, False
             if fits(part, bits, seeing) and (picked := completed(start, part, bits, turn, seeing)):
                 return seeing, picked
             if not met_blind[0]:
-                break  # the other search would be the same
+                break  # the second search would do the same again
         return False, None
 
     wanted = [tuple((name, values[name].index(value)) for name, value in part.items()) for part in also]

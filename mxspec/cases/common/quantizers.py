@@ -32,21 +32,21 @@ MATRIX = {
     "dtype": FLOATS,
 }
 STACK = {**MATRIX, "experts": EXPERTS, "strides": (*STRIDES, *EXPERT_STRIDES)}
-# A row that is repeated shows every special value only where it is long; likewise a column.
+# A repeated row shows every special value only if it is long, and so does a repeated column.
 REPEATED = [
     {"strides": "one row repeated", "values": "special", "cols": 1056},
     {"strides": "one column repeated", "values": "special", "rows": 1056},
     {"values": "special", "rows": 1, "cols": 1056},
     {"values": "special", "rows": 1056, "cols": 1},
 ]
-# A grid holds 65535 programs in its second and third dimension.
+# The second and third dimension of a CUDA grid hold at most 65535 programs.
 PLAIN = {"experts": None, "strides": "row-major", "values": "finite", "begins": "at 0", "negated": False}
 PAST_A_GRID = [
     {**PLAIN, "rows": 65600, "cols": 32},
     {**PLAIN, "rows": 32, "cols": 65600},
 ]
-# More than 256 beside more than 4096, and a matrix of one column whose rows are apart. An op with an axis takes it
-# along the rows.
+# More than 256 rows with more than 4096 columns, and the reverse; and a matrix of one column whose rows have gaps. An
+# op with an axis takes that matrix along the rows.
 LARGE_BOTH_WAYS = [{**PLAIN, "rows": 4128, "cols": 288}, {**PLAIN, "rows": 288, "cols": 4128}]
 WHOLE_BOTH_WAYS = [{**PLAIN, "rows": 4224, "cols": 384}, {**PLAIN, "rows": 384, "cols": 4224}]  # multiples of 128
 ONE_COLUMN_APART = {**PLAIN, "rows": 256, "cols": 1, "strides": "rows apart", "axis": -2}
@@ -59,7 +59,7 @@ def shape_of(choice: Choice) -> tuple[int, ...]:
 
 
 def fits(choice: Choice, rows: int = 1, cols: int = 1) -> bool:
-    """Whether a tensor of such sizes, strides and values can be made; rows and cols have to divide its own."""
+    """Whether a tensor can have these sizes, strides and values. Its sizes must be multiples of `rows` and `cols`."""
     if choice.get("rows", 0) % rows or choice.get("cols", 0) % cols:
         return False
     told = [choice[name] for name in ("strides", "values") if name in choice]

@@ -1,7 +1,8 @@
-"""What an op must refuse: every tensor with wrong dtypes and ranks, every option with wrong values.
+"""Calls that an op must refuse: every tensor with wrong dtypes and ranks, every option with wrong values.
 
-The refusals are made from one valid call. A change that the op's own `check_args` accepts is no refusal, and is left
-out. `tests/engine/test_facts.py` holds that each tensor keeps a wrong dtype and rank, and each option a wrong value.
+The refusals are changes of one valid call. A change that the op's own `check_args` accepts is not a refusal and is left
+out. `tests/engine/test_facts.py` checks that each tensor has refusals for a wrong dtype and rank, and each option for a
+wrong value.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ VALUES = (None, True, 1.5, -3, "unknown", torch.int8)
 
 
 def refusals(reference: Reference[..., Any], valid: Case) -> Iterator[Case]:
-    """The refusals of an op, from a valid call of it."""
+    """The refusals of an op, made from a valid call of the op."""
     signature = inspect.signature(reference)
     bound = signature.bind(*valid.args(), **valid.kwargs)
     bound.apply_defaults()
@@ -50,7 +51,7 @@ def _refused(reference: Reference[..., Any], args: tuple[Any, ...], kwargs: dict
 def _wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
     for dtype in DTYPES:
         if dtype != t.dtype:
-            yield f"of {str(dtype)[6:]}", torch.zeros_like(t, dtype=torch.uint8).to(dtype)  # it lies as t does
+            yield f"of {str(dtype)[6:]}", torch.zeros_like(t, dtype=torch.uint8).to(dtype)  # has the strides of t
     yield "with one dimension more", t[None]
     yield "with one dimension", t.reshape(-1)
     yield "without a dimension", torch.zeros((), dtype=torch.uint8).to(t.dtype)

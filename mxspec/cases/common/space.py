@@ -1,4 +1,4 @@
-"""Cases from the dimensions of an op's calls: every two values of different dimensions meet in one of them."""
+"""Cases from the dimensions of an op's calls: every two values of different dimensions meet in a case."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ NOT_GIVEN = "not given"
 class Space:
     """All the calls of an op that its dimensions span.
 
-    dimensions: the values of each; a choice takes one value of each.
+    dimensions: the values of each dimension; a choice takes one value per dimension.
     make: the positional arguments of a choice.
     options: the keyword arguments of the op and their values. Each is a dimension too, with `not given` as a value.
-    possible: whether a choice, or a part of one, can be made.
-    also: parts of choices to be there as well, where a fact needs more than two dimensions.
-    beyond: choices of values that no dimension has, such as more rows than a grid has programs; what they leave open is
-        the first choice's.
-    blind: whether a choice, or a part of one, hides what most of its values do.
-    implied: values that follow from those of other dimensions, and whose pairs nobody needs.
-    decisive: the options that decide what other dimensions may be, and so come first.
+    possible: whether a choice, or a part of a choice, can be made.
+    also: parts of choices that must appear too, for facts that need more than two dimensions.
+    beyond: choices with values that no dimension has, such as more rows than a grid has programs. Dimensions that such
+    a choice leaves open take the value of the first choice.
+    blind: whether a choice, or a part of a choice, hides the effect of most of its values.
+    implied: values that follow from values of other dimensions; nobody needs their pairs.
+    decisive: the options that limit other dimensions, and therefore come first.
     """
 
     dimensions: Mapping[str, Sequence[Any]]
@@ -62,6 +62,6 @@ def _said(value: Any) -> str:
 
 
 def given(choice: Choice, name: str, default: Any) -> Any:
-    """An option of a choice: its value, or the op's default; None where the choice has none yet."""
+    """The value of an option in a choice, or the op's default; None if the choice has no value yet."""
     value = choice.get(name)
     return default if value is NOT_GIVEN else value

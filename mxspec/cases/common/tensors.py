@@ -1,4 +1,4 @@
-"""Tensors for cases: values that tell right from wrong, laid out in memory as a case asks for."""
+"""Tensors for cases: values that reveal wrong results, laid out in memory as a case asks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mxspec.formats import BY_DTYPE, E8M0FNU, INT_OF_BYTES
 from mxspec.spec import random_bits, random_normal
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST = 2_200_000  # elements of a tensor of a case that is no large one
+LARGEST = 2_200_000  # the most elements of a tensor, except in cases with the flag `large`
 
-# An empty tensor has neither strides nor values that say something.
+# "none" is for empty tensors: their strides and values mean nothing.
 STRIDES = (
     "none",
     "row-major",
@@ -29,7 +29,7 @@ VALUES = ("none", "finite", "special", "special, Inf first", "bits", "zeros")
 
 
 def laid(t: Tensor, strides: str = "row-major", begins: str = "at 0") -> Tensor:
-    """The same values with these strides; of a repeated row or column the first is taken."""
+    """The same values with other strides. A repeated row or column repeats the first."""
     bits = t.resolve_neg().view(INT_OF_BYTES[t.element_size()])
     moved = _LAYOUTS[strides](bits)
     start = {"none": 0, "at 0": 0, "at a later word": 64 // t.element_size(), "between words": 1}[begins]
@@ -44,9 +44,10 @@ def laid(t: Tensor, strides: str = "row-major", begins: str = "at 0") -> Tensor:
 
 
 def laid_negated(t: Tensor, strides: str, begins: str) -> Tensor:
-    """A view that reads the negative of what lies in memory, which is `t`.
+    """A view that reads the negative of its memory, whose bytes are `t`.
 
-    Each NaN is the same positive one: what a negation makes of the bits of another depends on the CPU's instructions.
+    Every NaN in it is the same positive NaN, because the bits of any other negated NaN depend on the CPU's
+    instructions.
     """
     bits, nan = t.view(INT_OF_BYTES[t.element_size()]), t.new_tensor(torch.nan).view(INT_OF_BYTES[t.element_size()])
     bits = torch.where(t.isnan(), nan, bits) ^ torch.iinfo(bits.dtype).min
@@ -54,7 +55,7 @@ def laid_negated(t: Tensor, strides: str, begins: str) -> Tensor:
 
 
 def _apart(t: Tensor, rows: int, cols: int) -> Tensor:
-    """Room of 0xFF bytes between rows, and between columns."""
+    """A copy with gaps of 0xFF bytes between rows, and between columns."""
     *lead, M, K = t.shape
     room = torch.empty(*lead, M, K * cols + rows, dtype=t.dtype)
     room.view(torch.uint8).fill_(0xFF)
@@ -77,7 +78,7 @@ _LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def strides_fit(strides: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape can show these strides: each dimension that they are about has two elements."""
+    """Whether a tensor of this shape can show these strides: each dimension that they concern needs two elements."""
     if (strides == "none") != (0 in shape):
         return False
     if strides == "experts apart":
@@ -105,9 +106,9 @@ def small_enough(*sizes: int) -> bool:
 
 
 def float_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, across: bool = False) -> Tensor:
-    """Floats: all finite; with every special value, in the first row and the last; any bits; or zeros of both signs.
+    """Floats: all finite; with every special value in the first and the last row; any bits; or zeros of both signs.
 
-    across: whether blocks run along the rows, so that special values are planted in the first and last columns.
+    across: whether blocks lie along the rows, so that the special values go into the first and the last column.
     """
     if values == "bits":
         return random_bits(*shape, dtype=dtype)
@@ -121,18 +122,18 @@ def float_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, across
         _plant(rows.view(-1, rows.shape[-1]), 5 if values.endswith("first") else 0)
         x = rows.mT.contiguous() if across else rows
         for row in (0, -1):
-            for column in (0, -1):  # where repeating a row, a column or an expert keeps it at the tensor's end
+            for column in (0, -1):  # the corners, so that a repeated row, column or expert also ends with such a value
                 x[..., row, column] = torch.inf if values.endswith("first") else torch.nan
     return x
 
 
 def _plant(rows: Tensor, turn: int) -> None:
-    """Special values into rows: each kind at the start of a block of the first row, and of some row."""
+    """Put special values into rows: each kind at the start of a block, in the first row and in some other row."""
     finfo, K = torch.finfo(rows.dtype), rows.shape[1]
     kinds: list[tuple[float, ...]] = [
         (torch.nan, 1.0, -0.0),
         (finfo.max, 1.0, -finfo.max, -0.0),
-        (1.0625, 1.125, -1.0625, -1.125, -0.0, 1.875, 2.0**-20),  # ties of both formats
+        (1.0625, 1.125, -1.0625, -1.125, -0.0, 1.875, 2.0**-20),  # ties of e4m3 and e5m2
         (finfo.smallest_normal / 2, -finfo.smallest_normal / 4, -0.0),
         (-0.0, *31 * (0.0,)),
         (torch.inf, -1.0, -0.0),
@@ -149,7 +150,7 @@ def _plant(rows: Tensor, turn: int) -> None:
 
 
 def plant(t: Tensor, values: Tensor) -> None:
-    """The values along the first row and column of the tensor and, the other way round, along its last ones.
+    """Put the values along the first row and column of the tensor and, reversed, along the last row and column.
 
     Each repetition of a row, a column or an expert then shows them.
     """
@@ -161,7 +162,7 @@ def plant(t: Tensor, values: Tensor) -> None:
 
 
 def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: int = 0) -> Tensor:
-    """Codes of a format: numbers; any byte, with each NaN and Inf, by either name; or zeros of both signs."""
+    """Codes of a format: finite numbers; or any byte, with each NaN and Inf planted; or zeros of both signs."""
     fmt = BY_DTYPE[dtype]
     if values == "zeros":
         return (random_bits(*shape, dtype=torch.uint8, seed=seed) & (0x88 if fmt.per_byte > 1 else 0x80)).view(dtype)
@@ -175,7 +176,7 @@ def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: i
 
 
 def scale_bytes(shape: tuple[int, ...], values: str, seed: int = 1) -> Tensor:
-    """E8M0 scales: near 1; or any byte, with 0, 254 and 255."""
+    """E8M0 scales: near 1, or any byte with 255, 0, 254 and 127 planted."""
     bits = random_bits(*shape, dtype=torch.uint8, seed=seed)
     if values != "special":
         bits = 120 + bits % 16

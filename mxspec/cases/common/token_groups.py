@@ -1,4 +1,4 @@
-"""Token groups whose sizes tell right from wrong: empty, one, a thousand, ragged against every tile."""
+"""Token groups whose sizes reveal wrong results: empty, one token, a thousand groups, sizes that fit no tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mxspec.spec import Case, random_normal, these
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.int16, torch.uint8, torch.bool)
 
-# name -> tokens of each group, rows that belong to none, whether the case is at a limit of the contract
+# name -> tokens of each group, rows that belong to no group, whether the case is at a limit of the contract
 SIZES: dict[str, tuple[list[int], int, bool]] = {
     "three groups": ([5, 33, 64], 0, False),
     "aligned groups": ([32, 128, 96], 0, False),
@@ -36,30 +36,30 @@ def offs_of(sizes: list[int]) -> Tensor:
 
 
 def start_of(sizes: list[int], alignment: int) -> Tensor:
-    """Where each group begins once every group is padded to a multiple of `alignment`."""
+    """The row at which each group begins if every group is padded to a multiple of `alignment`."""
     padded = [0, *(-(-n // alignment) * alignment for n in sizes)]
     return offs_of(padded)[:-1]
 
 
 def grouped() -> Iterator[tuple[str, list[int], int, int, frozenset[str]]]:
-    """`(name, sizes, M, K, flags)` of every arrangement above; K fills 16-byte words, except where rows are many."""
+    """`(name, sizes, M, K, flags)` of every arrangement above. K fills 16-byte words, except where rows are many."""
     for name, (sizes, rest, edge) in SIZES.items():
         yield name, sizes, sum(sizes) + rest, 256 if len(sizes) < 300 else 16, frozenset({"edge"} if edge else ())
 
 
 def far_apart(rows: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Rows 2^24 elements apart: beyond 2^31 from row 128 on. Pages in between are never touched."""
+    """Rows that lie 2^24 elements apart: offsets pass 2^31 from row 128 on. The gaps are never touched."""
     storage = torch.empty((rows - 1) * 2**24 + K, dtype=dtype)
     return storage.as_strided((rows, K), (2**24, 1)).copy_(random_normal(rows, K, dtype=dtype))
 
 
 def random_offs(M: int, G: int) -> Tensor:
-    """G groups of M tokens in all, of random sizes, on the default device; for the benchmarks."""
+    """The ends of G groups of random sizes that together hold M tokens, on the default device; for the benchmarks."""
     return torch.cat([torch.randint(0, M + 1, (G - 1,)).sort()[0], torch.tensor([M])]).to(torch.int32)
 
 
 def refused_scales(scale: Tensor, offs: Tensor) -> Iterator[Case]:
-    """What a layout of scales in groups refuses, whichever dimension is in groups."""
+    """The refusals of ops that lay out the scales of groups, along either dimension."""
 
     def refused(name: str, error: type[Exception], match: str, scale: Tensor = scale, offs: Tensor = offs) -> Case:
         return Case(name, these(scale, offs), raises=error, match=match)

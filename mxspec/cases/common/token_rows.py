@@ -1,4 +1,4 @@
-"""The rows of tokens that are padded, taken out of their padding, and placed."""
+"""The rows of tokens for the ops that pad, unpad and place token groups."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, ONE_COLUMN_APART
 from mxspec.cases.common.token_groups import DTYPES
 
-# What decides the most comes first.
+# The dimensions that limit the others most come first.
 SIZES = {name: BYTES[name] for name in ("rows", "cols")}
 MATRIX: dict[str, Any] = {**SIZES, **GROUPS, **BYTES, "dtype": DTYPES, "negated": (False, True)}
-# Where the groups lie among the padded rows.
+# The places of the groups among the padded rows.
 PLACES: dict[str, Any] = {
     "order": ("rising", "turned", "turned but the first", "with gaps"),
     "start": ("dense", "apart"),
     "start begin": ("at 0", "later"),
 }
-# Sizes and strides that no two of those show.
+# Sizes and strides that no pair of the values above shows.
 BEYOND: list[Choice] = [
     {"order": "rising", "start": "dense", "start begin": "at 0", **choice, "dtype": DTYPES[0]}
     for choice in in_groups_of_three(*LARGE_BOTH_WAYS, ONE_COLUMN_APART)
@@ -35,7 +35,7 @@ def may_be_negated(choice: Choice) -> bool:
 
 
 def places(choice: Choice, tokens: int, alignment: int) -> tuple[Tensor, int]:
-    """`start` of a choice, ranges that do not meet, and the rows that hold them all."""
+    """The `start` of a choice, with ranges that do not overlap, and the number of rows that hold them all."""
     sizes = sizes_of(choice["groups"], in_groups(choice, tokens))
     turned, order = choice["order"].startswith("turned"), list(range(len(sizes)))
     if turned:
@@ -43,13 +43,14 @@ def places(choice: Choice, tokens: int, alignment: int) -> tuple[Tensor, int]:
     start, row = [0] * len(sizes), 7 if choice["order"] == "with gaps" else 0
     for group in order:
         start[group] = row
-        row += max(-(-sizes[group] // alignment) * alignment, int(turned))  # so that empty groups have an order too
+        # Empty groups take a row if the order is turned, so that they have an order too.
+        row += max(-(-sizes[group] // alignment) * alignment, int(turned))
     v = torch.tensor(start, dtype=torch.int32)
     return laid_vector(v, choice["start"], choice["start begin"]), row
 
 
 def places_fit(choice: Choice) -> bool:
-    """One start has no stride, and none is nowhere."""
+    """A single start has no stride, and an empty start has no place."""
     single = choice.get("groups") in ("no group", "one")
     if single and (choice.get("start") == "apart" or choice.get("order", "rising").startswith("turned")):
         return False
@@ -61,7 +62,7 @@ def places_fit(choice: Choice) -> bool:
 IMPOSSIBLE = (
     (
         r"\w+\.dtype (?:bool|float8_e4m3fn|int16|int32|uint8) \| \w+\.sign .*",
-        "a negated view is of a complex number's part, a float",
+        "only floats have negated views: such a view reads a part of complex numbers",
     ),
     (r"offs\.groups = 0 \| start\..*", "there is no group"),
     (r"offs\.groups = 1 \| start\.(?:strides|order mixed).*", "there is one group"),
