@@ -1,8 +1,8 @@
 """mxspec: low-precision block formats, as a specification that runs.
 
-Each op below is a readable PyTorch reference (`mxspec/reference/<op>.py`) behind a switch that can run a
-bit-identical kernel instead: `set_backend`, `with use_backend(...)`, the `backend=` of a call, or the environment
-variable MXSPEC_BACKEND.
+Each op below is a readable PyTorch reference (`mxspec/reference/<op>.py`) behind a switch. The switch can run a
+bit-identical kernel instead. Choose a backend with `set_backend`, `with use_backend(...)`, the argument `backend=` of a
+call, or the environment variable MXSPEC_BACKEND.
 """
 
 import importlib as _importlib
@@ -41,10 +41,10 @@ __version__ = "0.2.0"
 globals().update({name: _dispatch.op(globals()[name]) for name in _dispatch.ops()})
 
 
-if not _TYPE_CHECKING:  # where any name would be taken for a module
+if not _TYPE_CHECKING:  # a type checker would take any name for a module
 
     def __getattr__(name):
-        """`mxspec.nn`, `mxspec.layouts` and every other module, imported when it is first named."""
+        """Import `mxspec.nn`, `mxspec.layouts` or any other module when it is first named."""
         if name in __dir__() and not name.startswith("_"):
             return _importlib.import_module(f"mxspec.{name}")
         raise AttributeError(f"module 'mxspec' has no attribute {name!r}")

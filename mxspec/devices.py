@@ -1,11 +1,12 @@
-"""What a GPU can do at most, by its data sheet: the roof over every figure."""
+"""The peak rates of GPUs, from their data sheets: the upper bound of every figure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The shares of the data sheet that an H200 reaches, from benchmarks/results: memory, a bare cast of 131072 x 7168;
-# bf16 and FP8 (DeepGEMM), matmuls of 8192^3 at its power limit. And what a kernel takes beside its bytes.
+# The shares of the data sheet that an H200 reaches, from benchmarks/results. Memory: a cast alone of 131072 x 7168.
+# bf16 and FP8 (DeepGEMM): matmuls of 8192^3 at the GPU's power limit. KERNEL_US is the time that a kernel takes besides
+# moving its bytes.
 MEMORY_SHARE = 0.91
 BF16_SHARE = 0.68
 FP8_SHARE = 0.62
@@ -14,16 +15,16 @@ KERNEL_US = 2.0
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks of one GPU: memory in GB/s, dense matrix rates (no sparsity) in TFLOP/s."""
+    """Peak rates of one GPU: memory in GB/s, dense matrix operations (no sparsity) in TFLOP/s."""
 
     memory_gbps: float
     bf16_tflops: float
     fp8_tflops: float
     mx: bool = False  # whether its tensor cores take MX codes with their scales
-    measured: bool = False  # whether the shares above were read on it; on the others they are a guess
+    measured: bool = False  # whether the shares above were measured on it; for other GPUs they are a guess
 
     def is_matmul(self, flops: float, bytes_moved: float) -> bool:
-        """Whether a call is bound by its matrix operations, in bf16 already, rather than by its bytes."""
+        """Whether the matrix operations of a call, in bf16, take longer than its bytes."""
         return flops / self.bf16_tflops > 1e3 * bytes_moved / self.memory_gbps
 
 
@@ -35,10 +36,10 @@ DEVICES = {
 
 
 def named(name: str) -> Device | None:
-    """The peaks of the GPU that `torch.cuda.get_device_name()` names; None where they are not known here."""
+    """The peaks of the GPU that `torch.cuda.get_device_name()` names; None if the table does not have it."""
     return DEVICES.get(name)
 
 
 def balance(name: str) -> Device:
-    """The same, or an H200's for a device that is not known here: what bounds a call seldom depends on which."""
+    """The same, but an H200's peaks if the table does not have the device: the bound seldom depends on the device."""
     return DEVICES.get(name, DEVICES["NVIDIA H200"])

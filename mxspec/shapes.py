@@ -1,4 +1,4 @@
-"""The shapes that are worth timing, by kind of op; an op's `bench_cases` takes those kinds that it knows."""
+"""The shapes that are worth timing, by kind of op. An op's `bench_cases` uses the kinds that it knows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Shapes:
     """Sizes by kind: tokens M, features N and K, experts E, token groups G."""
 
     matrices: tuple[tuple[int, int], ...] = ()  # (M, K): activations to quantize
-    experts: tuple[tuple[int, int, int], ...] = ()  # (E, N, K): weights to quantize, one matrix an expert
+    experts: tuple[tuple[int, int, int], ...] = ()  # (E, N, K): weights to quantize, one matrix per expert
     padding: tuple[tuple[int, int, int], ...] = ()  # (M, K, G): token groups to pad
     linear: tuple[tuple[int, int, int], ...] = ()  # (M, N, K): `(M, K) @ (N, K)^T`
-    grouped: tuple[tuple[int, int, int, int], ...] = ()  # (M, N, K, E): tokens of E experts by their weights
-    wgrad: tuple[tuple[int, int, int], ...] = ()  # (M, N, K): the same as linear, K being the tokens
+    grouped: tuple[tuple[int, int, int, int], ...] = ()  # (M, N, K, E): the tokens of E experts times their weights
+    wgrad: tuple[tuple[int, int, int], ...] = ()  # (M, N, K): as linear, but K counts the tokens
 
     def __or__(self, other: Shapes) -> Shapes:
-        """The shapes of both, each once."""
+        """The shapes of both, without duplicates."""
         kinds = [f.name for f in fields(self)]
         return Shapes(*(tuple(dict.fromkeys(getattr(self, k) + getattr(other, k))) for k in kinds))
 
     @classmethod
     def read(cls, path: Path) -> Shapes:
-        """Shapes from a JSON file: an object with some of the kinds above, each a list of lists of sizes."""
+        """Read shapes from a JSON file: an object with some of the kinds above, each a list of lists of sizes."""
         try:
             given = json.loads(path.read_text())
         except FileNotFoundError as error:
@@ -59,9 +59,10 @@ def _is_shape(shape: object, sizes: int) -> bool:
     return isinstance(shape, list) and len(shape) == sizes and all(type(n) is int and 0 < n < 2**40 for n in shape)
 
 
-# What torchao times, so that figures can be laid beside its pull requests'. In its benchmarks/prototype/moe_training:
+# The shapes that torchao times, so that figures are comparable with its pull requests. Its files are in
+# benchmarks/prototype/moe_training:
 _TORCHAO = Shapes(
-    # mxfp8/bench_cutedsl_quantize_2d_1x32.py; and one matrix past 2^31 bytes
+    # mxfp8/bench_cutedsl_quantize_2d_1x32.py; and a matrix of 2^31 bytes in bf16
     matrices=(*product((8192, 32768, 131072), (2048, 7168)), (32768, 32768)),
     # mxfp8/bench_quantize_3d.py
     experts=tuple((E, N, K) for E, (N, K) in product((1, 8, 32), ((8192, 5120), (7168, 2048)))),
@@ -69,14 +70,14 @@ _TORCHAO = Shapes(
     padding=tuple(product((16384,), (1536, 2048, 5120, 7168), (1, 4, 8, 16))),
     # ../blockwise_fp8_training/bench_1x128_128x128_gemms.py and bench_linear_roofline.py; ../../float8/utils.py, pow2
     linear=((16640, 5120, 8192), (4096, 18432, 7168), (8192, 8192, 8192)),
-    # benchmark_scaled_grouped_mm_dq.py: of Llama 4 and DeepSeek-V3, by how many experts are left on one GPU
+    # benchmark_scaled_grouped_mm_dq.py: Llama 4 and DeepSeek-V3, by the number of experts on one GPU
     grouped=(
         *((32768, 8192, 5120, E) for E in (1, 8)),
         *((32768, 2048, 7168, E) for E in (4, 8)),
         (128000, 2048, 7168, 8),
     ),
 )
-# Where a launch and not the memory decides: decoding, one prompt, sizes that are ragged against every tile.
+# Shapes whose time is the launch and not the memory: decoding, a single prompt, sizes that fit no tile.
 _SMALL = Shapes(
     matrices=(*product((1, 16, 128), (7168,)), (4096, 2048), (384, 1408), (1152, 3456)),
     experts=((5, 160, 1408), (8, 1408, 2048)),
@@ -84,16 +85,16 @@ _SMALL = Shapes(
     linear=tuple(product((16, 64, 128), (7168,), (2048, 7168))),
     grouped=((4096, 2048, 7168, 8),),
 )
-# As many experts as are routed to today.
+# The numbers of experts in today's models.
 _GROUPS = Shapes(
     experts=((64, 8192, 5120), (64, 7168, 2048)),
     padding=(*product((16384,), (2048, 5120, 7168), (64, 256)), *((131072, 7168, G) for G in (1, 8, 64, 256))),
     grouped=((32768, 2048, 7168, 64),),
 )
-# The layers of DeepSeek-V3, and the gradient of a weight.
+# The layers of DeepSeek-V3, and a weight gradient.
 _DEEPSEEK = Shapes(
     linear=((4096, 4096, 7168), (4096, 7168, 2048), (32768, 2048, 7168)),
     wgrad=((7168, 4096, 4096),),
-    grouped=((32768, 7168, 2048, 8),),  # the dgrad of (32768, 2048, 7168), and down's forward
+    grouped=((32768, 7168, 2048, 8),),  # the dgrad of (32768, 2048, 7168), and the forward pass of `down`
 )
 SETS = {"torchao": _TORCHAO, "small": _SMALL, "groups": _GROUPS, "deepseek": _DEEPSEEK}

@@ -1,7 +1,7 @@
-"""What an op promises: its cases, how it is judged, what it costs.
+"""The declaration of an op: its cases, how it is judged, what it costs.
 
-`@spec(...)` stands on the reference function of an op and makes it the declaration that the switch, the
-conformance engine, the benchmarks and the command line read. It changes nothing about the function.
+`@spec(...)` stands on the reference function of an op. The switch, the checker, the benchmarks and the command line
+read it there. It does not change the function.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mxspec.shapes import Shapes
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-MinSqnr = float | Mapping[torch.dtype, float]  # in dB, for every output or by its dtype
+MinSqnr = float | Mapping[torch.dtype, float]  # in dB, for every output or by the dtype of an output
 
 
 @dataclass(frozen=True)
 class Case:
     """One named call of an op.
 
-    `args` builds the positional arguments, tensors on the CPU, the same ones at every call. A case with
-    `raises` is one that must be refused, with that type and with `match` in the message.
-    Flags: `edge`, a value or shape at a limit of the contract; `invalid`, must be refused (set by itself);
-    `large`, more than 2^31 elements: shapes are checked everywhere, bytes where the memory is there.
+    `args` builds the positional arguments: tensors on the CPU, the same at every call. A case with `raises` must be
+    refused, with an error of that type and with `match` in the message.
+    Flags: `edge`: a value or shape at a limit of the contract; `invalid`: must be refused (set automatically); `large`:
+    more than 2^31 elements; shapes are checked everywhere, bytes only on machines with enough memory.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Case:
 class Gradient:
     """How gradients flow through an op.
 
-    `save(args, outputs)` gives what the backward needs, tensors or numbers, and `backward(saved, gradients, backend)`
-    gives a gradient, or None, for each argument, from one, or None, for each output. It calls ops as
-    `torch.ops.mxspec.<op>(..., backend=backend)`: the backend that ran forward, which a backward, on a thread of its
-    own, could not know.
+    `save(args, outputs)` returns what the backward pass needs: tensors or numbers.
+    `backward(saved, gradients, backend)` takes a gradient, or None, for each output, and returns a gradient, or None,
+    for each argument. It calls ops as `torch.ops.mxspec.<op>(..., backend=backend)` with the backend that ran the
+    forward pass: a backward pass runs on its own thread and cannot know that backend.
     """
 
     save: Callable[[tuple[Any, ...], tuple[Tensor, ...]], tuple[Any, ...]]
@@ -62,7 +62,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Spec:
-    """The promises of one op, read off its `@spec`."""
+    """The promises of one op, as its `@spec` declares them."""
 
     cases: Callable[[], Iterable[Case]]
     check_args: Callable[..., None]
@@ -73,16 +73,16 @@ class Spec:
     bench_cases: Callable[[Shapes], Iterable[Case]]
     gradient: Gradient | None
     inf_is_free: bool
-    in_place: bool  # it returns None, and changes its first argument
+    in_place: bool  # the op returns None and changes its first argument
 
     def outputs(self, args: tuple[Any, ...], result: Any) -> tuple[Tensor, ...]:
-        """The outputs of a call; of an op in place what it changed, and then nothing else is to be returned."""
+        """The outputs of a call. An op in place has its first argument as output; a returned tensor is an extra."""
         if not self.in_place:
             return outputs_of(result)
         return args[:1] if result is None else (args[0], *outputs_of(result))
 
     def own(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments for one call: of what an op changes in place a copy, with all the memory that it is a view of."""
+        """Arguments for one call. An op in place gets a copy of its first argument and of the memory behind it."""
         if not self.in_place:
             return args
         t = args[0]
@@ -92,7 +92,7 @@ class Spec:
 
 
 class Reference(Protocol[P, R_co]):
-    """A reference function, and, behind the switch, the public op of the same name."""
+    """A reference function, or the public op of the same name behind the switch."""
 
     spec: Spec
     __name__: str
@@ -104,18 +104,18 @@ class Reference(Protocol[P, R_co]):
 
 
 def answer_of(reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The outputs of a reference; an op in place works on a copy, so the arguments stay as they are."""
+    """The outputs of a reference. An op in place works on a copy, so the arguments do not change."""
     own = reference.spec.own(args)
     return reference.spec.outputs(own, reference(*own, **kwargs))
 
 
 def bytes_of(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> int:
-    """Every tensor argument read once, every output written once."""
+    """The bytes moved if every tensor argument is read once and every output is written once."""
     return sum(t.numel() * t.element_size() for t in (*args, *outputs) if isinstance(t, Tensor))
 
 
 def per_element(operations: int) -> Callable[[tuple[Any, ...], tuple[Tensor, ...]], int]:
-    """Flops of an op that does `operations` for each element of its first argument; conversions are not counted."""
+    """The flops of an op that does `operations` per element of its first argument; conversions do not count."""
 
     def flops(args: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> int:
         fmt = BY_DTYPE.get(args[0].dtype)
@@ -134,29 +134,32 @@ def spec(
     gradient: Gradient | None = None,
     inf_is_free: bool = False,
 ) -> Callable[[Callable[P, R]], Reference[P, R]]:
-    """Declare an op on its reference function; one annotated to return None changes its first argument in place.
+    """Declare an op on its reference function. A function annotated to return None changes its first argument.
 
-    Its cases, and the calls that are worth timing, are `cases` and `bench_cases` of `mxspec/cases/<op>.py`.
+    The cases of the op and the calls that are worth timing are `cases` and `bench_cases` in `mxspec/cases/<op>.py`.
 
     Args:
-        check_args: takes the op's arguments and raises for what the contract refuses; the switch calls
-            it before any kernel, so that every backend raises the same error.
-        min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB, or one for each
-            dtype of an output; `inf`, the default, means equal bytes, with NaN compared as a class.
-        bytes_moved, flops: of one call, from its arguments and outputs; for the benchmarks.
-        peer_rules: the section of `rules/peers.json` with blocks for this op; `mxspec.rules` has what peers do.
-        gradient: how gradients flow; without it, asking for one raises.
+        check_args: takes the op's arguments and raises for calls that the contract refuses. The switch calls it before
+            any kernel, so every backend raises the same error.
+        min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB, or one number per
+            output dtype. The default `inf` requires equal bytes, where any NaN equals any NaN.
+        bytes_moved, flops: the bytes and flops of one call, from its arguments and outputs; for the benchmarks.
+        peer_rules: the section of `rules/peers.json` that has blocks for this op; `mxspec.rules` has the rules of
+            peers.
+        gradient: how gradients flow. Without it, asking for a gradient raises.
         inf_is_free: whether an output that an Inf among the operands reaches may be Inf of either sign or NaN.
     """
 
     def declare(fn: Callable[P, R]) -> Reference[P, R]:
         def cases() -> Iterable[Case]:
-            return importlib.import_module("mxspec.cases").every_case(fn)  # which imports references
+            # Imported here, because cases import references.
+            return importlib.import_module("mxspec.cases").every_case(fn)
 
         def bench_cases(shapes: Shapes) -> Iterable[Case]:
             return importlib.import_module("mxspec.cases").bench_cases(fn.__name__, shapes)
 
-        check_args.__qualname__ = fn.__name__  # it is the first to meet a misspelt argument, and names the op then
+        # `check_args` is the first to meet a misspelt argument, so its error should name the op.
+        check_args.__qualname__ = fn.__name__
         in_place = fn.__annotations__.get("return", "") in (None, "None")
         costs = min_sqnr_db, bytes_moved, flops
         declared = Spec(cases, check_args, *costs, peer_rules, bench_cases, gradient, inf_is_free, in_place)
@@ -167,22 +170,22 @@ def spec(
 
 
 def given(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Callable[[], tuple[Tensor]]:
-    """A case's arguments: the one tensor that `make(*args, **kwargs)` gives when the case is run."""
+    """A case's arguments: the single tensor that `make(*args, **kwargs)` returns when the case runs."""
     return lambda: (make(*args, **kwargs),)
 
 
 def these(*args: Any) -> Callable[[], tuple[Any, ...]]:
-    """A case's arguments, ready made; for small ones."""
+    """A case's arguments, ready made; for small tensors."""
     return lambda: args
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
-    """The outputs of an op as a tuple, one or many."""
+    """The outputs of an op as a tuple, whether it has one or many."""
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
 def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Every bit pattern equally likely: all exponents, subnormals, both zeros, Inf and NaN."""
+    """Random bits, every pattern equally likely: all exponents, subnormals, both zeros, Inf and NaN."""
     store = INT_OF_BYTES[dtype.itemsize]
     bits = torch.iinfo(store)
     generator = torch.Generator().manual_seed(seed)
@@ -190,10 +193,10 @@ def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Nearly normal fp32 of mean 0 and variance 1, within -3..3, the same bits on every machine.
+    """Nearly normal fp32 numbers of mean 0 and variance 1, within -3..3: the same bits on every machine.
 
-    The sum of three uniform integers of 21 bits has the variance 2^40, and 24 bits hold it: nothing is rounded.
-    torch.randn takes logarithms and cosines, whose last bits differ from one kind of CPU to another.
+    Each number is the sum of three uniform integers of 21 bits. The sum has the variance 2^40 and fits in 24 bits, so
+    nothing is rounded. torch.randn takes logarithms and cosines, whose last bits differ between kinds of CPUs.
     """
     bits = torch.randint(0, 2**63 - 1, shape, generator=torch.Generator().manual_seed(seed))
     total = (bits & 0x1FFFFF).add_((bits >> 21).bitwise_and_(0x1FFFFF)).add_(bits >> 42)
@@ -201,12 +204,12 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """`2^exponent` as fp32, exactly, for integers from -126 to 127: by its bits, where exp2 may be an ulp off."""
+    """`2^exponent` as fp32, exact, for integers from -126 to 127; set by its bits, as exp2 may be wrong by an ulp."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def random_normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Normal values whose size varies from row to row and column to column, over about 2^+-16; all finite."""
+    """Normal values whose size varies by row and by column, over about 2^-16 to 2^16; all finite."""
     x = normal(*shape, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     for dim in range(len(shape)):

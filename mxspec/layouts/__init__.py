@@ -1,8 +1,8 @@
-"""The layouts in which kernels read scales: each from and to the plain one, and drawn.
+"""The layouts in which kernels read scales: conversion from and to plain scales, and pictures.
 
-`convert` moves the same scales from any layout to any other, `scale_at` says which scale lies at which place of
-memory, and `draw` and `listing` show it. A layout is one entry of `LAYOUTS`, a function from the plain scales and a
-function back; everything else is found by calling them, and `print(explain())` is the table of all:
+`convert` moves scales from any layout to any other. `scale_at` says which scale lies at each place of memory. `draw`
+and `listing` show a layout. A layout is one entry of `LAYOUTS`: a function from plain scales and a function back.
+Everything else calls these two functions. `print(explain())` shows the table of all layouts:
 
 >>> print(explain("deepgemm_packed"))
 deepgemm_packed

@@ -1,4 +1,4 @@
-"""From any layout to any other, by way of the plain one."""
+"""Conversion from any layout to any other, through plain scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mxspec.reference.common import checks
 
 
 def _converted(plain: Tensor, dtype: torch.dtype, to: str) -> Tensor:
-    """The same scales in another dtype, exactly; uint8 holds the bytes of E8M0."""
+    """The same scales in another dtype, exactly. uint8 holds the bytes of E8M0."""
     if {plain.dtype, dtype} <= set(E8M0):
         return plain.view(dtype)
     if plain.dtype == torch.uint8:
@@ -22,7 +22,7 @@ def _converted(plain: Tensor, dtype: torch.dtype, to: str) -> Tensor:
         return plain
     if dtype in FP32:
         return plain.to(dtype)
-    scales = plain.to(torch.float8_e8m0fnu)  # rounds what is no power of two, and has no 0 and no infinity
+    scales = plain.to(torch.float8_e8m0fnu)  # rounds other numbers than powers of two; E8M0 has no 0 and no infinity
     wrong = (scales.float() != plain) & ~plain.isnan()
     if not wrong.is_meta and wrong.any():
         at = wrong.nonzero()[0].tolist()
@@ -34,7 +34,7 @@ def _converted(plain: Tensor, dtype: torch.dtype, to: str) -> Tensor:
 
 
 def _shape_of(op: str, shape: Sequence[int], layouts: Sequence[str]) -> Shape:
-    """The shape of scales that these layouts can hold."""
+    """Check that all these layouts can hold scales of this shape, and return the shape as a tuple."""
     only_matrices = any(LAYOUTS[name].groups for name in layouts)
     needs = "(R, C)" if only_matrices else "(R, C) or (E, R, C)"
     if not isinstance(shape, Sequence):
@@ -47,27 +47,27 @@ def _shape_of(op: str, shape: Sequence[int], layouts: Sequence[str]) -> Shape:
 
 
 def _check_offs(op: str, offs: Tensor | None, shape: Shape, scale: Tensor, layouts: Sequence[str]) -> None:
-    """Whether there are ends of groups where these layouts have groups, and in order."""
+    """Check that offs is given exactly if a layout has groups, and that it is in order."""
     names, groups = " and ".join(layouts), [along for name in layouts for along in LAYOUTS[name].groups]
     if offs is None:
         if groups:
-            raise ValueError(f"{op}: offs = None; {names} needs the end of each group")
+            raise ValueError(f"{op}: offs = None; needs the end of each group for {names}")
         return
     if not groups:
-        raise ValueError(f"{op}: offs, but no groups in {names}; needs none")
+        raise ValueError(f"{op}: offs is given, but there are no groups in {names}; needs offs = None")
     checks.offsets(op, "offs", offs, ("scale", scale))
     for along in groups:
         checks.offs_in_order(op, offs, along, shape["RC".index(along)])
 
 
 def _check_stored(stored: Tensor, name: str, shape: Shape, offs: Tensor | None) -> None:
-    """Whether a tensor is what `write` gives for scales of that shape; found by writing one without values."""
+    """Check that a tensor has the dtype, shape and strides of the layout, which `write` of a meta tensor shows."""
     held = stored.dtype if stored.dtype in LAYOUTS[name].dtypes else LAYOUTS[name].dtypes[0]
     on_meta = None if offs is None else offs.to("meta")
     needed = LAYOUTS[name].write(torch.empty(shape, dtype=held, device="meta"), on_meta)
     what = f"layouts.convert: scale, {name} of {shape},"
     if stored.dtype != needed.dtype:
-        taken = LAYOUTS[name].dtypes if needed.dtype == held else (needed.dtype,)  # words of four have their own dtype
+        taken = LAYOUTS[name].dtypes if needed.dtype == held else (needed.dtype,)  # packed words have their own dtype
         raise TypeError(f"{what} has dtype {stored.dtype}; needs {' or '.join(map(str, taken))}")
     if stored.shape != needed.shape:
         raise ValueError(f"{what} has shape {tuple(stored.shape)}; needs {tuple(needed.shape)}")
@@ -85,29 +85,32 @@ def convert(
     offs: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same scales in another layout.
+    """Return the same scales in another layout.
 
-    `write_to(read_from(scale))`, with the functions of `LAYOUTS`; back again it gives the scale that came. Values stay:
-    float32 becomes E8M0 where a layout holds nothing else, and the reverse, exactly or not at all. Reads and writes
-    by the ops of the switch, so by the backend in use.
+    `write_to(read_from(scale))`, with the functions of `LAYOUTS`. Converting back gives the original scale. Values do
+    not change: float32 becomes E8M0 if the target layout holds nothing else, and E8M0 becomes float32, exactly or with
+    an error. The conversion calls mxspec's ops, so it runs on the current backend.
 
     Args:
-        scale: in the layout `from_`; float32, float8_e8m0fnu, or uint8, the bytes of such; for `deepgemm_packed` int32.
+        scale: scales in the layout `from_`; float32, float8_e8m0fnu, or uint8 (the bytes of E8M0); int32 for
+            `deepgemm_packed`.
         from_, to: names in `LAYOUTS`; `print(mxspec.layouts.explain())` describes them.
-        shape: of the scales, `(R, C)` or `(E, R, C)`, without padding; where `from_` does not hold it.
-        offs: of the layouts of groups: `(G,)` int32, the exclusive end of each; read on the host.
-        dtype: of the scales in `to`; scale's, where that layout has such, or else the layout's first.
+        shape: the shape of the scales without padding, `(R, C)` or `(E, R, C)`. Needed if the layout `from_` does not
+            keep it.
+        offs: `(G,)` int32, the exclusive end of each group, read on the host. Only for layouts with groups.
+        dtype: the dtype of the scales in `to`. By default the dtype of scale if that layout has it, or else the first
+            dtype of the layout.
 
     Returns:
-        A tensor in the layout `to`, of which every byte is defined: padding is 0.
+        A tensor in the layout `to`. Every byte of it is defined: padding is 0.
 
-    Special values: an E8M0 NaN becomes an fp32 NaN and back, its payload is lost; 2^-127 is subnormal in fp32, and
-        DeepGEMM's own packing refuses it. In the layouts of groups what is past offs[-1] is dropped and read as 0.
+    Special values: an E8M0 NaN becomes an fp32 NaN and back; its payload is lost. 2^-127 is subnormal in fp32, and
+        DeepGEMM's own packing refuses it. Layouts with groups drop the scales past offs[-1] and read them back as 0.
 
     Raises:
-        TypeError: a dtype that the layout does not have.
-        ValueError: a name; a rank, shape or strides that are not those of `from_`; a shape or offs that is missing,
-            or is not meant; a float32 scale that is no power of two for a layout of E8M0.
+        TypeError: the layout does not have this dtype.
+        ValueError: a layout's name is unknown; scale does not have the rank, shape or strides of `from_`; shape or offs
+            is missing, or is given but not used; or a float32 scale for a layout of E8M0 is not a power of two.
 
     Example:
         >>> scale = torch.tensor([[1.0, 2.0], [4.0, 0.5], [8.0, 1.0]])
@@ -117,14 +120,16 @@ def convert(
         >>> convert(packed, "deepgemm_packed", "plain", shape=(3, 2), dtype=torch.float32).equal(scale)
         True
 
-    Source: each layout's, in `explain()`.
+    Source: the source of each layout, in `explain()`.
     """
     op = "layouts.convert"
     source, target = layout_named(op, "from_", from_), layout_named(op, "to", to)
     checks.dense(op, "scale", scale)
     if shape is None:
         if not source.holds_shape:
-            raise ValueError(f"{op}: from {from_} needs shape=, that of the scales; {tuple(scale.shape)} has padding")
+            raise ValueError(
+                f"{op}: {from_} has shape {tuple(scale.shape)}, with padding; needs shape=, the shape without padding"
+            )
         shape = tuple(scale.shape)
     shape = _shape_of(op, shape, (from_, to))
     _check_offs(op, offs, shape, scale, (from_, to))
@@ -140,13 +145,13 @@ def convert(
 
 
 def _memory(stored: Tensor) -> Tensor:
-    """All places of a tensor that `write` gave, in the order of memory, those of its padding too."""
+    """All places of a tensor that `write` gave, padding included, in the order of memory."""
     places = max((n * s for n, s in zip(stored.shape, stored.stride(), strict=True)), default=0)
     return stored.as_strided((places if stored.numel() else 0,), (1,))
 
 
 def _width(layout: str, stored: Tensor) -> int:
-    """Places in a line of memory."""
+    """The number of places in a line of memory."""
     scales_each = stored.element_size() // LAYOUTS[layout].dtypes[0].itemsize
     return LAYOUTS[layout].line or max(max(stored.stride()[-2:]) * scales_each, 1)
 
@@ -154,15 +159,15 @@ def _width(layout: str, stored: Tensor) -> int:
 def sent(
     op: str, layout: str, shape: Sequence[int], offs: Tensor | None, device: torch.device | str | None
 ) -> tuple[Tensor, int]:
-    """What `scale_at` gives, and how many places are a line."""
+    """The result of `scale_at`, and the number of places in a line."""
     layout_named(op, "layout", layout)
     shape = _shape_of(op, shape, [layout])
     try:
         device = torch.empty(0, device=device).device
-    except (AssertionError, RuntimeError, TypeError) as error:  # the first from a torch without CUDA
-        raise ValueError(f"{op}: device = {device!r}; needs one that torch has here") from error
+    except (AssertionError, RuntimeError, TypeError) as error:  # a torch without CUDA raises AssertionError
+        raise ValueError(f"{op}: device = {device!r}; needs a device that torch has here") from error
     if device.type == "meta":
-        raise ValueError(f"{op}: device = meta; needs one whose tensors have bytes")
+        raise ValueError(f"{op}: device = meta; needs a device whose tensors have bytes")
     numbers = torch.arange(1, 1 + prod(shape), dtype=torch.int32, device=device).reshape(shape)
     _check_offs(op, offs, shape, numbers, [layout])
     held, width = _held(layout, numbers, offs)
@@ -170,12 +175,13 @@ def sent(
 
 
 def _held(layout: str, numbers: Tensor, offs: Tensor | None) -> tuple[Tensor, int]:
-    """What lies at each place of memory when numbers go through `convert`, and how many places are a line."""
+    """The number at each place of memory after numbers went through `convert`, and the number of places in a line."""
     if LAYOUTS[layout].dtypes[0] in FP32:
         stored = convert(numbers.view(torch.float32), to=layout, offs=offs)
         return _memory(stored).view(torch.int32).long(), _width(layout, stored)
     held, width = torch.zeros(1, dtype=torch.int64, device=numbers.device), 1
-    for i, part in enumerate(numbers.unsqueeze(-1).view(torch.uint8).unbind(-1)):  # a place holds one byte
+    # A place holds one byte, so send the numbers byte by byte.
+    for i, part in enumerate(numbers.unsqueeze(-1).view(torch.uint8).unbind(-1)):
         stored = convert(part.clone(memory_format=torch.contiguous_format), to=layout, offs=offs)
         held, width = held + (_memory(stored).view(torch.uint8).long() << 8 * i), _width(layout, stored)
     return held, width
@@ -184,19 +190,20 @@ def _held(layout: str, numbers: Tensor, offs: Tensor | None) -> tuple[Tensor, in
 def scale_at(
     layout: str, shape: Sequence[int], *, offs: Tensor | None = None, device: torch.device | str | None = None
 ) -> Tensor:
-    """Which scale lies at each place of memory.
+    """Return which scale lies at each place of memory.
 
-    The numbers 1, 2, 3, ... go through `convert`, as scales of the shape: what comes out is what it does.
+    The function sends the numbers 1, 2, 3, ... through `convert` as scales of this shape, so the result shows the real
+    conversion.
 
     Args:
         layout: a name in `LAYOUTS`.
-        shape: of the scales, `(R, C)` or `(E, R, C)`.
-        offs: of the layouts of groups.
-        device: where `convert` runs.
+        shape: the shape of the scales, `(R, C)` or `(E, R, C)`.
+        offs: `(G,)` int32, the exclusive end of each group; only for layouts with groups.
+        device: the device on which `convert` runs.
 
     Returns:
-        `(places,)` int64 on the CPU, a place being a byte for E8M0 and 4 for fp32: the scale's number in row-major
-        order, `C * r + c`, and -1 for padding.
+        `(places,)` int64 on the CPU. A place is one byte for E8M0 and 4 bytes for fp32. Each entry is the number of the
+        scale in row-major order, `C * r + c`, or -1 for padding.
 
     Example:
         >>> scale_at("deepgemm_packed", (3, 5)).view(2, 16).tolist()

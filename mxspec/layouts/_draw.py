@@ -1,4 +1,4 @@
-"""Pictures of layouts, and the same as text."""
+"""Pictures of layouts, and the same pictures as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Cells:
-    """A picture: tiles beside each other, each of lines of cells; the scale in each cell (-1: none), and its text."""
+    """A picture: tiles side by side, each with lines of cells; the scale in each cell (-1: none), and its text."""
 
     scale: Tensor  # (tiles, lines, width)
     texts: list[list[list[str]]]
@@ -30,7 +30,7 @@ class _Cells:
 
 
 def _span(held: Tensor, shape: Sequence[int]) -> str:
-    """The rows and columns of the scales in a tile."""
+    """The range of rows and columns of the scales in a tile."""
     if not len(held):
         return ""
     of = held // shape[-1] % shape[-2], held % shape[-1]
@@ -71,7 +71,7 @@ def _cells(
 
 
 def _chosen(op: str, lines: Sequence[int | None] | None, count: int) -> list[int | None]:
-    """The lines that are asked for, of so many; None is a gap."""
+    """The lines that the caller asked for; None is a gap."""
     if lines is None:
         return list(range(count))
     numbers = [*range(count), None]
@@ -89,7 +89,7 @@ def listing(
     lines: Sequence[int | None] | None = None,
     device: torch.device | str | None = None,
 ) -> str:
-    """What `draw` draws, as text.
+    """Return the picture of `draw` as text. The arguments mean the same as for `draw`.
 
     Example:
         >>> print(listing("mn_major_tma_aligned", (3, 2)))
@@ -127,20 +127,22 @@ def draw(
     ax: Axes | None = None,
     device: torch.device | str | None = None,
 ) -> Axes:
-    """Draw where scales lie, by sending 1, 2, 3, ... through `convert`; `listing` is its text.
+    """Draw where scales lie. The function sends 1, 2, 3, ... through `convert`; `listing` gives the same as text.
 
-    By memory, a position is an address and the text the scale there, `row,column`; by matrix, a position is a scale and
-    the text its byte. Tiles of 512 bytes stand side by side, up to the last that holds a scale. Grey is padding.
+    By memory, each cell is an address, and its text is the scale at that address, as `row,column`. By matrix, each cell
+    is a scale, and its text is the scale's byte. Tiles of 512 bytes stand side by side, up to the last tile that holds
+    a scale. Grey cells are padding.
 
     Args:
         layout, shape, offs, device: as for `scale_at`.
         by: `memory` or `matrix`.
-        lines: which to draw, of each tile; None among them is a gap. All, if not given.
-        owner: integers of the shape of the scales, whose each is: its colour; -1 is drawn as padding. If not given, a
-            scale's row, or, in the layouts of tiles, its group of 32 rows. More than five colours repeat.
-        labels: the names of owners 0, 1, ..., for a legend.
-        text: whether cells have a text; if not given, where there are at most 512.
-        ax: matplotlib axes to draw on; new ones, if not given.
+        lines: the lines to draw of each tile; None in the list draws a gap. By default all lines.
+        owner: integers in the shape of the scales: the owner of each scale, which gives its colour; -1 is drawn as
+            padding. By default the scale's row, or, in tiled layouts, its group of 32 rows. More than five owners
+            repeat colours.
+        labels: the names of the owners 0, 1, ..., for a legend.
+        text: whether cells have a text. By default they have if there are at most 512 cells.
+        ax: matplotlib axes to draw on; by default new axes.
 
     Returns:
         The matplotlib axes.
@@ -160,7 +162,7 @@ def draw(
     else:
         checks.dense("layouts.draw", "owner", owner)
         checks.shape("layouts.draw", "owner", owner, tuple(shape), "as the scales")
-    owners = torch.cat([owner.flatten().cpu(), torch.tensor([-1])])[cells.scale]  # -1 is the last
+    owners = torch.cat([owner.flatten().cpu(), torch.tensor([-1])])[cells.scale]  # index -1 takes this last entry
     colour = torch.where(owners < 0, -1, owners % len(COLORS))
 
     tiles, _, width = cells.scale.shape

@@ -1,4 +1,4 @@
-"""The table of layouts: from the plain scales, back to them, and what to say of each."""
+"""The table of layouts: functions from and to plain scales, and the description of each layout."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """How plain scales `(R, C)`, or `(E, R, C)`, become a layout and come back, and what to say of it.
+    """How plain scales `(R, C)` or `(E, R, C)` become a layout and come back, and the description of the layout.
 
-    `write(plain, offs)` gives the stored tensor of contiguous plain scales, `read(stored, shape, offs)` the plain
-    scales of that shape; offs is None where nothing is grouped. The texts stand in the table.
+    `write(plain, offs)` returns the stored tensor of contiguous plain scales. `read(stored, shape, offs)` returns the
+    plain scales of that shape. offs is None for layouts without groups. `explain` prints the texts.
     """
 
     write: Callable[[Tensor, Any], Tensor]
     read: Callable[[Tensor, Shape, Any], Tensor]
-    dtypes: Sequence[torch.dtype]  # of scales that it holds; the first is what others are converted to
-    who: str  # makes or reads it
+    dtypes: Sequence[torch.dtype]  # dtypes of the scales that it holds; other dtypes are converted to the first
+    who: str  # who makes or reads this layout
     shape: str
-    offset: str  # the place of scale (r, c) of a matrix, counted in scales: an expression in r, c, R, C, Rp, Cp
+    offset: str  # the place of scale (r, c), counted in scales: an expression in r, c, R, C, Rp, Cp
     source: str
     padding: str = "none"
     loses: str = "nothing"
-    holds_shape: bool = False  # the stored tensor has the shape of the scales; otherwise reading needs it
-    groups: str = ""  # the dimension that offs groups, R or C
-    line: int = 0  # places in a line of the picture; 0: a row or a column of the stored matrix
-    band: int = 1  # rows of one colour
+    holds_shape: bool = False  # whether the stored tensor has the shape of the scales; if not, reading needs the shape
+    groups: str = ""  # the dimension that offs divides into groups: R or C
+    line: int = 0  # places in a line of the picture; 0 means a row or a column of the stored matrix
+    band: int = 1  # number of rows that share a colour
 
 
 def _padded(plain: Tensor, rows: int, cols: int) -> Tensor:
-    """Row-major scales with zeros up to multiples of rows and cols."""
+    """Row-major scales with zeros up to multiples of `rows` and `cols`."""
     *lead, R, C = plain.shape
     out = torch.zeros(*lead, round_up(R, rows), round_up(C, cols), dtype=plain.dtype, device=plain.device)
     out[..., :R, :C] = plain
@@ -56,12 +56,12 @@ def _cut(stored: Tensor, shape: Shape) -> Tensor:
 
 
 def _mn_major(plain: Tensor, alignment: int) -> Tensor:
-    """Columns one after the other, each of a multiple of `alignment` rows in memory; zeros past the last row."""
+    """Columns one after the other in memory, each padded with zeros to a multiple of `alignment` rows."""
     return _padded(plain.mT, 1, alignment)[..., : plain.shape[-2]].mT
 
 
 def _packed(plain: Tensor) -> Tensor:
-    """Little endian: the first of four columns is the lowest byte."""
+    """Four columns in an int32, little endian: the first of the four columns is the lowest byte."""
     words = _padded(plain, 1, 4)
     words = words.reshape(*words.shape[:-1], words.shape[-1] // 4, 4).view(torch.int32).squeeze(-1)
     return _mn_major(words, 16 // words.element_size())
@@ -80,7 +80,7 @@ def _tiles_of(shape: Shape) -> Shape:
 def _read_m_groups(stored: Tensor, shape: Shape, offs: Tensor) -> Tensor:
     (R, C), G = shape, offs.shape[0]
     rows, Cp = padded_rows(R, G, 128), stored.shape[1]
-    tiles = _padded(stored.view(torch.uint8), 128, 1).flatten()[: rows * Cp]  # the bound need not fill its last tile
+    tiles = _padded(stored.view(torch.uint8), 128, 1).flatten()[: rows * Cp]  # the rows may end inside a tile
     padded = mxspec.from_blocked(tiles, rows, C)
     return mxspec.unpad_token_groups(padded, offs, bounds(offs, 128)[0], R).view(stored.dtype)
 
@@ -90,7 +90,7 @@ def _read_k_groups(stored: Tensor, shape: Shape, offs: Tensor) -> Tensor:
     start, end = bounds(offs, 4)
     row_tiles, cols = ceil(R / 128), padded_rows(C, G, 4)
     tiles = stored.new_zeros(row_tiles * cols * 128, dtype=torch.uint8)
-    tiles[: stored.numel()] = stored.view(torch.uint8).flatten()  # the bound need not fill its last tiles
+    tiles[: stored.numel()] = stored.view(torch.uint8).flatten()  # the stored bound may end inside the last tiles
     tiles = tiles.view(-1, 512)[tile_places(end, row_tiles, cols // 4)]
     padded = mxspec.from_blocked(tiles.flatten(), R, cols)
     return mxspec.unpad_token_groups(padded.mT, offs, start, C).mT.view(stored.dtype)
@@ -142,7 +142,7 @@ LAYOUTS: dict[str, Layout] = {
         dtypes=E8M0,
         who="grouped matmuls, forward and dgrad: the tokens' scales",
         shape="(R + 128*G, Cp); group g from row start[g], the sum of 128*ceil(m/128); Cp = 4*ceil(C/4)",
-        offset="start[g] * Cp + that of blocked, of row r - offs[g-1]",
+        offset="start[g] * Cp + the offset in blocked of row r - offs[g-1]",
         padding="0",
         source=_GROUPED,
         loses="what is past offs[-1]: dropped, and read as 0",
@@ -156,7 +156,7 @@ LAYOUTS: dict[str, Layout] = {
         dtypes=E8M0,
         who="grouped matmuls, wgrad: both operands' scales",
         shape="(Rp, C + 4*G); group g from byte start[g] * Rp, start the sum of 4*ceil(c/4); Rp = 128*ceil(R/128)",
-        offset="start[g] * Rp + that of blocked, of column c - offs[g-1] among the group's",
+        offset="start[g] * Rp + the offset in blocked of column c - offs[g-1], within the group",
         padding="0",
         source=_GROUPED,
         loses="what is past offs[-1]: dropped, and read as 0",
@@ -178,7 +178,7 @@ LAYOUTS: dict[str, Layout] = {
         write=lambda plain, _: _padded(plain.mT, 4, 128),
         read=lambda stored, shape, _: _cut(stored.mT, shape),
         dtypes=E8M0,
-        who="the same, columnwise_scale_inv: of scales with axis=-2, which here are those of the transpose",
+        who="TransformerEngine's MXFP8Tensor, columnwise_scale_inv; here the scales of axis=-2, of the transpose",
         shape=f"(Cp, Rp), row-major; {_TILES}",
         offset="Rp * c + r",
         padding="0; unspecified in TransformerEngine",
@@ -234,7 +234,7 @@ def layout_named(op: str, argument: str, name: str) -> Layout:
 
 
 def explain(layout: str | None = None) -> str:
-    """The table of a layout, or of all: who reads it, its shape and strides, the place of a scale, what it holds."""
+    """The table of one layout, or of all: who reads it, its shape and strides, the place of a scale, its dtypes."""
     lines = []
     for name in LAYOUTS if layout is None else [layout]:
         entry = layout_named("layouts.explain", "layout", name)

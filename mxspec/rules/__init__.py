@@ -1,14 +1,15 @@
-"""Whose rule is it? What other libraries do differently, as presets on the reference.
+"""The rules of other libraries, as presets on the reference: what they compute differently under the same names.
 
-`rules.<peer>.<op>` is an op with a peer's arithmetic: the op's signature and layouts, and that peer's scales and codes.
-A peer is a file of this folder, and its ops are the functions in it that are named like ours. Each file says as
+`rules.<peer>.<op>` is an op with a peer's arithmetic. It has the op's signature and layouts, and the peer's scales and
+codes. A peer is a file in this folder; its ops are the functions in the file that have the names of our ops. Each file
+has
 
-- `NAME` what the peer is called,
-- `RECORDED` which entries of `rules/peers.json` it gives back bit for bit, and with which options,
-- `SOURCE_DIFFERS`, where it does, on which blocks an entry that was transcribed, not run, is not what the source says.
+- `NAME`: the name of the peer;
+- `RECORDED`: the entries of `rules/peers.json` that it reproduces bit for bit, each with its options;
+- `SOURCE_DIFFERS`, if needed: the blocks for which a transcribed entry (one that was not run) differs from the source.
 
-A default is the peer's own where it has one rule only. What a peer does not do raises NotImplementedError, or
-ValueError where it depends on the values. Compare with `mxspec/reference/`, which has the contract.
+If a peer has one rule only, its default is the default here. A preset raises NotImplementedError for options that the
+peer does not have, and ValueError for values that the peer refuses. The contract itself is in `mxspec/reference/`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from mxspec.spec import outputs_of
 
 __all__ = ["Probe", "explaining", "matches", "peers", "probes", "report"]
 
-# The options that choose numbers; the others choose a layout, and probe blocks are compared in the plain one.
+# The options that change numbers. All other options choose a layout, and probe blocks are compared in the plain layout.
 _RULES = ("scaling", "scale_format", "eps")
 _NUMERIC = ("elem_dtype", *_RULES)
-_CONTRACT = "contract"  # stands beside the peers where a call may have got another rule than it asked for
+_CONTRACT = "contract"  # listed beside the peers, because a call may have got another rule than it asked for
 
 
 @functools.cache
@@ -50,16 +51,17 @@ def peers() -> tuple[str, ...]:
 
 
 def __getattr__(name: str) -> ModuleType:
-    """A peer's file, imported when it is first asked for."""
+    """The module of a peer, imported when it is first named."""
     if name in peers():
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"mxspec.rules has no peer {name!r}; it has {', '.join(peers())}")
 
 
 def explaining(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: Any) -> list[str]:
-    """Whose rule gives exactly these outputs for a call, NaN as a class: the op's own, `contract`, and the peers'.
+    """The rules that give exactly these outputs for a call: the op's own, called `contract`, and the peers'.
 
-    First each is asked what the call asks; then for its other rules, which are named: `torchao, scaling='floor'`.
+    Any NaN equals any NaN. The function first tries each peer with the options of the call, then with the peer's other
+    rules, which it names: `torchao, scaling='floor'`.
 
     >>> import mxspec
     >>> tiny, odd = torch.full((1, 32), 2.0**-126), torch.full((1, 32), 257.0)
@@ -72,17 +74,17 @@ def explaining(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: A
 
 
 def _explaining(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: Any) -> list[str]:
-    """The same, with every rule of a peer's."""
+    """The same, with every rule of a peer that fits."""
     if not isinstance(args, tuple):
         raise TypeError(f"explaining: args is a {type(args).__name__}; needs a tuple")
-    dispatch.reference(op)  # which refuses a name that no op has
+    dispatch.reference(op)  # raises if no op has this name
     outputs = outputs_of(got)
     rules = (rule for source in (_CONTRACT, *peers()) for rule in _rules(op, source, kwargs))
     return [name for name, rule in rules if _same(_outputs(rule, *args), outputs)]
 
 
 def _one_each(names: list[str]) -> list[str]:
-    """Of the rules of one peer the first."""
+    """The first rule of each peer."""
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(name.partition(",")[0], name)
@@ -90,9 +92,10 @@ def _one_each(names: list[str]) -> list[str]:
 
 
 def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Whose rule a quantizer follows: on a call's own inputs, and on the probe blocks of `rules/peers.json`.
+    """Say whose rule a quantizer follows, on a call's own inputs and on the probe blocks of `rules/peers.json`.
 
-    One sentence: whoever explains both is named alone, otherwise who explains which.
+    The report is one sentence. A rule that explains both is named alone. Otherwise the sentence names the rules for
+    each.
     """
     reference = dispatch.reference(op)
     numeric = {name: value for name, value in kwargs.items() if name in _NUMERIC}
@@ -100,9 +103,9 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     try:
         result = outputs_of(call(*args, **kwargs))
         got = [outputs_of(call(probe.x.to(args[0].device), **numeric)) for probe in blocks]
-    except Exception:  # the finding was reported; this only looks for its origin
+    except Exception:  # the failure is already reported; this only looks for its origin
         return None
-    # A call may be right as it is given, and wrong where its inputs are views; whoever is right there explains nothing.
+    # A call may be right on its inputs and wrong on views of them. If it is right, no rule needs to explain it.
     on_case = _explaining(op, args, kwargs, result)
     if right := _CONTRACT in on_case:
         on_case = []
@@ -115,7 +118,7 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         name
         for source in (_CONTRACT, *peers())
         for name, theirs in _on_probes(op, source, tuple(numeric.items()))
-        # What a peer refuses is no evidence, and so never for leaving the contract.
+        # A block that the peer refuses is no evidence; it cannot explain a block that leaves the contract.
         if leaving
         and all(
             probe.name not in leaving if t is None else _same(t, g)
@@ -141,14 +144,15 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def _rules(op: str, source: str, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What a peer does with an op, by name: as a call asks, and by each other rule that is recorded of it.
+    """Yield what a peer does with an op, by name: first as the call asks, then by each other recorded rule of the peer.
 
-    The contract has the rules that the op's cases ask for. Those that differ from the call in fewer options are first.
+    The contract has the rules that the op's cases ask for. Rules that differ from the call in fewer options come first.
     """
     function: Callable[..., Any] | None
     if source == _CONTRACT:
         reference = dispatch.reference(op)
-        function, recorded = None if reference.spec.in_place else reference, _options(op)  # it would change the inputs
+        # An op in place would change the inputs.
+        function, recorded = None if reference.spec.in_place else reference, _options(op)
     else:
         module = __getattr__(source)
         function = getattr(module, op, None)
@@ -166,7 +170,7 @@ def _rules(op: str, source: str, kwargs: Mapping[str, Any]) -> Iterator[tuple[st
 
 @functools.cache
 def _options(op: str) -> list[dict[str, Any]]:
-    """The rules that an op's cases ask for, every choice of one option with every choice of the others."""
+    """The rules that an op's cases ask for: all combinations of the values of its options."""
     reference = dispatch.reference(op)
     parameters = inspect.signature(reference).parameters
     values = {name: {parameters[name].default: None} for name in _RULES if name in parameters}
@@ -177,18 +181,18 @@ def _options(op: str) -> list[dict[str, Any]]:
 
 
 def _outputs(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, ...] | None:
-    """What a rule gives, None where the peer does not do it."""
+    """The outputs of a rule; None if the peer does not support the call."""
     try:
         return outputs_of(rule(*args, **kwargs))
     except (NotImplementedError, ValueError, TypeError):
         return None
 
 
-@functools.cache  # a report is asked for at each case that fails
+@functools.cache  # each failing case asks for a report
 def _on_probes(
     op: str, source: str, numeric: tuple[tuple[str, Any], ...]
 ) -> list[tuple[str, list[tuple[Tensor, ...] | None]]]:
-    """What each rule of a peer, or of the contract, makes of the probe blocks."""
+    """The outputs of each rule of a peer, or of the contract, for the probe blocks."""
     blocks = _blocks(op, dict(numeric))
     return [(name, [_outputs(rule, probe.x) for probe in blocks]) for name, rule in _rules(op, source, dict(numeric))]
 
@@ -200,7 +204,7 @@ def _blocks(op: str, numeric: Mapping[str, Any]) -> list[Probe]:
 
 
 def _same(ours: tuple[Tensor, ...] | None, theirs: tuple[Tensor, ...]) -> bool:
-    """Equal shapes, dtypes and bytes, NaN as a class."""
+    """Whether shapes, dtypes and bytes are equal; any NaN equals any NaN."""
     return ours is not None and len(ours) == len(theirs) and all(map(_same_bytes, ours, theirs))
 
 

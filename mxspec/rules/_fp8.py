@@ -1,4 +1,4 @@
-"""What the FP8 rules share: blocks of 1x128 and 128x128 in the contract's layouts, a peer's arithmetic inside."""
+"""Code that the FP8 rules share: 1x128 and 128x128 blocks in the contract's layouts, with a peer's arithmetic."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mxspec.reference.common.numerics import saturating_cast
 from mxspec.reference.fp8_quantize_1x128 import check_args as check_1x128
 from mxspec.reference.fp8_quantize_128x128 import check_args as check_128x128
 
-# From blocks, the dimensions of one block, scale_format and eps to the factor that multiplies and the scale that is
-# stored, both with those dimensions of size 1.
+# A rule takes blocks, the dimensions of one block, scale_format and eps. It returns the factor that multiplies elements
+# and the scale that is stored; in both, the dimensions of the block have size 1.
 Rule = Callable[[Tensor, tuple[int, ...], str, float], tuple[Tensor, Tensor]]
 
 
 def quantize_1x128(
     x: Tensor, axis: int, scale_format: str, scale_major: str, eps: float, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """`fp8_quantize_1x128` with a peer's rule; the layouts are the contract's, any eps is taken."""
+    """`fp8_quantize_1x128` with a peer's rule, in the contract's layouts; eps may have any value."""
     check_1x128(x, axis=axis, scale_format=scale_format, scale_major=scale_major)
     if axis == -2:
         x = x.mT
@@ -34,11 +34,11 @@ def quantize_1x128(
 
 
 def quantize_128x128(w: Tensor, scale_format: str, eps: float, with_transpose: bool, rule: Rule) -> tuple[Tensor, ...]:
-    """`fp8_quantize_128x128` with a peer's rule, likewise."""
+    """`fp8_quantize_128x128` with a peer's rule, in the contract's layouts; eps may have any value."""
     check_128x128(w, scale_format=scale_format, with_transpose=with_transpose)
     *lead, N, K = w.shape
     rows = -(-N // FP8_BLOCK_SIZE)
-    padded = pad(w, (0, 0, 0, rows * FP8_BLOCK_SIZE - N))  # zeros change no amax
+    padded = pad(w, (0, 0, 0, rows * FP8_BLOCK_SIZE - N))  # zeros do not change amax
     blocks = padded.reshape(*lead, rows, FP8_BLOCK_SIZE, K // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
     factor, stored = rule(blocks, (-3, -1), scale_format, eps)
     codes = saturating_cast(blocks.float() * factor, E4M3FN)

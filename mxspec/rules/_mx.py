@@ -1,4 +1,4 @@
-"""What the MX rules share: blocks of 32 in the contract's layouts, a peer's arithmetic inside."""
+"""Code that the MX rules share: blocks of 32 in the contract's layouts, with a peer's arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mxspec.reference.mx_quantize import check_args
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.rules import _recorded
 
-# From blocks `(..., K/32, 32)` to the codes, of the same shape, and the scale bytes `(..., K/32, 1)`.
+# A rule takes blocks `(..., K/32, 32)`. It returns codes of the same shape and scale bytes `(..., K/32, 1)`.
 Rule = Callable[[Tensor, ElementFormat], tuple[Tensor, Tensor]]
 
 
@@ -26,10 +26,10 @@ def quantize(
     peer: str,
     recorded: Mapping[str, Mapping[str, str]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """`mx_quantize` with a peer's rule; the layouts are the contract's.
+    """`mx_quantize` with a peer's rule, in the contract's layouts.
 
-    `recorded` is section mx of the peer's RECORDED; what none of its entries shows is refused, since nothing proves it
-    to be the peer's. None is for a text that nobody can run.
+    `recorded` is the section mx of the peer's RECORDED. The function refuses a scaling or an element format that no
+    recorded entry shows, because nothing proves the peer's result there. None is for a rule that exists only as a text.
     """
     check_args(x, axis=axis, elem_dtype=elem_dtype, scale_layout=scale_layout)
     if recorded is not None:
@@ -52,14 +52,14 @@ def quantize(
 
 
 def only(peer: str, scaling: str, *known: str) -> None:
-    """Refuse a scale rule that a peer does not have."""
+    """Refuse a scaling that a peer does not have."""
     if scaling not in known:
         needs = " or ".join(map(repr, known))
         raise NotImplementedError(f"mx_quantize: {peer} has no scaling = {scaling!r}; needs {needs}")
 
 
 def floor_byte(amax: Tensor, fmt: ElementFormat, ceil: bool = False) -> Tensor:
-    """The contract's `floor`, or `ceil`, but that Inf counts as 2^128: byte 247 for e4m3. int32."""
+    """The bytes of the contract's `floor` or `ceil`, except that Inf counts as 2^128 (byte 247 for e4m3); int32."""
     bits = amax.view(torch.int32)
     byte = (bits >> 23) - fmt.emax
     if ceil:
@@ -68,6 +68,6 @@ def floor_byte(amax: Tensor, fmt: ElementFormat, ceil: bool = False) -> Tensor:
 
 
 def divide(blocks: Tensor, byte: Tensor) -> Tensor:
-    """`x / 2^(byte - 127)`, where byte 0 divides by 2^-126, twice what it means, and byte 255 by Inf."""
+    """`x / 2^(byte - 127)`, except that byte 0 divides by 2^-126, which is twice its meaning, and byte 255 by Inf."""
     scale = (byte.to(torch.int32) << 23).view(torch.float32).clamp(min=torch.finfo().tiny)
     return blocks / scale

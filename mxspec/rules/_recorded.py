@@ -1,9 +1,10 @@
-"""What peers' code gave on probe blocks: `rules/peers.json`, read into tensors.
+"""The recorded results of peers' code on probe blocks, `rules/peers.json`, as tensors.
 
-Section `mx` has, per block and element format, `name|format`, the fp32 bits of element 0 and the next elements; section
-`blk`, FP8 with 128-blocks of e4m3fn, the first elements; the rest are 0. Both have, per peer and rule, the stored scale
-and the codes of those elements; null means not run, "ERR" that it raised. A name with a `*` was transcribed from the
-peer's source, the others were run. `given` says in which dtype a peer got a block, where that was not the block's own.
+Section `mx` has an entry per block and element format, named `name|format`: the fp32 bits of element 0, and the
+elements that follow. Section `blk`, FP8 with 128-blocks of e4m3fn, has the first elements of each block. All other
+elements are 0. Both sections have, for each peer and rule, the stored scale and the codes of those elements; null means
+that it was not run, and "ERR" that it raised an error. An entry whose name has a `*` was transcribed from the peer's
+source; all others were run. `given` is the dtype in which a peer got the blocks, if it was not the block's own dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 @dataclass(frozen=True)
 class Probe:
-    """A block, `(1, 32)` or `(1, 128)`, and what peers made of it. `elem_dtype` is the name of the element format."""
+    """A block, `(1, 32)` or `(1, 128)`, and the recorded results. `elem_dtype` is the name of the element format."""
 
     name: str
     x: Tensor
@@ -34,26 +35,26 @@ class Probe:
     recorded: dict[str, Any]
 
     def given(self, entry: str) -> Tensor:
-        """The block as the code behind an entry got it."""
+        """The block in the dtype in which the code behind an entry got it."""
         dtype = load()["given"].get(entry)
         return self.x if dtype is None else self.x.to(_DTYPES[dtype])
 
 
 @functools.cache
 def load() -> dict[str, Any]:
-    """The whole of `rules/peers.json`."""
+    """The whole file `rules/peers.json`."""
     return json.loads((files("mxspec") / "rules" / "peers.json").read_text())
 
 
 def probes(section: str, elem_dtype: torch.dtype | str = torch.float8_e4m3fn) -> list[Probe]:
-    """The blocks of a section, those for one element format."""
+    """The blocks of a section for one element format."""
     name = element(elem_dtype).name
     return [probe for probe in _all(section) if probe.elem_dtype == name]
 
 
 @functools.cache
 def formats(section: str, entries: tuple[str, ...]) -> tuple[str, ...]:
-    """The element formats in which one of the entries was recorded.
+    """The element formats for which one of the entries has results.
 
     >>> formats("mx", ("quack.floor",)), formats("mx", ("aotri018.floor*",))
     (('e4m3fn', 'e5m2'), ('e4m3fn',))
@@ -77,17 +78,17 @@ def _all(section: str) -> Iterator[Probe]:
         else:
             values, size = torch.tensor([float(v) for v in entry["x"]]), FP8_BLOCK_SIZE
         x = torch.cat([values, torch.zeros(size - len(values))]).to(_DTYPES[entry["dtype"]])
-        x = x.masked_fill(x.isnan(), torch.nan)  # torch's cast may give a NaN a sign
+        x = x.masked_fill(x.isnan(), torch.nan)  # torch's cast may set the sign of a NaN
         yield Probe(name, x.unsqueeze(0), elem_dtype, entry["out"])
 
 
 def codes_of(qdata: Tensor) -> list[int]:
-    """The codes of one block as integers, one for each element."""
+    """The codes of one block as integers, one per element."""
     return unpacked(qdata.contiguous(), element(qdata.dtype)).flatten().tolist()
 
 
 def matches(result: Any, recorded: Any) -> bool:
-    """Whether a quantizer's `(qdata, scale)` for one block are what was recorded, with NaN as a class."""
+    """Whether a quantizer's `(qdata, scale)` for one block equal the recorded results; any NaN equals any NaN."""
     if recorded is None:  # not run
         return True
     stored, codes = recorded
@@ -106,5 +107,5 @@ def matches(result: Any, recorded: Any) -> bool:
 
 
 def _same(got: float, want: float) -> bool:
-    """Equal numbers, -0 and 0 apart, or both NaN."""
+    """Whether two numbers are equal (-0 differs from 0) or both NaN."""
     return (got != got and want != want) or (got == want and str(got) == str(want))

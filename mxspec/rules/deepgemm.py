@@ -1,4 +1,4 @@
-"""DeepGEMM's own quantizers in Python: they store `amax / 448`, and a small amax counts as 1e-4."""
+"""DeepGEMM's own quantizers in Python: they store `amax / 448`, and raise a smaller amax to 1e-4."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RECORDED = {"blk": {f"dgemm.ue8m0={i}": {"scale_format": name} for i, name in en
 def fp8_quantize_1x128(
     x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-4
 ) -> tuple[Tensor, Tensor]:
-    """Stores `amax / 448`, rounded, and multiplies by its reciprocal, rounded again; the contract does the reverse.
+    """Stores `amax / 448`, rounded, and multiplies by its rounded reciprocal; the contract does the reverse.
 
-    Under pow2 the stored scale is rounded up, exponent 1 to 254: an Inf has the finite scale 2^127 and saturates, a
-    NaN stays in its element. Under fp32 a block with an Inf stores Inf, and its finite elements are zeros. On a GPU
-    torch divides by a Python number by multiplying by its reciprocal, so that DeepGEMM's scale there may differ in its
-    last bit from this division.
+    pow2 rounds the stored scale up to an exponent field from 1 to 254: a block with an Inf has the finite scale 2^127
+    and saturates, and a NaN stays in its element. Under fp32 a block with an Inf stores the scale Inf, and its finite
+    elements become zeros. On a GPU, torch divides by a Python number by multiplying with its reciprocal. DeepGEMM's
+    scale there may therefore differ in the last bit from the division here.
 
     Source: deep_gemm/utils/math.py (`per_token_cast_to_fp8`, `ceil_to_ue8m0`).
     """
@@ -30,7 +30,7 @@ def fp8_quantize_1x128(
 def fp8_quantize_128x128(
     w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-4, with_transpose: bool = False
 ) -> tuple[Tensor, ...]:
-    """The same over a square.
+    """The rule of `fp8_quantize_1x128`, over a square.
 
     Source: deep_gemm/utils/math.py (`per_block_cast_to_fp8`).
     """

@@ -1,4 +1,4 @@
-"""gfloat (Graphcore), given float64 arrays: OCP's rule, by log2."""
+"""gfloat (Graphcore) with float64 arrays: OCP's rule, computed with log2."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def mx_quantize(
     scaling: str = "floor",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """The contract's floor, but that Inf gives byte 254 and saturates; fp4 elements have no NaN, which is refused.
+    """The contract's floor, except that Inf gives byte 254 and saturates, and that NaN is refused for fp4 elements.
 
-    A log2 in float64 is exact enough: that of every narrower float falls on its own side of an integer.
+    fp4 elements have no NaN. A log2 in float64 is exact enough: the log2 of any narrower float falls on the right side
+    of an integer.
 
     Source: gfloat 0.5.2, block.py (`compute_scale_amax`, `quantize_block`).
     """
@@ -35,10 +36,10 @@ def mx_quantize(
 
 
 def floor(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
-    """The rule in the dtype of the blocks."""
+    """The rule, in the dtype of the blocks."""
     amax = blocks.abs().amax(-1, keepdim=True)
     if fmt.nan_code is None and amax.isnan().any():
         raise ValueError(f"mx_quantize: {NAME} has no NaN in {fmt.name}; needs numbers")
-    exponent = (torch.log2(amax).floor() - fmt.emax).clamp(-127, 127)  # of 0 it is -127
+    exponent = (torch.log2(amax).floor() - fmt.emax).clamp(-127, 127)  # amax 0 gives -127
     byte = torch.where(amax.isnan(), E8M0FNU.nan_code, exponent + E8M0FNU.bias)
     return saturating_cast((blocks * (-exponent).exp2()).float(), fmt), byte

@@ -1,4 +1,4 @@
-"""gfloat (Graphcore), given float32 arrays: its log2 is rounded, up to an integer now and then."""
+"""gfloat (Graphcore) with float32 arrays: its log2 is rounded, sometimes up to an integer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mx_quantize(
     scaling: str = "floor",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """`gfloat.mx_quantize`, but that an amax one ulp below a power of two counts as that power.
+    """`gfloat.mx_quantize`, except that an amax one ulp below a power of two counts as that power.
 
     Source: gfloat 0.5.2, block.py (`compute_scale_amax`).
     """

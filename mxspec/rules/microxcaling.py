@@ -1,4 +1,4 @@
-"""microxcaling (Microsoft), rounding to nearest, ties to even: an emulation that gives back dequantized numbers."""
+"""microxcaling (Microsoft) with rounding to nearest even: an emulation that returns dequantized numbers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def mx_quantize(
     scaling: str = "floor",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """floor by log2, all in x's dtype: in bfloat16 an amax of 510 counts as 512. Zeros lose their signs.
+    """The rule floor, by log2, with all arithmetic in x's dtype: in bfloat16 an amax of 510 counts as 512.
 
-    It gives back numbers, from which the codes here are read: one that overflows x's dtype reads as Inf, or NaN where
-    the format has no Inf. A block with an Inf or a NaN is NaN.
+    Zeros lose their signs. microxcaling returns numbers, and the codes here are read from them: a number that overflows
+    x's dtype reads as Inf, or as NaN if the format has no Inf. A block with an Inf or a NaN is NaN.
 
     Source: mx/mx_ops.py (`_shared_exponents`, `_quantize_mx`), mx/elemwise_ops.py (`_quantize_elemwise_core`,
-    `_round_mantissa`).
+        `_round_mantissa`).
     """
     return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, floor_even, NAME, RECORDED["mx"])
 
@@ -38,7 +38,7 @@ def floor_even(blocks: Tensor, fmt: ElementFormat, ties_to_even: bool = True) ->
     exponent = torch.where(exponent > 127, torch.nan, exponent.clamp(min=-127))
     scaled = blocks / 2**exponent
 
-    own = torch.log2(scaled.abs() + (scaled == 0)).floor().clamp(min=1 - fmt.bias)  # each element's exponent
+    own = torch.log2(scaled.abs() + (scaled == 0)).floor().clamp(min=1 - fmt.bias)  # the exponent of each element
     steps = scaled / 2**own * 2**fmt.mantissa_bits
     rounded = (steps.abs() + 0.5).floor()
     if ties_to_even:

@@ -21,7 +21,7 @@ def mx_quantize(
     scaling: str = "floor",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """`microxcaling.mx_quantize`, but that 1.0625 becomes 1.125 in e4m3.
+    """`microxcaling.mx_quantize`, except that ties round away from zero: 1.0625 becomes 1.125 in e4m3.
 
     Source: mx/elemwise_ops.py (`_round_mantissa`, `nearest`).
     """

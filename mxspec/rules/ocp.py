@@ -1,4 +1,4 @@
-"""The standard itself, OCP MX v1.0, section 6.3: one scale rule, and no word about NaN and Inf."""
+"""The standard itself, OCP MX v1.0, section 6.3: one scale rule, and no rule for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mxspec.reference.common.numerics import reciprocal_scale, saturating_cast, 
 from mxspec.rules import _mx
 
 NAME = "OCP MX v1.0"
-RECORDED: dict[str, dict[str, dict[str, str]]] = {}  # nobody can run a standard
+RECORDED: dict[str, dict[str, dict[str, str]]] = {}  # a standard cannot be run
 
 
 def mx_quantize(
@@ -21,10 +21,11 @@ def mx_quantize(
     scaling: str = "floor",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """The contract's floor; a block with a NaN or an Inf, for which the standard has no rule, is refused.
+    """The contract's floor, except that a block with a NaN or an Inf is refused: the standard has no rule for it.
 
-    The scale is the largest power of two not above amax, over the largest power of two of the elements; elements
-    beyond the largest one saturate, and the rounding to nearest, ties to even, is the one that must be supported.
+    The scale is the largest power of two not above amax, divided by the largest power of two of the element format.
+    Elements beyond the largest element saturate. The standard requires rounding to nearest even to be supported, and
+    this preset uses it.
 
     Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
     """

@@ -1,4 +1,4 @@
-"""quack (Dao-AILab), the PyTorch that its tests and benchmarks quantize with."""
+"""quack (Dao-AILab): the PyTorch code that its tests and benchmarks quantize with."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def mx_quantize(
     scaling: str = "rceil",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """The contract's scales, but that rceil takes byte 1 where amax / max is subnormal, and floor takes Inf for 2^128.
+    """The contract's scales, with two exceptions: rceil if amax / max is subnormal, and floor for Inf.
 
-    Under floor byte 0 divides by 2^-126 where it says 2^-127, which halves the elements, and Inf saturates. Beside a
-    NaN, and beside an Inf under rceil, the finite elements become zeros.
+    If amax / max is subnormal, rceil gives byte 1. Under floor, Inf counts as 2^128 and saturates. Under floor, byte 0
+    divides by 2^-126 although it means 2^-127, which halves the elements. In a block with a NaN, or with an Inf under
+    rceil, the finite elements become zeros.
 
     Source: quack/blockscaled/quantize.py (`to_mx`, `_compute_e8m0_scale_rceil`, `_compute_e8m0_scale_floor`).
     """

@@ -1,6 +1,6 @@
-"""TransformerEngine: `fmaxf` drops a NaN from amax, and Inf has a scale of its own.
+"""TransformerEngine: `fmaxf` drops a NaN from amax, and Inf has its own scale.
 
-Read at d0067d0 (August 2026); nothing here was run on a GPU.
+The source was read at d0067d0 (August 2026). Nothing here was run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ RECORDED = {
     "mx": {"te.rceil*": {"scaling": "rceil"}},
     "blk": {f"tekrn*.p2={i}": {"scale_format": scale_format} for i, scale_format in enumerate(("fp32", "pow2"))},
 }
-# The record took amax of this block to be NaN, and so the scale 1. The kernels reduce by fmaxf, which gives 1.
+# The transcription took the amax of this block to be NaN, and so the scale to be 1. The kernels reduce with fmaxf,
+# which gives amax 1.
 SOURCE_DIFFERS = {"blk": ("nan+1",)}
 
 
@@ -46,12 +47,12 @@ def _rceil(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
 def fp8_quantize_1x128(
     x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The contract's factor `448 / amax`, with eps 0: a block of zeros, or one with an Inf, has the factor 1.
+    """The contract's factor `448 / amax`, with eps 0: a block of zeros, or a block with an Inf, has the factor 1.
 
-    A NaN stays in its element; a quotient past fp32 becomes the largest value of x's dtype.
+    A NaN stays in its element. A quotient beyond fp32 becomes the largest value of x's dtype.
 
     Source: common/recipe/recipe_common.cuh (`compute_scale_from_types`);
-    common/transpose/quantize_transpose_vector_blockwise.cu (amax).
+        common/transpose/quantize_transpose_vector_blockwise.cu (amax).
     """
     return _fp8.quantize_1x128(x, axis, scale_format, scale_major, eps, _factor)
 
@@ -59,7 +60,7 @@ def fp8_quantize_1x128(
 def fp8_quantize_128x128(
     w: Tensor, *, scale_format: str = "fp32", eps: float = 0.0, with_transpose: bool = False
 ) -> tuple[Tensor, ...]:
-    """The same over a square.
+    """The rule of `fp8_quantize_1x128`, over a square.
 
     Source: common/transpose/quantize_transpose_square_blockwise.cu.
     """
@@ -77,5 +78,5 @@ def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float
 
 
 def _amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """fmaxf gives the operand that is a number, from 0 on: a block of nothing but NaN has amax 0."""
+    """fmaxf returns the operand that is a number, and the reduction starts at 0: a block of NaN alone has amax 0."""
     return torch.where(blocks.isnan(), 0, blocks.abs()).amax(dims, keepdim=True)

@@ -1,4 +1,4 @@
-"""TransformerEngine's reference in Python, which its kernels are tested against and leave on Inf, NaN and zero."""
+"""TransformerEngine's Python reference. Its kernels are tested against it, but differ on Inf, NaN and zero."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RECORDED = {"blk": {f"teref.p2={i}": {"scale_format": name} for i, name in enume
 def fp8_quantize_1x128(
     x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """`448 / amax` with eps 0; zeros have the factor 1, Inf the factor 0 and the stored scale Inf.
+    """`448 / amax` with eps 0; a block of zeros has the factor 1, an Inf the factor 0 and the stored scale Inf.
 
-    A NaN makes the block and its scale NaN; under pow2, where `frexp` gives it the exponent 0, the scale is 2 and the
+    A NaN makes the block and its scale NaN. Under pow2, `frexp` gives NaN the exponent 0, so the scale is 2 and the
     other elements are numbers.
 
     Source: tests/pytorch/references/quantize_scale_calc.py (`scale_from_amax_tensor`), d0067d0.
@@ -28,7 +28,7 @@ def fp8_quantize_1x128(
 def fp8_quantize_128x128(
     w: Tensor, *, scale_format: str = "fp32", eps: float = 0.0, with_transpose: bool = False
 ) -> tuple[Tensor, ...]:
-    """The same over a square.
+    """The rule of `fp8_quantize_1x128`, over a square.
 
     Source: tests/pytorch/references/blockwise_quantizer_reference.py (`_quantize_square_block_tiling`).
     """

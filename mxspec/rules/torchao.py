@@ -1,4 +1,4 @@
-"""torchao's main branch of August 2026: the contract, but for one block that `even` loses and FP8's Inf."""
+"""torchao's main branch of August 2026: the contract, except for one block under `even` and for Inf in FP8."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def mx_quantize(
     scaling: str = "rceil",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """The contract, but that `even` makes NaN of a finite block whose amax rounds past fp32, such as bf16 max.
+    """The contract, except that `even` makes a finite block NaN if its amax rounds beyond fp32, such as bf16 max.
 
-    In a block of NaN the codes of fp4 elements, which no NaN scale lets count, are those of 1.5.
+    In a block of NaN, the codes of fp4 elements are those of 1.5. They do not count, because the scale is NaN.
 
     Source: torchao/prototype/mx_formats/mx_tensor.py (`to_mx`), 36027d8.
     """
@@ -44,7 +44,7 @@ def mx_quantize(
 
 
 def cast(x: Tensor, fmt: ElementFormat) -> Tensor:
-    """The contract's, but that a NaN becomes 1.5 where the elements have none (`f32_to_f4_unpacked`)."""
+    """The contract's cast, except that a NaN becomes 1.5 if the format has no NaN (`f32_to_f4_unpacked`)."""
     if fmt.nan_code is None:
         x = torch.where(x.isnan(), torch.copysign(torch.full_like(x, 1.5), x), x)
     return saturating_cast(x, fmt)
@@ -53,7 +53,7 @@ def cast(x: Tensor, fmt: ElementFormat) -> Tensor:
 def fp8_quantize_1x128(
     x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-12
 ) -> tuple[Tensor, Tensor]:
-    """The contract, but that a block with an Inf stores the scale Inf and keeps its finite elements, as zeros.
+    """The contract, except that a block with an Inf stores the scale Inf, and its finite elements become zeros.
 
     Source: torchao/prototype/blockwise_fp8_training/kernels.py (`torch_blockwise_scale_act_quant_lhs`), 36027d8.
     """
@@ -63,7 +63,7 @@ def fp8_quantize_1x128(
 def fp8_quantize_128x128(
     w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, with_transpose: bool = False
 ) -> tuple[Tensor, ...]:
-    """The same over a square.
+    """The rule of `fp8_quantize_1x128`, over a square.
 
     Source: torchao/prototype/blockwise_fp8_training/kernels.py (`torch_blockwise_scale_weight_quant`), 36027d8.
     """

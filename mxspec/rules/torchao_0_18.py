@@ -1,4 +1,4 @@
-"""torchao 0.18 in eager PyTorch: `rceil` by log2, Inf a large number, byte 0 not taken for what it means."""
+"""torchao 0.18 in eager PyTorch: `rceil` by log2, Inf as a large number, byte 0 with another meaning."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ def mx_quantize(
     scaling: str = "rceil",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """The contract's scales, but for Inf and, under rceil, one ulp above a power of two; and other codes below byte 1.
+    """The contract's scales, except for Inf and, under rceil, one ulp above a power of two; byte 0 has other codes.
 
-    Inf: byte 254 under rceil, 247 (e4m3) or 240 (e5m2) otherwise, and it saturates. Byte 0: floor, ceil and even
-    divide by 2^-126 where the byte says 2^-127, which halves the elements; rceil does not scale the block at all,
-    which loses it. NaN: the contract under rceil; otherwise the finite elements of its block become zeros.
+    - Inf: byte 254 under rceil, otherwise 247 (e4m3) or 240 (e5m2). It saturates.
+    - Byte 0: floor, ceil and even divide by 2^-126 although the byte means 2^-127, which halves the elements. rceil
+      does not scale the block at all, which loses it.
+    - NaN: as the contract under rceil. Otherwise the finite elements of its block become zeros.
 
     Source: torchao 0.18.0, prototype/mx_formats/mx_tensor.py (`to_mx`, `_to_mx_rceil`).
     """
@@ -36,7 +37,7 @@ def mx_quantize(
         amax = blocks.abs().amax(-1, keepdim=True)
         if scaling == "rceil":
             return _rceil(blocks, amax, fmt)
-        if scaling == "even":  # an amax that rounds past fp32 is Inf
+        if scaling == "even":  # an amax that rounds beyond fp32 is Inf
             rounded = amax.view(torch.int32) + (1 << (22 - fmt.mantissa_bits))
             amax = torch.where(amax.isnan(), amax, (rounded & 0x7F800000).view(torch.float32))
         byte = _mx.floor_byte(amax, fmt, ceil=scaling == "ceil")
@@ -46,7 +47,7 @@ def mx_quantize(
 
 
 def _rceil(blocks: Tensor, amax: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
-    exponent = torch.log2(amax / fmt.max).ceil().clamp(-127, 127)  # in fp32, so that log2 of 1024 + 1 ulp is 10
+    exponent = torch.log2(amax / fmt.max).ceil().clamp(-127, 127)  # in fp32, where the log2 of 1024 + 1 ulp is 10
     byte = torch.where(amax.isinf(), E8M0FNU.largest_code, exponent + E8M0FNU.bias)
     byte = torch.where(amax.isnan(), E8M0FNU.nan_code, byte).to(torch.uint8)
     return cast(blocks * torch.where(byte == 0, 1.0, reciprocal_scale(byte)), fmt), byte

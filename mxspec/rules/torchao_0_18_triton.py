@@ -1,4 +1,4 @@
-"""torchao 0.18's Triton kernels for MXFP8: e4m3 only, the rule of bfloat16 inputs."""
+"""torchao 0.18's Triton kernels for MXFP8: e4m3 only, with the rule of bfloat16 inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mxspec.rules import _mx
 
 NAME = "torchao 0.18 (Triton)"
 RECORDED = {"mx": {"aotri018.floor*": {"scaling": "floor"}}}
-# The record took amax of these blocks to be NaN. The kernel's tl.max does not propagate one.
+# The transcription took the amax of these blocks to be NaN. The kernel's tl.max does not propagate a NaN.
 SOURCE_DIFFERS = {"mx": ("nan + 1", "nan + inf")}
 
 
@@ -23,12 +23,12 @@ def mx_quantize(
     scaling: str = "floor",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """floor of amax rounded to bfloat16, dropping a NaN; Inf counts as 2^128; a block of byte 0 is not scaled.
+    """The rule floor, on amax rounded to bfloat16, without NaN; Inf counts as 2^128; byte 0 leaves a block unscaled.
 
-    rceil, on a GPU the instruction `cvt.rp.ue8m0`, is left out: nothing recorded says what it gives.
+    rceil is left out. On a GPU it is the instruction `cvt.rp.ue8m0`, and no recorded result shows what it gives.
 
     Source: torchao 0.18.0, prototype/mx_formats/kernels.py (`_triton_calculate_scale_floor`,
-    `_calculate_reciprocal_scale`).
+        `_calculate_reciprocal_scale`).
     """
     return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, _floor, NAME, RECORDED["mx"])
 

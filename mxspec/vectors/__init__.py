@@ -1,8 +1,8 @@
-"""The cases of the ops as files, for whoever writes kernels without Python.
+"""The cases of the ops as files, for people who write kernels without Python.
 
-`export` writes, for each op that is judged byte for byte, `<op>.safetensors` with the tensors and `<op>.json`, a
-manifest in the manner of Wycheproof; `check` judges what another program has written beside them. `FORMAT`, which
-every manifest repeats, says what the bytes mean and where results go.
+`export` writes two files for each op that is judged byte for byte: `<op>.safetensors` with the tensors and `<op>.json`,
+a manifest in the style of Wycheproof. `check` judges the results that another program has written beside them. Every
+manifest contains `FORMAT`, which says what the bytes mean and where results go.
 """
 
 from mxspec.vectors._export import FLAGS, FORMAT, VERSION, export, ops, output_names

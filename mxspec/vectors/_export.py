@@ -1,4 +1,4 @@
-"""The cases of an op as tensors and a manifest, the same bytes on every machine."""
+"""The cases of an op as tensors and a manifest: the same bytes on every machine."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ from mxspec import dispatch
 from mxspec.formats import E8M0FNU, ELEMENTS, INT_OF_BYTES, ElementFormat, ScaleFormat, may_be_nan
 from mxspec.spec import Case, Reference, answer_of
 
-# Of the vectors themselves, in every manifest: raised whenever a test or a byte of them changes.
+# The version of the vectors, in every manifest. It rises when a test or a byte of the vectors changes.
 VERSION = 2
-MOST_ELEMENTS, MOST_GROUPS = 2**11, 9  # of the inputs of one generated test
+MOST_ELEMENTS, MOST_GROUPS = 2**11, 9  # limits for the inputs of one generated test
 FORMAT = (
-    "A test is one call of the op: `inputs` in their order, `options` by name, all of them written out.",
-    "`stored` names a tensor of <op>.safetensors, which holds its bytes as they lie in memory, without gaps; element "
-    "(i, j, ...) of `shape` is at i * strides[0] + j * strides[1] + ..., in elements. Tensors that are equal are "
-    "stored once.",
-    "The header of <op>.safetensors gives the shape of what is stored, which is that of the memory: of an output of "
-    "strides [1, 96] the transpose. A header counts the numbers of F4 and not its bytes, so that its last dimension is "
-    "twice that of the bytes: [2, 32] where `shape` is [2, 16].",
-    "`dtype` is torch's name. In the file float8_e4m3fn, float8_e5m2, float8_e8m0fnu and float4_e2m1fn_x2 are F8_E4M3, "
-    "F8_E5M2, F8_E8M0 and F4; of float4_e2m1fn_x2 one element is a byte of two numbers, the first in its low half. "
+    "A test is one call of the op: `inputs` are the positional arguments in order, and `options` are the named "
+    "arguments, all of them written out.",
+    "`stored` names a tensor in <op>.safetensors. The file holds the bytes of the tensor in the order of its memory, "
+    "without gaps: element (i, j, ...) of `shape` is at i * strides[0] + j * strides[1] + ..., counted in elements. "
+    "Equal tensors are stored once.",
+    "The header of <op>.safetensors gives the shape of the memory. An output with strides [1, 96] is stored as its "
+    "transpose. For F4 the header counts numbers and not bytes, so its last dimension is twice the number of bytes: "
+    "[2, 32] if `shape` is [2, 16].",
+    "`dtype` is torch's name. The file calls float8_e4m3fn, float8_e5m2, float8_e8m0fnu and float4_e2m1fn_x2 F8_E4M3, "
+    "F8_E5M2, F8_E8M0 and F4. An element of float4_e2m1fn_x2 is one byte with two numbers, the first in its low half. "
     "`formats` says what the bits mean.",
-    "`given_strides` are those that mxspec's own tests give an input that has gaps; a kernel that takes none may be "
-    "given the stored bytes.",
-    "A result `valid` is these outputs, byte for byte; where one is NaN, any NaN of its dtype is right. A NaN that an "
-    "op computes, and does not move, is stored as a positive one.",
-    "A result `invalid` is a refusal, in whatever words; `error` is what mxspec raises.",
-    "Write your outputs to results/<op>.safetensors, each as `<id>.<name of the output>`, in one of three forms: the "
-    "dtype and shape that the header has for the stored tensor; its bits as unsigned integers of an element's width, "
-    "U8, U16, U32 or U64, in the same shape; or its bytes as U8, the last dimension multiplied by the bytes of an "
-    "element. For F4 the last two are one, U8 with half of the header's last dimension. Write results/<op>.json as "
-    '{"rejected": {"<id>": "your error"}, "skipped": {"<id>": "why you do not support it"}}, either of them optional. '
-    "Then `python -m mxspec vectors check DIR`.",
+    "`given_strides` are the strides of an input that has gaps in mxspec's own tests. If a kernel takes no gaps, give "
+    "it the stored bytes.",
+    "The result `valid` requires these outputs, byte for byte. If an expected element is NaN, any NaN of its dtype is "
+    "right. A NaN that the op computes is stored as a positive NaN; a NaN that the op moves is stored unchanged.",
+    "The result `invalid` requires an error, in any words. `error` is the error that mxspec raises.",
+    "Write your outputs to results/<op>.safetensors. Name each output `<id>.<name of the output>`, and use one of "
+    "three forms: the dtype and shape that the header has for the stored tensor; or its bits as unsigned integers of "
+    "the element's width (U8, U16, U32 or U64), in the same shape; or its bytes as U8, with the last dimension "
+    "multiplied by the bytes of an element. For F4 the last two forms are the same: U8 with half of the header's last "
+    "dimension. Write results/<op>.json as "
+    '{"rejected": {"<id>": "your error"}, "skipped": {"<id>": "why you do not support it"}}; both keys are optional. '
+    "Then run `python -m mxspec vectors check DIR`.",
 )
 FLAGS = {
     "edge": "a value or a shape at a limit of the contract",
@@ -55,12 +57,12 @@ FLAGS = {
 
 
 def ops() -> tuple[str, ...]:
-    """The ops that are judged byte for byte: those that quantize, dequantize, or lay out."""
+    """The ops that are judged byte for byte: the ops that quantize, dequantize or change a layout."""
     return tuple(op for op in dispatch.ops() if dispatch.reference(op).spec.min_sqnr_db == math.inf)
 
 
 def export(directory: Path | str, only: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Write `<op>.safetensors` and `<op>.json` for every op that is judged byte for byte, or for those in `only`.
+    """Write `<op>.safetensors` and `<op>.json` for every op that is judged byte for byte, or for the ops in `only`.
 
     The files are the same, byte for byte, on every machine.
 
@@ -93,7 +95,7 @@ def _known(only: Collection[str] | None) -> tuple[str, ...]:
 
 
 class _File:
-    """The tensors of one op, equal ones once."""
+    """The tensors of one op; equal tensors are stored once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,7 +103,7 @@ class _File:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def add(self, name: str, t: Tensor) -> dict[str, Any]:
-        """Store a tensor as it lies in memory, or row-major where there are gaps; how it is to be read."""
+        """Store a tensor as it lies in memory, or row-major if it has gaps. Returns how to read it."""
         order = _order(t)
         dense = t.resolve_conj().resolve_neg().permute(order).clone(memory_format=torch.contiguous_format)
         strides = [dense.stride(order.index(d)) for d in range(t.ndim)]
@@ -111,13 +113,13 @@ class _File:
         return {"dtype": str(t.dtype).removeprefix("torch."), "shape": [*t.shape], "strides": strides, "stored": stored}
 
     def write(self) -> str:
-        """The digest of what was written."""
+        """Write the file and return its digest."""
         save_file(self._tensors, self.path)
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
 
 def _order(t: Tensor) -> list[int]:
-    """The dimensions of a tensor as they follow each other in memory, where it has no gaps; else as they are."""
+    """The dimensions of a tensor in the order of its memory if it has no gaps, or else in their own order."""
     plain = list(range(t.ndim))
     order = sorted(plain, key=lambda d: -t.stride()[d])
     return order if not t.is_contiguous() and t.permute(order).is_contiguous() else plain
@@ -154,7 +156,7 @@ def _manifest(op: str, file: _File) -> dict[str, Any]:
 
 
 def _unstorable(reference: Reference[..., Any], case: Case, args: tuple[Any, ...]) -> str | None:
-    """Why a case is not among the vectors: what it takes is more than bytes can say, or than a file should hold."""
+    """Why a case is not in the vectors: JSON cannot say what it takes, or it is too large. None if it is there."""
     if "large" in case.flags:
         return "more than 2^31 elements"
     if "generated" in case.flags and not case.raises:
@@ -202,7 +204,7 @@ def _test(op: str, number: int, case: Case, args: tuple[Any, ...], file: _File) 
     if case.raises:
         return {**test, "error": {"type": case.raises.__name__, "message": case.match}}
     outputs = answer_of(reference, args, case.kwargs)
-    if reference.spec.flops(args, outputs):  # the bytes of a NaN that comes out of arithmetic depend on the CPU
+    if reference.spec.flops(args, outputs):  # the bits of a computed NaN depend on the CPU
         outputs = tuple(_with_one_nan(t) for t in outputs)
     names = output_names(op, len(outputs))
     test["outputs"] = [{"name": n, **file.add(f"{number}.{n}", t)} for n, t in zip(names, outputs, strict=True)]
@@ -210,7 +212,7 @@ def _test(op: str, number: int, case: Case, args: tuple[Any, ...], file: _File) 
 
 
 def _formats(dtypes: Collection[str]) -> dict[str, Any]:
-    """What the bits of the narrow formats among these dtypes mean."""
+    """The meaning of the bits of the narrow formats among these dtypes."""
     formats: list[ElementFormat | ScaleFormat] = [*ELEMENTS.values(), E8M0FNU]
     known = {str(fmt.dtype).removeprefix("torch."): fmt for fmt in formats}
     fields = {name: dataclasses.asdict(fmt) for name, fmt in known.items() if name in dtypes}
@@ -218,7 +220,7 @@ def _formats(dtypes: Collection[str]) -> dict[str, Any]:
 
 
 def _text(manifest: Mapping[str, Any]) -> str:
-    """A manifest as JSON, one line a test."""
+    """A manifest as JSON, one line per test."""
 
     def text(value: Any) -> str:
         if isinstance(value, (list, tuple)) and value:
@@ -229,7 +231,7 @@ def _text(manifest: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON; a dtype by torch's name, by whichever name the case calls it."""
+    """An option as JSON. A dtype gets torch's name, whichever of its names the case uses."""
     value = getattr(ELEMENTS.get(value) if isinstance(value, str) else None, "dtype", None) or value
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
@@ -237,7 +239,7 @@ def _plain(value: Any) -> Any:
 
 
 def _with_one_nan(t: Tensor) -> Tensor:
-    """The same with every NaN as the one that torch.nan is cast to; of the same strides."""
+    """The same values and strides, but every NaN is the NaN that torch.nan is cast to."""
     if not may_be_nan(t.dtype):
         return t
     bits = t.view(INT_OF_BYTES[t.itemsize])
@@ -246,7 +248,7 @@ def _with_one_nan(t: Tensor) -> Tensor:
 
 
 def output_names(op: str, count: int) -> tuple[str, ...]:
-    """What the docstring of an op calls its outputs: `(qdata, scale)` in Returns; `out` where there is one.
+    """The names of an op's outputs: from Returns in its docstring, as in `(qdata, scale)`, or `out` if there is one.
 
     >>> output_names("mx_quantize", 2), output_names("to_blocked", 1)
     (('qdata', 'scale'), ('out',))

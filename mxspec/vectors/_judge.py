@@ -1,4 +1,4 @@
-"""What another program made of the vectors: each test passed, failed, skipped or missing."""
+"""The judgement of another program's results: each test passed, failed, was skipped or is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mxspec import dispatch, rules
 from mxspec.check import Result, Status, difference
 from mxspec.vectors._export import VERSION
 
-# What is read of a manifest; other fields may be there, and a newer release may have them.
+# The fields that are read from a manifest. It may have other fields, for example from a newer release.
 _MANIFEST = {"version": int, "sha256": str, "tests": list}
 _TEST = {"id": int, "comment": str, "inputs": list, "options": dict, "result": str}
 _STORED = {"name": str, "stored": str, "shape": list, "strides": list}
@@ -27,14 +27,14 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def check(directory: Path | str, only: Collection[str] | None = None) -> Iterator[Result]:
-    """Judge the results that lie beside the vectors of a folder, of the ops that have any, or of those in `only`.
+    """Judge the results that lie beside the vectors of a folder: of all ops that have results, or of the ops in `only`.
 
-    What is expected is read from the folder, so that it may come from another release than this one.
+    The expected outputs are read from the folder, so they may come from another release.
 
     Yields:
-        A result for each test: `passed`, `failed`, `skipped` where the program says that it does not support it, or
-        `missing` where it says nothing. The message of a failure names the first wrong block, its bits, and whose rule
-        gives exactly those outputs, as `rules.explaining` does.
+        A result for each test: `passed`; `failed`; `skipped` if the program says that it does not support the test; or
+        `missing` if it says nothing. The message of a failure names the first wrong block, its bits, and the library
+        whose rule gives exactly these outputs, as `rules.explaining` does.
     """
     directory, found = Path(directory), exported(directory)
     if unknown := sorted(set(only or ()) - set(found)):
@@ -104,10 +104,12 @@ def _judged(
     got = []
     for entry in outputs:
         t, wanted = mine[entry["name"]], stored[entry["stored"]]
-        width = wanted.itemsize if t.dtype == torch.uint8 else 1  # bytes may stand side by side in the last dimension
+        # The bytes of an element may lie side by side in the last dimension.
+        width = wanted.itemsize if t.dtype == torch.uint8 else 1
         bits = t.dtype in _UNSIGNED and t.itemsize * width == wanted.itemsize
         if bits and t.shape == (*wanted.shape[:-1], *(n * width for n in wanted.shape[-1:])):
-            t = t.flatten().view(wanted.dtype).view(wanted.shape)  # flat: an empty tensor's strides may be odd
+            # Flat, because the strides of an empty tensor may be odd.
+            t = t.flatten().view(wanted.dtype).view(wanted.shape)
         if t.shape != wanted.shape:
             return "failed", f"output {entry['name']}: stored shape {tuple(t.shape)}; needs {tuple(wanted.shape)}"
         got.append(_as_given(t, entry))
@@ -118,12 +120,12 @@ def _judged(
 
 
 def _as_given(dense: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    """A stored tensor under its own shape and strides."""
+    """A stored tensor with its own shape and strides."""
     return dense.as_strided(entry["shape"], entry["strides"])
 
 
 def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: tuple[Tensor, ...]) -> str | None:
-    """Whose rules give exactly these outputs, if anyone's; None also of a call that this release cannot make."""
+    """The names of the rules that give exactly these outputs; None if there are none or this release lacks the call."""
     if op not in dispatch.ops():
         return None
     args = [_as_given(stored[e["stored"]], e) if "stored" in e else e["value"] for e in test["inputs"]]
@@ -179,7 +181,7 @@ def _check_fields(where: str, value: Any, fields: Mapping[str, type]) -> None:
 
 
 def _check_places(path: Path, manifest: Mapping[str, Any], stored: Mapping[str, Tensor]) -> None:
-    """Refuse a manifest of which an entry names no stored tensor, or elements outside one."""
+    """Refuse a manifest if an entry names a tensor that is not stored, or elements outside of it."""
     for test in manifest["tests"]:
         for entry in (*test["inputs"], *test.get("outputs", ())):
             try:

@@ -1,4 +1,4 @@
-"""mxspec.layouts: places by hand, the table's formulas, and every pair of layouts as a bijection."""
+"""mxspec.layouts: places computed by hand, the table's formulas, and every pair of layouts as a bijection."""
 
 import sys
 from itertools import permutations, product
@@ -15,7 +15,7 @@ from mxspec.layouts import LAYOUTS, convert, draw, listing, scale_at
 
 E8M0 = torch.float8_e8m0fnu
 UNGROUPED = [name for name, entry in LAYOUTS.items() if not entry.groups]
-MULTIPLES = {  # what rows and columns are rounded up to in memory
+MULTIPLES = {  # the multiples that rows and columns are rounded up to in memory
     **dict.fromkeys(("blocked", "blocked_5d", "te_rowwise", "te_columnwise"), (128, 4)),
     "mn_major_tma_aligned": (4, 1),
     "deepgemm_packed": (4, 4),
@@ -24,7 +24,7 @@ MULTIPLES = {  # what rows and columns are rounded up to in memory
 
 
 def same(a, b):
-    """Equal dtype, shape, strides and bits; fp32 NaNs are one class."""
+    """Whether dtype, shape, strides and bits are equal; all fp32 NaNs are equal."""
     assert (a.dtype, a.shape) == (b.dtype, b.shape)
     if a.numel():
         assert [s for n, s in zip(a.shape, a.stride(), strict=True) if n > 1] == [
@@ -35,7 +35,7 @@ def same(a, b):
     return torch.equal(*(t.view(torch.uint8) if t.dtype == E8M0 else t for t in (a, b)))
 
 
-# The scale (r, c) of 5 x 6 in each layout, by hand: (r, c) -> its place, and how many places there are.
+# The scales of a 5 x 6 matrix in each layout, by hand: (r, c) -> its place, and the number of places.
 PLACES = {
     "plain": ({(0, 1): 1, (1, 0): 6, (4, 5): 29}, 30),
     "blocked": ({(0, 3): 3, (1, 0): 16, (4, 3): 67, (0, 4): 512, (4, 5): 577}, 1024),
@@ -59,9 +59,10 @@ def test_golden_places(layout):
 
 def test_golden_places_of_groups():
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)
-    rows = scale_at("blocked_m_groups", (5, 6), offs=offs).tolist()  # 8 columns a row; group 2 begins at row 128
+    rows = scale_at("blocked_m_groups", (5, 6), offs=offs).tolist()  # a row has 8 columns; group 2 begins at row 128
     assert [rows.index(n) for n in (0, 1, 6, 12, 18, 16)] == [0, 1, 16, 1024, 1040, 1024 + 512]
-    columns = scale_at("blocked_k_groups", (5, 6), offs=offs).tolist()  # 128 rows; group 2 begins at column 4
+    # A column has 128 rows; group 2 begins at column 4.
+    columns = scale_at("blocked_k_groups", (5, 6), offs=offs).tolist()
     assert [columns.index(n) for n in (0, 6, 2, 8, 4)] == [0, 16, 512, 528, 514]
     assert 5 not in columns  # past offs[-1]
 
@@ -114,7 +115,7 @@ def test_every_pair_is_a_bijection(lead, rows, cols, seed):
     stored = {name: convert(plain, to=name) for name in UNGROUPED}
     for a, b in permutations(UNGROUPED, 2):
         there = convert(stored[a], a, b, shape=shape)
-        # Only plain holds either dtype, and takes it as it comes.
+        # Only plain holds both dtypes, and keeps the dtype that comes.
         assert same(there, stored[b].to(there.dtype) if b == "plain" else stored[b]), (a, b)
         assert same(convert(there, b, a, shape=shape, dtype=E8M0 if a == "plain" else None), stored[a]), (b, a)
 
@@ -132,7 +133,7 @@ def test_fp32_layouts_move_any_bits(lead, rows, cols, seed):
 
 
 @given(st.integers(1, 140), st.lists(st.integers(0, 140), max_size=4), st.integers(0, 9), st.integers(0, 2**31))
-@example(130, [5, 0, 7], 2, 0)  # two rows of tiles, so that a group's are not one after the other in the matrix
+@example(130, [5, 0, 7], 2, 0)  # two rows of tiles, so that the tiles of a group are not consecutive in the matrix
 @settings(max_examples=8, deadline=None, derandomize=True)
 def test_groups_are_bijections_up_to_the_last_end(other, counts, rest, seed):
     offs = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -144,7 +145,7 @@ def test_groups_are_bijections_up_to_the_last_end(other, counts, rest, seed):
         held = plain.clone()
         (held if name == "blocked_m_groups" else held.mT)[end:] = 0
         assert torch.equal(convert(stored, name, "plain", shape=shape, offs=offs, dtype=torch.uint8), held)
-        for to in ("mn_major", "deepgemm_packed"):  # every pair goes by way of plain
+        for to in ("mn_major", "deepgemm_packed"):  # every conversion goes through plain
             moved = convert(stored, name, to, shape=shape, offs=offs)
             assert same(convert(moved, to, name, shape=shape, offs=offs, dtype=torch.uint8), stored)
 
@@ -191,16 +192,26 @@ REFUSED = [
     (ONES, {"from_": "mn_major", "to": "plain"}, ValueError, r"strides \(8, 1\); needs \(1, 4\)"),
     (BYTES, {"shape": (4, 7)}, ValueError, r"has shape \(4, 8\); needs \(4, 7\)"),
     (BYTES, {"shape": (4, -8)}, ValueError, "shape = -8"),
-    (BYTES, {"from_": "blocked", "to": "plain"}, ValueError, "from blocked needs shape="),
+    (
+        BYTES,
+        {"from_": "blocked", "to": "plain"},
+        ValueError,
+        r"blocked has shape .*, with padding; needs shape=",
+    ),
     (BYTES, {"from_": "blocked", "to": "plain", "shape": (4, 8)}, ValueError, r"needs \(1024,\)"),
     (BYTES, {"from_": "deepgemm_packed", "to": "plain", "shape": (4, 32)}, TypeError, "needs torch.int32"),
-    (BYTES, {"to": "blocked_m_groups"}, ValueError, "offs = None; plain and blocked_m_groups needs the end"),
+    (
+        BYTES,
+        {"to": "blocked_m_groups"},
+        ValueError,
+        "offs = None; needs the end of each group for plain and blocked_m_groups",
+    ),
     (BYTES, {"to": "blocked_m_groups", "offs": OFFS.long()}, TypeError, "offs has dtype torch.int64"),
     (BYTES, {"to": "blocked_m_groups", "offs": OFFS.flip(0)}, ValueError, r"offs\[1\] = 2 after 4"),
     (BYTES, {"to": "blocked_m_groups", "offs": OFFS + 1}, ValueError, r"offs\[-1\] = 5 is past R = 4"),
     (BYTES, {"to": "blocked_k_groups", "offs": OFFS + 5}, ValueError, r"offs\[-1\] = 9 is past C = 8"),
     (BYTES[None], {"to": "blocked_k_groups", "offs": OFFS}, ValueError, r"needs \(R, C\)"),
-    (BYTES, {"offs": OFFS}, ValueError, "offs, but no groups in plain and blocked; needs none"),
+    (BYTES, {"offs": OFFS}, ValueError, "there are no groups in plain and blocked; needs offs = None"),
     (BYTES, {"dtype": torch.float32}, TypeError, "blocked needs one of torch.float8_e8m0fnu, torch.uint8"),
     (BYTES, {"dtype": "float32"}, TypeError, "dtype = 'float32'; blocked needs one of"),
     (BYTES, {"shape": 4}, TypeError, r"shape = 4; needs \(R, C\) or \(E, R, C\)"),
@@ -224,10 +235,16 @@ def test_refused(scale, how, error, match):
         ("plain", (4, -1), {}, ValueError, "shape = -1; needs a size >= 0"),
         ("plain", (4, 2.0), {}, TypeError, "shape = 2.0; needs an integer"),
         ("plain", (4,), {}, ValueError, "the scales in plain have shape (4,); needs (R, C) or (E, R, C)"),
-        ("plain", (4, 8), {"offs": OFFS}, ValueError, "offs, but no groups in plain; needs none"),
-        ("plain", (4, 8), {"device": "nonsense"}, ValueError, "device = 'nonsense'; needs one that torch has here"),
-        ("plain", (4, 8), {"device": "meta"}, ValueError, "device = meta; needs one whose tensors have bytes"),
-        ("blocked_m_groups", (4, 8), {}, ValueError, "offs = None; blocked_m_groups needs the end of each group"),
+        ("plain", (4, 8), {"offs": OFFS}, ValueError, "there are no groups in plain; needs offs = None"),
+        (
+            "plain",
+            (4, 8),
+            {"device": "nonsense"},
+            ValueError,
+            "device = 'nonsense'; needs a device that torch has here",
+        ),
+        ("plain", (4, 8), {"device": "meta"}, ValueError, "device = meta; needs a device whose tensors have bytes"),
+        ("blocked_m_groups", (4, 8), {}, ValueError, "offs = None; needs the end of each group for blocked_m_groups"),
         ("blocked_m_groups", (4, 8), {"offs": [4]}, TypeError, "offs is a list; needs a tensor"),
         ("blocked_m_groups", (2, 4, 8), {"offs": OFFS}, ValueError, "have shape (2, 4, 8); needs (R, C)"),
     ],
@@ -260,7 +277,8 @@ def test_a_picture_has_the_text_of_its_listing(by):
         how = {"by": by, "lines": [0, 2, None, 3]} if LAYOUTS[name].line and by == "memory" else {"by": by}
         ax = draw(name, (4, 6), text=True, **how)
         shown = [text.get_text() for text in ax.texts]
-        drawn = [words for words in shown if words not in ("", "⋮") and "\n" not in words]  # tiles have titles
+        # A text with a line break is the title of a tile.
+        drawn = [words for words in shown if words not in ("", "⋮") and "\n" not in words]
         listed = [word for line in listing(name, (4, 6), **how).splitlines() for word in line.split("  ")[-1].split()]
         assert sorted(drawn) == sorted(word for word in listed if word not in (".", "...")), name
         matplotlib.pyplot.close(ax.figure)
