@@ -1,4 +1,4 @@
-"""Every two facts of a call meet in a valid case, and a candidate that is wrong there alone is caught."""
+"""Every two facts of a call meet in a valid case, and a candidate that is wrong only there is caught."""
 
 import inspect
 
@@ -10,7 +10,8 @@ from mxspec.cases.common.pairwise import pairwise
 from mxspec.check import Fact
 
 
-@pytest.fixture(scope="module", params=dispatch.ops())  # so that the tests of an op follow each other
+# Scoped to the module, so that the tests of an op follow each other.
+@pytest.fixture(scope="module", params=dispatch.ops())
 def op(request):
     return request.param
 
@@ -26,7 +27,7 @@ def test_every_two_facts_meet_in_a_valid_case_or_cannot(op, coverage):
 
 
 def test_no_case_shows_what_is_said_to_be_impossible(op, coverage):
-    """A pattern that is broader than true hides pairs that no case shows."""
+    """A pattern that is too broad would hide pairs that a case could show."""
     rules = dict(cases.impossible(op))
     wrong = {
         f"{pattern!r}: {name} shows {sorted(map(str, pair))}"
@@ -43,7 +44,7 @@ def test_every_pattern_of_an_op_is_of_use(op, coverage):
 
 
 def test_a_candidate_that_is_wrong_on_one_pair_alone_is_caught(op, coverage):
-    """For each pair the smallest case that has it. All pairs of a case hold in one call, so one run proves each."""
+    """For each pair, the smallest case that has it. All pairs of a case hold in one call: one run proves them."""
     of_case = {}
     for pair, name in coverage.shown.items():
         of_case.setdefault(name, set()).add(pair)
@@ -64,7 +65,7 @@ def test_a_candidate_that_is_wrong_on_one_pair_alone_is_caught(op, coverage):
 
 
 def spoiled(reference, args, result):
-    """The answer with one element wrong; an empty one is refused instead, for no element can be."""
+    """The outputs with one wrong element. An empty output has no element, so the call raises instead."""
     outputs = [t for t in reference.spec.outputs(args, result) if t.numel()]
     if not outputs:
         raise RuntimeError("wrong here")

@@ -1,4 +1,4 @@
-"""The constants of every format, against torch's dtypes where torch has them and ml_dtypes where not."""
+"""The constants of every format, against torch's dtypes, or against ml_dtypes for formats that torch lacks."""
 
 import math
 

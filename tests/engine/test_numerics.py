@@ -1,4 +1,4 @@
-"""The element cast of the references: one line for every format, against ml_dtypes and torch."""
+"""The element cast of the references: one function for every format, against ml_dtypes and torch."""
 
 import ml_dtypes
 import numpy as np
@@ -40,7 +40,7 @@ def test_every_code_is_the_value_that_ml_dtypes_gives_and_comes_back(fmt):
 
 @each
 def test_every_bfloat16_gets_the_code_that_ml_dtypes_gives(fmt):
-    """Of ties, subnormals, zeros, both ends and Inf, which saturates."""
+    """Among them are ties, subnormals, zeros, both ends and Inf, which saturates."""
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).float()
     x = x[~x.isnan()]
     assert torch.equal(encoded(x, fmt), by_ml_dtypes(x, fmt))
@@ -65,7 +65,7 @@ def test_any_fp32_gets_the_code_that_ml_dtypes_gives(values, fmt):
 
 
 def test_e2m1_rounds_as_the_peers_that_round_to_nearest_even():
-    """`fp4` of peers.json: a value, and its code by four peers, of whom the third rounds ties towards zero."""
+    """`fp4` of peers.json: a value, and its code by four peers. The third peer rounds ties towards zero."""
     rows = load()["fp4"]
     got = encoded(torch.tensor([value for value, *_ in rows]), E2M1).tolist()
     assert [[code] * 3 for code in got] == [[row[1], row[2], row[4]] for row in rows]
@@ -89,7 +89,7 @@ def test_the_first_of_two_e2m1_lies_in_the_low_nibble():
 
 @each
 def test_the_cast_stores_what_its_reading_gives_back(fmt):
-    """A format without a dtype is stored as uint8, one code to a byte: fp6 needs no line of its own."""
+    """A format without a dtype is stored as uint8, one code per byte, so fp6 needs no special code."""
     values = torch.tensor([fmt.value(code) for code in range(fmt.largest_code + 1)])
     x = torch.cat([values, -values])
     stored = saturating_cast(x, fmt)

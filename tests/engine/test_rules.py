@@ -1,4 +1,4 @@
-"""rules: every preset gives, bit for bit, what is recorded of its peer, and says no to what the peer does not do."""
+"""rules: every preset reproduces its peer's recorded results bit for bit, and refuses calls that the peer lacks."""
 
 import contextlib
 import inspect
@@ -15,7 +15,8 @@ from mxspec.rules import _recorded
 from tests.helpers import published
 
 PEERS = {name: getattr(rules, name) for name in rules.peers()}
-OP_OF = {"mx": "mx_quantize", "blk": "fp8_quantize_1x128"}  # the op that a section of peers.json has blocks for
+# The op that the blocks of a section of peers.json belong to.
+OP_OF = {"mx": "mx_quantize", "blk": "fp8_quantize_1x128"}
 ENTRIES = [
     (peer, section, entry)
     for peer, module in PEERS.items()
@@ -28,7 +29,7 @@ VECTORS = {name: published(name) for name in ("mx_blocks", "fp8_block")}
 def supported(op, **kwargs):
     try:
         dispatch.reference(op)(torch.zeros(1, 128), **kwargs)
-    except TypeError:  # an element format that is recorded and that the op does not have
+    except TypeError:  # the op does not have this recorded element format
         return False
     return True
 
@@ -52,7 +53,7 @@ def test_a_preset_gives_what_is_recorded_of_its_peer(peer, section, entry):
         assert rules.matches(result, recorded) == (probe.name not in otherwise), (probe.name, result, recorded)
         checked += 1
     assert checked >= (30 if section == "mx" else 10)
-    assert not otherwise or "*" in entry  # what was run is not to be argued with
+    assert not otherwise or "*" in entry  # only a transcribed entry may differ from the source
 
 
 @pytest.mark.parametrize("section", OP_OF)
@@ -71,7 +72,7 @@ def test_a_name_in_the_record_is_a_whole_formats_name(monkeypatch):
 MX_PEERS = [peer for peer, module in PEERS.items() if hasattr(module, "mx_quantize")]
 
 
-@pytest.mark.parametrize("peer", [peer for peer in MX_PEERS if peer != "ocp"])  # which is a text and was not run
+@pytest.mark.parametrize("peer", [peer for peer in MX_PEERS if peer != "ocp"])  # ocp is a text and was not run
 def test_a_preset_gives_numbers_only_where_something_is_recorded(peer):
     taken, x = set(), torch.linspace(-3, 3, 32).unsqueeze(0)
     for fmt in (fmt for fmt in ELEMENTS.values() if fmt.dtype):
@@ -101,7 +102,7 @@ def test_no_peer_without_a_record_explains_e2m1():
 
 
 def test_what_a_preset_does_differently_stays_inside_its_own_block():
-    """A block quantized among others, along either axis and from either layout of x, is what it is alone."""
+    """A block gives the same result among others as alone, along either axis and with either layout of x."""
     x = torch.cat([probe.x.float() for probe in rules.probes("mx") if probe.x.dtype == torch.bfloat16])[:24].repeat(
         4, 1
     )
@@ -137,7 +138,7 @@ def test_fp8_vectors_of_torchao_main(key):
     x, q, s = (torch.from_numpy(VECTORS["fp8_block"][name]) for name in (f"{key[0]}.x", f"{key}.q", f"{key}.s"))
     result = getattr(rules.torchao, op)(x)
     assert check.difference(result, (q.view(torch.float8_e4m3fn), s.view(result[1].shape))) is None
-    if op == "fp8_quantize_1x128":  # 1 / fp32(448 / a) and a / 448 differ now and then
+    if op == "fp8_quantize_1x128":  # 1 / fp32(448 / a) and a / 448 differ for some a
         assert 0 < (rules.deepgemm.fp8_quantize_1x128(x)[1] != s).sum() < s.numel()
 
 

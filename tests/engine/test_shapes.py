@@ -1,4 +1,4 @@
-"""The shape sets, what an op is timed at; and the offs of the cases, which its contract allows too."""
+"""The sets of shapes that an op is timed at. The contract of the op allows them, and the offs of its cases."""
 
 import inspect
 import json
@@ -50,7 +50,7 @@ def test_a_wrong_file_is_refused(tmp_path, text, words):
 
 
 def test_torchaos_quantizer_shapes_are_those_of_its_benchmark():
-    """benchmarks/prototype/moe_training/mxfp8/bench_cutedsl_quantize_2d_1x32.py, and 32768 x 32768."""
+    """The shapes of benchmarks/prototype/moe_training/mxfp8/bench_cutedsl_quantize_2d_1x32.py, and 32768 x 32768."""
     assert SETS["torchao"].matrices == (
         (8192, 2048),
         (8192, 7168),
@@ -65,17 +65,18 @@ def test_torchaos_quantizer_shapes_are_those_of_its_benchmark():
 WHOLE = {"torchao": SETS["torchao"], "small": SETS["small"], "all": reduce(Shapes.__or__, SETS.values())}
 
 
-@pytest.mark.parametrize("shapes", WHOLE)  # the set of token groups has nothing for most ops
+@pytest.mark.parametrize("shapes", WHOLE)  # the set `groups` has no shape for most ops
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_every_op_is_timed_on_calls_that_its_contract_allows(op, shapes):
     reference = dispatch.reference(op)
     cases = list(reference.spec.bench_cases(WHOLE[shapes]))
-    assert cases or shapes != "all"  # only one set has the gradient of a weight
+    assert cases or shapes != "all"  # only one set has shapes of weight gradients
     assert len({case.name for case in cases}) == len(cases)
     with FakeTensorMode():
         for case in cases:
             args = case.args()
-            outputs = reference.spec.outputs(args, reference(*args, **case.kwargs))  # it checks its arguments
+            # The reference checks its arguments.
+            outputs = reference.spec.outputs(args, reference(*args, **case.kwargs))
             assert reference.spec.bytes_moved(args, outputs) > 0
             assert reference.spec.flops(args, outputs) >= 0
 

@@ -1,4 +1,4 @@
-"""The cases' random data: the same bits on every machine and under every release of torch."""
+"""The random data of the cases: the same bits on every machine and with every release of torch."""
 
 import hashlib
 
@@ -22,7 +22,8 @@ def test_normal_is_nearly_so():
     x = normal(1000, 1000).double()
     assert abs(x.mean()) < 0.005
     assert abs(x.var() - 1) < 0.01
-    assert abs((x.abs() < 1).double().mean() - 2 / 3) < 0.01  # exactly 2/3 within one sigma; a normal has 0.683
+    # Exactly 2/3 lie within one sigma; for a normal distribution it would be 0.683.
+    assert abs((x.abs() < 1).double().mean() - 2 / 3) < 0.01
     assert x.abs().max() <= 3
 
 
@@ -32,7 +33,7 @@ def test_powers_of_two_are_exact():
 
 
 def test_golden_digests():
-    """Whatever machine computes them. A change here changes the published vectors, and their version."""
+    """The same on every machine. A change here changes the published vectors and their version."""
     assert digest(normal(64, 64)) == "b337c8f9bfb5cff1"
     assert digest(random_normal(64, 96)) == "5ebeee8845e75fa5"
     assert digest(random_normal(64, 96, dtype=torch.float16, seed=7)) == "0d8f29cb4357f82f"

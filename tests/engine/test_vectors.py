@@ -1,4 +1,4 @@
-"""The published vectors: a program without torch reads them and answers; each kind of wrong answer is found."""
+"""The published vectors: a program without torch reads them and answers; every kind of wrong answer is found."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture
 def answered(tmp_path):
-    """Vectors of mx_quantize, with the right answers; the manifest, and functions that write other ones."""
+    """Vectors of mx_quantize with the right answers: the manifest, and functions that change the answers."""
     manifest = vectors.export(tmp_path, ["mx_quantize"])["mx_quantize"]
     stored = load_file(tmp_path / "mx_quantize.safetensors")
     results = tmp_path / "results"
@@ -62,7 +62,7 @@ def test_every_op_that_is_judged_byte_for_byte_has_vectors(published):
         tests, left_out = manifest["tests"], manifest["left_out"]
         assert [t["comment"] for t in tests] + [c["comment"] for c in left_out] != []
         assert {t["comment"] for t in tests} | {c["comment"] for c in left_out} == set(cases)
-        for c in left_out:  # nothing but what bytes cannot say, and what is too much
+        for c in left_out:  # only calls that bytes cannot express, and calls that are too large, are left out
             too_much = "large" in c["flags"] or "a file holds tests of" in c["because"]
             assert too_much or "invalid" in c["flags"], (op, c)
         assert sum(bool(t["flags"]) for t in tests) * 4 >= len(tests), op
@@ -94,10 +94,10 @@ def test_every_scaling_and_element_format_that_an_op_takes_is_there(published):
             assert {o["elem_dtype"] for o in options} == {str(dtype).removeprefix("torch.") for dtype in taken}, op
 
 
-# What a release published under vectors.VERSION, or the next release will. Where this changes, a test or its bytes did:
-# pin the new digest, and raise VERSION where a release has the old one. Seen with torch 2.13 and safetensors 0.8, with
-# and without vector instructions; another release that gives other bytes breaks what `export` promises, and is to be
-# understood first.
+# The digest that a release has published under vectors.VERSION, or that the next release will publish. If it changes, a
+# test or its bytes changed: pin the new digest, and raise VERSION if a release has the old digest. It was computed with
+# torch 2.13 and safetensors 0.8, with and without vector instructions. If another release of either gives other bytes,
+# `export` breaks its promise; find the reason first.
 PUBLISHED = (2, "477e33e68f362a783133b0bdb70b7214db790707b83c5c4f9686ad8aaf2dd40c")
 
 
@@ -116,7 +116,7 @@ def test_outputs_without_names_are_said_to_lack_them(monkeypatch):
 
 
 def test_the_header_counts_the_numbers_of_f4(published):
-    """As FORMAT says, without torch."""
+    """As FORMAT says, read without torch."""
     folder, manifests = published
     data = (folder / "mx_quantize.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -152,7 +152,7 @@ def test_golden_a_test_of_an_argument_without_a_tensor(published):
 
 
 def test_a_nan_that_is_computed_is_positive_and_one_that_is_moved_stays(published):
-    """What sign arithmetic gives a NaN depends on the CPU and on the order of the operands."""
+    """The sign of a computed NaN depends on the CPU and on the order of the operands."""
     folder, manifests = published
     negative = {}
     for op in ("mx_dequantize", "pad_token_groups"):
@@ -168,7 +168,7 @@ def test_a_nan_that_is_computed_is_positive_and_one_that_is_moved_stays(publishe
 def test_manifests_are_json_that_anything_reads(published):
     folder, manifests = published
 
-    def refuse(constant):  # NaN and Infinity, which Python writes and JSON has not
+    def refuse(constant):  # NaN and Infinity, which Python writes and JSON does not have
         raise AssertionError(constant)
 
     for op, manifest in manifests.items():
@@ -190,7 +190,7 @@ def test_the_bytes_are_the_same_without_vector_instructions_and_with_two_threads
 
 
 def blocked_in_numpy(scale):
-    """The formula of to_blocked's docstring, element by element."""
+    """The formula of to_blocked's docstring, one element at a time."""
     *lead, R, C = scale.shape
     Rp, Cp = -(-R // 128) * 128, -(-C // 4) * 4
     r, c = np.indices((R, C))
@@ -200,7 +200,7 @@ def blocked_in_numpy(scale):
 
 
 def test_a_program_without_torch_reads_and_answers(tmp_path):
-    """Bytes, JSON and numpy only, as the manifest's `format` says."""
+    """The program uses only bytes, JSON and numpy, as the manifest's `format` says."""
     vectors.export(tmp_path, ["to_blocked"])
     data = (tmp_path / "to_blocked.safetensors").read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
@@ -237,7 +237,7 @@ _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
     "form", [lambda t: t.view(torch.uint8), lambda t: t.view(_UNSIGNED[t.itemsize])], ids=["bytes", "integers"]
 )
 def test_answers_may_be_bits(published, tmp_path, form):
-    """Of narrow floats, bfloat16 and float32, in what a program without those dtypes has."""
+    """Narrow floats, bfloat16 and float32, in the dtypes of a program that lacks these formats."""
     folder, manifests = published
     (tmp_path / "results").mkdir()
     for op in ("mx_quantize", "mx_dequantize"):
@@ -262,7 +262,7 @@ def test_a_wrong_byte_is_named_with_its_block(answered):
 
 def test_a_column_major_output_is_indexed_by_its_own_shape(answered):
     name = "96x160, axis -2, plain"
-    answered.outputs[f"{number(answered, name)}.qdata"].view(torch.uint8)[7, 40] ^= 1  # as it lies, (K, M)
+    answered.outputs[f"{number(answered, name)}.qdata"].view(torch.uint8)[7, 40] ^= 1  # the index in memory, (K, M)
     assert "first at [40, 7]" in answered.judged()[name].message
 
 
@@ -320,7 +320,7 @@ def test_the_peer_whose_rule_explains_it_is_named(answered):
     theirs = rules.te.mx_quantize(*case.args(), **case.kwargs)
     for output, t in zip(("qdata", "scale"), theirs, strict=True):
         entry = answered.outputs[f"{number(answered, name)}.{output}"]
-        entry.copy_(t.mT if output == "qdata" else t)  # codes are stored as they lie in memory
+        entry.copy_(t.mT if output == "qdata" else t)  # codes are stored in the order of their memory
     assert answered.judged()[name].message.endswith("your bytes are those of: te")
 
 
@@ -442,7 +442,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_no_input_is_a_float_where_the_op_takes_an_integer(published):
-    """Of those a program cannot tell 32.0 from 32."""
+    """Some programs cannot tell 32.0 from 32 in JSON."""
     _, manifests = published
     left_out = [entry for m in manifests.values() for entry in m["left_out"] if "a float" in entry["because"]]
     assert "axis -1.0" in [entry["comment"] for entry in left_out]

@@ -1,4 +1,4 @@
-"""fp8_dequantize: literal products, and which block a scale reaches."""
+"""fp8_dequantize: literal products, and the elements that each scale reaches."""
 
 import pytest
 import torch
@@ -27,9 +27,10 @@ def test_golden_columns():
 
 
 def test_golden_two_roundings():
-    """1.5 * scale is 2^-24 above 1 + 2^-8, the tie between 1 and 1 + 2^-7: fp32 rounds onto the tie, bfloat16 to even.
+    """The product 1.5 * scale is 2^-24 above 1 + 2^-8, the tie between 1 and 1 + 2^-7.
 
-    Rounded once, the product would be 1.0078125.
+    fp32 rounds it onto the tie, and bfloat16 then rounds the tie to even, which is 1. A single rounding would give
+    1.0078125.
     """
     qdata = torch.full((1, 128), 0x3C, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scale = torch.tensor([[0.6692708730697632]])
@@ -47,7 +48,7 @@ TRITON = pytest.mark.skipif(
 @TRITON
 @pytest.mark.parametrize("op", ["fp8_quantize_1x128", "fp8_dequantize"])
 def test_programs_that_fill_no_dimension_of_a_grid_evenly(op, monkeypatch):
-    """Of so many rows that two dimensions share them, the last programs may be past the end: here from 5 tiles on."""
+    """If two grid dimensions share the rows, the last programs may lie past the end: here from 5 tiles on."""
     from mxspec.triton_kernels.common import launch
 
     monkeypatch.setattr(launch, "MOST", 4)

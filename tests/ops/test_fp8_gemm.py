@@ -1,4 +1,4 @@
-"""fp8_gemm: literal sums, and which scale reaches which element."""
+"""fp8_gemm: literal sums, and the elements that each scale reaches."""
 
 import torch
 
@@ -44,7 +44,7 @@ def test_golden_1x128_by_1x128():
 
 
 def test_golden_not_by_way_of_fp32():
-    """1 + 2^-8 + 2^-39 is nearer to 1 + 2^-7; in fp32 it would be the tie 1 + 2^-8, which goes to 1."""
+    """1 + 2^-8 + 2^-39 rounds to 1 + 2^-7. Through fp32 it would be the tie 1 + 2^-8, which rounds to 1."""
     a, a_scale, b, b_scale = zeros(1, 1, 256)
     a[0, 0] = a[0, 128] = b[0, 0] = b[0, 128] = 1.0
     a_scale[0] = torch.tensor([1 + 2**-8, 2**-39])

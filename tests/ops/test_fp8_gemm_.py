@@ -1,4 +1,4 @@
-"""fp8_gemm_: literal sums onto a matrix, what is left alone, and that torch knows what is changed."""
+"""fp8_gemm_: literal sums onto a matrix, elements that stay unchanged, and torch's knowledge of the change."""
 
 import pytest
 import torch
@@ -50,7 +50,8 @@ def test_golden_1x128_by_128x128():
 def test_golden_product_and_acc_are_rounded_once():
     a, a_scale, b, b_scale = zeros(1, 2, 256)
     a[0, 0] = a[0, 128] = b[:, 0] = b[1, 128] = 1.0
-    a_scale[0, 1] = 2**-28  # lost, were the product rounded to fp32 by itself: acc + 1 is a tie, and goes to the even
+    # This would be lost if the product alone were rounded to fp32: acc + 1 is a tie that rounds to even.
+    a_scale[0, 1] = 2**-28
     acc = torch.full((1, 2), 2.0**24)
     assert fp8_gemm_(acc, a, a_scale, b, b_scale).tolist() == [[2.0**24, 2.0**24 + 2]]
 
@@ -86,7 +87,7 @@ def test_the_schema_says_what_is_changed():
 def test_autograd_sees_that_acc_has_changed(through):
     acc, *operands = onto(4, 8, 128)
     x = torch.ones(4, 8, requires_grad=True)
-    loss = (x * acc).sum()  # which keeps acc for backward
+    loss = (x * acc).sum()  # saves acc for backward
     (mxspec.fp8_gemm_ if through == "the op" else torch.ops.mxspec.fp8_gemm_)(acc, *operands)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm: literal sums, whose weights a token meets, and what lies in no group."""
+"""fp8_grouped_gemm: literal sums, the weights that each token meets, and rows of no group."""
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ def fp8_grouped_gemm(*args, **options):
 
 
 def tokens_and_weights():
-    """Tokens 1, 2, 3, 4, 5 and weights 1 for expert 0, 10 for 1, 104 for 2, in column 1 of 130, element 200 of 256."""
+    """Tokens 1, 2, 3, 4, 5 and weights 1 (expert 0), 10 (expert 1) and 104 (expert 2).
+
+    Only element 200 of 256 is not 0, and of the weights only column 1 of 130.
+    """
     a, b = torch.zeros(5, 256), torch.zeros(3, 130, 256)
     a[:, 200] = torch.arange(1, 6)
     b[:, 1, 200] = torch.tensor([1.0, 10.0, 104.0])
@@ -25,7 +28,7 @@ def tokens_and_weights():
 
 def test_golden_each_token_meets_its_experts_weights():
     a, a_scale, b, b_scale = tokens_and_weights()
-    a_scale[:, 0], b_scale[:, :, 0], b_scale[:, 1] = 100.0, 100.0, 100.0  # of other blocks than those that count
+    a_scale[:, 0], b_scale[:, :, 0], b_scale[:, 1] = 100.0, 100.0, 100.0  # scales of blocks that must not count
     a_scale[4, 1], b_scale[2, 0, 1] = 3.0, 0.5
     out = fp8_grouped_gemm(a, a_scale, b, b_scale, ends(1, 3, 5))
     assert (out.dtype, out.stride()) == (torch.bfloat16, (130, 1))
@@ -49,7 +52,7 @@ def test_golden_a_nan_scale_of_weights_reaches_columns_of_its_tokens():
 
 
 def test_golden_sums_are_rounded_once():
-    """1 + 2^-8 + 2^-30 is above a tie of bfloat16, at which fp32 in between would put it."""
+    """1 + 2^-8 + 2^-30 is above a tie of bfloat16; rounded to fp32 first, it would be the tie."""
     a, b = torch.zeros(1, 256), torch.zeros(1, 1, 256)
     a[0, [0, 1, 128]], b[0, 0, [0, 1, 128]] = torch.tensor([1.0, 2**-4, 1.0]), torch.tensor([1.0, 2**-4, 1.0])
     a_scale = torch.tensor([[1.0, 2**-30]])
@@ -66,7 +69,7 @@ def test_forward_and_dgrad_of_unpadded_groups_are_those_of_each_expert():
         for first, last, e in ((0, 7, 0), (7, 50, 2)):
             args = a[first:last], a_scale[first:last], weights[e], weights_scale[e]
             of_one = mxspec.fp8_gemm(*args, out_dtype=torch.float32)
-            # Both sum in fp64, in an order of their own.
+            # Both sum in fp64, each in its own order.
             torch.testing.assert_close(out[first:last], of_one, rtol=0, atol=1e-5)
         assert out[50:].count_nonzero() == 0
 

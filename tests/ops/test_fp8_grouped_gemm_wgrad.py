@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm_wgrad: literal sums over each group's tokens, and what lies in no group."""
+"""fp8_grouped_gemm_wgrad: literal sums over each group's tokens, and tokens of no group."""
 
 import torch
 
@@ -16,10 +16,11 @@ def wgrad(dy, dy_scale, x, x_scale, offs, **options):
 
 
 def operands():
-    """Groups of 256, 0 and 128 tokens, and 128 codes of none. One feature of dy: 1 at tokens 0, 129 and 256.
+    """Groups of 256, 0 and 128 tokens, and 128 tokens of no group.
 
-    Two of x, of which group 0 has 0..255 and 256..511, and group 2 has 512..639 and 640..767: 2 in the first
-    everywhere, in the second the number of the token's block, and 3 from token 1 on in group 2.
+    dy has one feature: 1 at tokens 0, 129 and 256, 0 elsewhere. x has two features: group 0 has their codes at places
+    0..255 and 256..511, and group 2 at 512..639 and 640..767. The first feature of x is 2 everywhere. The second is the
+    number of the token's block, but 3 from token 1 on in group 2.
     """
     dy, x = torch.zeros(1, 512), torch.full((2, 512), 2.0)
     dy[0, [0, 129, 256]] = 1.0
@@ -66,7 +67,7 @@ def test_golden_a_nan_stays_with_its_expert():
 
 
 def test_the_size_of_the_buffers_changes_nothing():
-    """Codes and scales cut to the tokens that groups have, and with more of nothing behind them."""
+    """Codes and scales cut to the tokens that groups have, and with additional codes and scales behind them."""
     given = operands()
     cut = [given[0][:, :384], given[1][:, :3], given[2].view(-1)[:768].view(2, 384), given[3][:, :3]]
     assert wgrad(*cut, given[4]).equal(wgrad(*given))

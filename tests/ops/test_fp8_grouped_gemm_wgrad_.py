@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm_wgrad_: literal sums onto matrices, and what is left alone."""
+"""fp8_grouped_gemm_wgrad_: literal sums onto matrices, and elements that stay unchanged."""
 
 import pytest
 import torch
@@ -45,7 +45,8 @@ def test_golden_a_group_without_tokens_is_left_alone():
 
 def test_golden_product_and_acc_are_rounded_once():
     dy, dy_scale, x, x_scale = ones(1, 1, 256)
-    dy_scale[0, 1] = 2**-28  # lost, were the product rounded to fp32 by itself: acc + 1 is a tie, and goes to the even
+    # This would be lost if the product alone were rounded to fp32: acc + 1 is a tie that rounds to even.
+    dy_scale[0, 1] = 2**-28
     acc = torch.full((1, 1, 1), 2.0**24)
     assert add(acc, dy, dy_scale, x, x_scale, ends(256)).tolist() == [[[2.0**24 + 2]]]
 

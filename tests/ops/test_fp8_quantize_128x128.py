@@ -1,4 +1,4 @@
-"""fp8_quantize_128x128: goldens worked by hand and peers' bytes."""
+"""fp8_quantize_128x128: goldens computed by hand, and peers' bytes."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_two_outputs_or_four(through):
         return fp8_quantize_128x128(w), fp8_quantize_128x128(w, with_transpose=True)
 
     w = torch.randn(130, 128)
-    if through == "operator":  # which a gradient asks for
+    if through == "operator":  # a gradient calls the operator
         w.requires_grad_()
     if through == "compiled":
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""fp8_quantize_1x128: goldens worked by hand and peers' bytes."""
+"""fp8_quantize_1x128: goldens computed by hand, and peers' bytes."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_golden_nan_and_inf(special):
 
 
 def test_the_division_is_rounded_once():
-    """448.0 / tensor is a reciprocal times 448 in PyTorch: another factor for 33 of the 128 bfloat16 mantissas."""
+    """PyTorch computes 448.0 / tensor as a reciprocal times 448, which differs for 33 of 128 bfloat16 mantissas."""
     amax = (1 + torch.arange(128) / 128).unsqueeze(1)
     x = torch.zeros(128, 128)
     x[:, :1] = amax
@@ -86,9 +86,12 @@ def quantize(x, backend, **kwargs):
 @each_backend
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 def test_the_factor_of_every_bfloat16(backend, scale_format):
-    """`fp32(448 / amax)`, then inverted; in float64, whose quotient of two fp32 rounds as the exact one would."""
+    """`fp32(448 / amax)`, then inverted, against float64. The float64 quotient of two fp32 rounds like the exact
+    one.
+    """
     amax = torch.arange(2**15).to(torch.int16).view(torch.bfloat16)
-    if DEVICE.type == "cpu" and backend != "reference":  # under an interpreter, some exponents: eps is in the third
+    # An interpreter takes some exponents only; eps lies in the third.
+    if DEVICE.type == "cpu" and backend != "reference":
         amax = amax.view(256, 128)[[0, 1, 87, 88, 126, 127, 128, 254, 255]].flatten()
     x = torch.zeros(len(amax), 128, dtype=torch.bfloat16)
     x[:, 5] = -amax
@@ -103,7 +106,7 @@ def test_the_factor_of_every_bfloat16(backend, scale_format):
 @each_backend
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_a_power_of_two_moves_a_pow2_scale_and_no_code(backend, axis):
-    x = torch.randn(128, 128).clamp(min=2**-6)  # amax / 448 and above: no code is subnormal
+    x = torch.randn(128, 128).clamp(min=2**-6)  # elements are at least amax / 448, so no code is subnormal
     qdata, scale = quantize(x.to(DEVICE), backend, axis=axis, scale_format="pow2")
     for k in (-30, -1, 1, 30, 100):
         moved, moved_scale = quantize((x * 2.0**k).to(DEVICE), backend, axis=axis, scale_format="pow2")

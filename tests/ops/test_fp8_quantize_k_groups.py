@@ -1,4 +1,4 @@
-"""fp8_quantize_k_groups: where each code and scale lies, and the ops that it is made of."""
+"""fp8_quantize_k_groups: the place of each code and scale, and the ops that it consists of."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def quantize(*args, **options):
 
 
 def test_golden_each_group_is_a_matrix_of_its_own():
-    """Groups of 130, 0 and 1 tokens take 256, 0 and 128; of 3 more tokens nothing is left."""
+    """Groups of 130, 0 and 1 tokens take 256, 0 and 128 tokens of the result. The 3 tokens after them are dropped."""
     x = torch.zeros(134, 2)
     x[0, 0], x[129, 0], x[130, 0] = 448.0, -448.0, 448.0
     x[127, 1], x[128, 1], x[130, 1], x[131:] = 448.0, 448.0, -448.0, torch.nan
@@ -45,7 +45,7 @@ def test_golden_scales_are_mn_major():
 
 def test_golden_zeros_and_what_is_past_the_last_group():
     qdata, scale, *_ = quantize(-torch.zeros(3, 1), ends(1))
-    assert u8(qdata).flatten().tolist() == [0x80] + [0] * 255  # -0, its padding, and nothing
+    assert u8(qdata).flatten().tolist() == [0x80] + [0] * 255  # -0, its padding, and codes of no group
     assert scale.view(torch.int32).tolist() == [[OF_ZEROS, 0]]
 
 
@@ -70,7 +70,7 @@ def test_golden_a_power_of_two():
     scale_format=st.sampled_from(("fp32", "pow2")),
 )
 def test_each_group_is_quantized_as_if_alone(sizes, rest, scale_format):
-    """Group by group, as DeepGEMM's tests lay them out who know the sizes."""
+    """Group by group on the host, as DeepGEMM's tests build their operands from known sizes."""
     D = 5
     x, offs = random_normal(sum(sizes) + rest, D), torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     qdata, scale, _, end = quantize(x, offs, scale_format=scale_format)
@@ -96,7 +96,7 @@ def test_rows_and_bounds_are_those_of_the_mx_quantizer_of_groups():
 @only_interpreted
 @pytest.mark.parametrize("tokens", [7, 2**20 + 130])
 def test_codes_past_2_to_the_31_lie_where_their_group_says(tokens, monkeypatch):
-    """The last block of a group that begins, or of one that ends past 2^31, without the programs of the others."""
+    """The last block of a group that begins past 2^31, or ends past it; only the programs of that block run."""
     from triton.runtime import interpreter
 
     before, D = 2**20 + 256 if tokens < 128 else 0, 2176

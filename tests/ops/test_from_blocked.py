@@ -1,4 +1,4 @@
-"""from_blocked: literal places. Its other half, that it inverts to_blocked, is in test_to_blocked.py."""
+"""from_blocked: literal places. test_to_blocked.py tests that it inverts to_blocked."""
 
 import pytest
 import torch

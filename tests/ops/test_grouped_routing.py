@@ -1,6 +1,6 @@
-"""Any routing of tokens to experts: what a grouped matmul gives is, group by group, what the dense one gives.
+"""Any routing of tokens to experts: group by group, a grouped matmul gives the result of the dense matmul.
 
-The references everywhere; on a GPU the Triton kernels too, which must be as near them as the SQNR asks.
+The references run everywhere. On a GPU the Triton kernels run too, and must be as near as the SQNR asks.
 """
 
 import torch

@@ -34,13 +34,13 @@ def test_golden_e5m2():
 
 
 def test_golden_e2m1():
-    """The low nibble first: 5 is 3.0, F is -6.0; at 2^-127 what is subnormal in fp32 is exact."""
+    """The low nibble comes first: 5 is 3.0, F is -6.0. At 2^-127 a value that is subnormal in fp32 is exact."""
     qdata = torch.full((2, 16), 0xF5, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     scale = torch.tensor([[0], [128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     out = mx_dequantize(qdata, scale, out_dtype=torch.float32, backend="reference")
     assert out.shape == (2, 32)
     assert out[:, :3].tolist() == [[3 * 2.0**-127, -6 * 2.0**-127, 3 * 2.0**-127], [6.0, -12.0, 6.0]]
-    columns = qdata[:, :1].expand(2, 16).mT  # (16, 2): 32 rows, along which two share a byte
+    columns = qdata[:, :1].expand(2, 16).mT  # (16, 2): 32 rows, two of which share a byte
     out = mx_dequantize(columns, scale, axis=-2, out_dtype=torch.float32, backend="reference")
     assert (out.shape, out.stride()) == ((32, 2), (2, 1))
     assert out[:2].tolist() == [[3 * 2.0**-127, 6.0], [-6 * 2.0**-127, -12.0]]

@@ -1,4 +1,4 @@
-"""mx_gemm: literal sums, which scale byte reaches which element, and where it is in the tiles."""
+"""mx_gemm: literal sums, the elements that each scale byte reaches, and the byte's place in the tiles."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_golden_sums_are_rounded_once_to_even():
     a[0, [0, 32, 64]] = 1.0
     a_scale[0] = torch.tensor([127, 119, 87])  # 1, 2^-8, 2^-40
     b[:, 0], b[:, 32], b[1, 64], b[2, 64] = 1.0, 1.0, 1.0, -1.0
-    # A tie between 1 and 1 + 2^-7; above and below it by less than fp32 can say.
+    # A tie between 1 and 1 + 2^-7, and numbers above and below it by less than fp32 can represent.
     assert mx_gemm(a, a_scale, b, b_scale).tolist() == [[1.0, 1.0078125, 1.0]]
     assert mx_gemm(a, a_scale, b, b_scale, out_dtype=torch.float32).tolist() == [3 * [1 + 2**-8]]
 

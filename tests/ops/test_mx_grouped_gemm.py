@@ -1,4 +1,4 @@
-"""mx_grouped_gemm: literal sums, whose weights a token meets, and what lies in no group."""
+"""mx_grouped_gemm: literal sums, the weights that each token meets, and rows of no group."""
 
 import torch
 
@@ -16,7 +16,7 @@ def mx_grouped_gemm(a, a_scale, b, b_scale, offs, **options):
 
 
 def tokens_and_weights():
-    """Tokens 1, 2, 3, 4, 5 and weights 1 for expert 0, 10 for 1, 100 for 2, in one element of 64."""
+    """Tokens 1, 2, 3, 4, 5 and weights 1 (expert 0), 10 (expert 1) and 100 (expert 2), in one element of 64."""
     a, b = torch.zeros(5, 64), torch.zeros(3, 2, 64)
     a[:, 40] = torch.arange(1, 6)
     b[:, 1, 40] = torch.tensor([1.0, 10.0, 104.0])

@@ -1,4 +1,4 @@
-"""mx_grouped_gemm_wgrad: literal sums over each group's tokens, and what lies in no group."""
+"""mx_grouped_gemm_wgrad: literal sums over each group's tokens, and tokens of no group."""
 
 import torch
 
@@ -11,14 +11,14 @@ E4M3FN, E8M0FNU = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 def mx_grouped_gemm_wgrad(dy, dy_scale, x, x_scale, offs, **options):
-    """dy and x as rows of features."""
+    """The op, with dy and x given as rows of features."""
     scales = dy_scale.view(E8M0FNU), x_scale.view(E8M0FNU)
     dy, x = (t.to(E4M3FN).mT for t in (dy, x))
     return mxspec.mx_grouped_gemm_wgrad(dy, scales[0], x, scales[1], offs, backend="reference", **options)
 
 
 def operands():
-    """One feature of dy, 1 at tokens 0, 33, 64 and 96; two of x: 2 at every token, and the token's number / 32."""
+    """One feature of dy: 1 at tokens 0, 33, 64 and 96. Two features of x: 2 everywhere, and the token's number / 32."""
     dy, x = torch.zeros(1, 128), torch.full((2, 128), 2.0)
     dy[0, [0, 33, 64, 96]] = 1.0
     x[1] = torch.arange(128) // 32
@@ -62,7 +62,7 @@ def test_golden_of_several_row_tiles_a_group_has_one_after_the_other():
     dy, x = torch.zeros(130, 64), torch.ones(1, 64)
     dy[129] = 1.0
     dy_scale, x_scale = full(255, 256, 2 + 2 * 4), full(255, 128, 2 + 2 * 4)
-    for group in (0, 1):  # group 1 begins after both row tiles of group 0; a row's byte is the first of its word
+    for group in (0, 1):  # group 1 begins after both row tiles of group 0; the byte of a row is the first of its word
         for row in range(130):
             place = group * 1024 + row // 128 * 512 + row % 32 * 16 + row % 128 // 32 * 4
             dy_scale.view(-1)[place] = 127 + group * (row == 129)

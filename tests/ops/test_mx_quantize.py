@@ -1,4 +1,4 @@
-"""mx_quantize: goldens worked by hand, bytes that peers published, and properties."""
+"""mx_quantize: goldens computed by hand, bytes that peers published, and properties."""
 
 import itertools
 
@@ -29,8 +29,8 @@ def quantized(x, count, **kwargs):
     return scale.view(torch.uint8).tolist(), qdata.view(torch.uint8)[0, :count].tolist()
 
 
-# By hand: e4m3fn codes are sign 1, exponent 4 (bias 7), mantissa 3; e2m1's 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6, and
-# of two that share a byte the first is in the low nibble.
+# By hand. An e4m3fn code has sign 1, exponent 4 (bias 7), mantissa 3 bits. The e2m1 codes 0 to 7 are 0, 0.5, 1, 1.5, 2,
+# 3, 4 and 6; the first of two codes in a byte is in the low nibble.
 @pytest.mark.parametrize(
     ("values", "kwargs", "byte", "codes"),
     [
@@ -64,7 +64,7 @@ def quantized(x, count, **kwargs):
         ((4.5,), {"elem_dtype": E2M1, "scaling": "ceil"}, 128, [0x04]),
         ((4.5,), {"elem_dtype": E2M1, "scaling": "even"}, 127, [0x06]),
         ((2.0**-126, 0.0, -0.0), {"elem_dtype": E2M1}, 0, [0x04, 0x08]),
-        # NaN and Inf: the scale byte says it, and every code is 7
+        # NaN and Inf: only the scale byte shows it, and every code is 7
         ((torch.nan, 1.0), {"elem_dtype": E2M1}, 255, [0x77] * 16),
         ((-torch.inf, 1.0), {"elem_dtype": E2M1, "scaling": "floor"}, 255, [0x77] * 16),
         # log2 in fp32 is wrong by one ulp on either side of a power of two
@@ -86,7 +86,7 @@ def test_nan_and_inf_make_the_block_nan_and_no_other(special):
 
 
 def test_even_keeps_the_bfloat16_maximum_finite():
-    """The one deliberate difference from torchao's main branch, which makes this finite block NaN."""
+    """The only deliberate difference from torchao's main branch, which makes this finite block NaN."""
     x = block(torch.finfo(torch.bfloat16).max, 1.0, dtype=torch.bfloat16)
     assert quantized(x, 2, scaling="even") == ([[247]], [0x78, 0x00])
 
@@ -145,7 +145,7 @@ def test_rows_of_torchao_main(elem_dtype, scaling):
             continue  # finite blocks that torchao's `even` makes NaN
         got = mx_quantize(probe.x, elem_dtype=elem_dtype, scaling=scaling, backend="reference")
         recorded = probe.recorded[f"aomain.{scaling}"]
-        if elem_dtype == E2M1 and recorded[0] == 255:  # its codes there are what torchao's cast makes of a NaN
+        if elem_dtype == E2M1 and recorded[0] == 255:  # torchao's codes there are the result of its cast of a NaN
             assert got[0].view(torch.uint8).tolist() == [[0x77] * 16]
             recorded = (255, None)
         assert rules.matches(got, recorded), (probe.name, got, recorded)
@@ -167,7 +167,7 @@ def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, ele
     qdata, scale = mx_quantize(x, scaling=scaling, elem_dtype=elem_dtype)
     moved, moved_scale = mx_quantize(x * 2.0**k, scaling=scaling, elem_dtype=elem_dtype)
     byte, moved_byte = int(scale.view(torch.uint8)), int(moved_scale.view(torch.uint8))
-    if moved_byte > 0:  # byte 0 is where the format ends
+    if moved_byte > 0:  # the format ends at byte 0
         assert moved_byte == byte + k
         assert torch.equal(moved.view(torch.uint8), qdata.view(torch.uint8))
 
@@ -175,9 +175,10 @@ def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, ele
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**31 - 1), st.sampled_from(["floor", "rceil", "even"]), st.sampled_from([E4M3FN, E5M2, E2M1]))
 def test_what_is_on_the_grid_comes_back(seed, scaling, elem_dtype):
-    """Dequantizing and quantizing again changes nothing where the largest element fills its binade."""
+    """Dequantizing and quantizing again changes nothing if the largest element fills its binade."""
     fmt = formats.element(elem_dtype)
-    size, codes = 32 // fmt.per_byte, 0x7C if fmt.per_byte == 1 else 256  # positive numbers; of e2m1 every byte is one
+    # Positive numbers; every byte of e2m1 is valid.
+    size, codes = 32 // fmt.per_byte, 0x7C if fmt.per_byte == 1 else 256
     q = torch.randint(0, codes, (1, size), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     q[0, 0] = fmt.largest_code
     scale = torch.tensor([[132]], dtype=torch.uint8)
@@ -208,7 +209,7 @@ def test_reciprocal_scale_at_both_ends():
 
 
 def _exact_rceil(amax_bits: torch.Tensor, fmt: formats.ElementFormat) -> torch.Tensor:
-    """ceil(log2(a / max)) + 127 in float64, where a / max_pos is normal in fp32; exact comparisons, no log."""
+    """ceil(log2(a / max)) + 127 in float64, for quotients that are normal in fp32; exact comparisons, no log."""
     ratio = amax_bits.view(torch.float32).double() / fmt.max
     exponent = torch.frexp(ratio).exponent  # ratio = m * 2^e with 0.5 <= m < 1
     return 126 + exponent + (torch.frexp(ratio).mantissa != 0.5)
@@ -216,12 +217,12 @@ def _exact_rceil(amax_bits: torch.Tensor, fmt: formats.ElementFormat) -> torch.T
 
 @pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2, formats.E2M1], ids=lambda fmt: fmt.name)
 def test_rceil_at_every_mantissa(fmt):
-    """All 2^23 mantissas at one exponent in float64."""
+    """All 2^23 mantissas at one exponent, against float64."""
     amax = torch.arange(0x43800000, 0x44000000, dtype=torch.int32)
     got = numerics.shared_exponent(amax.view(torch.float32), fmt, "rceil").int()
     expected = _exact_rceil(amax, fmt)
     fp32 = (amax.view(torch.float32) / fmt.max).double()
-    # fp32 division rounds a ratio within half an ulp of a power of two onto it: the contract is about that quotient
+    # fp32 division rounds a ratio within half an ulp of a power of two onto it, and the contract takes that quotient
     on_power = torch.frexp(fp32).mantissa == 0.5
     assert torch.equal(got[~on_power], expected[~on_power].int())
     emax, added, _ = formats.exponent_rule(fmt, "rceil", torch.float32)
@@ -232,7 +233,7 @@ def test_rceil_at_every_mantissa(fmt):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("fmt", formats.ELEMENTS.values(), ids=lambda fmt: fmt.name)
 def test_a_rule_in_integers_is_the_reference(fmt, scaling, dtype):
-    """Every magnitude of 16 bits; of fp32, under every exponent, the mantissas beside those that a rule looks at."""
+    """Every 16-bit magnitude; for fp32, under every exponent, the mantissas around the limits of a rule."""
     if dtype == torch.float32:
         near = [m + d for m in (0, 0x400000, 0x600000, 0x780000, 0x700000, 0x800000) for d in range(-40, 40)]
         mantissas = torch.tensor(sorted({m for m in near if 0 <= m <= 0x7FFFFF}), dtype=torch.int32)

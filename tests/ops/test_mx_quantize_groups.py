@@ -1,4 +1,4 @@
-"""mx_quantize_groups: codes and scale bytes by hand, and the three ops that it is made of."""
+"""mx_quantize_groups: codes and scale bytes by hand, and the three ops that it consists of."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.helpers import ends, u8
 
 
 def test_golden_along_k():
-    """Two tokens, 1 and 448, in two groups: scales 2^-8 and 2^0, both codes 0x7e at the front of their tiles."""
+    """Two tokens, 1.75 and 448, in two groups: scales 2^-8 and 2^0, codes 0x7e; each scale begins its own tile."""
     x = torch.tensor([[1.75], [448.0]]).expand(2, 32)
     qdata, scale, start, end = mxspec.mx_quantize_groups(x, ends(1, 2))
     assert (qdata.shape, scale.shape) == ((384, 32), (640, 4))
@@ -24,7 +24,7 @@ def test_golden_along_k():
 
 
 def test_golden_along_the_tokens():
-    """Group 0 has 40 tokens of 448, so two blocks, the second with 24 rows of padding; group 1 one token of 1.75."""
+    """Group 0 has 40 tokens of 448: two blocks, the second with 24 rows of padding. Group 1 has one token of 1.75."""
     x = torch.full((41, 1), 448.0)
     x[40] = 1.75
     qdata, scale, *_ = mxspec.mx_quantize_groups(x, ends(40, 41), axis=-2)
@@ -51,7 +51,7 @@ def test_golden_plain_scales():
     scaling=st.sampled_from(("floor", "rceil")),
 )
 def test_each_group_is_quantized_as_if_alone(sizes, rest, axis, pad_to, scaling):
-    """Group by group, with the 2-D ops: what a person would write who knows the sizes."""
+    """Group by group with the 2-D ops, as a person would write it who knows the sizes."""
     x, offs = random_normal(sum(sizes) + rest, 64), torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     qdata, scale, start, end = mxspec.mx_quantize_groups(x, offs, axis=axis, pad_to=pad_to, scaling=scaling)
     for g, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Goldens for mx_quantize_rowcol, worked out by hand, and the property that makes it one op."""
+"""Goldens for mx_quantize_rowcol, computed by hand, and its equality with mx_quantize along each axis."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.helpers import u8
 
 
 def test_golden_one_number_a_row_and_a_column():
-    """448 on the diagonal and 1 beside it: every block's largest is 448, so every scale is 2^0 and 1 is 0x38."""
+    """448 on the diagonal and 1 beside it: the largest of every block is 448, so every scale is 2^0 and 1 is 0x38."""
     x = torch.eye(32) * 448 + torch.eye(32).roll(1, 1)
     q_row, s_row, q_col, s_col = mxspec.mx_quantize_rowcol(x)
     assert u8(s_row).tolist() == u8(s_col).tolist() == [[127]] * 32
@@ -19,7 +19,7 @@ def test_golden_one_number_a_row_and_a_column():
 
 
 def test_golden_each_direction_has_its_own_scale():
-    """Row 0 holds 2^0 .. 2^31: one scale along the row, 2^(31 - 8); along the columns each number has its own."""
+    """Row 0 holds 2^0 .. 2^31. The row has one scale, 2^(31 - 8); along the columns each number has its own scale."""
     x = torch.zeros(32, 32)
     x[0] = torch.arange(32.0).exp2()
     q_row, s_row, q_col, s_col = mxspec.mx_quantize_rowcol(x, scaling="floor")
@@ -47,7 +47,7 @@ def test_strides():
 
 
 def test_golden_e2m1_shares_a_byte_along_either_direction():
-    """6 on the diagonal and 1 beside it, codes 7 and 2: in q_row two columns to a byte, in q_col two rows."""
+    """6 on the diagonal and 1 beside it, codes 7 and 2. In q_row two columns share a byte; in q_col two rows."""
     x = torch.eye(32) * 6 + torch.eye(32).roll(1, 1)
     q_row, s_row, q_col, s_col = mxspec.mx_quantize_rowcol(x, elem_dtype="e2m1")
     assert u8(s_row).tolist() == u8(s_col).tolist() == [[127]] * 32

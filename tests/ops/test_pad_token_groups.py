@@ -1,4 +1,4 @@
-"""pad_token_groups, place_token_groups, unpad_token_groups: rows by hand, peers' rows, gradients, no wait."""
+"""pad_token_groups, place_token_groups, unpad_token_groups: rows by hand, peers' rows, gradients, no host waits."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def rows(*values, dtype=torch.int16):
 GOLDENS = [
     ([1, 2, 3], [2, 3], 2, [1, 2, 3, 0, 0, 0, 0, 0], [0, 2], [2, 4]),
     ([1, 2, 3], [0, 3, 3], 4, [1, 2, 3, *[0] * 13], [0, 0, 4], [0, 4, 4]),
-    ([1, 2, 9, 9], [1, 2], 3, [1, 0, 0, 2, *[0] * 8], [0, 3], [3, 6]),  # 9: past the last group
+    ([1, 2, 9, 9], [1, 2], 3, [1, 0, 0, 2, *[0] * 8], [0, 3], [3, 6]),  # 9 lies past the last group
     ([1, 2], [1, 2], 1, [1, 2, 0, 0], [0, 1], [1, 2]),
     ([], [0], 8, [0] * 8, [0], [0]),
     ([7], [], 8, [0] * 8, [], []),
@@ -52,7 +52,7 @@ def test_vectors_of_torchao_main(case):
     K=st.integers(1, 5),
 )
 def test_unpad_inverts_pad(sizes, rest, alignment, K):
-    """Against a loop over the groups, which is what a person would write."""
+    """Against a loop over the groups, as a person would write it."""
     offs, M = torch.tensor(sizes).cumsum(0, dtype=torch.int32), sum(sizes) + rest
     x = torch.arange(1, M * K + 1, dtype=torch.int32).reshape(M, K)
     padded, start, end = mxspec.pad_token_groups(x, offs, alignment)
@@ -104,14 +104,14 @@ def test_groups_lie_in_any_order(sizes, data):
     got_tokens = mxspec.unpad_token_groups(padded, offs, start, M)
     assert got_placed.equal(placed)
     assert got_tokens.equal(tokens)
-    # The ops are linear: the gradient of one is the other's loop, over the gradient that arrives.
+    # The ops are linear: the gradient of each is the other's loop, applied to the incoming gradient.
     (of_x,) = torch.autograd.grad(got_placed, x, padded.detach())
     (of_padded,) = torch.autograd.grad(got_tokens, padded, x.detach())
     assert of_x.equal(tokens)
     assert of_padded.equal(placed)
 
 
-@pytest.mark.filterwarnings("ignore:Input #")  # that it is not double
+@pytest.mark.filterwarnings("ignore:Input #")  # the warning that the input is not double
 def test_gradients_agree_with_finite_differences():
     """In fp32, where sums of a few numbers are exact enough; the ops are linear."""
     offs = ends(2, 2, 5)
@@ -161,7 +161,7 @@ def test_nothing_waits_for_the_device():
             lambda b=backend: mxspec.fp8_quantize_k_groups(x, offs, backend=b),
         ]
         for call in calls:
-            call()  # compiled here, which may wait
+            call()  # the first calls compile, and may wait
             torch.cuda.set_sync_debug_mode("error")
             try:
                 call()

@@ -1,4 +1,4 @@
-"""Goldens for place_token_groups, by hand; what it shares with its inverse is in test_pad_token_groups.py."""
+"""Goldens for place_token_groups, by hand. test_pad_token_groups.py tests what it shares with its inverse."""
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from tests.helpers import published
 VECTORS = published("blocked")
 
 
-# (r, c) of a 256 x 8 matrix (2 x 2 tiles) and the byte it goes to, by the formula on paper.
+# (r, c) of a 256 x 8 matrix (2 x 2 tiles) -> the byte that it goes to, computed by hand.
 OFFSETS = [
     ((0, 0), 0),
     ((0, 3), 3),

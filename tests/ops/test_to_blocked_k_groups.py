@@ -8,8 +8,8 @@ from tests.helpers import published
 
 VECTORS = published("groups")
 
-# (row, column) of a scale in 200 x 12, groups [0, 5), [5, 5), [5, 12) -> its byte. Group 0 takes 8 columns of 256 rows,
-# or 2048 bytes, and group 2 begins there, also with 8 columns.
+# (row, column) of a scale in 200 x 12 with groups [0, 5), [5, 5), [5, 12) -> its byte. Group 0 takes 8 columns of 256
+# rows, that is 2048 bytes. Group 2 begins there, also with 8 columns.
 OFFSETS = [
     ((0, 0), 0),
     ((33, 0), 20),  # the second row of the second 32

@@ -8,8 +8,8 @@ from tests.helpers import published
 
 VECTORS = published("groups")
 
-# (row, column) of a scale in 200 x 5, groups [0, 130), [130, 130), [130, 200) -> its byte in rows of 8.
-# Group 0 takes 256 rows, or 2048 bytes, and group 2 begins there.
+# (row, column) of a scale in 200 x 5 with groups [0, 130), [130, 130), [130, 200) -> its byte in rows of 8. Group 0
+# takes 256 rows, that is 2048 bytes. Group 2 begins there.
 OFFSETS = [
     ((0, 0), 0),
     ((33, 0), 20),  # the second row of the second 32
