@@ -109,7 +109,7 @@ def refused() -> Iterator[tuple[str, Arguments, type[Exception], str, dict[str, 
     short = (t[:, :400].contiguous() for t in (dy, x))
     yield case("R = 400", ValueError, "R = 400 is not a multiple of block_size 128", next(short), x=next(short))
     yield case("a scale of too few", ValueError, "dy_scale has shape (40, 3); needs (40, 4)", dy_scale=dy_scale[:, :3])
-    turned = {"match": "dy has strides (1, 40); needs it contiguous", "dy": dy.t().contiguous().t()}
+    turned = {"match": "dy has strides (1, 40); needs a contiguous tensor", "dy": dy.t().contiguous().t()}
     yield case("dy token-major", ValueError, **turned)
     yield case("offs elsewhere", ValueError, "needs one device", offs=offs.to("meta"))
     yield case("offs that decrease", ValueError, "offs[1] = 128 after 384", offs=offs.flip(0), check_offs=True)

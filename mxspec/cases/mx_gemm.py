@@ -77,7 +77,7 @@ def refused() -> Iterator[Case]:
     every_other = made(6, 200, 64, "blocked")[3].view(torch.uint8).repeat_interleave(2).view(torch.float8_e8m0fnu)[::2]
     blocked = to_blocked(a_scale)
     yield case(
-        "a blocked scale with gaps", ValueError, "b_scale has strides (2,); needs blocked scales contiguous",
+        "a blocked scale with gaps", ValueError, "b_scale has strides (2,); needs contiguous blocked scales",
         a_scale=blocked, b_scale=every_other, scale_layout="blocked",
     )  # fmt: skip
 

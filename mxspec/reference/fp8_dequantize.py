@@ -51,9 +51,9 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     Special values: a NaN code or scale gives NaN. Minus zero stays minus zero.
 
     Raises:
-        TypeError: qdata, scale or out_dtype has another dtype.
-        ValueError: qdata has another rank; axis is neither -1 nor -2; the size along axis is not a multiple of 128;
-            scale has another shape; or the operands are on two devices.
+        TypeError: qdata, scale or out_dtype has a dtype that is not listed above.
+        ValueError: qdata has a rank that is not listed above; axis is neither -1 nor -2; the size along axis is not a
+            multiple of 128; scale has a shape that does not fit; or the operands are on two devices.
 
     Example:
         >>> qdata = torch.full((2, 128), 1.5).to(torch.float8_e4m3fn)

@@ -89,9 +89,9 @@ def fp8_gemm(
         2^127 or more, its sum is right, and so is any value that is not finite.
 
     Raises:
-        TypeError: an operand, a scale or out_dtype has another dtype.
-        ValueError: an operand has another rank or is not K-major; K is not a multiple of 128; a scale has a shape that
-            fits neither kind of block; or the tensors are on two devices.
+        TypeError: an operand, a scale or out_dtype has a dtype that is not listed above.
+        ValueError: an operand has a rank that is not listed above or is not K-major; K is not a multiple of 128; a
+            scale has a shape that fits neither kind of block; or the tensors are on two devices.
 
     Example:
         >>> a = torch.full((1, 256), 1.5).to(torch.float8_e4m3fn)

@@ -51,9 +51,9 @@ def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
         change. On Hopper, subnormal numbers of acc become 0.
 
     Raises:
-        TypeError: acc, an operand or a scale has another dtype.
-        ValueError: acc has another shape, rows that are not row-major or rows that overlap; or `fp8_gemm` would refuse
-            the operands.
+        TypeError: acc, an operand or a scale has a dtype that is not listed above.
+        ValueError: acc has a shape that does not fit, rows that are not row-major or rows that overlap; or `fp8_gemm`
+            would refuse the operands.
         RuntimeError: a tensor requires a gradient while gradients are enabled; this op has no gradient.
 
     Example:

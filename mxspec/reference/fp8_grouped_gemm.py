@@ -106,10 +106,10 @@ def fp8_grouped_gemm(
         expert.
 
     Raises:
-        TypeError: an operand, a scale, offs or out_dtype has another dtype.
-        ValueError: an operand has another rank or is not K-major; the sizes E or K do not fit; K is not a multiple of
-            128; a scale has another shape; alignment is below 1; the tensors are on two devices; there would be 2^31
-            padded rows or more; or, with check_offs, offs is not as above.
+        TypeError: an operand, a scale, offs or out_dtype has a dtype that is not listed above.
+        ValueError: an operand has a rank that is not listed above or is not K-major; the sizes E or K do not fit; K is
+            not a multiple of 128; a scale has a shape that does not fit; alignment is below 1; the tensors are on two
+            devices; there would be 2^31 padded rows or more; or, with check_offs, offs is not as above.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0, 4.0])[:, None].expand(3, 128).to(torch.float8_e4m3fn)

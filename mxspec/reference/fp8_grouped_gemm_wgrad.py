@@ -31,7 +31,7 @@ def check_groups(
     checks.shape(op, "x_scale", x_scale, (K, C), f"(128 tokens a block) for x {(K, R)}")
     for name, flat in (("dy", dy), ("x", x)):
         if not flat.is_contiguous():
-            raise ValueError(f"{op}: {name} has strides {flat.stride()}; needs it contiguous, for it is read as flat")
+            raise ValueError(f"{op}: {name} has strides {flat.stride()}; needs a contiguous tensor: it is read as flat")
     checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", R)
     if checks.flag(op, "check_offs", check_offs):
         checks.offs_in_order(op, offs, "R", R, FP8_BLOCK_SIZE)
@@ -112,10 +112,10 @@ def fp8_grouped_gemm_wgrad(
     Special values: as for `fp8_gemm`, within a group: a NaN reaches only the gradient of its own expert.
 
     Raises:
-        TypeError: an operand, a scale, offs or out_dtype has another dtype.
-        ValueError: an operand has another rank or is not contiguous; the sizes of dy and x do not fit; R is not a
-            multiple of 128; a scale has another shape; the tensors are on two devices; there are 2^31 rows or more; or,
-            with check_offs, offs is not as above.
+        TypeError: an operand, a scale, offs or out_dtype has a dtype that is not listed above.
+        ValueError: an operand has a rank that is not listed above or is not contiguous; the sizes of dy and x do not
+            fit; R is not a multiple of 128; a scale has a shape that does not fit; the tensors are on two devices;
+            there are 2^31 rows or more; or, with check_offs, offs is not as above.
 
     Example:
         >>> dy = torch.full((1, 256), 2.0).to(torch.float8_e4m3fn)  # one feature

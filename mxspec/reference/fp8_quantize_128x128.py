@@ -55,9 +55,9 @@ def fp8_quantize_128x128(
         block's scale and elements NaN.
 
     Raises:
-        TypeError: w has another dtype, eps is not a number, or with_transpose is not a bool.
-        ValueError: w has another rank, scale_format is not in the list above, eps is out of range, or K is not a
-            multiple of 128.
+        TypeError: w has a dtype that is not listed above, eps is not a number, or with_transpose is not a bool.
+        ValueError: w has a rank that is not listed above, scale_format is not in the list above, eps is out of range,
+            or K is not a multiple of 128.
 
     Example:
         >>> w = torch.zeros(130, 128)

@@ -57,9 +57,9 @@ def fp8_quantize_1x128(
         block's scale and elements NaN.
 
     Raises:
-        TypeError: x has another dtype, or eps is not a number.
-        ValueError: x has another rank; axis, scale_format or scale_major is not in the lists above; eps is out of
-            range; or the size along axis is not a multiple of 128.
+        TypeError: x has a dtype that is not listed above, or eps is not a number.
+        ValueError: x has a rank that is not listed above; axis, scale_format or scale_major is not in the lists above;
+            eps is out of range; or the size along axis is not a multiple of 128.
 
     Example:
         >>> x = torch.zeros(1, 128)

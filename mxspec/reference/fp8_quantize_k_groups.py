@@ -68,7 +68,7 @@ def fp8_quantize_k_groups(
         tokens of its block. Padding is quantized like any zero: a NaN in its block makes it NaN.
 
     Raises:
-        TypeError: x or offs has another dtype, or eps is not a number.
+        TypeError: x or offs has a dtype that is not listed above, or eps is not a number.
         ValueError: a rank, a device, scale_format or eps is not as above; there would be 2^31 padded rows or more; or,
             with check_offs, offs is not in order.
 

@@ -78,9 +78,9 @@ def mx_dequantize(
         zero.
 
     Raises:
-        TypeError: qdata, scale or out_dtype has another dtype.
-        ValueError: qdata has another rank; axis or scale_layout is not in the lists above; the size along axis is not a
-            multiple of 32; scale has another shape; or the operands are on two devices.
+        TypeError: qdata, scale or out_dtype has a dtype that is not listed above.
+        ValueError: qdata has a rank that is not listed above; axis or scale_layout is not in the lists above; the size
+            along axis is not a multiple of 32; scale has a shape that does not fit; or the operands are on two devices.
 
     Example:
         >>> qdata = torch.tensor([[1.5, -448.0] * 16]).to(torch.float8_e4m3fn)

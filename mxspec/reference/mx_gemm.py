@@ -82,9 +82,10 @@ def mx_gemm(
         times zero is NaN. A sum beyond out_dtype's range is Inf. With K = 0 the output is 0.
 
     Raises:
-        TypeError: an operand, a scale or out_dtype has another dtype.
-        ValueError: an operand has another rank or is not K-major; K is not a multiple of 32; scale_layout is not in the
-            list above; a scale has another shape; a blocked scale is not contiguous; or the tensors are on two devices.
+        TypeError: an operand, a scale or out_dtype has a dtype that is not listed above.
+        ValueError: an operand has a rank that is not listed above or is not K-major; K is not a multiple of 32;
+            scale_layout is not in the list above; a scale has a shape that does not fit; a blocked scale is not
+            contiguous; or the tensors are on two devices.
 
     Example:
         >>> a = torch.full((1, 64), 1.5).to(torch.float8_e4m3fn)

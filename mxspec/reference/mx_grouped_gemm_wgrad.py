@@ -97,11 +97,11 @@ def mx_grouped_gemm_wgrad(
     Special values: as for `mx_gemm`, within a group: a NaN reaches only the gradient of its own expert.
 
     Raises:
-        TypeError: an operand, a scale, offs or out_dtype has another dtype.
-        ValueError: an operand has another rank or is not column-major; the sizes of dy and x do not fit; M is not a
-            multiple of 32; scale_layout is not in the list above; a scale has another shape; a blocked scale is not
-            contiguous; the tensors are on two devices; there would be 2^31 padded rows or more; or, with check_offs,
-            offs is not as above.
+        TypeError: an operand, a scale, offs or out_dtype has a dtype that is not listed above.
+        ValueError: an operand has a rank that is not listed above or is not column-major; the sizes of dy and x do not
+            fit; M is not a multiple of 32; scale_layout is not in the list above; a scale has a shape that does not
+            fit; a blocked scale is not contiguous; the tensors are on two devices; there would be 2^31 padded rows or
+            more; or, with check_offs, offs is not as above.
 
     Example:
         >>> dy = torch.full((1, 64), 2.0).to(torch.float8_e4m3fn).mT

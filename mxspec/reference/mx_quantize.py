@@ -88,9 +88,9 @@ def mx_quantize(
         block of 2^-126 gives elements 2.0.
 
     Raises:
-        TypeError: x has another dtype, or elem_dtype is not in the list above.
-        ValueError: x has another rank; axis, scaling or scale_layout is not in the lists above; or the size along axis
-            is not a multiple of 32.
+        TypeError: x has a dtype that is not listed above, or elem_dtype is not in the list above.
+        ValueError: x has a rank that is not listed above; axis, scaling or scale_layout is not in the lists above; or
+            the size along axis is not a multiple of 32.
 
     Example:
         >>> x = torch.zeros(1, 32)

@@ -97,7 +97,7 @@ def mx_quantize_groups(
         of its block. Padding is quantized like any zero: a NaN in its block makes it NaN.
 
     Raises:
-        TypeError: x, offs or elem_dtype has another dtype, or pad_to is not an integer.
+        TypeError: x, offs or elem_dtype has a dtype that is not listed above, or pad_to is not an integer.
         ValueError: a rank, a device, axis, pad_to, scaling or scale_layout is not as above; K is not a multiple of 32
             for axis -1; there would be 2^31 padded rows or more; or, with check_offs, offs is not in order.
 

@@ -65,9 +65,9 @@ def mx_quantize_rowcol(
         the block of 32 in its column.
 
     Raises:
-        TypeError: x has another dtype, or elem_dtype is not in the list above.
-        ValueError: x has another rank; scaling or scale_layout is not in the lists above; or a size is not a multiple
-            of 32.
+        TypeError: x has a dtype that is not listed above, or elem_dtype is not in the list above.
+        ValueError: x has a rank that is not listed above; scaling or scale_layout is not in the lists above; or a size
+            is not a multiple of 32.
 
     Example:
         >>> x = torch.zeros(32, 32)

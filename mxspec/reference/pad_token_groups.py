@@ -61,7 +61,7 @@ def pad_token_groups(
     Special values: the op moves rows as bytes. Zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 
     Raises:
-        TypeError: x or offs has another dtype, or alignment is not an integer.
+        TypeError: x or offs has a dtype that is not listed above, or alignment is not an integer.
         ValueError: a rank or a device is not as above; alignment is below 1; there would be 2^31 padded rows or more;
             or, with check_offs, offs is not in order.
 

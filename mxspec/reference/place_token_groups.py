@@ -59,7 +59,7 @@ def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *,
     Special values: the op moves rows as bytes. Zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 
     Raises:
-        TypeError: x, offs or start has another dtype, or num_rows is not an integer.
+        TypeError: x, offs or start has a dtype that is not listed above, or num_rows is not an integer.
         ValueError: a rank, a shape, a device or num_rows is not as above; or, with check_offs, offs is not in order.
 
     Example:

@@ -49,7 +49,7 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     Special values: the op moves bytes and never reads them as numbers. An empty group takes no bytes.
 
     Raises:
-        TypeError: scale or offs has another dtype.
+        TypeError: scale or offs has a dtype that is not listed above.
         ValueError: a rank or a device is not as above; there would be 2^31 padded rows or more; or, with check_offs,
             offs is not in order.
 

@@ -67,7 +67,7 @@ def unpad_token_groups(
     Special values: the op moves rows as bytes. Zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 
     Raises:
-        TypeError: padded, offs or start has another dtype, or num_tokens is not an integer.
+        TypeError: padded, offs or start has a dtype that is not listed above, or num_tokens is not an integer.
         ValueError: a rank, a shape, a device or num_tokens is not as above; or, with check_offs, offs is not in order.
 
     Example:

@@ -38,7 +38,7 @@ def quantize(
         formats = _recorded.formats("mx", entries)
         if element(elem_dtype).name not in formats:
             raise NotImplementedError(
-                f"mx_quantize: nothing is recorded of {peer} for {element(elem_dtype).name} elements with scaling = "
+                f"mx_quantize: {peer} has no recorded result for {element(elem_dtype).name} elements with scaling = "
                 f"{scaling!r}; needs {' or '.join(formats)}"
             )
     if axis == -2:

@@ -42,7 +42,7 @@ def check(directory: Path | str, only: Collection[str] | None = None) -> Iterato
     results = directory / "results"
     for path in results.glob("*"):
         if path.stem not in found or path.suffix not in (".json", ".safetensors"):
-            raise ValueError(f"vectors: {path} answers nothing; needs <op>.safetensors or .json of {', '.join(found)}")
+            raise ValueError(f"vectors: {path} answers no op; needs <op>.safetensors or .json of {', '.join(found)}")
     answered = [op for op in found if any((results / f"{op}.{end}").exists() for end in ("safetensors", "json"))]
     for op in answered if only is None else only:
         yield from _check_op(op, directory)
@@ -52,7 +52,7 @@ def exported(directory: Path | str) -> list[str]:
     """The ops whose vectors a folder holds."""
     found = [path.stem for path in Path(directory).glob("*.json") if path.with_suffix(".safetensors").exists()]
     if not found:
-        raise ValueError(f"vectors: {directory} holds none; needs what `python -m mxspec vectors export` wrote")
+        raise ValueError(f"vectors: {directory} holds no vectors; run `python -m mxspec vectors export` first")
     return sorted(found)
 
 
@@ -67,10 +67,12 @@ def _check_op(op: str, directory: Path) -> Iterator[Result]:
     rejected, skipped = said.get("rejected", {}), said.get("skipped", {})
     ids = {str(test["id"]) for test in manifest["tests"]}
     if strangers := {name.partition(".")[0] for name in (*got, *rejected, *skipped)} - ids:
-        raise ValueError(f"vectors: results of {op} have the id {min(strangers)!r}; needs one of the manifest's")
+        raise ValueError(f"vectors: results of {op} have the id {min(strangers)!r}; needs an id of the manifest")
     once = [{name.partition(".")[0] for name in got}, set(rejected), set(skipped)]
     if twice := (once[0] & once[1]) | (once[0] & once[2]) | (once[1] & once[2]):
-        raise ValueError(f"vectors: results of {op} answer test {min(twice)} twice; needs outputs, rejected or skipped")
+        raise ValueError(
+            f"vectors: results of {op} answer test {min(twice)} twice; needs one of outputs, rejected, skipped"
+        )
     for test in manifest["tests"]:
         number = str(test["id"])
         status: Status
@@ -97,7 +99,7 @@ def _judged(
         return "missing", ""
     outputs = test["outputs"]
     if strange := sorted(mine.keys() - {entry["name"] for entry in outputs}):
-        return "failed", f"has an output {', '.join(strange)}, which the op has not"
+        return "failed", f"has an output {', '.join(strange)}, which the op does not have"
     if lacking := [entry["name"] for entry in outputs if entry["name"] not in mine]:
         return "failed", f"has no output {', '.join(lacking)}"
     expected = tuple(_as_given(stored[entry["stored"]], entry) for entry in outputs)
@@ -152,7 +154,7 @@ def _load_manifest(path: Path) -> dict[str, Any]:
         if len(set(ids)) != len(ids) or not ids:
             raise ValueError("it has no tests, or two of one id")
     except ValueError as error:
-        raise ValueError(f"vectors: {path} is no manifest that `vectors export` wrote: {error}") from error
+        raise ValueError(f"vectors: {path} is not a manifest of `vectors export`: {error}") from error
     return manifest
 
 

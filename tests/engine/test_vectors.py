@@ -365,7 +365,7 @@ def test_what_cannot_be_judged_is_refused(answered):
     file.write_bytes(file.read_bytes()[:-1] + b"\x55")
     with pytest.raises(ValueError, match=r"is not the file that mx_quantize\.json describes"):
         list(vectors.check(answered.folder))
-    with pytest.raises(ValueError, match="holds none"):
+    with pytest.raises(ValueError, match="holds no vectors; run"):
         list(vectors.check(answered.folder.parent / "nothing"))
     with pytest.raises(ValueError, match="'fp8_gemm' is not judged byte for byte"):
         vectors.export(answered.folder, ["fp8_gemm"])
@@ -420,9 +420,9 @@ def test_answers_that_contradict_each_other_are_refused(answered, said, words):
 def test_an_answer_to_nothing_is_refused(answered):
     block = number(answered, "one block")
     answered.outputs[f"{block}.extra"] = torch.zeros(1)
-    assert answered.judged()["one block"].message == "has an output extra, which the op has not"
+    assert answered.judged()["one block"].message == "has an output extra, which the op does not have"
     (answered.folder / "results" / "foo.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"foo\.json answers nothing; needs <op>\.safetensors"):
+    with pytest.raises(ValueError, match=r"foo\.json answers no op; needs <op>\.safetensors"):
         answered.judged()
 
 

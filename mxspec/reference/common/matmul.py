@@ -47,7 +47,7 @@ def check_scale(
     needed = plain if scale_layout == "plain" else blocked
     checks.shape(op, name, scale, needed, f"({scale_layout}) for codes {tuple(of.shape)}")
     if scale_layout == "blocked" and not scale.is_contiguous():
-        raise ValueError(f"{op}: {name} has strides {scale.stride()}; needs blocked scales contiguous")
+        raise ValueError(f"{op}: {name} has strides {scale.stride()}; needs contiguous blocked scales")
 
 
 def values(codes: Tensor, scale: Tensor) -> Tensor:
