@@ -30,8 +30,10 @@ class Case:
 
     `args` builds the positional arguments: tensors on the CPU, the same at every call. A case with `raises` must be
     refused, with an error of that type and with `match` in the message.
-    Flags: `edge`: a value or shape at a limit of the contract; `invalid`: must be refused (set automatically); `large`:
-    more than 2^31 elements; shapes are checked everywhere, bytes only on machines with enough memory.
+
+    - Flag `edge`: a value or a shape at a limit of the contract.
+    - Flag `invalid`: the call must be refused. A case with `raises` has it automatically.
+    - Flag `large`: more than 2^31 elements. Shapes are checked everywhere, bytes only on machines with enough memory.
     """
 
     name: str

@@ -40,7 +40,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     Args:
         qdata: `(M, K)` or `(E, N, K)` float8_e4m3fn; any strides.
         scale: float32 on qdata's device, any strides: `(..., M, K/128)` for 1x128 blocks, `(..., ceil(M/128), K/128)`
-            for 128x128 blocks. For axis -2 the shapes are those for the transpose of qdata.
+            for 128x128 blocks. For axis -2 these are the shapes for the transpose of qdata.
         axis: the dimension along which the blocks of 128 lie, -1 or -2.
         out_dtype: torch.bfloat16 or torch.float32.
 

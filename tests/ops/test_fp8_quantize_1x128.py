@@ -86,9 +86,7 @@ def quantize(x, backend, **kwargs):
 @each_backend
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 def test_the_factor_of_every_bfloat16(backend, scale_format):
-    """`fp32(448 / amax)`, then inverted, against float64. The float64 quotient of two fp32 rounds like the exact
-    one.
-    """
+    """`fp32(448 / amax)`, then inverted, against float64: the float64 quotient of two fp32 rounds like the exact."""
     amax = torch.arange(2**15).to(torch.int16).view(torch.bfloat16)
     # An interpreter takes some exponents only; eps lies in the third.
     if DEVICE.type == "cpu" and backend != "reference":

@@ -35,7 +35,10 @@ _EXTREMES = torch.tensor([0.0, -0.0, -1.5, 2.0**-140])  # fp32 scales
 def operand(
     name: str, dtypes: Sequence[torch.dtype] = (), experts: bool = False, codes_apart: bool = True
 ) -> dict[str, Any]:
-    """The dimensions of an operand. Codes of a single dtype need no dimension for it. Contiguous codes need no gaps."""
+    """The dimensions of an operand.
+
+    If there is a single dtype, it needs no dimension. `codes_apart=False` leaves out strides with gaps.
+    """
     strides = _CODE_STRIDES if codes_apart else _CODE_STRIDES[:2]
     return {
         **({f"{name} dtype": dtypes} if dtypes else {}),
@@ -108,12 +111,12 @@ def hides(choice: Choice, name: str, rows: int | None, blocks: int | None, scale
 
 
 def costly(*sizes: int | None) -> bool:
-    """Whether a product has these sizes that only few cases should have."""
+    """Whether a product of these sizes is so large that only few cases should have it."""
     return math.prod(size or 1 for size in sizes) > 2**24
 
 
 def affordable(*sizes: int | None, tensors: Sequence[Sequence[int | None]]) -> bool:
-    """Whether the reference computes a product of these sizes quickly, and its tensors are small."""
+    """Whether the reference computes a product of these sizes quickly, and whether its tensors are small."""
     return math.prod(size or 1 for size in sizes) <= 2**28 and all(
         small_enough(*(size or 1 for size in shape)) for shape in tensors
     )
@@ -159,7 +162,7 @@ def fp8_operand(
 def _finite(shape: tuple[int, ...], dtype: torch.dtype | None, seed: int) -> Tensor:
     """Normally distributed codes; two rows also hold -0, a subnormal and the largest code.
 
-    Two rows, because a choice may repeat the first or set it to zeros.
+    These codes are in two rows, because a choice may repeat the first row or set it to zeros.
     """
     assert dtype is not None
     q = codes(*shape, dtype=dtype, seed=seed)
@@ -226,7 +229,7 @@ def lay(
 
 
 def poison(choice: Choice, name: str, operand: Operand, tokens: int, blocks: int | None = None) -> None:
-    """Fill with NaN what belongs to no group: rows from `tokens` on, or, if `blocks` is given, columns.
+    """Fill the rows that belong to no group with NaN: from row `tokens` on. If `blocks` is given, fill columns instead.
 
     A repeated row has no memory of its own and stays. A row of zeros also stays.
     """
