@@ -114,7 +114,9 @@ def refused() -> Iterator[Case]:
     yield case("a plain b_scale", ValueError, "b_scale has shape (3, 40, 2); needs (3, 512)", b_scale=plain[3])
     yield case("blocked scales called plain", ValueError, "needs (50, 2) (plain)", scale_layout="plain")
     wide = a_scale.view(torch.uint8).repeat(1, 2).view(a_scale.dtype)[:, :4]
-    yield case("a blocked scale with gaps", ValueError, "a_scale has strides (8, 1); needs blocked", a_scale=wide)
+    yield case(
+        "a blocked scale with gaps", ValueError, "a_scale has strides (8, 1); needs contiguous blocked", a_scale=wide
+    )
     yield case("offs elsewhere", ValueError, "needs one device", offs=offs.to("meta"))
     yield case("offs that decrease", ValueError, "offs[1] = 5 after 45", offs=offs.flip(0), check_offs=True)
     yield case("offs past M", ValueError, "offs[-1] = 51 is past M = 50", offs=offs + 6, check_offs=True)

@@ -107,7 +107,9 @@ def refused() -> Iterator[Case]:
     yield case("scales of too many groups", ValueError, "needs (128, 12) (blocked) for", offs=offs[:2])
     yield case("blocked scales called plain", ValueError, "needs (40, 4) (plain) for codes", scale_layout="plain")
     wide = x_scale.view(torch.uint8).repeat(1, 2).view(x_scale.dtype)[:, :16]
-    yield case("a blocked scale with gaps", ValueError, "x_scale has strides (32, 1); needs blocked", x_scale=wide)
+    yield case(
+        "a blocked scale with gaps", ValueError, "x_scale has strides (32, 1); needs contiguous blocked", x_scale=wide
+    )
     yield case("offs elsewhere", ValueError, "needs one device", offs=offs.to("meta"))
     yield case("offs that decrease", ValueError, "offs[1] = 64 after 96", offs=offs.flip(0), check_offs=True)
     yield case("offs of 56", ValueError, "offs[0] = 56; needs multiples of 32", offs=offs - 8, check_offs=True)
