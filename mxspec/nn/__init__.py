@@ -1,4 +1,4 @@
-"""Layers that train in low precision: autograd functions and modules, built on the public ops only."""
+"""Layers that train in low precision: modules and autograd functions, built only on the public ops."""
 
 from mxspec.nn._autograd import checkpoint_context
 from mxspec.nn._cache import cache_weights

@@ -1,9 +1,11 @@
-"""What the layers' autograd functions share: a first derivative only, and one backend for the forward and the backward.
+"""Shared parts of the layers' autograd functions.
 
-Checkpointing runs a forward again within the backward, on a thread that may see no with-block. `backend_now` gives that
-run the backend of the layer's latest forward. This is a guess if the layer ran under several backends. So each function
-saves the index of its backend as a tensor. Checkpointing replaces that tensor by the one of the second run, and the
-backward compares it to the backend of the first run.
+The functions have a first derivative only. A backward uses the backend of its forward.
+
+Checkpointing runs a forward a second time, inside the backward, on a thread that may not see the user's with-block.
+`backend_now` gives the second run the backend of the layer's latest forward. This is a guess if the layer ran on
+several backends. So each function saves the index of its backend as a tensor. Checkpointing replaces this tensor with
+the tensor of the second run, and the backward compares it with the backend of the first run.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ import mxspec
 from mxspec import dispatch
 
 _CHOICES = ("auto", *dispatch.backends())
-_latest: Any = WeakIdKeyDictionary()  # the backend of the latest forward, by its layer or its weights
+_latest: Any = WeakIdKeyDictionary()  # a layer, or the weights of a function -> the backend of its latest forward
 
 
 def backend_now(owner: object) -> str | None:
-    """The backend for a forward and its backward; `owner` is the layer, or the weights of a function."""
-    if torch.compiler.is_compiling():  # while a graph is traced, the choice is left to its runs
+    """The backend for a forward and its backward. `owner` is the layer, or the weights of a function."""
+    if torch.compiler.is_compiling():  # each run of the compiled graph chooses its own backend
         return None
     if not dispatch.is_outer_block_unseen():
         _latest[owner] = mxspec.current_backend()
@@ -34,11 +36,12 @@ def backend_now(owner: object) -> str | None:
 
 
 def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Make checkpointing run a forward again by the backend that it had: a `context_fn` for `use_reentrant=False`.
+    """Run a checkpointed forward again on its first backend: a `context_fn` for `checkpoint(use_reentrant=False)`.
 
-    Without it, a layer that runs again takes the backend of its latest forward; `mx_grouped_mm` and `fp8_grouped_mm`
-    take the backend of their latest call with the same weights. If the checkpointed forward had another backend, the
-    backward raises. With `use_reentrant=True` the difference cannot be seen, and nothing raises.
+    Without this context, the second run of a layer uses the backend of the layer's latest forward. `mx_grouped_mm` and
+    `fp8_grouped_mm` use the backend of their latest call with the same weights. If the first run used another backend,
+    the backward raises an error. With `use_reentrant=True` the layers cannot detect the difference, and no error is
+    raised.
 
     Example:
         >>> from mxspec.nn import MXLinear
@@ -54,7 +57,7 @@ def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 class _Block:
-    """`use_backend` that is constructed only when it is entered: its constructor already chooses for the process."""
+    """`use_backend`, constructed only on entry, because its constructor already chooses for the whole process."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -69,7 +72,7 @@ class _Block:
 
 
 def keep(ctx: Any, x: Tensor, w: Tensor, name: str, backend: str | None, *tensors: Tensor | None) -> None:
-    """Save tensors for the backward of a function of x and w; the layer's name is for errors."""
+    """Save tensors for the backward of a function of x and w. `name` is the layer's name, for error texts."""
     ctx.name, ctx.backend = name, backend
     if not torch.compiler.is_compiling():
         ctx.varies_outside = _outside(x).requires_grad, _outside(w).requires_grad
@@ -78,33 +81,33 @@ def keep(ctx: Any, x: Tensor, w: Tensor, name: str, backend: str | None, *tensor
 
 
 def kept(ctx: Any) -> tuple[Any, ...]:
-    """The tensors that `keep` saved, in the forward or in its second run."""
+    """The tensors that `keep` saved in the forward, or in the forward's second run."""
     *tensors, run_by = ctx.saved_tensors
     if torch.compiler.is_compiling() or type(run_by) is not Tensor:  # a fake tensor has no value
         return tuple(tensors)
     if (again := _CHOICES[int(run_by)]) != ctx.backend:
         raise RuntimeError(
-            f"{ctx.name}: checkpointing ran the forward again by the backend {again!r}, the first run had "
-            f"{ctx.backend!r}; pass context_fn=mxspec.nn.checkpoint_context to checkpoint"
+            f"{ctx.name}: checkpointing ran the forward again on the backend {again!r}, but the first run was on "
+            f"{ctx.backend!r}. Pass context_fn=mxspec.nn.checkpoint_context to checkpoint."
         )
     return tuple(tensors)
 
 
 def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """A backward whose results raise when they are differentiated. The first two results are grad_x and grad_w.
+    """Make the results of a backward raise when they are differentiated. Its first two results are grad_x and grad_w.
 
-    torch's `once_differentiable` does not see that grad_x depends on w, and grad_w on x.
+    torch's `once_differentiable` is not enough: it does not see that grad_x depends on w, and grad_w on x.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling():  # PyTorch itself refuses the second derivative of a compiled function
+        if torch.compiler.is_compiling():  # PyTorch itself raises at the second derivative of a compiled function
             return backward(ctx, *gradients)
         if (transforms := len(torch._C._functorch.get_interpreter_stack() or ())) > 1:
-            raise RuntimeError(_refusal(ctx.name))  # one transform of torch.func within another
+            raise RuntimeError(_refusal(ctx.name))  # torch.func transforms are nested: this is a second derivative
         with torch.no_grad():
             grad_x, grad_w, *rest = backward(ctx, *gradients)
-        if not torch.is_grad_enabled():  # it is enabled with create_graph=True, and always within torch.func
+        if not torch.is_grad_enabled():  # create_graph=True enables it, and torch.func always does
             return grad_x, grad_w, *rest
         x_varies, w_varies = ctx.varies_outside if transforms else ctx.needs_input_grad[:2]
         varies = any(_outside(gradient).requires_grad for gradient in gradients)
@@ -118,7 +121,7 @@ def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) ->
 
 
 def _outside(x: Tensor) -> Tensor:
-    """The tensor as it is outside of a transform of torch.func, if it is within one."""
+    """The plain tensor below a wrapper of a torch.func transform, or x itself if it is not wrapped."""
     wrapped = torch._C._functorch.is_gradtrackingtensor(x)
     return torch._C._functorch.get_unwrapped(x) if wrapped else x
 
@@ -129,11 +132,11 @@ with torch.inference_mode(False):
 
 
 class _Underivable(torch.autograd.Function):
-    """The same values. Autograd knows that they depend on something, but has no derivative."""
+    """Return the same values. Autograd sees that they depend on an input, but their derivative raises."""
 
     @staticmethod
     def forward(gradient: Tensor, needs_gradient: Tensor, name: str) -> Tensor:
-        return gradient.clone()  # a view might not be written in place, as clipping does
+        return gradient.clone()  # gradient clipping writes in place, and autograd may forbid that on a view
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -146,6 +149,6 @@ class _Underivable(torch.autograd.Function):
 
 def _refusal(name: str) -> str:
     return (
-        f"{name}: has no second derivative: autograd does not follow its backward; a loss that contains a gradient, as "
-        "a gradient penalty does, needs nn.Linear in its place"
+        f"{name}: has no second derivative, because autograd cannot differentiate its backward. If the loss contains a "
+        "gradient (a gradient penalty, for example), use PyTorch's own layer instead, such as nn.Linear."
     )

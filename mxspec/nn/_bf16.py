@@ -1,4 +1,7 @@
-"""Grouped matmuls of bfloat16 with gradients, with zeros where PyTorch's leave what was in memory."""
+"""Grouped matmuls in bfloat16, with gradients.
+
+PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from mxspec.nn._autograd import first_derivative_only, keep, kept
 
 
 class GroupedBf16(torch.autograd.Function):
-    """`x @ w^T` by the experts' weights.
+    """`x @ w^T`, the tokens of each expert with the expert's weights.
 
-    The derivative of PyTorch's own also leaves what was in memory, so that a second derivative is refused here too.
+    PyTorch's own derivative of a grouped matmul also leaves memory uninitialized. So a second derivative raises here
+    too.
     """
 
     @staticmethod
@@ -36,7 +40,7 @@ class GroupedBf16(torch.autograd.Function):
 
 
 def wgrad_bf16(grad_out: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
-    """The gradient of a weight, or of each expert's: zeros for an expert without tokens."""
+    """The gradient of one weight, or of every expert's weight. An expert without tokens gets zeros."""
     if offs is None:
         return grad_out.mT @ x
     empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
@@ -44,7 +48,7 @@ def wgrad_bf16(grad_out: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def contiguous(tokens: Tensor) -> Tensor:
-    # No tokens are contiguous by any strides; grouped_mm takes only those of a new tensor.
+    # A tensor without tokens is contiguous whatever its strides, but grouped_mm accepts only a new tensor's strides.
     return tokens.contiguous() if tokens.numel() else tokens.clone(memory_format=torch.contiguous_format)
 
 
@@ -54,8 +58,8 @@ def _by_experts(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def _zero(out: Tensor, where: Tensor) -> Tensor:
-    """A product of bfloat16, with zeros where it has what was in memory."""
-    if torch.compiler.is_compiling():  # torch 2.11 makes every gradient zero of a forward that changes its result
+    """Write zeros into the uninitialized part of a bfloat16 product, which `where` marks."""
+    if torch.compiler.is_compiling():  # in torch 2.11, if a forward changes its result in place, all gradients are zero
         return out.masked_fill(where, 0)
-    out.view(torch.float64).masked_fill_(where, 0)  # by eight bytes a thread, where PyTorch's kernel has one element
+    out.view(torch.float64).masked_fill_(where, 0)  # as float64, since PyTorch's kernel fills one element per thread
     return out

@@ -1,4 +1,4 @@
-"""Layers that quantize their weights, once a forward or once for several."""
+"""Layers that quantize their weights once per forward, or once for several forwards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from mxspec.nn._formats import Format, format_of
 from mxspec.nn.recipe import Recipe
 
-Quantized = tuple[Tensor, ...]  # a `Weight`; nothing where bfloat16 is read
+Quantized = tuple[Tensor, ...]  # the fields of a `Weight`; empty for the recipe bf16, which quantizes nothing
 
 
 class QuantizesWeights(nn.Module):
-    """A layer whose matmuls read codes of its weights, which `cache_weights` may hold for it."""
+    """A layer whose matmuls read codes of its weights. `cache_weights` may hold the codes for several forwards."""
 
     weight_names: ClassVar[tuple[str, ...]] = ("weight",)
     recipe: Recipe
@@ -31,7 +31,7 @@ class QuantizesWeights(nn.Module):
         return tuple(getattr(self, name) for name in self.weight_names)
 
     def _quantized(self, backend: str | None) -> tuple[Quantized, ...]:
-        """The codes of each weight: those held, or new ones."""
+        """The codes of each weight: the held codes if there are any, else new codes."""
         if self._cached is None:
             by = self._format(backend)
             return tuple(() if by is None else by.weight(weight.detach()) for weight in self._weights())
@@ -45,36 +45,36 @@ class QuantizesWeights(nn.Module):
         name, weights = type(self).__name__, self._weights()
         if any(isinstance(weight, DTensor) for weight in weights):
             raise TypeError(
-                f"cache_weights: {name} has sharded weights (DTensor), which are whole only during a forward; needs "
-                "plain tensors"
+                f"cache_weights: {name} has sharded weights (DTensor). They are whole only during a forward, so their "
+                "codes cannot be held longer. Train a sharded model without cache_weights."
             )
         if any(weight.is_inference() for weight in weights):
             raise TypeError(
-                f"cache_weights: {name} has weights made in inference mode, whose changes PyTorch does not count; "
-                "needs weights made outside of torch.inference_mode()"
+                f"cache_weights: {name} has weights made in inference mode. PyTorch does not count their changes, so "
+                "wrong codes would go unnoticed. Make the weights outside of torch.inference_mode()."
             )
-        with torch.inference_mode(False), torch.no_grad():  # codes that a forward outside of either may save
+        with torch.inference_mode(False), torch.no_grad():  # so that a forward outside of these modes can save them
             self._cached = self._quantized(None)
         self._cached_from = self._state()
 
     def _note_step(self, parameters: list[Tensor]) -> None:
-        """Take the weights for changed where an optimizer stepped one of them, or a tensor in the memory of one."""
+        """Count the weights as changed if an optimizer stepped one of them, or a tensor that shares its memory."""
         if any(_overlap(parameter, weight) for weight in self._weights() for parameter in parameters):
             self._cached_from = None
 
     def _check_cache(self) -> None:
         if self._cached_from != self._state():
             raise RuntimeError(
-                "cache_weights: a weight has changed since it was quantized; leave the with-block before the "
-                "optimizer's step, and enter it again afterwards"
+                "cache_weights: a weight has changed since it was quantized. Leave the with-block before the "
+                "optimizer's step, and enter it again after the step."
             )
 
     def _state(self) -> tuple[tuple[int, int], ...]:
-        """What changes when a weight does: where its memory lies, and how often it was written in place."""
+        """For each weight, values that change when it changes: its address, and its count of writes in place."""
         return tuple((weight.data_ptr(), weight._version) for weight in self._weights())
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles of the layer have: all but the codes, which are of this layer's weights."""
+        """The state for copies and pickles. It leaves out the codes, because a copy may change its own weights."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_cached", "_cached_from")}
 
 
@@ -82,7 +82,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if a is b:
         return True
     if torch.compiler.is_compiling() or not {type(a), type(b)} <= {Tensor, nn.Parameter}:
-        return False  # a traced tensor has no address, nor has one that is a DTensor
+        return False  # a traced tensor has no address, and neither has a DTensor
     return max(a.data_ptr(), b.data_ptr()) < min(a.data_ptr() + a.nbytes, b.data_ptr() + b.nbytes)
 
 
@@ -90,16 +90,18 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def cache_weights(model: nn.Module) -> Iterator[None]:
     """Quantize every weight of the model's low-precision layers once, for all forwards in the with-block.
 
-    For micro-batches whose gradients add up: the codes then serve them all. They are wrong as soon as a weight
-    changes, so that a forward after that raises, and so does leaving the block, since a compiled forward cannot look.
-    The step of a `torch.optim` optimizer that holds a weight counts as a change, whatever it did: a fused step is not
-    counted by PyTorch. Two kinds of writes are counted by nobody: those through `weight.data`, and those of a kernel
-    called by hand. A copy of the model, or a saved one, has no codes.
+    Use it for gradient accumulation: all micro-batches then read the same codes. The codes are wrong as soon as a
+    weight changes. So the next forward after a change raises an error. Leaving the block after a change raises too,
+    because a compiled forward cannot check its weights.
+
+    Any step of a `torch.optim` optimizer that holds a weight counts as a change, because PyTorch does not count the
+    writes of a fused step. Two kinds of writes go unnoticed: writes through `weight.data`, and writes of a kernel that
+    the user launches. A copy of the model, or a saved model, has no codes.
 
     Raises:
-        RuntimeError: a weight changed in the block, or a block inside another one.
-        TypeError: a model that is no `nn.Module`, weights that are sharded, as `fully_shard` leaves them, or weights
-            that were made in inference mode.
+        RuntimeError: a weight changed in the block, or the block is inside another `cache_weights` block.
+        TypeError: the model is no `nn.Module`, its weights are sharded (by `fully_shard`), or its weights were made in
+            inference mode.
 
     Example:
         >>> from mxspec.nn import MXLinear
@@ -114,7 +116,7 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
         raise TypeError(f"cache_weights: the model is a {type(model).__name__}; needs an nn.Module")
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizesWeights)]
     if any(layer._cached for layer in layers):
-        raise RuntimeError("cache_weights: the model's weights are held already, by a with-block around this one")
+        raise RuntimeError("cache_weights: the codes are held already by an outer with-block. Remove the inner one.")
 
     def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""What the layers and functions take: refusals, and the cast that autocast asks for."""
+"""Checks of the arguments of layers and functions, and the cast of an input under autocast."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Under autocast, cast as `nn.Linear` would: floats, but for float64."""
+    """Under autocast, cast x as `nn.Linear` casts its input: every floating-point dtype except float64."""
     kind = x.device.type
     casts = x.dtype.is_floating_point and x.dtype != torch.float64
-    if casts and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):  # where it is; a meta tensor has none
+    if casts and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):  # the meta device has no autocast
         return x.to(torch.get_autocast_dtype(kind))
     return x
 
@@ -26,7 +26,7 @@ def check_tensors(name: str, **values: object) -> None:
 def check_devices(name: str, x: Tensor, **others: Tensor | None) -> None:
     for what, tensor in others.items():
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name}: {what} is on {tensor.device}; needs one device, that of x, {x.device}")
+            raise ValueError(f"{name}: {what} is on {tensor.device}, but the input is on {x.device}; needs one device")
 
 
 def check_input(name: str, x: Tensor, features: int) -> None:
@@ -47,13 +47,16 @@ def check_sizes(name: str, **sizes: object) -> None:
 def check_features(name: str, block_size: int, **sizes: int) -> None:
     for what, size in sizes.items():
         if size % block_size or size <= 0:
-            smaller = "; the MXFP8 recipes need multiples of 32" if block_size == 128 else ""
-            raise ValueError(f"{name}: {what} = {size} must be a multiple of {block_size}{smaller}")
+            raise ValueError(
+                f"{name}: {what} = {size} must be a {'positive ' if size <= 0 else ''}multiple of {block_size}"
+                f"{' for the recipe fp8_128' if block_size == 128 else ''}. "
+                f"Use {'mxfp8_rceil (multiples of 32)' if block_size == 128 else 'a PyTorch layer'}, or pad the model."
+            )
 
 
 def check_parameters(name: str, dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
-        raise TypeError(f"{name}: parameters of {dtype}; needs {_names(DTYPES)}")
+        raise TypeError(f"{name}: parameters have dtype {dtype}; needs {_names(DTYPES)}")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -1,13 +1,14 @@
-"""The training formats: how each quantizes the operands of a layer's three matmuls, and which ops multiply them.
+"""The training formats. A format quantizes the operands of a layer's three matmuls and chooses the ops that multiply.
 
 | matmul | a | b | out |
 |---|---|---|---|
-| forward | x, along K | w, along K | `(M, N)` |
-| dgrad | grad_out, along N | w^T, along N | `(M, K)` |
-| wgrad | grad_out^T, along the tokens | x^T, along the tokens | `(N, K)`, or `(E, N, K)` of experts, of w's dtype |
+| forward | x, quantized along K | w, quantized along K | `(M, N)` |
+| dgrad | grad_out, quantized along N | w^T, quantized along N | `(M, K)` |
+| wgrad | grad_out^T, along the tokens | x^T, along the tokens | `(N, K)`, for experts `(E, N, K)`; w's dtype |
 
-A `Format` serves one forward and its backward: it has their recipe and their backend. `offs` holds the ends of token
-groups, each of which has a matrix of weights; None stands for one matrix. Nothing is read on the host.
+A `Format` serves one forward and its backward. It holds the recipe and the backend of both. `offs` holds the ends of
+the token groups, and each group has its own weight matrix. `offs=None` means one matrix for all tokens. The host reads
+no tensor's values.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.nn.recipe import Recipe
 
-_SCALE_LAYOUT = "plain"  # what mx_gemm's kernels on Hopper read; cuBLAS wants `blocked`
+_SCALE_LAYOUT = "plain"  # mx_gemm's kernels for Hopper read this layout; cuBLAS needs `blocked`
 
 
 class Operand(NamedTuple):
-    """K-major codes and their scale. Padded token groups also have each group's first row and the end of its rows."""
+    """K-major codes and their scales. For padded token groups, also the first row and the end row of each group."""
 
     codes: Tensor
     scale: Tensor
@@ -36,14 +37,17 @@ class Operand(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Activations, or their gradients: along the features, and along the tokens. None where no matmul reads them."""
+    """Activations or gradients, quantized along the features (rows) and along the tokens (columns).
+
+    A direction that no matmul reads is None.
+    """
 
     rows: Operand | None
     columns: Operand | None
 
 
 class Weight(NamedTuple):
-    """The codes of a weight for the forward, and those of its transpose for dgrad."""
+    """The codes of a weight for the forward, and the codes of its transpose for dgrad."""
 
     codes: Tensor
     scale: Tensor
@@ -55,41 +59,45 @@ class Weight(NamedTuple):
 class Format:
     recipe: Recipe
     backend: str | None
-    name: str  # of the layer or the function, for its errors
+    name: str  # the name of the layer or the function, for error texts
 
     def weight(self, w: Tensor) -> Weight:
-        """The codes of a weight `(N, K)` or `(E, N, K)`, from one read."""
+        """The codes of a weight `(N, K)` or `(E, N, K)`, in both directions. One op reads the weight once."""
         raise NotImplementedError
 
     def tokens(
         self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
     ) -> Tokens:
-        """The codes of activations `(M, K)` or of their gradients."""
+        """The codes of activations `(M, K)`, or of gradients, in the directions asked for."""
         raise NotImplementedError
 
     def gemm(self, a: Operand, b: Tensor, b_scale: Tensor, offs: Tensor | None, M: int, dtype: torch.dtype) -> Tensor:
-        """The forward, or dgrad."""
+        """The matmul of the forward, or of dgrad."""
         raise NotImplementedError
 
     def wgrad(self, grad_out: Operand, x: Operand, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
 
     def saves_codes(self, offs: Tensor | None) -> bool:
-        """Whether x's codes along the tokens are kept for wgrad; else x itself is."""
+        """Whether the forward saves x's codes along the tokens for wgrad. If not, it saves x itself."""
         return True
 
     def reads_once(self, offs: Tensor | None) -> bool:
-        """Whether one op makes the codes of both directions."""
+        """Whether one op makes the codes of both directions from one read."""
         return False
 
     def activations(self, x: Tensor, offs: Tensor | None, weight_needs_grad: bool) -> Tokens:
-        """What the forward reads of x, and what wgrad will."""
+        """The codes of x for the forward, and those for wgrad if the forward saves them."""
         along_tokens = torch.is_grad_enabled() and weight_needs_grad and self.saves_codes(offs)
         return self.tokens(x.detach(), offs, torch.float8_e4m3fn, True, along_tokens)
 
 
 class MX(Format):
-    """Blocks of 32. One matrix is read once for both directions. Token groups are padded for every matmul."""
+    """MXFP8, in blocks of 32.
+
+    Without token groups, one op reads a tensor once and makes both directions. Token groups are padded for every
+    matmul.
+    """
 
     def _options(self, **more: Any) -> dict[str, Any]:
         return {"scaling": self.recipe.scaling, "backend": self.backend, **more}
@@ -112,7 +120,8 @@ class MX(Format):
         padded = whole_blocks(x, MX_BLOCK_SIZE) if along_tokens else x
         if along_features and along_tokens:
             q_row, s_row, q_col, s_col = mxspec.mx_quantize_rowcol(padded, **options)
-            # Tiles of 128 rows are as many with the padding as without, and no matmul reads what stands in them for it.
+            # In the blocked layout s_row stays whole: rows come in tiles of 128, so the padding of up to 31 rows adds
+            # no tile, and no matmul reads the padding's scales.
             s_row = s_row[: x.shape[0]] if _SCALE_LAYOUT == "plain" else s_row
             return Tokens(Operand(q_row[: x.shape[0]], s_row), Operand(q_col.mT, s_col))
         if along_tokens:
@@ -142,7 +151,7 @@ class MX(Format):
 
 
 class FP8Blocks(Format):
-    """Weights in 128x128 blocks, tokens in 1x128 blocks, fp32 scales. Token groups are padded for wgrad only."""
+    """FP8: weights in 128x128 blocks, tokens in 1x128 blocks, fp32 scales. Token groups are padded for wgrad only."""
 
     def weight(self, w: Tensor) -> Weight:
         return Weight(*mxspec.fp8_quantize_128x128(w, with_transpose=True, backend=self.backend))
@@ -151,7 +160,7 @@ class FP8Blocks(Format):
         self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
     ) -> Tokens:
         rows = columns = None
-        # The matmuls read scales that lie MN-major without a transpose before.
+        # The matmuls read MN-major scales directly; K-major scales would need a transpose first.
         if along_features:
             rows = Operand(*mxspec.fp8_quantize_1x128(x, scale_major="mn", backend=self.backend))
         if along_tokens and offs is not None:
@@ -183,15 +192,15 @@ _OF_NAME: dict[str, type[Format]] = {"mxfp8": MX, "fp8_128": FP8Blocks}
 
 
 def format_of(recipe: Recipe, backend: str | None, name: str) -> Format | None:
-    """The format of a recipe, for a layer or function of that name; None for bfloat16, which quantizes nothing."""
+    """The format of a recipe, for the layer or function `name`. None for the recipe bf16, which quantizes nothing."""
     return None if recipe.format == "bf16" else _OF_NAME[recipe.format](recipe, backend, name)
 
 
 def whole_blocks(x: Tensor, block_size: int) -> Tensor:
-    """x with rows of zeros that fill the last block of rows, or x itself where none are missing.
+    """x with rows of zeros that fill the last block of rows, or x itself if its last block is full.
 
-    A graph for any number of rows always pads. A branch in it would be a graph for multiples of the block size, and
-    another one for all else.
+    A compiled graph for any number of rows always pads. With a branch, torch.compile would make two graphs: one for
+    multiples of the block size, and one for all other numbers of rows.
     """
     missing = -(-x.shape[0] // block_size) * block_size - x.shape[0]
     none_missing = missing == 0

@@ -1,4 +1,4 @@
-"""What the low-precision Linears share: all but their recipe."""
+"""The base class of the low-precision Linears: everything except the recipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mxspec.nn.recipe import BLOCK_SIZES, Recipe
 
 
 class QuantizedLinear(QuantizesWeights, nn.Linear):
-    """`nn.Linear` whose three matmuls read codes. A subclass says by which recipe."""
+    """`nn.Linear` whose three matmuls read codes. A subclass gives the recipe."""
 
     def __init__(
         self,
@@ -48,7 +48,10 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
             raise TypeError(f"{cls.__name__}: from_linear got a {type(linear).__name__}; needs an nn.Linear")
         shape, said = tuple(linear.weight.shape), (linear.out_features, linear.in_features)
         if shape != said:
-            raise ValueError(f"{cls.__name__}: the Linear's weight has shape {shape}, its features say {said}")
+            raise ValueError(
+                f"{cls.__name__}: the Linear's weight has shape {shape}, but its features say {said}. "
+                "Set its in_features and out_features to the shape of the weight."
+            )
         new = cls(
             linear.in_features, linear.out_features, linear.bias is not None, "meta", linear.weight.dtype, **options
         )
@@ -59,12 +62,12 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         name = type(self).__name__
         check_tensors(name, input=input)
         x = as_autocast(input)
-        check_parameters(name, self.weight.dtype)  # `half()` may have been called since
+        check_parameters(name, self.weight.dtype)  # the user may have called `half()` after the constructor
         check_input(name, x, self.in_features)
         check_devices(name, x, weight=self.weight, bias=self.bias)
         backend = backend_now(self)
         (codes,), by = self._quantized(backend), self._format(backend)
-        assert by is not None  # no Linear has bfloat16
+        assert by is not None  # no Linear takes the recipe bf16
         rows = x.reshape(-1, self.in_features)
         tokens = by.activations(rows, None, self.weight.requires_grad)
         out = product(rows, self.weight, None, tokens, codes, by)

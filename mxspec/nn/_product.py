@@ -1,4 +1,4 @@
-"""A matmul of activations and a weight with gradients: one matrix, or the tokens of each expert by its own weights."""
+"""A differentiable matmul of activations and a weight: one matrix, or one matrix per expert."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mxspec.nn._formats import Format, Operand, Tokens, Weight
 
 
 def product(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, codes: Quantized, by: Format) -> Tensor:
-    """`x @ w^T` of what has been checked and quantized."""
+    """`x @ w^T`. The caller has checked x and w, and has quantized them to `tokens` and `codes`."""
     return _Product.apply(x, w, offs, tokens, Weight(*codes), by)
 
 
 def grouped_product(
     x: Tensor, w: Tensor, offs: Tensor, tokens: Tokens | None, codes: Quantized, by: Format | None, name: str
 ) -> Tensor:
-    """`product` of token groups; without a format, in bfloat16."""
+    """`product` of token groups. Without a format, the matmul is in bfloat16."""
     if by is None or tokens is None:
         return GroupedBf16.apply(contiguous(x.bfloat16()), w.bfloat16().contiguous(), offs, name).to(x.dtype)
     return product(x, w, offs, tokens, codes, by)
 
 
 class _Product(torch.autograd.Function):
-    """x and w are given for their gradients; the matmuls read `tokens` and `weight`."""
+    """The matmuls read `tokens` and `weight`. x and w are arguments because autograd gives them the gradients."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, weight: Weight, by: Format) -> Tensor:
@@ -60,11 +60,12 @@ class _Product(torch.autograd.Function):
         (grad_out,), (offs, x, codes, scale, codes_t, scale_t) = gradients, kept(ctx)
         by, (dgrad, wgrad), grad_x, grad_w = ctx.by, ctx.needs_input_grad[:2], None, None
         elem_dtype, for_wgrad = by.recipe.grad_dtype, wgrad and not by.recipe.wgrad_bf16
-        # Codes for wgrad are made after dgrad, to keep both out of memory at once, unless one read makes both.
+        # If one read makes both directions, it does so here. Else the codes for wgrad are made after dgrad, so that
+        # the codes of both directions are never in memory at once.
         rows, columns = by.tokens(grad_out, offs, elem_dtype, dgrad, for_wgrad and by.reads_once(offs))
         if dgrad:
             grad_x = by.gemm(rows, codes_t, scale_t, offs, grad_out.shape[0], ctx.x_dtype)
-        rows = None  # its memory serves wgrad
+        rows = None  # free the memory for wgrad
         if for_wgrad:
             columns = columns or by.tokens(grad_out, offs, elem_dtype, False, True).columns
             x_columns = Operand(codes, scale)

@@ -1,4 +1,4 @@
-"""A model's layers exchanged for low-precision ones."""
+"""`convert` replaces a model's layers with low-precision layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from mxspec.nn.recipe import Recipe, recipe_of
 
 @dataclass
 class Conversion:
-    """What `convert` did: for each Linear and each GroupedExperts, by name, what it is now or why it was left."""
+    """The report of `convert`, which `print` shows.
+
+    `swapped` maps the name of each converted Linear or GroupedExperts to its new kind. `left` maps the name of each
+    other one to the reason why it was left as it is.
+    """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -34,34 +38,40 @@ def convert(
 ) -> Conversion:
     """Make a model's Linears and experts train by a recipe, in place.
 
-    An `nn.Linear` becomes an `MXLinear` or a `Float8BlockwiseLinear` of the same parameters, so that optimizers and
-    state dicts stay good; attributes that were set on it come along. A `GroupedExperts` gets the recipe. What the
-    recipe cannot do is left as it is, and so is a Linear with hooks, buffers, submodules or a forward of its own, or
-    whose module reads its weight without calling it.
+    An `nn.Linear` becomes an `MXLinear` or a `Float8BlockwiseLinear` with the same parameters. So optimizers and state
+    dicts stay valid. The new layer keeps the attributes that the user set on the Linear. A `GroupedExperts` stays the
+    same object and gets the recipe.
 
-    In evaluation an `nn.TransformerEncoderLayer` computes from the weights of its Linears, past their forwards. That
-    fast path is switched off where they are exchanged. Its result at padded tokens, which is zeros in the fast path of
-    an `nn.TransformerEncoder`, is then as in training.
+    `convert` leaves a layer as it is if the recipe cannot run it. It also leaves a Linear that has hooks, buffers,
+    submodules or its own forward, and a Linear whose parent module reads the weight without calling the Linear. The
+    report says why.
+
+    In evaluation, an `nn.TransformerEncoderLayer` takes a fast path that reads the weights of its Linears and does not
+    call them. If `convert` replaces these Linears, it switches the fast path off. At padded tokens, the fast path of an
+    `nn.TransformerEncoder` returns zeros; without it, their results are the same as in training.
 
     Args:
-        model: converted before `torch.compile`, `fully_shard` or DDP wrap it.
-        recipe: a `Recipe` or its name. `bf16` leaves every Linear: it computes in what autocast or its input says.
-        filter_fn: called with a Linear or GroupedExperts and its name; false for one to be left. None takes all.
+        model: the model. Convert it before `torch.compile`, `fully_shard` or DDP wraps it.
+        recipe: a `Recipe` or its name. The recipe `bf16` leaves every Linear, because an `nn.Linear` already computes
+            in the dtype of its input or of autocast.
+        filter_fn: a function of a layer (a Linear or GroupedExperts) and its name. If it returns false, the layer is
+            left as it is. Without a filter_fn, all layers are converted.
 
     Returns:
-        A `Conversion`: `swapped` and `left`, dicts from a layer's name to what it is now, or to why it was left.
+        A `Conversion` with two dicts. `swapped` maps a layer's name to its new kind, and `left` to the reason why the
+        layer was left.
 
     Raises:
-        TypeError: a model, a recipe or a filter_fn that is of another kind.
-        ValueError: an unknown recipe, or a model that is itself a Linear.
-        RuntimeError: a model whose weights `cache_weights` holds.
+        TypeError: the model is no `nn.Module`, the recipe is no `Recipe` or name, or filter_fn is no function.
+        ValueError: the recipe is unknown, or the model is itself a Linear.
+        RuntimeError: `cache_weights` holds codes of the model's weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10))
         >>> print(convert(model, "mxfp8_rceil"))
         1 swapped, 1 left
           0: MXLinear
-          1: left, MXLinear: out_features = 10 must be a multiple of 32
+          1: left, MXLinear: out_features = 10 must be a multiple of 32. Use a PyTorch layer, or pad the model.
 
     Source: torchao, `convert_to_float8_training(module, module_filter_fn=)`, for the order of filter_fn's arguments.
     """
@@ -71,15 +81,18 @@ def convert(
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"convert: filter_fn is a {type(filter_fn).__name__}; needs a function of a layer and its name")
     if isinstance(model, nn.Linear):
-        raise ValueError("convert: the model is a Linear itself, which has no place in a model; use from_linear")
+        raise ValueError(
+            "convert: the model is a Linear itself, and convert can only replace a Linear inside a model. "
+            "Use MXLinear.from_linear or Float8BlockwiseLinear.from_linear."
+        )
     if any(isinstance(layer, QuantizesWeights) and layer._cached for layer in model.modules()):
-        raise RuntimeError("convert: cache_weights holds the model's weights; leave its with-block first")
-    made: dict[nn.Module, nn.Module] = {}  # a layer may stand at several places
+        raise RuntimeError("convert: cache_weights holds the model's weights. Leave its with-block first.")
+    made: dict[nn.Module, nn.Module] = {}  # old layer -> new layer: a model may use one layer in several places
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, (nn.Linear, GroupedExperts)):
             continue
         if layer not in made and filter_fn is not None and not filter_fn(layer, name):
-            report.left[name] = "by filter_fn"
+            report.left[name] = "filter_fn returned false"
             continue
         path, _, child = name.rpartition(".")
         parent = model.get_submodule(path)
@@ -97,21 +110,21 @@ def convert(
     return report
 
 
-# Modules that read the weight of this child, and do not call it. LinearCrossEntropyLoss is new in PyTorch 2.13.
+# Modules that read the weight of a child (named here) and do not call it. PyTorch 2.13 adds LinearCrossEntropyLoss.
 _READS_THE_WEIGHT = {"MultiheadAttention": "out_proj", "LinearCrossEntropyLoss": "linear"}
 
 
 def _check_place(parent: nn.Module, child: str) -> None:
     for name, read in _READS_THE_WEIGHT.items():
         if child == read and isinstance(parent, getattr(nn, name, ())):
-            raise TypeError(f"nn.{name} reads its weight, and never calls it")
+            raise TypeError(f"nn.{name} reads the weight of this Linear and never calls the Linear")
 
 
 def _leave_fast_paths(model: nn.Module) -> None:
-    """Make PyTorch's encoders call the low-precision Linears that they have, in evaluation too."""
+    """Make PyTorch's encoders call their low-precision Linears in evaluation too."""
     for module in model.modules():
         if _has_low_precision(module):
-            # As with an activation that the fast path does not know.
+            # 0 means an activation that the fast path does not support.
             module.activation_relu_or_gelu = 0  # type: ignore[assignment]
         if isinstance(module, nn.TransformerEncoder) and any(map(_has_low_precision, module.layers)):
             module.use_nested_tensor = False
@@ -124,37 +137,40 @@ def _has_low_precision(module: nn.Module) -> bool:
 
 
 def _converted(layer: nn.Linear | GroupedExperts, recipe: Recipe) -> nn.Module:
-    """The layer in another kind, or an error that says why it cannot be had."""
+    """The converted layer. Raises an error that says why, if the layer cannot be converted."""
     if isinstance(layer, GroupedExperts):
         layer.set_recipe(recipe)
         return layer
     if type(layer) is not nn.Linear:
-        raise TypeError(f"is a {type(layer).__name__}, not a plain nn.Linear")
+        raise TypeError(f"it is a {type(layer).__name__}, not a plain nn.Linear")
     plain = vars(nn.Linear(1, 1, device="meta"))
     if registered := _registered(layer, plain):
-        raise TypeError(f"has {registered}, which a new layer would lack")
+        raise TypeError(f"it has {registered}, and a new layer would lose them")
     if recipe.format == "bf16":
-        raise TypeError("bf16 is what nn.Linear computes in, given bfloat16 or under autocast")
+        raise TypeError("for bf16, nn.Linear is enough: give it bfloat16, or use autocast")
     fp8 = recipe.format == "fp8_128"
     new = Float8BlockwiseLinear.from_linear(layer) if fp8 else MXLinear.from_linear(layer, recipe)
     own = {name: value for name, value in vars(layer).items() if name not in plain}
     if taken := [name for name in own if hasattr(new, name)]:
-        raise TypeError(f"has {', '.join(taken)} set on it, a name that {type(new).__name__} itself uses")
+        raise TypeError(f"it has the attribute {', '.join(taken)}, a name that {type(new).__name__} itself uses")
     vars(new).update(own)
     return new
 
 
 def _registered(layer: nn.Linear, plain: dict[str, Any]) -> str:
-    """What was registered with a Linear, by kind and name: what its dicts have and those of a plain one have not."""
+    """Whatever was registered with a Linear (hooks, buffers, submodules), by kind and name.
+
+    These are the entries in which the Linear's dicts differ from the dicts of a plain Linear.
+    """
     found = []
     for kind, names in plain.items():
         if isinstance(names, dict) and (others := getattr(layer, kind).keys() ^ names.keys()):
-            # A hook's name is a number.
+            # The name of a hook is only a number, so it is left out.
             found.append("hooks" if "hooks" in kind else f"{kind.strip('_')} {', '.join(sorted(others))}")
     return " and ".join(dict.fromkeys(found))
 
 
 def _said(layer: nn.Module) -> str:
-    """What the report says that a layer is now."""
+    """A converted layer's new kind, in the words of the report."""
     name = type(layer).__name__
     return f"{name} of {layer.recipe.format}" if isinstance(layer, GroupedExperts) else name

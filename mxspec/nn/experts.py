@@ -1,4 +1,4 @@
-"""The experts of a mixture: SwiGLU feed-forward layers, one per token group."""
+"""The experts of a mixture-of-experts layer: SwiGLU feed-forward layers, one for each token group."""
 
 from __future__ import annotations
 
@@ -27,30 +27,32 @@ from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
 class GroupedExperts(QuantizesWeights):
     """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
 
-    Three grouped matmuls as `mx_grouped_mm` or `fp8_grouped_mm` does them; gate and up read the same codes of x. The
-    weights are quantized once a forward; `cache_weights` stretches that over several. Nothing waits for the device.
+    The layer runs three grouped matmuls, as `mx_grouped_mm` or `fp8_grouped_mm` does. The gate matmul and the up matmul
+    read the same codes of x. Each forward quantizes the weights once. Inside a `cache_weights` block, they are
+    quantized once for all forwards. The host never waits for the device.
 
     Args:
-        num_experts: E.
-        dim, hidden_dim: the width of a token and of what the gate works on; multiples of 32, of 128 for fp8_128.
-        recipe: a `Recipe` or its name, as for `mx_grouped_mm` and `fp8_grouped_mm`; `set_recipe` takes another.
-        device, dtype: of the parameters; bfloat16 or float32.
+        num_experts: the number of experts, E.
+        dim, hidden_dim: the width of a token, and the width between the matmuls. Both are multiples of 32; for fp8_128
+            of 128.
+        recipe: a `Recipe` or its name, as for `mx_grouped_mm` and `fp8_grouped_mm`. `set_recipe` changes it later.
+        device, dtype: the device and dtype of the parameters; bfloat16 or float32.
 
-    Parameters: `w_gate` and `w_up`, `(E, hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`, drawn as an
-        `nn.Linear` of the same width draws its own.
+    Parameters: `w_gate` and `w_up`, `(E, hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`. They start with the
+        same random distribution as the weight of an `nn.Linear` of the same width.
 
     Shapes:
-        x: `(M, dim)`, the tokens of each expert together, bfloat16 or float32; under autocast it is cast first.
-        offs: `(E,)` int32 on x's device, the exclusive end of each expert's tokens, the last at most M.
-        Returns `(M, dim)` of x's dtype; rows from `offs[-1]` on are 0.
+        x: `(M, dim)`, bfloat16 or float32. The tokens of each expert lie together. Under autocast, x is cast first.
+        offs: `(E,)` int32 on x's device, the exclusive end of each expert's tokens. The last end is at most M.
+        Returns `(M, dim)` in x's dtype. Rows from `offs[-1]` on are 0.
 
     Special values: as for `mx_grouped_gemm` and `fp8_grouped_gemm`: a NaN stays with its expert.
 
     Raises:
-        TypeError: a dtype other than those, or an input that is no tensor.
-        ValueError: sizes, a shape, a device, or an unknown recipe.
-        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
-            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
+        TypeError: an argument is no tensor, or has another dtype.
+        ValueError: a size, a shape or a device does not fit, or the recipe is unknown.
+        RuntimeError: a weight changed while `cache_weights` held its codes; a gradient is differentiated, as a gradient
+            penalty does; or a checkpointed forward ran again on another backend.
 
     Example:
         >>> experts = GroupedExperts(2, 32, 64)
@@ -74,7 +76,7 @@ class GroupedExperts(QuantizesWeights):
         name = type(self).__name__
         check_sizes(name, dim=dim, hidden_dim=hidden_dim)
         if not isinstance(num_experts, int) or num_experts <= 0:
-            raise ValueError(f"{name}: num_experts = {num_experts}; needs at least 1")
+            raise ValueError(f"{name}: num_experts = {num_experts}; needs an int of at least 1")
         check_parameters(name, dtype or torch.get_default_dtype())
         super().__init__()
         self.num_experts, self.dim, self.hidden_dim = num_experts, dim, hidden_dim
@@ -91,12 +93,12 @@ class GroupedExperts(QuantizesWeights):
             nn.init.uniform_(weight, -bound, bound)
 
     def set_recipe(self, recipe: Recipe | str) -> None:
-        """Train by this recipe from now on; the parameters stay. Not while `cache_weights` holds their codes."""
+        """Train with this recipe from now on. The parameters stay. Raises inside a `cache_weights` block."""
         name = type(self).__name__
         found = recipe_of(recipe, name)
         check_features(name, BLOCK_SIZES[found.format], dim=self.dim, hidden_dim=self.hidden_dim)
         if self._cached:
-            raise RuntimeError(f"{name}: cache_weights holds the codes of another recipe; leave its with-block first")
+            raise RuntimeError(f"{name}: cache_weights holds the codes of another recipe. Leave its with-block first.")
         self.recipe = found
 
     def extra_repr(self) -> str:
@@ -107,7 +109,7 @@ class GroupedExperts(QuantizesWeights):
         check_tensors(name, x=x, offs=offs)
         x = as_autocast(x)
         for weight in weights:
-            check_parameters(name, weight.dtype)  # `half()` may have been called since
+            check_parameters(name, weight.dtype)  # the user may have called `half()` after the constructor
         check_input(name, x, self.dim)
         if x.ndim != 2:
             raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (M, {self.dim})")

@@ -1,7 +1,8 @@
 """A Linear whose three matmuls run in FP8 with 128-blocks: DeepSeek-V3's recipe.
 
-The weight is in 128x128 blocks, activations and gradients are in 1x128 blocks along the dimension that is summed. The
-backward quantizes x along the tokens, so that x itself is saved. The gradient of the weight is summed in fp32.
+The weight is in 128x128 blocks. Activations and gradients are in 1x128 blocks along the dimension that the matmul sums
+over. The forward saves x itself, because the backward quantizes it along the tokens. The gradient of the weight is
+summed in fp32.
 """
 
 from __future__ import annotations
@@ -18,26 +19,29 @@ from mxspec.nn.recipe import RECIPES
 class Float8BlockwiseLinear(QuantizedLinear):
     """`nn.Linear` whose forward, dgrad and wgrad multiply e4m3fn codes with fp32 scales in blocks of 128.
 
-    `y = x @ weight^T + bias` with x in 1x128 blocks and the weight in 128x128 blocks; the gradients likewise, those of
-    the weight summed in fp32. The weight is quantized once a forward, for dgrad as well; `cache_weights` stretches
-    that over several. Parameters and state dict are those of `nn.Linear`.
+    `y = x @ weight^T + bias`, with x in 1x128 blocks and the weight in 128x128 blocks. The gradient of the output is in
+    1x128 blocks too, and the gradient of the weight is summed in fp32. Each forward quantizes the weight once, for
+    itself and for dgrad. Inside a `cache_weights` block, the weight is quantized once for all forwards. The layer has
+    the parameters and the state dict of `nn.Linear`.
 
     Args:
         in_features, out_features: K and N, multiples of 128.
-        bias: whether there is one; it is added to the rounded product.
-        device, dtype: of the parameters; bfloat16 or float32.
+        bias: whether the layer has a bias. The bias is added to the rounded product.
+        device, dtype: the device and dtype of the parameters; bfloat16 or float32.
 
     Shapes:
-        x: `(..., K)`, bfloat16 or float32, any number of tokens; under autocast it is cast as `nn.Linear` would.
-        Returns `(..., N)` of that dtype.
+        x: `(..., K)`, bfloat16 or float32, any number of tokens. Under autocast, x is cast as for `nn.Linear`.
+        Returns `(..., N)` in the dtype of x (after the cast).
 
-    Special values: a NaN or an Inf in a token makes the token's output NaN; one in the weight its 128 columns.
+    Special values: a NaN or an Inf in a token makes the token's output NaN. A NaN or an Inf in the weight makes the 128
+        output columns of its block NaN.
 
     Raises:
-        TypeError: a dtype other than those, or an input that is no tensor.
-        ValueError: features that are no multiples of 128, or an x of another last dimension or device, or not dense.
-        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
-            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
+        TypeError: the input is no tensor, or a dtype is neither bfloat16 nor float32.
+        ValueError: the features are no multiples of 128, or x is not dense, has another last dimension or is on another
+            device.
+        RuntimeError: a weight changed while `cache_weights` held its codes; a gradient is differentiated, as a gradient
+            penalty does; or a checkpointed forward ran again on another backend.
 
     Source: DeepSeek-V3 technical report, section 3.3.
     """
@@ -54,5 +58,5 @@ class Float8BlockwiseLinear(QuantizedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
-        """The same parameters, not copies of them, in a layer of this kind; nothing else of the Linear comes along."""
+        """Make a layer of this kind from an `nn.Linear`. It shares the Linear's parameters and takes nothing else."""
         return cls._with_parameters_of(linear)

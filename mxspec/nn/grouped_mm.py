@@ -1,4 +1,4 @@
-"""Grouped matmuls that train in low precision: the tokens of each expert by the expert's own weights."""
+"""Grouped matmuls that train in low precision: the tokens of each expert times the expert's own weights."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ _NAMES = {"mxfp8": "mx_grouped_mm", "fp8_128": "fp8_grouped_mm"}
 def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mxfp8_rceil") -> Tensor:
     """Multiply the tokens of each group by the weights of its expert, with gradients, in MXFP8.
 
-    `out[m] = x[m] @ w[g]^T` where g is the group of token m, that is `offs[g-1] <= m < offs[g]`; 0 where m is in none.
-    Each operand of the forward, dgrad and wgrad is quantized in blocks of 32 along the dimension that its matmul sums
-    over, and tokens are padded for it group by group. Nothing waits for the device.
+    `out[m] = x[m] @ w[g]^T`, with g the group of token m: `offs[g-1] <= m < offs[g]`. The output of a token in no group
+    is 0. Each operand of the forward, dgrad and wgrad is quantized in blocks of 32 along the dimension that its matmul
+    sums over. For this, the tokens of each group are padded. The host never waits for the device.
 
     Args:
-        x: `(M, K)`, the tokens of each group together; bfloat16 or float32; under autocast it is cast first.
-        w: `(E, N, K)`, bfloat16 or float32; N and K multiples of 32.
-        offs: `(E,)` int32 on x's device, the exclusive end of each group, of any alignment. Never decreasing, the last
-            at most M.
-        recipe: an mxfp8 `Recipe` or its name, or `bf16`: PyTorch's own grouped matmul, of operands cast to bfloat16.
-            With `wgrad_bf16` the gradient of w is such a matmul, rounded to bfloat16.
+        x: `(M, K)`, bfloat16 or float32. The tokens of each group lie together. Under autocast, x is cast first.
+        w: `(E, N, K)`, bfloat16 or float32; N and K are multiples of 32.
+        offs: `(E,)` int32 on x's device, the exclusive end of each group. An end may be any number, not only a
+            multiple of 32. The ends never decrease, and the last end is at most M.
+        recipe: an mxfp8 `Recipe` or its name, or `bf16`. `bf16` casts the operands to bfloat16 and runs PyTorch's
+            grouped matmul. With `wgrad_bf16`, only the gradient of w is computed that way, and rounded to bfloat16.
 
     Returns:
-        `(M, N)` of x's dtype, contiguous. Rows from `offs[-1]` on are 0, and so are their gradients. The gradient of w
-        is summed in fp32 and rounded once, to w's dtype; that of an expert without tokens is 0.
+        `(M, N)` in x's dtype, contiguous. Rows from `offs[-1]` on are 0, and so are their gradients. The gradient of w
+        is summed in fp32 and rounded once, to w's dtype. The gradient of an expert without tokens is 0.
 
     Special values: as for `mx_grouped_gemm`: a NaN stays within its group.
 
     Raises:
-        TypeError: the dtype of x, w or offs, or one that is no tensor.
-        ValueError: a rank, a shape, a device, N or K, or a recipe of fp8_128, which is `fp8_grouped_mm`'s.
-        RuntimeError: the derivative of a gradient, as a gradient penalty needs it, or a checkpointed forward that ran
-            again by another backend.
+        TypeError: x, w or offs is no tensor or has another dtype.
+        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is fp8_128, which `fp8_grouped_mm`
+            takes.
+        RuntimeError: a gradient is differentiated, as a gradient penalty does, or a checkpointed forward ran again on
+            another backend.
 
     Example:
         >>> x, w = torch.ones(3, 32), torch.stack([torch.ones(32, 32), -torch.ones(32, 32)])
@@ -61,22 +62,24 @@ def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mx
 def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "fp8_128") -> Tensor:
     """Multiply the tokens of each group by the weights of its expert, with gradients, in FP8 with 128-blocks.
 
-    `mx_grouped_mm` with x, and the gradient of the output, in 1x128 blocks along the dimension that is summed, and w in
-    128x128 blocks. Tokens are padded for the gradient of w only, as they are quantized. Nothing waits for the device.
+    It computes the matmul of `mx_grouped_mm` in another format. x and the gradient of the output are in 1x128 blocks
+    along the dimension that the matmul sums over, and w is in 128x128 blocks. Tokens are padded only for the gradient
+    of w, by the op that quantizes them. The host never waits for the device.
 
     Args:
-        x, offs: as for `mx_grouped_mm`.
-        w: `(E, N, K)`, bfloat16 or float32; N and K multiples of 128.
+        x, offs: as for `mx_grouped_mm`. An end may be any number, not only a multiple of 128.
+        w: `(E, N, K)`, bfloat16 or float32; N and K are multiples of 128.
         recipe: `fp8_128` or its `Recipe`, or `bf16`, as for `mx_grouped_mm`.
 
     Returns:
-        As `mx_grouped_mm` does.
+        `(M, N)` in x's dtype, as `mx_grouped_mm` returns it.
 
     Special values: as for `fp8_grouped_gemm`: a NaN stays within its group.
 
     Raises:
-        TypeError: the dtype of x, w or offs, or one that is no tensor.
-        ValueError: a rank, a shape, a device, N or K, or a recipe of mxfp8, which is `mx_grouped_mm`'s.
+        TypeError: x, w or offs is no tensor or has another dtype.
+        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is an mxfp8 recipe, which
+            `mx_grouped_mm` takes.
         RuntimeError: as for `mx_grouped_mm`.
 
     Example:
@@ -96,7 +99,8 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
     x = as_autocast(x)
     if found.format not in (format, "bf16"):
         raise ValueError(
-            f"{name}: the recipe's format is {found.format}, which {_NAMES[found.format]} takes; needs {format} or bf16"
+            f"{name}: the recipe's format is {found.format}; needs {format} or bf16. "
+            f"Use {_NAMES[found.format]} for this recipe."
         )
     if x.ndim != 2 or w.ndim != 3:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, w {tuple(w.shape)}; needs (M, K) and (E, N, K)")

@@ -1,7 +1,8 @@
-"""A Linear whose three matmuls multiply MXFP8 codes, blocks of 32 along the dimension that is summed.
+"""A Linear whose three matmuls multiply MXFP8 codes, in blocks of 32 along the dimension that the matmul sums over.
 
-Each tensor is read once and quantized along both of its dimensions: x and the weight in the forward, the gradient of
-the output in the backward. The codes of x along the tokens are saved for the backward, a byte an element.
+Each tensor is read once and quantized along both of its dimensions. This happens to x and the weight in the forward,
+and to the gradient of the output in the backward. The forward saves the codes of x along the tokens for the backward,
+one byte per element.
 """
 
 from __future__ import annotations
@@ -18,32 +19,33 @@ from mxspec.nn.recipe import Recipe, recipe_of
 class MXLinear(QuantizedLinear):
     """`nn.Linear` whose forward, dgrad and wgrad multiply MXFP8 codes.
 
-    `y = x @ weight^T + bias`, each operand quantized in blocks of 32 along the dimension that its matmul sums over. The
-    weight is quantized once a forward, for dgrad as well; `cache_weights` stretches that over several. Where the
-    weight needs a gradient, x is quantized along the tokens in the forward and only those codes are kept of it; a
-    number of tokens that is no multiple of 32 is padded with zeros for that. Parameters and state dict are those of
-    `nn.Linear`.
+    `y = x @ weight^T + bias`. Each operand is quantized in blocks of 32 along the dimension that its matmul sums over.
+    Each forward quantizes the weight once, for itself and for dgrad. Inside a `cache_weights` block, the weight is
+    quantized once for all forwards. If the weight needs a gradient, the forward also quantizes x along the tokens, and
+    saves only these codes of x. For this, it pads x with zero rows to a multiple of 32 tokens. The layer has the
+    parameters and the state dict of `nn.Linear`.
 
     Args:
         in_features, out_features: K and N, multiples of 32.
-        bias: whether there is one; it is added to the rounded product.
-        device, dtype: of the parameters; bfloat16 or float32.
+        bias: whether the layer has a bias. The bias is added to the rounded product.
+        device, dtype: the device and dtype of the parameters; bfloat16 or float32.
         recipe: an mxfp8 `Recipe` or its name. With `wgrad_bf16` the gradient of the weight is a bfloat16 matmul of
-            grad_out and x, rounded to bfloat16, and x itself is saved.
+            grad_out and x, rounded to bfloat16, and the forward saves x itself.
 
     Shapes:
-        x: `(..., K)`, bfloat16 or float32, any number of tokens; under autocast it is cast as `nn.Linear` would.
-        Returns `(..., N)` of that dtype. The gradient of the weight is summed in fp32 and rounded once, to the
-            weight's dtype.
+        x: `(..., K)`, bfloat16 or float32, any number of tokens. Under autocast, x is cast as for `nn.Linear`.
+        Returns `(..., N)` in the dtype of x (after the cast). The gradient of the weight is summed in fp32 and rounded
+            once, to the weight's dtype.
 
-    Special values: a NaN or an Inf in a token makes the token's output NaN; one in the weight its column.
+    Special values: a NaN or an Inf in a token makes the token's output NaN. A NaN or an Inf in the weight makes the
+        output column of its row NaN.
 
     Raises:
-        TypeError: a dtype other than those, or an input that is no tensor.
-        ValueError: features that are no multiples of 32, an x of another last dimension or device, or not dense, a
-            recipe of another format.
-        RuntimeError: a weight that changed while `cache_weights` held its codes, the derivative of a gradient, as a
-            gradient penalty needs it, or a checkpointed forward that ran again by another backend.
+        TypeError: the input is no tensor, or a dtype is neither bfloat16 nor float32.
+        ValueError: the features are no multiples of 32, x is not dense, has another last dimension or is on another
+            device, or the recipe has another format.
+        RuntimeError: a weight changed while `cache_weights` held its codes; a gradient is differentiated, as a gradient
+            penalty does; or a checkpointed forward ran again on another backend.
 
     Example:
         >>> layer = MXLinear.from_linear(nn.Linear(64, 32), recipe="mxfp8_floor")
@@ -64,12 +66,15 @@ class MXLinear(QuantizedLinear):
     ) -> None:
         found = recipe_of(recipe, "MXLinear")
         if found.format != "mxfp8":
-            raise ValueError(f"MXLinear: the recipe's format is {found.format}; needs mxfp8")
+            raise ValueError(
+                f"MXLinear: the recipe's format is {found.format}; needs mxfp8. "
+                f"Use {'Float8BlockwiseLinear' if found.format == 'fp8_128' else 'nn.Linear'} instead."
+            )
         super().__init__(in_features, out_features, bias, device, dtype, recipe=found)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe | str = "mxfp8_rceil") -> Self:
-        """The same parameters, not copies of them, in a layer of this kind; nothing else of the Linear comes along."""
+        """Make a layer of this kind from an `nn.Linear`. It shares the Linear's parameters and takes nothing else."""
         return cls._with_parameters_of(linear, recipe=recipe)
 
     def extra_repr(self) -> str:

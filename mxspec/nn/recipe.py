@@ -1,4 +1,4 @@
-"""Which format a layer's matmuls have, and how its operands are quantized."""
+"""Recipes: the format of a layer's matmuls, and how the layer quantizes its operands."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import torch
 
 from mxspec.formats import FP8_BLOCK_SIZE, FP8_DTYPES, MX_BLOCK_SIZE, SCALINGS
 
-# By format, what N and K are multiples of. That of bf16 is mxfp8's, so that a model can change between the two.
+# For each format, the number that N and K must be multiples of. bf16 has mxfp8's, so that a model can change between
+# the two.
 BLOCK_SIZES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_BLOCK_SIZE, "bf16": MX_BLOCK_SIZE}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a layer trains; `RECIPES` has the named ones, and `dataclasses.replace` makes others of them.
+    """How a layer trains in low precision. `RECIPES` has the named recipes; `dataclasses.replace` makes variants.
 
     Args:
-        format: `mxfp8`, blocks of 32 with an E8M0 scale; `fp8_128`, e4m3fn with fp32 scales in blocks of 128;
-            `bf16`, no quantizing at all.
-        scaling: mxfp8's rule for the scale, as for `mx_quantize`: `rceil`, `floor`, `ceil` or `even`.
-        grad_dtype: mxfp8's elements of gradients, torch.float8_e4m3fn or torch.float8_e5m2. Activations and weights
-            are e4m3fn.
-        wgrad_bf16: whether mxfp8 computes the gradient of weights from bfloat16 operands.
+        format: `mxfp8` (blocks of 32 with an E8M0 scale), `fp8_128` (e4m3fn with fp32 scales in blocks of 128) or
+            `bf16` (no quantization).
+        scaling: for mxfp8, the rule that computes the scale, as for `mx_quantize`: `rceil`, `floor`, `ceil` or `even`.
+        grad_dtype: for mxfp8, the element dtype of gradients: torch.float8_e4m3fn or torch.float8_e5m2. Activations and
+            weights are always e4m3fn.
+        wgrad_bf16: for mxfp8, whether the gradient of a weight is computed from bfloat16 operands.
 
     Raises:
-        TypeError: grad_dtype or wgrad_bf16.
-        ValueError: an unknown format or scaling, or an option of mxfp8's for another format.
+        TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16 is no bool.
+        ValueError: the format or the scaling is unknown, or an option of mxfp8 is set for another format.
 
     Example:
         >>> from dataclasses import replace
@@ -52,7 +53,9 @@ class Recipe:
             raise TypeError(f"Recipe: wgrad_bf16 = {self.wgrad_bf16!r}; needs True or False")
         options = self.scaling, self.grad_dtype, self.wgrad_bf16
         if self.format != "mxfp8" and options != ("rceil", torch.float8_e4m3fn, False):
-            raise ValueError(f"Recipe: {self.format} has no scaling, grad_dtype or wgrad_bf16; they are mxfp8's")
+            raise ValueError(
+                f"Recipe: {self.format} has no scaling, grad_dtype or wgrad_bf16. Leave them out, or use mxfp8."
+            )
 
 
 RECIPES = {
@@ -65,7 +68,7 @@ RECIPES = {
 
 
 def recipe_of(recipe: Recipe | str, asked_by: str) -> Recipe:
-    """A recipe, or the one of that name."""
+    """The recipe itself, or the recipe with that name."""
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):

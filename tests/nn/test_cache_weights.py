@@ -128,7 +128,7 @@ def test_weights_made_in_inference_mode_are_refused():
     with torch.inference_mode():
         module = MXLinear(WIDTH, WIDTH, device=DEVICE)
         module(tokens())
-    words = "cache_weights: MXLinear has weights made in inference mode, whose changes PyTorch does not count; needs"
+    words = "cache_weights: MXLinear has weights made in inference mode. PyTorch does not count their changes"
     with pytest.raises(TypeError, match=words), cache_weights(module):
         pass
     assert module._cached is None

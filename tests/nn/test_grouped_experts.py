@@ -128,7 +128,7 @@ def test_experts_state_and_what_they_refuse():
         ((3, K, 40), ValueError, "hidden_dim = 40 must be a multiple of 32"),
         ((3, K, 96, "fp8_128"), ValueError, "GroupedExperts: hidden_dim = 96 must be a multiple of 128"),
         ((3, K, N, "fp8"), ValueError, "GroupedExperts: unknown recipe 'fp8'"),
-        ((3, K, N, "bf16", None, torch.float16), TypeError, "parameters of torch.float16"),
+        ((3, K, N, "bf16", None, torch.float16), TypeError, "parameters have dtype torch.float16"),
     ):
         with pytest.raises(error, match=words):
             GroupedExperts(*arguments)

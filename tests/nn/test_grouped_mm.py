@@ -221,7 +221,7 @@ def test_autocast_casts_the_tokens(recipe):
         (
             lambda x, w, o: (x, w, o, "fp8_128"),
             ValueError,
-            "mx_grouped_mm: the recipe's format is fp8_128, which fp8_grouped_mm takes; needs mxfp8 or bf16",
+            "mx_grouped_mm: the recipe's format is fp8_128; needs mxfp8 or bf16. Use fp8_grouped_mm",
         ),
         (lambda x, w, o: (x, w, o, "mxfp4"), ValueError, "unknown recipe 'mxfp4'"),
         (lambda x, w, o: (x[:, :32], w, o), ValueError, r"input has shape \(63, 32\); needs \(..., 64\)"),
@@ -234,7 +234,7 @@ def test_autocast_casts_the_tokens(recipe):
         (lambda x, w, o: (x, w, o.long()), TypeError, "offs has dtype torch.int64; needs torch.int32"),
         (lambda x, w, o: (x, w, o.to("meta")), ValueError, "offs is on meta"),
         (lambda x, w, o: (x.half(), w, o), TypeError, "input has dtype torch.float16"),
-        (lambda x, w, o: (x, w.half(), o), TypeError, "parameters of torch.float16"),
+        (lambda x, w, o: (x, w.half(), o), TypeError, "parameters have dtype torch.float16"),
     ],
 )
 def test_what_it_does_not_take(change, error, words):
@@ -248,7 +248,7 @@ def test_what_it_does_not_take(change, error, words):
     [
         (
             lambda x, w, o: (x, w, o, E5M2),
-            "fp8_grouped_mm: the recipe's format is mxfp8, which mx_grouped_mm takes; needs fp8_128 or bf16",
+            "fp8_grouped_mm: the recipe's format is mxfp8; needs fp8_128 or bf16. Use mx_grouped_mm",
         ),
         (lambda x, w, o: (x, w[:, :96], o), "fp8_grouped_mm: N = 96 must be a multiple of 128"),
         (lambda x, w, o: (x[:, :64], w[..., :64], o), "fp8_grouped_mm: K = 64 must be a multiple of 128"),

@@ -20,7 +20,7 @@ from tests.helpers import DEVICE, SIZES, gradient, layer, step, tokens
 FP8 = (Float8BlockwiseLinear, None)
 MX = [(MXLinear, name) for name, recipe in RECIPES.items() if recipe.format == "mxfp8"]
 E5M2 = (MXLinear, replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2))
-HALF = r"parameters of torch\.float16; needs torch\.bfloat16 or torch\.float32"
+HALF = r"parameters have dtype torch\.float16; needs torch\.bfloat16 or torch\.float32"
 both = pytest.mark.parametrize("kind", SIZES)
 
 

@@ -16,7 +16,7 @@ from mxspec.nn import Float8BlockwiseLinear, GroupedExperts, MXLinear, checkpoin
 
 DEVICE = default_device()
 M, WIDTH = 8, 128
-REFUSED = "{}: has no second derivative: autograd does not follow its backward"
+REFUSED = "{}: has no second derivative, because autograd cannot differentiate its backward"
 
 
 def offs() -> torch.Tensor:
@@ -245,9 +245,10 @@ def test_forwards_by_several_backends_are_refused_or_carried_by_the_context(made
         return out
 
     words = (
-        f"{made.split()[0]}: checkpointing ran the forward again by the backend 'auto', the first run had 'reference'; "
+        f"{made.split()[0]}: checkpointing ran the forward again on the backend 'auto', but the first run was on "
+        "'reference'. "
     )
-    with pytest.raises(RuntimeError, match=words + "pass context_fn=mxspec.nn.checkpoint_context to checkpoint"):
+    with pytest.raises(RuntimeError, match=words + "Pass context_fn=mxspec.nn.checkpoint_context to checkpoint"):
         backward_elsewhere(two())
     carried = two(context_fn=checkpoint_context)
     carried.sum().backward(retain_graph=True)

@@ -20,17 +20,19 @@ def x() -> torch.Tensor:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_on_another_device_than_the_tokens(recipe):
-    words = "GroupedExperts: w_gate is on meta; needs one device, that of x, cpu"
+    words = "GroupedExperts: w_gate is on meta, but the input is on cpu; needs one device"
     with pytest.raises(ValueError, match=words):
         GroupedExperts(2, W, W, recipe, device="meta")(x(), OFFS)
     experts = GroupedExperts(2, W, W, recipe)
     for name in ("w_up", "w_down"):
         weight = getattr(experts, name)
         setattr(experts, name, nn.Parameter(weight.to("meta")))
-        with pytest.raises(ValueError, match=f"GroupedExperts: {name} is on meta; needs one device, that of x, cpu"):
+        with pytest.raises(
+            ValueError, match=f"GroupedExperts: {name} is on meta, but the input is on cpu; needs one device"
+        ):
             experts(x(), OFFS)
         setattr(experts, name, weight)
-    with pytest.raises(ValueError, match="GroupedExperts: offs is on cpu; needs one device, that of x, meta"):
+    with pytest.raises(ValueError, match="GroupedExperts: offs is on cpu, but the input is on meta; needs one device"):
         experts(x().to("meta"), OFFS)
 
 
@@ -38,7 +40,7 @@ def test_experts_on_another_device_than_the_tokens(recipe):
 def test_weights_of_a_function_on_another_device_than_the_tokens(recipe):
     for fn, format in ((mx_grouped_mm, "mxfp8"), (fp8_grouped_mm, "fp8_128")):
         if RECIPES[recipe].format in (format, "bf16"):
-            words = f"{fn.__name__}: w is on meta; needs one device, that of x, cpu"
+            words = f"{fn.__name__}: w is on meta, but the input is on cpu; needs one device"
             with pytest.raises(ValueError, match=words):
                 fn(x(), torch.ones(2, W, W, device="meta"), OFFS, recipe)
 
@@ -48,7 +50,7 @@ def test_weights_of_a_function_on_another_device_than_the_tokens(recipe):
 def test_a_linears_parameters_on_another_device_than_the_input(kind, name):
     layer = kind(W, W)
     setattr(layer, name, nn.Parameter(getattr(layer, name).to("meta")))
-    words = f"{kind.__name__}: {name} is on meta; needs one device, that of x, cpu"
+    words = f"{kind.__name__}: {name} is on meta, but the input is on cpu; needs one device"
     with pytest.raises(ValueError, match=words):
         layer(x())
 
@@ -57,7 +59,9 @@ def test_a_linears_parameters_on_another_device_than_the_input(kind, name):
 def test_one_of_the_experts_weights_of_another_dtype(name):
     experts = GroupedExperts(2, W, W, "bf16")
     setattr(experts, name, nn.Parameter(getattr(experts, name).half()))
-    with pytest.raises(TypeError, match=r"GroupedExperts: parameters of torch\.float16; needs torch\.bfloat16 or"):
+    with pytest.raises(
+        TypeError, match=r"GroupedExperts: parameters have dtype torch\.float16; needs torch\.bfloat16 or"
+    ):
         experts(x(), OFFS)
 
 
@@ -106,7 +110,7 @@ def test_a_wrong_type_is_a_type_error_of_ours(words):
 def test_a_linear_whose_weight_has_other_features_than_it_says():
     linear = nn.Linear(W, W)
     linear.weight = nn.Parameter(torch.ones(W, 64))
-    words = r"MXLinear: the Linear's weight has shape \(128, 64\), its features say \(128, 128\)"
+    words = r"MXLinear: the Linear's weight has shape \(128, 64\), but its features say \(128, 128\)"
     with pytest.raises(ValueError, match=words):
         MXLinear.from_linear(linear)
     assert "its features say" in convert(nn.Sequential(linear), "mxfp8_rceil").left["0"]

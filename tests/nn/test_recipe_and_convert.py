@@ -55,8 +55,8 @@ class Block(nn.Module):
 
 
 LEFT = {
-    "hooked": "has hooks, which a new layer would lack",
-    "attention.out_proj": "nn.MultiheadAttention reads its weight, and never calls it",
+    "hooked": "it has hooks, and a new layer would lose them",
+    "attention.out_proj": "nn.MultiheadAttention reads the weight of this Linear and never calls the Linear",
 }
 
 
@@ -67,7 +67,7 @@ def test_convert_to_mx():
     assert report.swapped == {
         "up": "MXLinear", "layers.0": "MXLinear", "same": "MXLinear", "experts": "GroupedExperts of mxfp8",
     }  # fmt: skip
-    head = "MXLinear: out_features = 10 must be a multiple of 32"
+    head = "MXLinear: out_features = 10 must be a multiple of 32. Use a PyTorch layer, or pad the model."
     assert report.left == {"head": head, **LEFT}
     assert model.up is model.same
     assert type(model.layers[0]) is MXLinear
@@ -81,7 +81,7 @@ def test_convert_to_mx():
     assert text.startswith("4 swapped, 3 left\n  up: MXLinear\n")
     assert f"\n  head: left, {head}" in text
     again = convert(model, "mxfp8_rceil")
-    assert again.left["up"] == "is a MXLinear, not a plain nn.Linear"
+    assert again.left["up"] == "it is a MXLinear, not a plain nn.Linear"
     assert again.swapped == {"experts": "GroupedExperts of mxfp8"}
     assert model.experts.recipe == RECIPES["mxfp8_rceil"]
 
@@ -106,7 +106,7 @@ def test_convert_to_bf16_leaves_linears():
     convert(model, "mxfp8_rceil", lambda layer, name: name == "experts")
     report = convert(model, RECIPES["bf16"])
     assert report.swapped == {"experts": "GroupedExperts of bf16"}
-    assert report.left["up"] == "bf16 is what nn.Linear computes in, given bfloat16 or under autocast"
+    assert report.left["up"] == "for bf16, nn.Linear is enough: give it bfloat16, or use autocast"
     assert type(model.up) is nn.Linear
 
 
@@ -116,7 +116,7 @@ def test_the_filter_sees_layers_and_names():
     assert [name for _, name in seen] == ["up", "layers.0", "same", "head", "hooked", "attention.out_proj", "experts"]
     assert seen[0][0] is model.up
     assert list(report.swapped) == ["layers.0"]
-    assert set(report.left.values()) == {"by filter_fn"}
+    assert set(report.left.values()) == {"filter_fn returned false"}
 
 
 def test_a_converted_model_trains():
@@ -155,7 +155,7 @@ def test_a_linear_with_more_than_its_parameters_is_left(registered, recipe):
     model = nn.Sequential(nn.Linear(128, 128))
     before = model[0]
     EXTRAS[registered](before)
-    assert convert(model, recipe).left["0"] == f"has {registered}, which a new layer would lack"
+    assert convert(model, recipe).left["0"] == f"it has {registered}, and a new layer would lose them"
     assert model[0] is before
 
 
@@ -163,12 +163,12 @@ def test_a_linear_with_more_than_its_parameters_is_left(registered, recipe):
 def test_a_linear_on_which_a_name_of_ours_was_set_is_left(name):
     model = nn.Sequential(nn.Linear(128, 128))
     setattr(model[0], name, no_hook)
-    assert convert(model, "mxfp8_rceil").left == {"0": f"has {name} set on it, a name that MXLinear itself uses"}
+    assert convert(model, "mxfp8_rceil").left == {"0": f"it has the attribute {name}, a name that MXLinear itself uses"}
 
 
 def test_a_parametrized_linear_is_left():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(128, 128)))
-    assert convert(model, "mxfp8_rceil").left == {"0": "is a ParametrizedLinear, not a plain nn.Linear"}
+    assert convert(model, "mxfp8_rceil").left == {"0": "it is a ParametrizedLinear, not a plain nn.Linear"}
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_rceil", "fp8_128"])
@@ -246,14 +246,18 @@ def test_linears_whose_weight_their_module_reads_are_left():
     attention.out_proj = nn.Linear(128, 128)
     model = nn.ModuleList([attention, attention.out_proj])
     report = convert(model, "mxfp8_rceil")
-    assert report.left == {"0.out_proj": "nn.MultiheadAttention reads its weight, and never calls it"}
+    assert report.left == {
+        "0.out_proj": "nn.MultiheadAttention reads the weight of this Linear and never calls the Linear"
+    }
     assert report.swapped == {"1": "MXLinear"}  # the same Linear, where it is called
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="is new in PyTorch 2.13")
 def test_the_linear_of_a_fused_loss_is_left():
     report = convert(nn.Sequential(nn.LinearCrossEntropyLoss(64, 128)), "mxfp8_rceil")
-    assert report.left == {"0.linear": "nn.LinearCrossEntropyLoss reads its weight, and never calls it"}
+    assert report.left == {
+        "0.linear": "nn.LinearCrossEntropyLoss reads the weight of this Linear and never calls the Linear"
+    }
 
 
 def test_what_cannot_be_converted():
@@ -267,5 +271,5 @@ def test_what_cannot_be_converted():
         convert(model, "mxfp8_floor")
     half = nn.Sequential(nn.Linear(64, 64, dtype=torch.float16))
     assert convert(half, "mxfp8_rceil").left == {
-        "0": "MXLinear: parameters of torch.float16; needs torch.bfloat16 or torch.float32"
+        "0": "MXLinear: parameters have dtype torch.float16; needs torch.bfloat16 or torch.float32"
     }
