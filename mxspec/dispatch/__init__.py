@@ -1,13 +1,13 @@
-"""The switch: which backend runs an op, and why.
+"""The switch: it decides which backend runs an op, and explains the decision.
 
-A backend is a folder `mxspec/<name>_kernels`; it implements an op where it holds a file of the op's name. That is
-all this package knows: it names no op and no backend but `reference` and `auto`.
+A backend is a folder `mxspec/<name>_kernels`. It implements an op if it holds a file with the op's name. The switch
+knows nothing else: its code names no op, and no backend except `reference` and `auto`.
 
-Each op is a `torch.library` operator whose implementation reads the switch when it runs. The switch is never read
-in code that torch.compile traces, so a compiled function follows a later choice without recompiling.
+Each op is a `torch.library` operator whose implementation reads the switch when it runs. Code that torch.compile
+traces never reads the switch, so a compiled function follows a later choice without recompiling.
 
-`files`: what there is. `choice`: what the user asked for. `resolve`: what can run, and the run. `schema`, `modes` and
-`operator`: torch.library. `explanation`: why.
+`files` finds the ops and the backends. `choice` holds the user's choice. `resolve` decides which backend can run a
+call, and runs it. `schema`, `modes` and `operator` connect an op to torch.library. `explanation` says why.
 """
 
 from mxspec.dispatch.choice import current_backend, is_outer_block_unseen, set_backend, use_backend

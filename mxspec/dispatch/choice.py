@@ -1,4 +1,4 @@
-"""What the user asked for: on a call, in a with-block, for the process, in the environment."""
+"""The user's choice of a backend: on a call, in a with-block, for the process, or in the environment."""
 
 from __future__ import annotations
 
@@ -14,49 +14,55 @@ from mxspec.dispatch.files import backends
 
 
 def known(backend: str, said_by: str) -> str:
-    """The name of a backend, or `auto`; anything else is refused."""
+    """`backend` itself, if it is `auto` or the name of a backend. Anything else raises an error."""
     if backend != "auto" and backend not in backends():
         raise ValueError(f"{said_by}: unknown backend {backend!r}; needs one of {', '.join(('auto', *backends()))}")
     return backend
 
 
-# The backend of a with-block, and the backward that it was entered in: -1 outside of any.
+# The backend of a with-block, and the id of the backward in which the block was entered: -1 outside of a backward.
 _in_context: ContextVar[tuple[str, int] | None] = ContextVar("mxspec_backend", default=None)
 _environment = known(os.environ.get("MXSPEC_BACKEND") or "auto", "MXSPEC_BACKEND")
 _in_process: str | None = None
-# Each `use_backend` that no with-block has entered yet, by id: its thread and its choice, the newest last.
+# The thread and the choice of each `use_backend` object that no with-block has entered yet. The newest is the last.
 _not_entered: dict[int, tuple[int, str]] = {}
 
 
 def set_backend(backend: str | None) -> None:
-    """Choose the backend for the whole process, all of its threads, from now on.
+    """Choose the backend for the whole process, with all of its threads, from now on.
 
-    A `backend=` on a call outranks a surrounding `with use_backend(...)`, which outranks this choice, which outranks
-    the environment variable MXSPEC_BACKEND, read when mxspec is imported; without any of them the choice is `auto`.
+    There are four ways to choose a backend. The first one in this list that is present decides:
+
+    1. `backend=` on the call.
+    2. A `with use_backend(...)` block around the call.
+    3. This function.
+    4. The environment variable MXSPEC_BACKEND. mxspec reads it once, when it is imported.
+
+    If none is present, the choice is `auto`.
 
     Args:
-        backend: `auto`, `reference` or another name in `mxspec.dispatch.backends()`. None takes the choice back: the
-            environment's holds again.
+        backend: `auto`, `reference` or another name in `mxspec.dispatch.backends()`. None removes this choice, so that
+            MXSPEC_BACKEND decides again.
 
     Raises:
         ValueError: an unknown backend.
     """
     global _in_process
     _in_process = None if backend is None else known(backend, "set_backend")
-    _not_entered.clear()  # an older choice without `with` is outdone
+    _not_entered.clear()  # this choice replaces an older choice by `use_backend` without `with`
 
 
 class use_backend:
     """Choose the backend for a with-block: `with use_backend("triton"):`.
 
-    The block holds for its own thread and its own asyncio task; `set_backend` chooses for the process, and says which
-    choice outranks which. On CUDA, backward runs on another thread: an `autograd.Function` reads `current_backend()`
-    in forward and passes it as `backend=` in backward.
+    The block holds for its own thread and its own asyncio task. `set_backend` chooses for the whole process; its
+    docstring says which choice comes first. On CUDA, a backward runs on another thread, which does not see the block.
+    So an `autograd.Function` must read `current_backend()` in its forward and pass it as `backend=` in its backward.
 
-    Deprecated, and to go in 0.3: `use_backend("triton")` without `with` does what `set_backend("triton")` does. It
-    is known by the fact that no block has entered it. So it acts when the object is dropped, which is at once if
-    nothing holds it, or when its own thread next reads the switch; other threads do not see it before. An object that
-    is made early and entered late is taken for such a call if an op runs in between.
+    Deprecated, removed in 0.3: `use_backend("triton")` without `with` does what `set_backend("triton")` does. mxspec
+    recognizes such a call because no block has entered the object. So the call acts when the object is deleted (at
+    once, if nothing holds it) or when its thread next reads the switch; other threads do not see it before then. If an
+    op runs between the creation of an object and the `with` that enters it, the object counts as such a call.
 
     Raises:
         ValueError: an unknown backend.
@@ -84,17 +90,17 @@ def _choose_without_with(backend: str) -> None:
     set_backend(backend)
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "mxspec":
-        frame, level = frame.f_back, level + 1  # to the user's own line
+        frame, level = frame.f_back, level + 1  # up to the user's own line
     warnings.warn(
-        f"use_backend({backend!r}) is entered by no with-block, so it holds for the whole process; that is deprecated "
-        f"and goes in 0.3; call mxspec.set_backend({backend!r})",
+        f"use_backend({backend!r}) without a with-block chooses for the whole process. This is deprecated and will be "
+        f"removed in 0.3. Call mxspec.set_backend({backend!r}) instead.",
         DeprecationWarning,
         stacklevel=level,
     )
 
 
 def current_backend() -> str:
-    """What a call without `backend=` would use here and now: a backend's name or `auto`."""
+    """The choice for a call without `backend=`, here and now: a backend's name or `auto`."""
     if in_context := _in_context.get():
         return in_context[0]
     if _not_entered:
@@ -105,10 +111,10 @@ def current_backend() -> str:
 
 
 def is_outer_block_unseen() -> bool:
-    """Whether this runs in a backward, and in no with-block that was entered there.
+    """Whether this code runs inside a backward, and inside no with-block that was entered in that backward.
 
-    A with-block around the forward, which checkpointing runs again here, is then not seen; one around the backward may
-    be seen, or not.
+    If so, and checkpointing runs a forward again here, a with-block around the first forward is not visible. A
+    with-block around the backward may or may not be visible.
     """
     backward, in_context = torch._C._current_graph_task_id(), _in_context.get()
     return backward != -1 and (in_context is None or in_context[1] != backward)

@@ -1,4 +1,4 @@
-"""Why a call runs where it runs."""
+"""`explain`: which backend runs a call, and why."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mxspec.reference.common import checks
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend a call would use, and for each other one why not."""
+    """The backend that a call would use, and for each other backend the reason why it would not be used."""
 
     op: str
     asked: str
     backend: str | None  # None: the call would raise
     reasons: dict[str, str]
-    note: str | None = None  # how that backend runs the call, where it is not as its rank was measured
+    note: str | None = None  # how the backend runs this call, if not in the way in which its rank was measured
 
     def __str__(self) -> str:
         head = f"{self.op}: {self.asked!r} " + (f"runs {self.backend!r}" if self.backend else "raises")
@@ -36,8 +36,8 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
     to_blocked: 'auto' runs 'reference'
       cublas     has no kernel for to_blocked
       deepgemm   has no kernel for to_blocked
-      helion     is only taken by name on cpu tensors
-      triton     is only taken by name on cpu tensors
+      helion     is used on cpu tensors only if chosen by name
+      triton     is used on cpu tensors only if chosen by name
     """
     asked = known(backend, "explain") if backend else current_backend()
     signature = inspect.signature(reference(name))
@@ -56,13 +56,13 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
                 no_rank = module if isinstance(module, str) else unranked(module, args[0].device)
                 reasons[other] = no_rank or refusal(name, other, args, kwargs) or f"ranks behind {chosen!r}"
         if chosen != "reference":
-            reasons["reference"] = "is taken by name, or where no kernel supports the call"
+            reasons["reference"] = "is used only if chosen by name, or if no kernel supports the call"
     else:
         why_not = refusal(name, asked, args, kwargs)
         chosen = None if why_not else asked
         for other in backends():
             if other != asked:
-                reasons[other] = refusal(name, other, args, kwargs) or f"could run it, but {asked!r} was asked for"
+                reasons[other] = refusal(name, other, args, kwargs) or f"can run this call, but {asked!r} was chosen"
         if why_not:
             reasons = {asked: why_not, **reasons}
     note = getattr(kernel_module(name, chosen), "note", None) if chosen not in (None, "reference") else None

@@ -1,4 +1,4 @@
-"""What the files say: which ops and backends there are, and what a backend's folder has for an op."""
+"""The files decide which ops and backends exist, and whether a backend has a kernel for an op."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def has_kernel(name: str, backend: str) -> bool:
 
 @functools.cache
 def kernel_module(name: str, backend: str) -> ModuleType | str:
-    """The module of a backend's kernel for an op, or the reason why there is none."""
+    """The module of a backend's kernel for an op, or the reason why there is no such module."""
     if not has_kernel(name, backend):
         return f"has no kernel for {name}"
     try:
         return importlib.import_module(f"mxspec.{backend}_kernels.{name}")
-    except ImportError as error:  # the framework is missing or does not fit; its own words say which
+    except ImportError as error:  # the framework is missing, or its version does not fit: the error says which
         return f"cannot be imported: {error}"
 
 
 def interpreters() -> tuple[str, ...]:
-    """The variables of the environment, <BACKEND>_INTERPRET=1, that make this process run kernels on the CPU."""
+    """The environment variables <BACKEND>_INTERPRET that are 1, so that this process runs kernels on the CPU."""
     return tuple(v for v in (f"{b.upper()}_INTERPRET" for b in backends()) if os.environ.get(v) == "1")

@@ -1,4 +1,4 @@
-"""Under which of torch's modes a call is made."""
+"""The modes of torch under which a call is made."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.autograd import forward_ad
 
 
 def is_plain_eager(values: Iterable[Any]) -> bool:
-    """Whether a call has nothing that only the operator can serve, and may so save the dispatcher's time.
+    """Whether a call can skip the torch.library operator, which saves the dispatcher's time.
 
-    That is: no tracing or dispatch mode, no functorch transform, no tensor that is a subclass, on the meta device,
-    in need of a gradient, or a view whose sign is yet to be flipped.
+    The call then runs under no tracing mode, no dispatch mode and no functorch transform. None of its tensors is a
+    subclass, lies on the meta device, requires a gradient, or is a view with a pending negation (`is_neg`).
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
@@ -28,7 +28,7 @@ def is_plain_eager(values: Iterable[Any]) -> bool:
 
 
 def is_differentiated_by_functorch(values: Iterable[Any]) -> bool:
-    """Whether a call lies within `torch.func.grad`, `jvp` or their like, and is to be differentiated."""
+    """Whether `torch.func.grad`, `jvp` or a similar transform differentiates a call."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     tensors = [value for value in values if isinstance(value, Tensor)]

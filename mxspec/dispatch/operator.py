@@ -1,4 +1,4 @@
-"""An op as an operator of torch.library, and the public function before it."""
+"""An op as an operator of torch.library, and the public function that calls the operator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mxspec.reference.common import checks
 from mxspec.spec import P, R, Reference, outputs_of
 
 _LIBRARY = torch.library.Library("mxspec", "DEF")
-# Kernels are written for the strides that the caller's tensor has; without the tag inductor may change them.
+# Kernels expect the strides of the caller's tensors. Without `needs_exact_strides` inductor may change the strides.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 class Operator:
-    """What torch.library calls for one op."""
+    """The functions that torch.library calls for one op."""
 
     def __init__(self, fn: Reference[..., Any]) -> None:
         self.fn, self.name = fn, fn.__name__
@@ -30,14 +30,14 @@ class Operator:
         self.by_text = annotated(self.signature, "torch.dtype | str")
         self.flags = annotated(self.signature, "bool")
         self.types = {p.name: PYTHON_TYPES[p.annotation] for p in self.signature.parameters.values()}
-        self.as_list = SCHEMA_TYPES[self.signature.return_annotation] == "Tensor[]"  # what crosses the operator as one
-        no_gradient = "call it inside an autograd.Function that defines one, or on a detached tensor"
+        self.as_list = SCHEMA_TYPES[self.signature.return_annotation] == "Tensor[]"  # a tuple leaves the op as a list
+        no_gradient = "call it inside an autograd.Function that defines a gradient, or on a detached tensor"
         self.no_gradient = f"{self.name} has no gradient; {no_gradient}"
-        no_transform = "has a gradient for backward() and torch.autograd.grad; torch.func's transforms have none"
+        no_transform = "has a gradient for backward() and torch.autograd.grad, but not for torch.func's transforms"
         self.no_transform = f"{self.name} {no_transform}" if self.gradient else self.no_gradient
 
     def define(self) -> Any:
-        """Tell torch of the op; what to call then."""
+        """Register the op with torch. Returns the operator to call."""
         name = f"mxspec::{self.name}"
         _LIBRARY.define(schema(self.name, self.signature, self.in_place), tags=_TAGS)
         _LIBRARY.impl(self.name, self.implementation, "CompositeExplicitAutograd")
@@ -57,12 +57,12 @@ class Operator:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Any:
         result = resolve.run(self.fn, args, self.with_dtypes(kwargs), backend)
-        if self.in_place:  # a kernel writes unseen: autograd has to know that what it may have saved is another now
+        if self.in_place:  # autograd does not see a kernel's write: tell it that a tensor it saved may have changed
             torch.autograd.graph.increment_version(args[0])
         return result
 
     def misfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an argument has another type than its annotation says; True is no number here."""
+        """Whether an argument's type differs from its annotation. A bool does not count as a number here."""
         given = {**dict(zip(self.types, args, strict=False)), **kwargs}
         return any(
             isinstance(value, bool) or not isinstance(value, self.types[key])
@@ -71,10 +71,10 @@ class Operator:
         )
 
     def refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> None:
-        """Refuse, before the operator does it in torch's words, or takes True for the number 1."""
+        """Raise our error for a bad call, before torch raises a less clear one or accepts True as the number 1."""
         if backend:
             known(backend, self.name)
-        # Without the flags: `check_offs` would wait twice.
+        # Leave out the flags: with `check_offs=True` the host would wait for the device twice.
         options = {key: value for key, value in kwargs.items() if key not in self.flags}
         self.fn.spec.check_args(*args, **self.with_dtypes(options))
         if is_differentiated_by_functorch((*args, *kwargs.values())):
@@ -89,7 +89,7 @@ class Operator:
         return list(result) if self.as_list else result
 
     def without_gradient(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Refuse at the call: no backward will ever come by here, and torch takes no formula for an op in place."""
+        """Raise at the call, not in the backward: torch registers no backward formula for an op in place."""
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(self.no_gradient)
@@ -109,20 +109,20 @@ class Operator:
         saved = self.gradient.save(inputs, outputs_of(output))
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
         ctx.sizes = [None if isinstance(value, Tensor) else value for value in saved]
-        # Backward runs on a thread that sees no with-block. While a graph is traced, the choice is left to its runs.
+        # Save the choice: the backward runs on a thread that sees no with-block. A traced graph chooses when it runs.
         traced = torch._C._len_torch_dispatch_stack() > 0
         ctx.backend = keyword_only_inputs["backend"] or ("" if traced else current_backend())
 
 
 def op(fn: Reference[P, R]) -> Reference[P, R]:
-    """The public op of a reference function: the same call, behind the switch, with `backend=` added."""
+    """The public op of a reference function: the same signature plus `backend=`. The switch chooses what runs."""
     one = Operator(fn)
     name, flags, by_text, as_list, operator = one.name, one.flags, one.by_text, one.as_list, one.define()
     run, misfit, refuse = one.run, one.misfit, one.refuse
 
     @functools.wraps(fn)
     def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        for flag in flags:  # as an `if` reads it, "no" is true
+        for flag in flags:  # must be a real bool: to an `if`, the string "no" is true
             checks.boolean(name, flag, kwargs.get(flag, False))
         if not torch.compiler.is_compiling():
             if args and is_plain_eager((*args, *kwargs.values())):
@@ -140,5 +140,5 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     parameters = [*one.signature.parameters.values(), own]
     public.__signature__ = one.signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     public.reference = fn  # type: ignore[attr-defined]
-    public.__module__ = "mxspec"  # where pickle finds it
+    public.__module__ = "mxspec"  # pickle looks for the op there
     return cast(Reference[P, R], public)

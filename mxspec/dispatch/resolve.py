@@ -1,4 +1,4 @@
-"""What can run a call, what `auto` takes, and the run itself."""
+"""Which backends can run a call, which backend `auto` takes, and the run itself."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mxspec.spec import Reference
 
 @functools.cache
 def _cpu_refusal(name: str, backend: str) -> str | None:
-    """Why a kernel does not run on CPU tensors; None where an interpreter runs it there."""
+    """Why a kernel does not run on CPU tensors. None if an interpreter runs it there."""
     if no := getattr(kernel_module(name, backend), "INTERPRETABLE", None):
-        return f"runs on CUDA tensors only: {no}"
+        return f"runs on CUDA tensors only: {no.removeprefix('no: ')}"
     variables = getattr(sys.modules[f"mxspec.{backend}_kernels"], "INTERPRETERS", ())
     if set(variables) & set(interpreters()):
         return None
-    how = f", on a CPU only with {' or '.join(f'{v}=1' for v in variables)} set before it is imported"
+    how = f"; to run it on CPU tensors, set {' or '.join(f'{v}=1' for v in variables)} before Python starts"
     return "runs on CUDA tensors" + (how if variables else "")
 
 
@@ -45,17 +45,17 @@ def _supports(name: str, backend: str) -> Callable[..., str | None] | None:
 
 @functools.cache
 def static_refusal(name: str, backend: str, device_type: str) -> str | None:
-    """Why a backend cannot run an op on a kind of device, whatever the arguments; None where it can."""
+    """Why a backend cannot run an op on a type of device, whatever the arguments. None if it can."""
     module = kernel_module(name, backend)
     if isinstance(module, str):
         return module
     if device_type == "cpu":
         return _cpu_refusal(name, backend)
-    return None if device_type == "cuda" else f"runs on CUDA tensors; these are on {device_type}"
+    return None if device_type == "cuda" else f"runs on CUDA tensors, and these are on {device_type}"
 
 
 def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a backend, asked for by name, cannot run this call; None where it can."""
+    """Why a backend cannot run this call even if it is chosen by name. None if it can."""
     if backend == "reference":
         return None
     if reason := static_refusal(name, backend, "cuda" if args[0].is_cuda else args[0].device.type):
@@ -65,19 +65,22 @@ def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def unranked(module: ModuleType, device: torch.device) -> str | None:
-    """Why `auto` never takes a kernel on a device; None where it may."""
+    """Why `auto` never takes a kernel on a device. None if it may take it."""
     if device.type != "cuda":
-        return f"is only taken by name on {device.type} tensors"
+        return f"is used on {device.type} tensors only if chosen by name"
     if waits := getattr(module, "HOST_SYNC", None):
-        return f"waits for the device ({waits}), so it is taken by name"
+        return f"waits for the device ({waits}), so it is used only if chosen by name"
     if _capability(device) not in getattr(module, "RANK", {}):
-        return f"has no rank on compute capability {'.'.join(map(str, _capability(device)))}, so it is taken by name"
+        return (
+            f"has no rank on compute capability {'.'.join(map(str, _capability(device)))}, "
+            "so it is used only if chosen by name"
+        )
     return None
 
 
 @functools.cache
 def _ranked(name: str, device: torch.device) -> tuple[tuple[str, Callable[..., str | None] | None], ...]:
-    """The backends that `auto` may take for an op on a GPU, best first, each with its `supports`."""
+    """The backends that `auto` may take for an op on a GPU, with their `supports` functions. The best is the first."""
     modules = [(b, kernel_module(name, b)) for b in backends() if b != "reference"]
     ranked = [(b, m) for b, m in modules if isinstance(m, ModuleType) and unranked(m, device) is None]
     ranked.sort(key=lambda found: found[1].RANK[_capability(device)])
@@ -96,10 +99,10 @@ def taken_by_auto(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 
 @functools.cache
 def _warn_of_reference(name: str) -> None:
-    """Once an op: `auto` has no kernel for a tensor that is on a GPU."""
+    """Warn, once per op, that `auto` has no kernel for a call with tensors on a GPU."""
     warnings.warn(
-        f"{name}: no kernel supports this call on the GPU, so `auto` runs the reference; "
-        f"mxspec.explain({name!r}, ...) says why",
+        f"{name}: no kernel supports this call on the GPU, so `auto` runs the reference. "
+        f"To see why, call mxspec.explain({name!r}, ...).",
         stacklevel=4,
     )
 
@@ -122,6 +125,6 @@ def run(fn: Reference[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], 
         raise ValueError(f"{name}: backend {asked!r} {reason}")
     kernel = kernel_function(name, asked)
     if on_gpu and args[0].get_device() != torch.cuda.current_device():
-        with torch.cuda.device(args[0].device):  # a launch goes to the current device, wherever its tensors are
+        with torch.cuda.device(args[0].device):  # a kernel launches on the current device, so make it the tensors'
             return kernel(*args, **kwargs)
     return kernel(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""How an op's signature crosses torch.library: its schema, and the types that it takes."""
+"""The signature of an op as torch.library needs it: the schema, and the types of the arguments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mxspec.formats import ELEMENTS
 
-# A dtype or a name is more than a schema can say: it crosses the operator as text.
+# A schema has no type for "a dtype or a name", so such an argument crosses the operator as text.
 SCHEMA_TYPES = {
     "Tensor": "Tensor",
-    "int": "SymInt",  # a number of rows may be a symbol while a graph is traced; a kernel always gets a plain int
+    "int": "SymInt",  # in a traced graph a number of rows may be a symbol; a kernel always gets a plain int
     "float": "float",
     "bool": "bool",
     "str": "str",
@@ -23,11 +23,11 @@ SCHEMA_TYPES = {
     "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor)",
-    "tuple[Tensor, ...]": "Tensor[]",  # as many as the options ask for
+    "tuple[Tensor, ...]": "Tensor[]",  # the options decide how many
 }
 
 
-# The types in Python of what is annotated so.
+# For each annotation, the Python types that an argument may have.
 PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "Tensor": Tensor,
     "int": int,
@@ -40,7 +40,7 @@ PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def dtype_of(text: str) -> torch.dtype | str:
-    """The dtype that `str(dtype)` or an element format's name stands for; other text as it is, to be refused."""
+    """The dtype of `str(dtype)` or of an element format's name. Other text is returned for the checks to refuse it."""
     if text.startswith("torch."):
         return cast(torch.dtype, getattr(torch, text.removeprefix("torch."), text))
     fmt = ELEMENTS.get(text)
@@ -48,7 +48,7 @@ def dtype_of(text: str) -> torch.dtype | str:
 
 
 def schema(name: str, signature: inspect.Signature, in_place: bool) -> str:
-    """The schema of an op, with `backend` as a last option; one in place changes its first argument."""
+    """The schema of an op, with `backend` as its last option. An op in place changes its first argument."""
     parameters, star = [], False
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not star:
@@ -64,5 +64,5 @@ def schema(name: str, signature: inspect.Signature, in_place: bool) -> str:
 
 
 def annotated(signature: inspect.Signature, kind: str) -> tuple[str, ...]:
-    """The parameters of an op that are of a kind."""
+    """The names of an op's parameters with this annotation."""
     return tuple(p.name for p in signature.parameters.values() if p.annotation == kind)
