@@ -1,6 +1,6 @@
-"""The conformance engine: does a backend, or any function, give the bytes that the reference gives?
+"""The conformance engine: does a backend, or any function, give the same bytes as the reference?
 
-One engine for pytest, the command line and the notebooks. It knows what `@spec` says and no op by name.
+pytest, the command line and the notebooks use this one engine. It reads each op's `@spec` and names no op itself.
 """
 
 from mxspec.check._compare import difference, form_difference, sqnr_db

@@ -1,4 +1,4 @@
-"""How a candidate is called, and what its answer has to be besides its numbers: type, number, memory of its own."""
+"""Checks of an answer apart from its values: its type, the number of outputs, and memory of its own."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mxspec.spec import Reference
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Inside, what a candidate prints goes to stderr: a report on stdout stays whole."""
+    """Inside the block, the prints of a candidate go to stderr, so that they do not mix with a report on stdout."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 def returned_problem(reference: Reference[..., Any], result: Any) -> str | None:
-    """What is wrong with the type of what a call returned; its number, shapes and dtypes are compared elsewhere."""
+    """What is wrong with the type of a call's result. `form_difference` compares the number, shapes and dtypes."""
     promised = inspect.signature(reference).return_annotation
     if promised in (None, "None"):
         return (
             None
             if result is None
-            else f"returned a {type(result).__name__}; needs None, for it changes its first argument"
+            else f"returned a {type(result).__name__}; needs None, because the op changes its first argument"
         )
     if promised == "Tensor":
         outputs = (result,)
@@ -61,7 +61,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def shared(outputs: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> str | None:
-    """Which memory the outputs of one call share with each other or with its inputs."""
+    """The memory that the outputs of one call share with each other or with the inputs, in words."""
     for i, t in enumerate(outputs):
         for name, given in inputs.items():
             if overlap(t, given):
@@ -73,7 +73,7 @@ def shared(outputs: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> str | None
 
 
 def equal_bits(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-    """The same bits, those of a NaN too."""
+    """Whether all bits are the same, also the bits of a NaN."""
     return len(one) == len(other) and all(
         a.shape == b.shape and a.dtype == b.dtype and bool((_bits(a) == _bits(b)).all())
         for a, b in zip(one, other, strict=True)
@@ -85,7 +85,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def copies(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The values as they are now, of whatever dtype."""
+    """Copies of the tensors, bit for bit. Works for every dtype."""
     return tuple(_bits(t).clone().view(t.dtype) for t in tensors)
 
 

@@ -1,7 +1,7 @@
-"""What a candidate does besides answering: once for a candidate, not once a case.
+"""Behaviours: checks of a candidate over several calls. Each behaviour runs once for a candidate, not once per case.
 
-A case judges one answer. These look at several calls: the same bits again, memory of its own for every answer, no
-answer kept from an earlier call, nothing of the process changed, gradients where the op has them.
+A case judges one answer. The behaviours judge the rest: a second call gives the same bits, every answer has its own
+memory, no answer comes from an earlier call, the process stays unchanged, and gradients flow if the op has them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate, and a few of its op's calls on which to watch it."""
+    """A candidate, and a few calls of its op on which the behaviours watch it."""
 
     reference: Reference[..., Any]
     call: Call
@@ -40,7 +40,7 @@ class Trial:
         return self.reference.spec.own(on_device(self.device, case.args()))
 
     def outputs(self, args: tuple[Any, ...], case: Case) -> tuple[Tensor, ...]:
-        """What a call gives; of an op in place, what it left in its first argument."""
+        """The outputs of a call. For an op in place, the output is the first argument after the call."""
         with quietly():
             return self.reference.spec.outputs(args, self.call(*args, **case.kwargs))
 
@@ -48,18 +48,21 @@ class Trial:
         return answer_of(self.reference, args, case.kwargs)
 
     def wrong(self, got: tuple[Tensor, ...], args: tuple[Any, ...], case: Case) -> str | None:
-        """What tells outputs from the reference's on these arguments, as they were before the call."""
+        """How outputs differ from the reference's. `args` are the arguments as they were before the call."""
         spec = self.reference.spec
         magnitudes = magnitudes_of(self.reference, args, case.kwargs)
         return difference(got, self.expected(args, case), spec.min_sqnr_db, magnitudes, spec.inf_is_free)
 
 
-SMALL = 2**15  # elements of all tensors of a case
+SMALL = 2**15  # the tensors of a small case have at most 4 * SMALL bytes together
 
 
 @functools.cache
 def chosen(op: str) -> tuple[Case, ...]:
-    """Small valid cases that show every option's value and every dtype that small ones show; the op's own first."""
+    """A few small valid cases that together show every value of every option, every dtype and every rank.
+
+    The choice covers only what small cases show. Hand-written cases come before generated cases.
+    """
     cases = [case for case in dispatch.reference(op).spec.cases() if not case.raises and "large" not in case.flags]
     missing: dict[str, set[Fact]] = {}
     for case in sorted(cases, key=lambda case: ("generated" in case.flags, "edge" in case.flags)):
@@ -73,7 +76,7 @@ def chosen(op: str) -> tuple[Case, ...]:
             }
     by_name, enough = {case.name: case for case in cases}, list[Case]()
     while missing and len(enough) < 6:
-        best = max(missing, key=lambda name: len(missing[name]))  # of equal ones the first
+        best = max(missing, key=lambda name: len(missing[name]))  # the first, if several are equal
         if enough and not missing[best]:
             break
         enough.append(by_name[best])
@@ -91,7 +94,7 @@ def same_bits_again(trial: Trial) -> str | None:
 
 
 def memory_of_its_own(trial: Trial) -> str | None:
-    """Every answer has memory of its own, and a later call leaves it as it was."""
+    """Every answer has its own memory, and a later call does not change it."""
     if trial.reference.spec.in_place:
         return None
     kept: list[tuple[Case, tuple[Tensor, ...], tuple[Tensor, ...]]] = []
@@ -102,27 +105,27 @@ def memory_of_its_own(trial: Trial) -> str | None:
             return f"case {case.name!r}: {problem}"
         for before, earlier, then in kept:
             if any(overlap(a, b) for a in earlier for b in outputs):
-                return f"case {case.name!r}: its outputs share memory with those of an earlier call"
+                return f"case {case.name!r}: its outputs share memory with the outputs of an earlier call"
             if not equal_bits(then, copies(earlier)):
-                return f"case {case.name!r}: it changed the outputs of an earlier call, on case {before.name!r}"
+                return f"case {case.name!r}: it changed the outputs of an earlier call (case {before.name!r})"
         kept.append((case, outputs, copies(outputs)))
     return None
 
 
 def no_stale_answer(trial: Trial) -> str | None:
-    """Other values in the same memory, other shapes, an error in between: each call is answered anew."""
+    """Every call is computed anew, also after new values in the same memory, after other shapes, or after an error."""
     for case in trial.cases:
         args = trial.args(case)
         trial.outputs(trial.reference.spec.own(args), case)
         for t in args:
-            if isinstance(t, Tensor) and t.dtype != torch.int32 and not t.is_neg():  # which group a token is in stays
-                bits = t.data.view(INT_OF_BYTES[t.element_size()])  # so that no version tells of it
+            if isinstance(t, Tensor) and t.dtype != torch.int32 and not t.is_neg():  # int32: offs stay as they are
+                bits = t.data.view(INT_OF_BYTES[t.element_size()])  # through `.data`: the version does not change
                 if 0 in [stride for size, stride in zip(bits.shape, bits.stride(), strict=True) if size > 1]:
                     continue
                 bits.copy_(bits.flip(0).clone() if len(t) > 1 else bits.flip(-1).clone())
         given = trial.reference.spec.own(args)
         if problem := trial.wrong(trial.outputs(args, case), given, case):
-            return f"case {case.name!r}, other values in the tensors of an earlier call: {problem}"
+            return f"case {case.name!r}, with new values in the tensors of an earlier call: {problem}"
     for case in (*trial.cases, *trial.cases[::-1]):
         if trial.refused:
             with contextlib.suppress(Exception), quietly():
@@ -135,7 +138,7 @@ def no_stale_answer(trial: Trial) -> str | None:
 
 
 def same_in_every_mode(trial: Trial) -> str | None:
-    """The mode of autograd and the default dtype are no inputs."""
+    """The mode of autograd and the default dtype do not change the bits."""
     for case in trial.cases:
         expected = copies(trial.outputs(trial.args(case), case))
         for name, mode in _MODES.items():
@@ -143,7 +146,7 @@ def same_in_every_mode(trial: Trial) -> str | None:
             with mode():
                 got = trial.outputs(args, case)
             if not equal_bits(expected, copies(got)):
-                return f"case {case.name!r}: other bits {name}"
+                return f"case {case.name!r}: it gives other bits {name}"
     return None
 
 
@@ -160,13 +163,13 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 _MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "under torch.no_grad": torch.no_grad,
     "under torch.inference_mode": torch.inference_mode,
-    "where the default dtype is float64": functools.partial(_default, torch.float64),
-    "where the default dtype is float16": functools.partial(_default, torch.float16),
+    "if the default dtype is float64": functools.partial(_default, torch.float64),
+    "if the default dtype is float16": functools.partial(_default, torch.float16),
 }
 
 
 def leaves_the_process_alone(trial: Trial) -> str | None:
-    """Modes, defaults and random numbers are the caller's."""
+    """A call does not change the process: its modes, its defaults and its random numbers stay as they were."""
     for case in trial.cases[:1]:
         args, before = trial.args(case), _process_state(trial.device)
         trial.outputs(args, case)
@@ -195,13 +198,13 @@ def _process_state(device: torch.device) -> dict[str, Any]:
 
 
 def waits_for_nothing(trial: Trial) -> str | None:
-    """On a GPU a call only launches: it does not wait for the device, unless check_offs asks for that."""
+    """On a GPU, a call launches work and returns. It does not wait for the device, except with `check_offs=True`."""
     if trial.device.type != "cuda":
         return None
     for case in trial.cases:
         if case.kwargs.get("check_offs"):
             continue
-        trial.outputs(trial.args(case), case)  # whatever is compiled is compiled now
+        trial.outputs(trial.args(case), case)  # the first call compiles, and may wait
         args = trial.args(case)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -217,7 +220,7 @@ def waits_for_nothing(trial: Trial) -> str | None:
 
 
 def gradients_flow(trial: Trial) -> str | None:
-    """Where the op has gradients, a candidate's are the op's own, whatever the groups."""
+    """If the op has gradients, a candidate gives the same gradients as the op, for all token groups."""
     op = trial.reference.__name__
     public = dispatch.public(op)
     for case in dispatch.reference(op).spec.cases():
@@ -238,7 +241,7 @@ def gradients_flow(trial: Trial) -> str | None:
 
 
 def no_gradient_in_place(trial: Trial) -> str | None:
-    """An op in place has no gradient, and says so where one is asked for."""
+    """An op in place has no gradient, and raises if its first argument requires one."""
     for case in trial.cases[:1]:
         args = trial.args(case)
         acc = args[0].clone().requires_grad_()
@@ -247,7 +250,7 @@ def no_gradient_in_place(trial: Trial) -> str | None:
                 trial.call(acc, *args[1:], **case.kwargs)
         except (RuntimeError, NotImplementedError):
             continue
-        return f"case {case.name!r}: it takes a first argument that requires a gradient; needs an error"
+        return f"case {case.name!r}: it accepted a first argument that requires a gradient; needs an error"
     return None
 
 
@@ -258,7 +261,7 @@ def _gradient(fn: Call, args: tuple[Any, ...], case: Case) -> Tensor | str:
     out = result[0] if isinstance(result, tuple) else result
     if not out.requires_grad:
         raise NotImplementedError(
-            "its output requires no gradient where the first argument does; gradients were not judged"
+            "its output requires no gradient although the first argument does, so its gradients were not judged"
         )
     upstream = torch.arange(out.numel(), dtype=torch.float32, device=out.device).view(out.shape) % 64 + 1
     (gradient,) = torch.autograd.grad(out, x, upstream.to(out.dtype))
@@ -279,7 +282,7 @@ BEHAVIOURS: dict[str, Callable[[Trial], str | None]] = {
 
 
 def names(op: str, device: torch.device) -> Iterator[str]:
-    """The behaviours that an op promises, on a device; a report calls them as it calls cases."""
+    """The names of the behaviours that an op promises on a device. A report shows them like names of cases."""
     spec = dispatch.reference(op).spec
     for name, judge in BEHAVIOURS.items():
         if (judge is gradients_flow and spec.gradient is None) or (judge is no_gradient_in_place and not spec.in_place):
@@ -292,7 +295,7 @@ def names(op: str, device: torch.device) -> Iterator[str]:
 
 
 def problem_of(op: str, name: str, call: Call, device: torch.device) -> str | None:
-    """What a candidate does against a promise."""
+    """How a candidate breaks a behaviour, in words. None if it keeps it."""
     refused = next((case for case in dispatch.reference(op).spec.cases() if case.raises), None)
     trial = Trial(dispatch.reference(op), call, device, chosen(op), refused)
     return BEHAVIOURS[name.removeprefix(PREFIX)](trial)

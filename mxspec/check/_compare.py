@@ -1,4 +1,4 @@
-"""What tells outputs from the reference's: their form, then their bytes or, for a matmul, their SQNR."""
+"""Compares outputs with the reference's: first the form, then the bytes or, for a matmul, the SQNR."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _form_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
     for attribute in ("shape", "dtype", "device"):
         if getattr(got, attribute) != getattr(expected, attribute):
             return f"output {i}: {attribute} {getattr(got, attribute)}; needs {getattr(expected, attribute)}"
-    # A stride says something only where a dimension has more than one element and the tensor any.
+    # A stride has a meaning only if its dimension has more than one element and the tensor is not empty.
     strides = [
         [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1 and t.numel()]
         for t in (got, expected)
@@ -26,7 +26,7 @@ def _form_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
 
 
 def form_difference(got: tuple[Any, ...], expected: tuple[Tensor, ...]) -> str | None:
-    """What tells the outputs from the reference's in number, shape, dtype, device or strides, or None."""
+    """How the outputs differ from the reference's in number, shape, dtype, device or strides. None if they do not."""
     if len(got) != len(expected):
         return f"{len(got)} outputs; needs {len(expected)}"
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
@@ -43,10 +43,14 @@ def difference(
     magnitudes: tuple[Tensor, ...] | None = None,
     inf_is_free: bool = False,
 ) -> str | None:
-    """What tells the outputs from the reference's, or None: bytes with NaN as a class, or SQNR below a finite bound.
+    """How the outputs differ from the reference's. None if they do not.
 
-    magnitudes: of each output the sum of its products' magnitudes, which bounds the error of each element.
-    inf_is_free: whether what comes of an Inf among the operands may be Inf of either sign or NaN.
+    With an infinite bound, bytes are compared, and all NaN codes count as equal. With a finite bound, the SQNR must
+    reach it.
+
+    min_sqnr_db: the bound, or a bound for each dtype.
+    magnitudes: for each output, the sums of the magnitudes of its products. They bound the error of each element.
+    inf_is_free: whether a result that depends on an Inf operand may be Inf of either sign or NaN.
     """
     got = tuple(t.resolve_neg() if isinstance(t, Tensor) else t for t in got)
     if problem := form_difference(got, expected):
@@ -65,14 +69,15 @@ def difference(
 def minus_zero_problem(
     got: Tensor, before: Tensor, reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """What is wrong where an op in place had nothing to add: a -0 stays one there, and `-0 + 0` is `+0`.
+    """What is wrong with the zeros of an op in place that had nothing to add. There a -0 must stay -0.
 
-    Elsewhere the sign of a zero is free: where every product is -0, a sum that begins at +0 is +0.
+    A kernel that adds an empty sum makes `-0 + 0 = +0`, which is wrong. If there was something to add, the sign of a
+    zero is free: even if every product is -0, a sum that begins at +0 is +0.
     """
     wrong = (before == 0) & before.signbit() & (got == 0) & ~got.signbit()
     if not wrong.any():
         return None
-    # With NaN for every scale, each sum of one product or more is NaN.
+    # With NaN as every scale, each sum of at least one product is NaN. The other elements had nothing to add.
     nans = (torch.full_like(a, math.nan) if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in args[1:])
     reference(summed := before.clone(), *nans, **kwargs)
     wrong &= ~summed.isnan()
@@ -88,7 +93,7 @@ def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
     if not wrong.any():
         return None
     bits, index = INT_OF_BYTES[expected.element_size()], _first(wrong)
-    # The block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
+    # Show the block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
     fmt = BY_DTYPE.get(expected.dtype)
     size = MX_BLOCK_SIZE // fmt.per_byte if fmt else MX_BLOCK_SIZE
     along = next((d for d, stride in enumerate(expected.stride()) if stride == 1), expected.ndim - 1)
@@ -114,7 +119,7 @@ def _hex(bits: Tensor) -> str:
 
 
 def sqnr_db(got: Tensor, expected: Tensor) -> float:
-    """Signal-to-quantization-noise ratio, `10 log10(sum e^2 / sum (g - e)^2)` in float64; `inf` where equal."""
+    """Signal-to-quantization-noise ratio in float64: `10 log10(sum e^2 / sum (g - e)^2)`. `inf` if they are equal."""
     g, e = got.double(), expected.double()
     noise, signal = float((g - e).square().sum()), float(e.square().sum())
     if noise == 0:
@@ -122,19 +127,19 @@ def sqnr_db(got: Tensor, expected: Tensor) -> float:
     return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
-# An element of a matmul may be off by this share of the magnitudes that it sums. Tensor cores that keep 14 bits of a
-# sum lose at most 2^-9 of them, and rounding to bfloat16 2^-9 more.
+# The allowed error of an element of a matmul, as a share of the sum of its products' magnitudes. Tensor cores that keep
+# 14 bits of a sum lose at most a share of 2^-9, and rounding to bfloat16 loses another 2^-9.
 _OF_MAGNITUDES = 2.0**-7
-_PAST_FP32 = 2.0**127  # magnitudes from here on may leave fp32's range in some order of sums
+_PAST_FP32 = 2.0**127  # from this sum of magnitudes on, some order of summation may leave fp32's range
 
 
 def _sum_problem(
     i: int, got: Tensor, expected: Tensor, min_sqnr_db: float, magnitude: Tensor | None, inf_is_free: bool
 ) -> str | None:
-    """NaN and Inf stand where the reference has them, each other element is near enough, and all of them together."""
+    """Compare a matmul's output: NaN and Inf in the same places, each other element close, and the SQNR high enough."""
     zero = torch.zeros((), dtype=got.dtype, device=got.device)
     near = torch.ones_like(got, dtype=torch.bool)
-    free = torch.zeros_like(near)  # where a sum that is not finite is right as well
+    free = torch.zeros_like(near)  # the elements for which a non-finite result is right too
     if magnitude is not None:
         near = ((got.double() - expected.double()).abs() <= _OF_MAGNITUDES * magnitude.double()) | (got == expected)
         past = (magnitude >= _PAST_FP32) & ~magnitude.isnan()
@@ -163,9 +168,10 @@ def _sum_problem(
 
 
 def _rounded_once(got: Tensor, expected: Tensor, min_sqnr_db: float) -> bool:
-    """Whether the SQNR is enough once the largest element is forgiven for being rounded the other way.
+    """Whether the SQNR is enough if the largest element may be rounded the other way.
 
-    Few elements need it: of 36 numbers in bfloat16 the largest alone, one unit off in the last place, leaves 51 dB.
+    A small output needs this tolerance. In an output of 36 bfloat16 numbers, one unit in the last place of the largest
+    number alone lowers the SQNR to 51 dB.
     """
     e = expected.double()
     largest = float(e.abs().max())
@@ -175,7 +181,10 @@ def _rounded_once(got: Tensor, expected: Tensor, min_sqnr_db: float) -> bool:
 
 
 def magnitude_of(t: Tensor) -> Tensor:
-    """The magnitudes of an operand, in its order of dimensions: no sign, the largest number for Inf; NaN stays."""
+    """The magnitudes of an operand. The sign goes, Inf becomes the largest number, and NaN stays.
+
+    The result has the operand's order of dimensions in memory.
+    """
     if fmt := BY_DTYPE.get(t.dtype):
         bits = t.view(torch.uint8) & 0x7F
         found = (bits.where(bits != fmt.inf_code, fmt.largest_code) if fmt.inf_code else bits).view(t.dtype)
@@ -190,7 +199,7 @@ def magnitude_of(t: Tensor) -> Tensor:
 def magnitudes_of(
     reference: Reference[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...] | None:
-    """What each output of a sum would be if no operand were negative or Inf; it bounds the error. None for bytes."""
+    """The outputs of the reference on the magnitudes of the operands, which bound the error. None for a byte op."""
     if reference.spec.min_sqnr_db == math.inf:
         return None
     return answer_of(reference, tuple(magnitude_of(a) if isinstance(a, Tensor) else a for a in args), kwargs)

@@ -1,4 +1,4 @@
-"""One case after another: the verdicts, and what a report says."""
+"""Runs the cases one by one, gives the verdicts, and writes the reports."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from mxspec.check._compare import difference, form_difference, magnitudes_of, mi
 from mxspec.check._memory import changed, embedded, memory_of_inputs, on_device, poisoned, strayed, tensors_of
 from mxspec.spec import Case, answer_of
 
-interpreters.install()  # a stranger's Triton kernel is interpreted as rightly as our own
+interpreters.install()  # so that the interpreter's fixes also serve Triton kernels from outside of mxspec
 
 Candidate = str | Callable[..., Any]  # a backend's name, or a function with the op's signature
-Status = Literal["passed", "failed", "skipped", "missing"]  # missing: a program left no result beside the vectors
+Status = Literal["passed", "failed", "skipped", "missing"]  # missing: a program wrote no result for a vector
 
-# Two different bytes, so that a byte that was never written differs from the expected one in at least one run.
+# Two different bytes. A byte that the kernel never wrote then differs from the expected byte in at least one run.
 _POISONS = (0xFF, 0x5A)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one case. `message` says why it was skipped or how it failed."""
+    """The verdict on one case. `message` says why the case was skipped, or how it failed."""
 
     op: str
     backend: str
     case: str
     status: Status
     message: str = ""
-    number: int | None = None  # of a test of the published vectors
+    number: int | None = None  # the number of the test, if the case is a test of the published vectors
 
 
 def default_device() -> torch.device:
-    """The GPU where there is one, unless the kernels of this process run in an interpreter."""
+    """The GPU if there is one. The CPU if there is none, or if this process runs its kernels in an interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() and not dispatch.interpreters() else "cpu")
 
 
 def check(op: str, candidate: Candidate, device: torch.device | None = None) -> Iterator[Result]:
-    """Run every case of an op, and watch each behaviour that it promises."""
+    """Run every case of an op, and check each behaviour that the op promises."""
     for case in dispatch.reference(op).spec.cases():
         yield check_case(op, case, candidate, device)
     for name in _behaviour.names(op, device or default_device()):
@@ -58,15 +58,15 @@ def check(op: str, candidate: Candidate, device: torch.device | None = None) -> 
 def check_case(
     op: str, case: Case, candidate: Candidate, device: torch.device | None = None, name: str | None = None
 ) -> Result:
-    """Run one case: as given and with its inputs embedded in poisoned memory, outputs poisoned both times.
+    """Run one case twice: with its inputs as given, and with its inputs embedded in poisoned memory.
 
-    What an op changes in place is its output, and what lies around that must stay as it was.
-    A function may raise NotImplementedError for what it does not support; the case is then skipped. `name` is what
-    a report calls the candidate, `module:function` if that is where the command line finds it.
+    Both times, new memory for outputs is poisoned. If the op works in place, its first argument is the output, and the
+    memory around it must stay as it was. A function may raise NotImplementedError for a call that it does not support;
+    the case is then skipped. `name` is the candidate's name in reports; from the command line it is `module:function`.
     """
     device = device or default_device()
     if device.type == "meta":
-        raise ValueError("check: device = meta; needs one whose tensors have bytes")
+        raise ValueError("check: device = meta; needs a device whose tensors have bytes, such as cpu or cuda")
     reference = dispatch.reference(op)
     spec = reference.spec
     name = name or (candidate if isinstance(candidate, str) else _name_of(candidate))
@@ -86,22 +86,22 @@ def check_case(
         return result("failed", fake_problem) if fake_problem else result("skipped", reason)
 
     expected = answer_of(reference, args, case.kwargs)
-    magnitudes = None if candidate == "reference" else magnitudes_of(reference, args, case.kwargs)  # it is exact
+    magnitudes = None if candidate == "reference" else magnitudes_of(reference, args, case.kwargs)  # exact: no bound
     problem = _fake_problem(op, case, args, expected) if candidate == "reference" else None
     for poison, embed in zip(_POISONS, (False, True), strict=True):
         if problem or (embed and "large" in case.flags):
             break
         given = embedded(args, reference, case.kwargs) if embed else spec.own(args)
         if embed and isinstance(candidate, str) and dispatch.refusal(op, candidate, given, dict(case.kwargs)):
-            break  # it says that it takes no such strides, and nobody gets a wrong output
+            break  # the backend refuses these strides, so a user gets an error and no wrong output
         try:
             before = spec.own(given)
             inputs = {name: memory.clone() for name, memory in memory_of_inputs(reference, given).items()}
             with poisoned(poison) as overrun, quietly():
                 answer = call(*given, **case.kwargs)
             got = spec.outputs(given, answer)
-            wanted = (spec.own(given)[0].copy_(expected[0]),) if spec.in_place else expected  # with its strides
-            # What it has done elsewhere comes first: wrong outputs may be no more than what follows from that.
+            wanted = (spec.own(given)[0].copy_(expected[0]),) if spec.in_place else expected  # with `given`'s strides
+            # Report writes to other memory first: they may be the cause of wrong outputs.
             problem = changed(inputs, memory_of_inputs(reference, given)) or overrun()
             problem = problem or returned_problem(reference, answer)
             problem = problem or difference(got, wanted, spec.min_sqnr_db, magnitudes, spec.inf_is_free)
@@ -111,10 +111,10 @@ def check_case(
                 problem = problem or strayed(given[0], before[0])
         except NotImplementedError as error:
             return result("skipped", f"{name}: {error}")
-        except (Exception, SystemExit) as error:  # whatever a kernel raises on a valid call is the finding
+        except (Exception, SystemExit) as error:  # a valid call must not raise, so any error is the finding
             problem = f"raised on a valid call\n{traceback.format_exc(limit=-3)}"
             if "0 active drivers" in str(error):
-                problem += "there is no GPU here; Triton's kernels run on the CPU under TRITON_INTERPRET=1\n"
+                problem += "There is no GPU here. Set TRITON_INTERPRET=1 to run Triton kernels on the CPU.\n"
         if problem and embed:
             problem = f"inputs embedded in larger, poisoned memory (strides, offset): {problem}"
     if problem is None:
@@ -127,7 +127,7 @@ def check_case(
 def check_behaviour(
     op: str, behaviour: str, candidate: Candidate, device: torch.device | None = None, name: str | None = None
 ) -> Result:
-    """Watch one behaviour, of those that `behaviours` names."""
+    """Check one behaviour. `behaviours` gives the names."""
     device = device or default_device()
     name = name or (candidate if isinstance(candidate, str) else _name_of(candidate))
     result = functools.partial(Result, op, name, behaviour)
@@ -150,7 +150,7 @@ def check_behaviour(
 
 
 def behaviours(op: str, device: torch.device | None = None) -> list[str]:
-    """The names of what an op promises besides its answers; of some only where there is a GPU."""
+    """The names of the behaviours that an op promises. Some of them need a GPU."""
     return list(_behaviour.names(op, device or default_device()))
 
 
@@ -161,22 +161,23 @@ def assert_conforms(
     cases: str | Callable[[Case], bool] | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
-    """Assert that a function gives the bytes, or for a matmul the SQNR, that an op promises: a test of one line.
+    """Assert that a function gives the bytes (for a matmul, the SQNR) that an op promises. A test in one line.
 
     Args:
-        fn: a function with the op's signature; it may raise NotImplementedError for what it does not support.
-        op: the op that it claims to be, such as `mx_quantize`.
-        cases: the name of one case, or a function that takes a `Case` and says whether to run it; all by default.
-        device: where the tensors are, such as "cpu"; by default the GPU if there is one.
+        fn: a function with the op's signature, or a backend's name. A function may raise NotImplementedError for a
+            call that it does not support.
+        op: the name of the op that the function implements, such as `mx_quantize`.
+        cases: the name of one case, or a function that takes a `Case` and returns whether to run it. Without it, all
+            cases and all behaviours run.
+        device: the device of the tensors. Without it, the GPU if there is one.
 
     Returns:
-        How many cases it passed, and how many it skipped; a behaviour counts as a case, where all are asked for.
+        A dict with the number of passed and of skipped cases. A behaviour counts as a case.
 
     Raises:
-        AssertionError: for the cases that it failed, with a report of each of the first three; or when it ran on none
-            that is to be answered.
-        TypeError: fn or cases.
-        ValueError: op, or a name that no case has.
+        AssertionError: the function failed cases (the text reports the first three), or it ran on no valid case.
+        TypeError: `fn` or `cases` has another type.
+        ValueError: `op` is unknown, or no case has the name `cases`.
 
     Example:
         >>> def mine(scale):
@@ -190,10 +191,9 @@ def assert_conforms(
         {'passed': 1, 'skipped': 0}
     """
     if not (callable(fn) or isinstance(fn, str)):
-        raise TypeError(f"assert_conforms: fn = {fn!r}; needs a function, or a backend's name")
+        raise TypeError(f"assert_conforms: fn = {fn!r}; needs a function or a backend's name")
     if not (cases is None or isinstance(cases, str) or callable(cases)):
-        raise TypeError(f"assert_conforms: cases = {cases!r}; needs the name of one, or a function of a Case")
-    device = None if device is None else torch.device(device)
+        raise TypeError(f"assert_conforms: cases = {cases!r}; needs the name of a case, or a function of a Case")
     chosen = cases_of(op, cases)
     results = [check_case(op, case, fn, device) for case in chosen]
     answered = any(r.status == "passed" and not case.raises for r, case in zip(results, chosen, strict=True))
@@ -210,29 +210,31 @@ def assert_conforms(
         raise AssertionError("\n".join([f"{op}: {count}, {said}", *reports]))
     if not answered:
         reasons = dict.fromkeys(r.message for r in results if r.message)
-        raise AssertionError("\n".join([f"{op}: it ran on no case that is to be answered: {said}", *reasons]))
+        raise AssertionError("\n".join([f"{op}: the function ran on no valid case: {said}", *reasons]))
     return counts
 
 
 def cases_of(op: str, chosen: str | Callable[[Case], bool] | None = None) -> list[Case]:
-    """The cases of an op: the one of a name, those that a function takes, or all."""
+    """The cases of an op: the case with a name, the cases for which a function returns true, or all cases."""
     cases = list(dispatch.reference(op).spec.cases())
     if not isinstance(chosen, str):
         return [case for case in cases if chosen is None or chosen(case)]
     if found := [case for case in cases if case.name == chosen]:
         return found
     near = difflib.get_close_matches(chosen, [case.name for case in cases], 3, 0)
-    raise ValueError(f"{op} has no case named {chosen!r}; among its {len(cases)} are {', '.join(map(repr, near))}")
+    raise ValueError(
+        f"{op} has no case named {chosen!r}; among its {len(cases)} cases are {', '.join(map(repr, near))}"
+    )
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function named `module:function`."""
+    """Import the function `module:function`."""
     module, _, function = target.partition(":")
     if not function:
-        raise ValueError(f"{target!r} names no function; needs module:function")
+        raise ValueError(f"{target!r} names no function; needs the form module:function")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # a stranger's module may fail to load in any way that it likes
+    except (Exception, SystemExit) as error:  # an unknown module may raise any error when it is imported
         raise ValueError(f"{target}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"{target} is a {type(found).__name__}; needs a function")
@@ -243,13 +245,13 @@ def _too_large(device: torch.device, args: tuple[Any, ...]) -> str | None:
     needed = 24 * max(arg.numel() for arg in args if isinstance(arg, Tensor))  # the reference's fp32 temporaries
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > needed:
         return None
-    return f"needs a GPU with {needed / 2**30:.0f} GiB free; its shapes were checked"
+    return f"needs a GPU with {needed / 2**30:.0f} GiB free; only its shapes were checked"
 
 
 def _refusal_problem(
     op: str, case: Case, args: tuple[Any, ...], call: Callable[..., Any], same_words: bool
 ) -> str | None:
-    """A case that must be refused: what is wrong with how it was. Outside functions need not use our words."""
+    """What is wrong with the answer to a case that must be refused. Outside functions need not use our error texts."""
     assert case.raises is not None
 
     def error_of(fn: Callable[..., Any]) -> BaseException | None:
@@ -260,21 +262,21 @@ def _refusal_problem(
             return error
         return None
 
-    public = functools.partial(dispatch.public(op), backend="reference")  # which checks flags as well
+    public = functools.partial(dispatch.public(op), backend="reference")  # the public op checks flags as well
     expected, got = error_of(public), error_of(call)
     if isinstance(got, SystemExit):
         return f"ended the process ({got!r}) on a call that must be refused; needs {expected!r}"
     if type(expected) is not case.raises or case.match not in str(expected):
-        return f"the reference gives {expected!r}; the case wants {case.raises.__name__} with {case.match!r}"
+        return f"the reference gives {expected!r}; the case needs {case.raises.__name__} with {case.match!r}"
     if got is None:
-        return f"accepted what must be refused: {expected}"
+        return f"accepted a call that must be refused: {expected}"
     if same_words and (type(got), str(got)) != (type(expected), str(expected)):
         return f"raised {got!r}; needs {expected!r}"
     return None
 
 
 def _fake_problem(op: str, case: Case, args: tuple[Any, ...], real: tuple[Tensor, ...] | None) -> str | None:
-    """Whether FakeTensor, and so torch.compile, sees the shapes, strides and dtypes that come out for real."""
+    """How FakeTensor's outputs, which torch.compile relies on, differ from the real ones in shape, strides or dtype."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:

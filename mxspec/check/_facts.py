@@ -1,8 +1,8 @@
-"""What is so of a call: its facts, and which pairs of facts the cases of an op show.
+"""Facts about calls, and the pairs of facts that the cases of an op show.
 
-A kernel is wrong, as a rule, where one or two things come together: more than 32 experts, a NaN in a transposed input.
-A case shows the pairs of its facts. A pair that no valid case shows is a blind spot of the judge: a candidate that is
-wrong there alone passes. Facts are measured on the tensors of a call. Nothing here names an op.
+A bug of a kernel usually needs one or two facts together, such as more than 32 experts, or a NaN in a transposed input.
+A case shows all pairs of its facts. A pair that no valid case shows is a blind spot of the judge: a candidate that is
+wrong only for this pair passes. Facts are measured on the tensors of a call. Nothing here names an op.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mxspec import cases, dispatch
 from mxspec.formats import BY_DTYPE, E8M0FNU, INT_OF_BYTES, MX_BLOCK_SIZE
 from mxspec.spec import Case
 
-# A size is compared with these: lanes, blocks, tiles and grids of kernels end at powers of two.
+# Sizes are compared with these numbers, because lanes, blocks, tiles and grids of kernels end at powers of two.
 THRESHOLDS = (8, 32, 256, 1024, 4096)
 
 
 class Fact(NamedTuple):
-    """One thing that is so of a call: `about` what, and its value. Two facts about the same thing make no pair."""
+    """One property of a call: its name, `about`, and its value. Two facts with the same `about` make no pair."""
 
     about: str
     value: str
@@ -46,7 +46,7 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
     for position, (name, value) in enumerate(zip(signature.parameters, args, strict=False)):
         if position and name.endswith("scale"):
             found |= set(_beside(name, value, args[position - 1]))
-            if dispatch.reference(op).spec.inf_is_free:  # what comes of an Inf is not specified
+            if dispatch.reference(op).spec.inf_is_free:  # the op does not specify results that depend on an Inf
                 found -= {Fact(f"{name}.{sign}Inf", "somewhere") for sign in "+-"}
         elif not isinstance(value, Tensor):
             found |= {Fact(name, text) for text in _number(value, beside_groups="offs" in signature.parameters)}
@@ -54,7 +54,7 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
             found |= set(_offsets(name, value, cases.tokens(op, dict(zip(signature.parameters, args, strict=False)))))
         else:
             found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
-    if dispatch.reference(op).spec.in_place:  # the sizes of what is added to follow from the operands'
+    if dispatch.reference(op).spec.in_place:  # the first argument's sizes follow from the operands' sizes
         first = next(iter(signature.parameters))
         found = {fact for fact in found if fact.about not in {f"{first}.{what}" for what in _NOT_OF_SUMS}}
     told = cases.told_before(op)
@@ -65,7 +65,7 @@ _NOT_OF_SUMS = ("experts", "rows", "cols", "rank", "tie of e4m3fn", "tie of e5m2
 
 
 def _number(n: int, beside_groups: bool) -> Iterator[str]:
-    """A size. Beside token groups a number counts their rows, which says little."""
+    """A number that is a size. In a call with token groups it counts rows, so only zero or not matters."""
     if not beside_groups:
         yield from _size(n)
     else:
@@ -88,7 +88,7 @@ def _tensor(name: str, t: Tensor, across: bool, moved: bool) -> Iterator[Fact]:
     yield Fact(f"{name}.dtype", str(t.dtype).removeprefix("torch."))
     dims = {1: ("length",), 2: ("rows", "cols"), 3: ("experts", "rows", "cols")}[t.ndim]
     for dim, size in zip(dims, t.shape, strict=True):
-        of_matrix = dim != "experts"  # how many there are decides a grid, and never a tile
+        of_matrix = dim != "experts"  # the number of experts sets the size of a grid, never of a tile
         yield from (
             Fact(f"{name}.{dim}", text) for text in _size(size, THRESHOLDS if of_matrix else THRESHOLDS[:3], of_matrix)
         )
@@ -114,7 +114,7 @@ def _tensor(name: str, t: Tensor, across: bool, moved: bool) -> Iterator[Fact]:
 
 
 def _beside(name: str, scale: Tensor, codes: Tensor) -> Iterator[Fact]:
-    """The facts of a scale that goes with codes, whose sizes follow from theirs."""
+    """The facts of a scale that belongs to codes. Its sizes follow from the sizes of the codes."""
     if not scale.numel():
         return
     yield from (Fact(f"{name}.strides", text) for text in _strides(scale))
@@ -147,7 +147,7 @@ def _bytes(name: str, scale: Tensor) -> Iterator[Fact]:
 
 
 def _strides(t: Tensor) -> Iterator[str]:
-    """How a tensor lies in memory; of a dimension of one element the stride says nothing."""
+    """How a tensor lies in memory. The stride of a dimension with one element has no meaning and is ignored."""
     many = [(dim, stride) for dim, size, stride in zip(range(-t.ndim, 0), t.shape, t.stride(), strict=True) if size > 1]
     names = {-1: "column", -2: "row", -3: "expert"}
     repeated = [names[dim] for dim, stride in many if stride == 0]
@@ -169,7 +169,7 @@ def _strides(t: Tensor) -> Iterator[str]:
 
 
 def _codes(t: Tensor) -> Iterator[str]:
-    """Special codes of an element format."""
+    """The special codes of an element format that a tensor holds."""
     fmt = BY_DTYPE[t.dtype]
     bits = t.view(torch.uint8)
     if fmt.per_byte > 1:
@@ -177,7 +177,7 @@ def _codes(t: Tensor) -> Iterator[str]:
     sign = 1 << (fmt.bits - 1)
     if ((bits & (sign - 1)) == 0).all(-1).any():
         yield "row of zeros"
-    bits = bits.flatten().bincount().nonzero()  # each code once
+    bits = bits.flatten().bincount().nonzero()  # every code that occurs, once
     largest, magnitude = fmt.largest_code, bits & (sign - 1)
     kinds = {
         "NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits < sign),
@@ -192,7 +192,7 @@ def _codes(t: Tensor) -> Iterator[str]:
 
 
 def _floats(name: str, t: Tensor) -> Iterator[Fact]:
-    """Special values, and, of what leaves a block without a number, where it stands."""
+    """The special values that a tensor holds. For NaN, also whether it is the first or the last element."""
     bits = t.reshape(-1, t.shape[-1]).view(INT_OF_BYTES[t.element_size()])
     kinds = {"NaN": t.isnan(), "+Inf": t == torch.inf, "-Inf": t == -torch.inf}
     for kind, where in kinds.items():
@@ -227,7 +227,7 @@ _ENDS = {"first": 0, "last": -1}
 
 
 def _offsets(name: str, t: Tensor, tokens: int) -> Iterator[Fact]:
-    """How token groups are arranged; `start` has the same dtype and rank, and its order is what matters."""
+    """How the token groups of `offs` are arranged. `start` has the same dtype and rank; only its order matters."""
     if name == "offs":
         yield from (Fact(f"{name}.groups", text) for text in _size(len(t), THRESHOLDS[:3]))
     if not len(t):
@@ -256,7 +256,7 @@ def _offsets(name: str, t: Tensor, tokens: int) -> Iterator[Fact]:
 
 
 def pairs(facts: Iterable[Fact]) -> Iterator[Pair]:
-    """Every two facts about different things. That a matrix is square matters to the axis alone."""
+    """All pairs of facts about different properties. "square" pairs only with the axis: nothing else depends on it."""
     for one, other in itertools.combinations(sorted(facts), 2):
         square = "square" in (one.value, other.value)
         if one.about != other.about and (not square or "axis" in (one.about, other.about)):
@@ -264,16 +264,16 @@ def pairs(facts: Iterable[Fact]) -> Iterator[Pair]:
 
 
 class Coverage(NamedTuple):
-    """Which pairs of an op's facts its valid cases show: the smallest case of each, and why each other cannot be."""
+    """The pairs of an op's facts: which pairs its valid cases show, which are impossible, and which are missing."""
 
     facts: tuple[Fact, ...]
-    shown: dict[Pair, str]  # the name of a case
-    impossible: dict[Pair, str]  # why
+    shown: dict[Pair, str]  # pair -> the name of the smallest case that shows it
+    impossible: dict[Pair, str]  # pair -> why no call can show it
     missing: tuple[Pair, ...]
 
 
 def coverage(op: str, chosen: Callable[[Case], bool] = lambda case: True) -> Coverage:
-    """Measure the valid cases of an op, those of more than 2^31 elements aside."""
+    """Measure the valid cases of an op, except cases with more than 2^31 elements."""
     shown: dict[Pair, tuple[int, str]] = {}
     seen = set[Fact]()
     for case in dispatch.reference(op).spec.cases():

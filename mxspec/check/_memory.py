@@ -1,4 +1,4 @@
-"""The memory of a call: inputs with their strides, or embedded in poison; outputs poisoned, with guards around them."""
+"""The memory of a call. Inputs keep their strides or lie in poisoned buffers; outputs are poisoned and guarded."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mxspec.spec import Reference
 
 
 def on_device(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors on the device, with their strides; a meta tensor stays: it is how a case says 'another device'."""
+    """The tensors on the device, with their strides. A meta tensor stays: in a case it means "another device"."""
     return tuple(_moved(a, device) if isinstance(a, Tensor) else a for a in args)
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the device: its dimensions of stride 0 get no memory, what lies between its rows comes along."""
+    """A tensor on the device, with its strides. Dimensions of stride 0 take no memory; gaps between rows are copied."""
     if t.device.type == "meta" or t.layout != torch.strided or not t.numel():
         return t if t.device.type == "meta" else t.to(device)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
@@ -31,9 +31,9 @@ def _moved(t: Tensor, device: torch.device) -> Tensor:
 
 
 def embedded(args: tuple[Any, ...], reference: Reference[..., Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The same values as views into larger buffers of 0xFF bytes (NaN, for a float): other strides, odd offsets.
+    """The same values as views into larger buffers of 0xFF bytes (NaN for floats), with other strides and odd offsets.
 
-    A tensor's dimensions keep their order in memory, and, where the contract refuses the other strides, lie as dense.
+    The dimensions of a tensor keep their order in memory. If the contract refuses gaps between rows, there are none.
     """
 
     def embed(t: Tensor, gap: int) -> Tensor:
@@ -44,7 +44,7 @@ def embedded(args: tuple[Any, ...], reference: Reference[..., Any], kwargs: Mapp
         inner = buffer[1:-1].view(sizes)[tuple(slice(gap // 2, gap // 2 + t.shape[d]) for d in order)]
         view = inner.permute([order.index(d) for d in range(t.ndim)])
         bits = INT_OF_BYTES[t.element_size()]
-        view.view(bits).copy_(t.resolve_neg().view(bits))  # as bytes: torch copies no strided float4
+        view.view(bits).copy_(t.resolve_neg().view(bits))  # as integers: torch cannot copy a strided float4 tensor
         return view
 
     for gap in (3, 0):
@@ -58,7 +58,7 @@ def embedded(args: tuple[Any, ...], reference: Reference[..., Any], kwargs: Mapp
 
 
 def fill_bytes(t: Tensor, byte: int) -> None:
-    """Fill all the memory of a tensor's storage, whatever its dtype."""
+    """Fill the whole storage of a tensor with a byte, for every dtype."""
     _bytes(t).fill_(byte)
 
 
@@ -69,14 +69,14 @@ _ALLOCATORS = (
     (Tensor, "new_empty"),
     (Tensor, "new_empty_strided"),
 )
-_GUARD_BYTES = 1024  # a multiple of what any kernel asks for: a tensor begins behind them as aligned as it was
+_GUARD_BYTES = 1024  # a multiple of every alignment that a kernel needs, so that a guarded tensor stays as aligned
 
 
 @contextlib.contextmanager
 def poisoned(byte: int) -> Iterator[Callable[[], str | None]]:
-    """Inside, memory that torch hands out uninitialised holds `byte` in every byte, and so does what lies around it.
+    """Inside the block, uninitialized memory from torch is filled with `byte` and has guards of `byte` around it.
 
-    Gives a function that says whether that is still what lies around.
+    Yields a function that says whether the guards were written.
     """
     empty, guarded = torch.empty, list[tuple[Tensor, int]]()
 
@@ -99,8 +99,8 @@ def poisoned(byte: int) -> Iterator[Callable[[], str | None]]:
         around: dict[torch.device, list[Tensor]] = {}
         for memory, size in guarded:
             around.setdefault(memory.device, []).extend((memory[:_GUARD_BYTES], memory[_GUARD_BYTES + size :]))
-        wrong = sum(int((torch.cat(parts) != byte).sum()) for parts in around.values())  # one wait a device
-        return f"{wrong} bytes around memory that it allocated were written" if wrong else None
+        wrong = sum(int((torch.cat(parts) != byte).sum()) for parts in around.values())  # one wait per device
+        return f"it wrote {wrong} bytes outside the memory that it allocated" if wrong else None
 
     with contextlib.ExitStack() as patches:
         for place, name in _ALLOCATORS:
@@ -109,22 +109,22 @@ def poisoned(byte: int) -> Iterator[Callable[[], str | None]]:
 
 
 def tensors_of(reference: Reference[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Each tensor that a call has to leave as it is, by the parameter's name."""
+    """The tensors that a call must not change, by the parameter's name."""
     names = list(inspect.signature(reference).parameters)[: len(args)]
     kept = list(zip(names, args, strict=True))[1 if reference.spec.in_place else 0 :]
     return {name: t for name, t in kept if isinstance(t, Tensor)}
 
 
 def memory_of_inputs(reference: Reference[..., Any], args: tuple[Any, ...]) -> dict[str, Tensor]:
-    """The memory of each of them."""
+    """The memory of each tensor of `tensors_of`, by the parameter's name."""
     return {name: _touched(t) for name, t in tensors_of(reference, args).items()}
 
 
 def _touched(t: Tensor) -> Tensor:
-    """All the memory that a tensor is a view of; of rows gigabytes apart the pages of 4096 bytes that hold an element.
+    """The memory that a tensor is a view of. If its rows lie gigabytes apart, only the pages that hold an element.
 
-    Nothing has touched the pages between: to read them all takes seconds, and to keep what they hold as much memory.
-    A write to one of them is not seen.
+    A page has 4096 bytes. To read all pages between the rows would take seconds, and to keep a copy of them gigabytes.
+    So a write to one of these pages goes unnoticed.
     """
     memory = _bytes(t)
     if memory.numel() - t.numel() * t.element_size() < 2**28:
@@ -137,19 +137,22 @@ def _touched(t: Tensor) -> Tensor:
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
-    """Which inputs a call changed, of `memory_of_inputs` before and after it."""
+    """Which inputs a call changed. The arguments are `memory_of_inputs` before and after the call."""
     found = [name for name, memory in before.items() if not memory.equal(after[name])]
     return f"it changed its input {', '.join(found)}" if found else None
 
 
 def _bytes(t: Tensor) -> Tensor:
-    """All the memory that a tensor is a view of."""
+    """The whole storage that a tensor is a view of, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
 def strayed(after: Tensor, before: Tensor) -> str | None:
-    """Whether a call wrote around what it is to change: with that put back, all of the memory is what it was."""
+    """Whether a call in place wrote outside the tensor that it changes.
+
+    After the tensor's old values are put back, all of its storage must be as it was.
+    """
     after.copy_(before)
     now, then = _bytes(after), _bytes(before)
     wrong = int((now != then).sum())
-    return f"{wrong} bytes around what it is to change were written" if wrong else None
+    return f"it wrote {wrong} bytes outside the tensor that it changes" if wrong else None

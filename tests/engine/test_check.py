@@ -277,7 +277,7 @@ def test_assert_conforms_to_nothing_is_a_failure(cases):
     def nothing(scale):
         raise NotImplementedError("not yet")
 
-    with pytest.raises(AssertionError, match="to_blocked: it ran on no case that is to be answered"):
+    with pytest.raises(AssertionError, match="to_blocked: the function ran on no valid case"):
         check.assert_conforms(nothing, op="to_blocked", cases=cases, device=CPU)
 
 
@@ -352,7 +352,7 @@ def accepts_anything(x, **kwargs):
 
 def test_what_must_be_refused_and_is_not_is_found():
     result = check.check_case("mx_quantize", case("mx_quantize", "K = 100"), accepts_anything, CPU)
-    assert result.message.startswith("accepted what must be refused: mx_quantize: K = 100 is not a multiple")
+    assert result.message.startswith("accepted a call that must be refused: mx_quantize: K = 100 is not a multiple")
 
 
 def test_sqnr():
@@ -509,7 +509,7 @@ def cases_in_place():
         (forgets_what_was_there_in_a_row, "further off than their sums explain"),
         (gives_a_copy, "needs None"),
         (also_returns_it, "needs None"),
-        (writes_the_next_element, "bytes around what it is to change were written"),
+        (writes_the_next_element, "bytes outside the tensor that it changes"),
     ],
 )
 def test_each_mistake_in_place_is_found(mutant, words):
@@ -550,7 +550,7 @@ def test_a_minus_zero_stays_one_where_nothing_is_summed(K, candidate, status, co
 
 def test_what_lies_between_the_rows_is_compared_without_embedding_too():
     result = check.check_case("fp8_gemm_", case("fp8_gemm_", "rows of acc far apart"), writes_the_next_element, CPU)
-    assert result.message.startswith("2 bytes around")  # of a NaN, two are 0 anyway
+    assert result.message.startswith("it wrote 2 bytes outside")  # two of a float32 NaN's four bytes are 0 anyway
 
 
 def test_the_cases_own_tensors_are_never_changed():
@@ -618,8 +618,8 @@ def leaves(scale):
         ("mx_quantize", "one block", zeroes_its_input, "it changed its input x"),
         ("pad_token_groups", "rows far apart", changes_the_last_of, "it changed its input x"),
         ("pad_token_groups", "rows far apart", writes_behind_a_row_of, "it changed its input x"),
-        ("to_blocked", "128x4", writes_behind_its_output, "8 bytes around memory that it allocated were written"),
-        ("to_blocked", "128x4", writes_before_its_output, "3 bytes around memory that it allocated were written"),
+        ("to_blocked", "128x4", writes_behind_its_output, "it wrote 8 bytes outside the memory that it allocated"),
+        ("to_blocked", "128x4", writes_before_its_output, "it wrote 3 bytes outside the memory that it allocated"),
         ("to_blocked", "128x4", leaves, "raised on a valid call"),
     ],
 )
@@ -651,7 +651,7 @@ def test_guarded_memory_is_as_aligned_and_as_large_as_asked_for():
 
 
 def test_a_name_that_no_case_has_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match=r"to_blocked has no case named '128x5'; among its \d+ are .*'128x4'"):
+    with pytest.raises(ValueError, match=r"to_blocked has no case named '128x5'; among its \d+ cases are .*'128x4'"):
         check.assert_conforms(mxspec.to_blocked, op="to_blocked", cases="128x5")
 
 
@@ -662,7 +662,7 @@ def test_what_is_no_function_or_choice_is_refused(fn, cases, words):
 
 
 def test_a_device_without_bytes_is_refused():
-    with pytest.raises(ValueError, match="device = meta; needs one whose tensors have bytes"):
+    with pytest.raises(ValueError, match="device = meta; needs a device whose tensors have bytes"):
         check.assert_conforms(mx, op="mx_quantize", cases="one block", device=torch.device("meta"))
 
 
