@@ -1,6 +1,7 @@
 """A pytest plugin: `pytest --mxspec-op OP --mxspec-fn module:function` adds one test for each case of the op.
 
-pytest imports it at every start, so it stands outside the package and imports nothing of it, nor torch, until asked.
+pytest imports the plugin at every start. So it lies outside the package, and imports mxspec and torch only if its
+options are given.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mxspec", "conformance to mxspec")
     group.addoption("--mxspec-op", metavar="OP", help="add a test for each case of this op, such as mx_quantize")
-    group.addoption("--mxspec-fn", metavar="MODULE:FUNCTION", help="the function to be tested, with the op's signature")
+    group.addoption("--mxspec-fn", metavar="MODULE:FUNCTION", help="the function to test; it has the op's signature")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--mxspec-fn") and not hasattr(config, "workerinput"):  # under xdist only who gets all reports
+    if config.getoption("--mxspec-fn") and not hasattr(config, "workerinput"):  # not in xdist's workers
         config.pluginmanager.register(_Answered(config.getoption("--mxspec-fn")))
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k, -m and --deselect, which then choose among these tests too
+@pytest.hookimpl(tryfirst=True)  # before -k, -m and --deselect, so that they apply to these tests too
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     op, target = config.getoption("--mxspec-op"), config.getoption("--mxspec-fn")
     if op is None and target is None:
         return
     if op is None or target is None:
-        raise pytest.UsageError("--mxspec-op and --mxspec-fn are needed together")
-    sys.path.insert(0, str(config.invocation_params.dir))  # as `python -m mxspec check` would find the module
+        raise pytest.UsageError("mxspec: got only one of --mxspec-op and --mxspec-fn; needs both")
+    sys.path.insert(0, str(config.invocation_params.dir))  # the module is found as in `python -m mxspec check`
     from mxspec import check, dispatch
 
     try:
@@ -67,7 +68,7 @@ class CaseItem(pytest.Item):
 
 
 class _Answered:
-    """Fails a session in which the function ran on no case that is to be answered: whatever raises can refuse."""
+    """Fails a run in which the function answered no valid case. Otherwise a function that always raises would pass."""
 
     def __init__(self, target: str) -> None:
         self._target, self._ours, self._ran = target, False, False
@@ -83,5 +84,5 @@ class _Answered:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._ours and not self._ran:
-            words = f"mxspec: {self._target} ran on no case: all were skipped, or are to be refused"
+            words = f"mxspec: {self._target} ran on no valid case: every case was skipped or must be refused"
             terminalreporter.write_line(words, red=True)

@@ -21,7 +21,7 @@ from mxspec.spec import Case
 
 
 def run_list(options: argparse.Namespace) -> int:
-    """Every op, the backends that have a kernel for it, and how many cases it promises to answer."""
+    """List every op, the backends that have a kernel for it, and the number of its cases."""
     rows: list[dict[str, Any]] = []
     for op in dispatch.ops():
         cases = list(dispatch.reference(op).spec.cases())
@@ -41,15 +41,15 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """Hold backends, or one function, against the references. Exit code 1 where one differs."""
+    """Compare backends, or one function of yours, with the references. The exit code is 1 if one differs."""
     if options.list:
         return _list_cases(options)
     if options.facts:
         return _print_facts(options)
     if options.function and not options.op:
-        raise ValueError("check: a module:function needs --op, the op that it claims to be")
+        raise ValueError("check: a module:function needs --op, the op that it implements")
     if options.function and options.backend:
-        raise ValueError("check: --backend and a module:function exclude each other")
+        raise ValueError("check: got --backend and a module:function; needs only one of them")
     candidates: Iterable[check.Candidate]
     if options.function:
         candidates = [check.load(options.function)]
@@ -64,7 +64,7 @@ def run_check(options: argparse.Namespace) -> int:
         if options.case in (None, _name(case))
     ]
     if not work and options.op:
-        check.cases_of(options.op, options.case)  # which says what there is
+        check.cases_of(options.op, options.case)  # raises an error that names the nearest cases
     if not work:
         raise ValueError(f"check: no op has a case named {options.case!r}")
     results = []
@@ -84,7 +84,9 @@ def run_check(options: argparse.Namespace) -> int:
         r.status != "skipped" and (isinstance(case, str) or not case.raises)
         for r, (*_, case) in zip(results, work, strict=True)
     ):
-        print(f"mxspec: check: {asked} ran on no case: all were skipped, or are to be refused", file=sys.stderr)
+        print(
+            f"mxspec: check: {asked} ran on no valid case: every case was skipped or must be refused", file=sys.stderr
+        )
         return 1
     return 1 if any(r.status == "failed" for r in results) else 0
 
@@ -95,16 +97,16 @@ def _judged(op: str, device: torch.device) -> list[Case | str]:
 
 
 def _name(case: Case | str) -> str:
-    """The name of a case, or of a behaviour, which is nothing but its name."""
+    """The name of a case or of a behaviour. A behaviour is its name."""
     return case if isinstance(case, str) else case.name
 
 
 def _print_facts(options: argparse.Namespace) -> int:
-    """Which pairs of facts no valid case of an op shows, and why. Exit code 1 where one is missing."""
+    """The pairs of facts that no valid case of an op shows, and why. The exit code is 1 if a pair is missing."""
     if not options.op:
-        raise ValueError("check: --facts needs --op, whose facts it lists")
+        raise ValueError("check: --facts needs --op, the op whose facts it lists")
     if options.function or options.backend or options.case or options.device:
-        raise ValueError("check: --facts judges nothing; needs --op and at most --json")
+        raise ValueError("check: --facts runs no case; needs --op, takes --json, and nothing else")
     found = check.coverage(options.op)
     if options.json:
         said: dict[str, Any] = {
@@ -121,18 +123,18 @@ def _print_facts(options: argparse.Namespace) -> int:
     for why in found.impossible.values():
         reasons[why] = reasons.get(why, 0) + 1
     for why, count in reasons.items():
-        console.print(f"{count} pairs cannot be: {escape(why)}", highlight=False)
+        console.print(f"{count} pairs are impossible: {escape(why)}", highlight=False)
     counts = f"{len(found.shown)} pairs in a case, {len(found.impossible)} impossible, {len(found.missing)} in no case"
     console.print(f"{options.op}: {len(found.facts)} facts; {counts}", highlight=False)
     return 1 if found.missing else 0
 
 
 def _list_cases(options: argparse.Namespace) -> int:
-    """The cases of an op by name, and which of them are to be refused."""
+    """The names of the cases of an op, and the error of each case that must be refused."""
     if not options.op:
-        raise ValueError("check: --list needs --op, whose cases it lists")
+        raise ValueError("check: --list needs --op, the op whose cases it lists")
     if options.function or options.backend or options.case or options.device:
-        raise ValueError("check: --list runs nothing; needs --op and at most --json")
+        raise ValueError("check: --list runs no case; needs --op, takes --json, and nothing else")
     rows: list[dict[str, Any]] = [
         {"case": case.name, "flags": sorted(case.flags), "raises": case.raises.__name__ if case.raises else None}
         for case in check.cases_of(options.op)
@@ -140,7 +142,7 @@ def _list_cases(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
-    table = Table("case", "flags", "to be refused with")
+    table = Table("case", "flags", "must be refused with")
     for row in rows:
         table.add_row(escape(row["case"]), ", ".join(row["flags"]), row["raises"])
     console.print(table)
@@ -153,7 +155,7 @@ def _device(name: str | None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"--device {name}: {error}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name}: mxspec runs on cpu and cuda devices")
+        raise ValueError(f"--device {name}: mxspec runs only on cpu and cuda devices")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: there is no GPU here")
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
@@ -179,7 +181,7 @@ def _print_skips(results: list[check.Result]) -> None:
 
 
 def run_vectors(options: argparse.Namespace) -> int:
-    """Write the cases as files for programs without Python, or judge what such a program wrote beside them."""
+    """Write the cases to files for programs in other languages, or judge the results of such a program."""
     from mxspec import vectors
 
     only = [options.op] if options.op else None
@@ -200,7 +202,7 @@ def run_vectors(options: argparse.Namespace) -> int:
     if unanswered := [op for op in only or vectors.exported(options.directory) if op not in {r.op for r in results}]:
         print(f"no results of {', '.join(unanswered)}")
     if all(r.status in ("skipped", "missing") for r in results):
-        print(f"mxspec: vectors: {options.directory}/results answers no test", file=sys.stderr)
+        print(f"mxspec: vectors: {options.directory}/results has no result of any test", file=sys.stderr)
         return 1
     return 1 if any(r.status in ("failed", "missing") for r in results) else 0
 
@@ -221,12 +223,12 @@ def _vectors_table(manifests: dict[str, dict[str, Any]], directory: Path) -> Tab
 
 
 def run_explain(options: argparse.Namespace) -> int:
-    """Which backend a call would run and why not the others, for one case of an op."""
+    """Say which backend would run one case of an op, and why the other backends would not run it."""
     cases = [c for c in dispatch.reference(options.op).spec.cases() if not c.raises]
     case = next((c for c in cases if options.case in (None, c.name)), None)
     if case is None:
-        check.cases_of(options.op, options.case)  # which says what there is, or:
-        raise ValueError(f"explain: the case {options.case!r} is to be refused; needs one that runs")
+        check.cases_of(options.op, options.case)  # raises if there is no such case; else the case must be refused
+        raise ValueError(f"explain: the case {options.case!r} must be refused by every backend; needs a case that runs")
     device = _device(options.device)
     args = check.on_device(device, case.args())
     print(f"case {case.name!r} on {device}")
@@ -235,21 +237,24 @@ def run_explain(options: argparse.Namespace) -> int:
 
 
 def run_compile(options: argparse.Namespace) -> int:
-    """Compile kernels to sm_90 and sm_100 machine code, with or without a GPU."""
+    """Compile kernels to machine code for sm_90 and sm_100, with or without a GPU."""
     from mxspec.machine_code.cli import main
 
     return main(options.rest)
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Time the ops beside the machine's own limits and the peers', each first proven right."""
+    """Time the ops, and compare the times with the machine's limits and with other libraries.
+
+    An op is timed only after it has given the right results.
+    """
     from mxspec.bench.cli import main
 
     return main(options.rest)
 
 
 def run_demo(options: argparse.Namespace) -> int:
-    """Quantize a real model's weights through every backend that this machine has."""
+    """Quantize the weights of a real model with every backend that runs on this machine."""
     from mxspec.demo import main
 
     return main(options.rest)
@@ -264,8 +269,8 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         choices = {"--op": dispatch.ops(), "--backend": dispatch.backends()}
         helps = {
-            "--case": "one case by its name; a report names it",
-            "--device": "where the tensors are, such as cpu or cuda:0; default: the GPU if there is one",
+            "--case": "run only the case with this name; --list and the reports show the names",
+            "--device": "the device of the tensors, such as cpu or cuda:0; default: the GPU if there is one",
         }
         for flag in flags:
             sub.add_argument(flag, choices=choices.get(flag), help=helps.get(flag))
@@ -273,37 +278,37 @@ def parser() -> argparse.ArgumentParser:
 
     command(run_list).add_argument("--json", action="store_true")
     sub = command(run_check, "--op", "--backend", "--case", "--device")
-    sub.add_argument("function", nargs="?", help="module:function with the signature of --op: your own code")
+    sub.add_argument("function", nargs="?", help="your own function, as module:function; it has the signature of --op")
     sub.add_argument("--facts", action="store_true", help="list the pairs of facts of --op that no case shows, and why")
-    sub.add_argument("--list", action="store_true", help="list the cases of --op, and run none")
+    sub.add_argument("--list", action="store_true", help="list the cases of --op and run none of them")
     sub.add_argument("--json", action="store_true")
     sub = command(run_vectors, "--op")
     sub.add_argument("action", choices=("export", "check"))
-    sub.add_argument("directory", metavar="DIR", help="where the vectors are; what a program answers is in DIR/results")
+    sub.add_argument("directory", metavar="DIR", help="the folder of the vectors; your program writes to DIR/results")
     sub = command(run_explain, "--case", "--device", "--backend")
     sub.add_argument("op", choices=dispatch.ops())
-    for run in (run_compile, run_bench, run_demo):  # these have a parser of their own
+    for run in (run_compile, run_bench, run_demo):  # each of these commands has its own parser
         sub = commands.add_parser(run.__name__.removeprefix("run_"), help=run.__doc__, add_help=False)
         sub.set_defaults(run=run, rest=[])
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit code 2 where what was asked for cannot be done, 130 after Ctrl-C."""
+    """Run a command. The exit code is 2 if the command cannot be carried out, and 130 after Ctrl-C."""
     try:
         options, rest = parser().parse_known_args(argv)
         if rest and not hasattr(options, "rest"):
             parser().error(f"unrecognized arguments: {' '.join(rest)}")
         options.rest = rest
         code = options.run(options)
-        sys.stdout.flush()  # so that what goes wrong there is said here
+        sys.stdout.flush()  # so that an error of the last write is handled here
         return code
     except KeyboardInterrupt:
         print("mxspec: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # who reads the output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
-        return 1  # as rich does for a table
+        return 1  # the same code that rich gives for a table
     except (ValueError, OSError) as error:
         print(f"mxspec: {error}", file=sys.stderr)
         return 2

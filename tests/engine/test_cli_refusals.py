@@ -196,12 +196,12 @@ def of_dtype(name, data):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "is no file of safetensors"),
-        (b"not safetensors" * 100, "is no file of safetensors"),
-        (of_dtype("F32", bytes(4 * 64 * 64))[:-100], "is no file of safetensors"),
-        (of_dtype("U4", bytes(32 * 64)), "is no file of safetensors"),
-        (of_dtype("F6_E2M3", bytes(48 * 64)), "it holds tensors of dtype F6_E2M3, which is none of BF16, F16, F32"),
-        (of_dtype("F64", bytes(8 * 64 * 64)), "it holds tensors of dtype F64, which is none of BF16, F16, F32"),
+        (b"", "is not a safetensors file"),
+        (b"not safetensors" * 100, "is not a safetensors file"),
+        (of_dtype("F32", bytes(4 * 64 * 64))[:-100], "is not a safetensors file"),
+        (of_dtype("U4", bytes(32 * 64)), "is not a safetensors file"),
+        (of_dtype("F6_E2M3", bytes(48 * 64)), "it holds tensors of dtype F6_E2M3, not one of BF16, F16, F32"),
+        (of_dtype("F64", bytes(8 * 64 * 64)), "it holds tensors of dtype F64, not one of BF16, F16, F32"),
         (struct.pack("<Q", 2) + b"{}", "it holds nothing"),
     ],
 )
@@ -229,7 +229,7 @@ def test_demo_refuses_an_output_that_it_cannot_write(refused, tmp_path):
     for output, words in [
         ("folder", "needs a file that may be written"),
         ("weights/inside", "File exists; needs a file name in a folder"),
-        ("weights", "is the file of weights; needs another"),
+        ("weights", "is the file of weights; needs another file"),
     ]:
         assert words in refused("demo", "--weights", "weights", "--output", output)
     assert load_file(tmp_path / "weights")["a"].shape == (2, 32)
@@ -241,7 +241,9 @@ def test_demo_refuses_an_output_that_it_cannot_write(refused, tmp_path):
 @pytest.mark.parametrize("command", [("check", "--op", "to_blocked"), ("explain", "to_blocked")])
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta", "xla", "hpu", "lazy"])
 def test_other_devices_are_refused(refused, command, device):
-    assert refused(*command, "--device", device) == f"mxspec: --device {device}: mxspec runs on cpu and cuda devices"
+    assert refused(*command, "--device", device) == (
+        f"mxspec: --device {device}: mxspec runs only on cpu and cuda devices"
+    )
 
 
 def test_a_gpu_that_is_not_there_is_refused(refused, monkeypatch):

@@ -82,14 +82,14 @@ def test_a_function_that_ran_on_nothing_fails_the_session(suite, more):
         pytest.importorskip("xdist")
     done = run(suite, "--mxspec-op", "to_blocked", "--mxspec-fn", "mine:nothing", *more)
     assert done.returncode == 1
-    assert "mxspec: mine:nothing ran on no case: all were skipped, or are to be refused" in done.stdout
+    assert "mxspec: mine:nothing ran on no valid case: every case was skipped or must be refused" in done.stdout
     assert " failed" not in done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--mxspec-op", "to_blocked"), "--mxspec-op and --mxspec-fn are needed together"),
+        (("--mxspec-op", "to_blocked"), "mxspec: got only one of --mxspec-op and --mxspec-fn; needs both"),
         (("--mxspec-op", "to_bloked", "--mxspec-fn", "mine:right"), "mxspec: unknown op 'to_bloked'"),
         (("--mxspec-op", "to_blocked", "--mxspec-fn", "mine"), "mxspec: 'mine' names no function"),
     ],

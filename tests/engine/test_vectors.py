@@ -376,7 +376,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert main(["vectors", "export", "out", "--op", "to_blocked"]) == 0
     assert "to_blocked" in capsys.readouterr().out
     assert main(["vectors", "check", "out"]) == 1
-    assert capsys.readouterr().err == "mxspec: vectors: out/results answers no test\n"
+    assert capsys.readouterr().err == "mxspec: vectors: out/results has no result of any test\n"
     file = tmp_path / "out" / "to_blocked.safetensors"
     manifest, stored = json.loads(file.with_suffix(".json").read_text()), load_file(file)
     assert manifest["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
