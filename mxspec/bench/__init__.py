@@ -1,5 +1,6 @@
-"""Benchmarks: every figure beside the machine's own limit and the peers', read in one run.
+"""Benchmarks. One run measures an op, the limits of the machine, and the kernels of other libraries (peers).
 
-`python -m mxspec bench` proves each call right, times it (`timing`), and tells what came out (`tables`, `plots`);
-a `record` is a run as it is stored. `model` says what to expect from the data sheet, `moe` walks through one layer.
+`python -m mxspec bench` first checks that a call gives the right results. Then it times the call (`timing`) and shows
+the figures (`tables`, `plots`). `record` stores a run in a file. `model` computes the expected time from a GPU's data
+sheet. `moe` times the kernels of one layer of a mixture of experts.
 """

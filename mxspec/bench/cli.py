@@ -1,7 +1,7 @@
-"""`python -m mxspec bench`: time the ops beside the machine's own limits and the peers', each first proven right.
+"""`python -m mxspec bench`: time the ops, and compare the times with the machine's limits and with other libraries.
 
-On a GPU every launch has first written all of a poisoned output with the reference's bytes; what is wrong is not timed,
-and makes the exit code 1. Without a GPU the references are timed, which says nothing about any kernel.
+On a GPU, an op is timed only if it has overwritten all of a poisoned output with the reference's bytes. If one has not,
+the exit code is 1. Without a GPU, only the references are timed; their times say nothing about a kernel.
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ from mxspec.console import console, notices, progress
 from mxspec.shapes import KINDS, SETS, Shapes
 from mxspec.spec import Case, Reference
 
-# A complete run in parts: the ops that are held to the memory's speed, and those whose sums take any order.
+# The two parts of a complete run, and whether the part has the matmuls (the ops that are judged by SQNR).
 PARTS = {"quantizers": False, "matmuls": True}
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m mxspec bench", description=__doc__)
-    p.add_argument("--op", help="this op alone")
-    p.add_argument("--backend", choices=dispatch.backends(), help="this backend alone; default: every kernel")
+    p.add_argument("--op", help="time only this op")
+    p.add_argument("--backend", choices=dispatch.backends(), help="time only this backend; default: every kernel")
     kinds = "; ".join(f"{kind}: [[{sizes}], ...]" for kind, sizes in KINDS.items())
     p.add_argument(
         "--shapes",
         nargs="+",
         metavar="SET",
-        help=f"{', '.join(SETS)} or a JSON file, an object with some of {kinds}; default: {', '.join(SETS)}",
+        help=f"{', '.join(SETS)}, or a JSON file with an object that has some of {kinds}; default: {', '.join(SETS)}",
     )
-    p.add_argument("--peers", action="store_true", help="race other libraries too, where they are importable")
+    p.add_argument(
+        "--peers", action="store_true", help="time the kernels of other libraries too, if they can be imported"
+    )
     what = p.add_mutually_exclusive_group()
-    what.add_argument("--moe", action="store_true", help="the kernels of a grouped linear of an MoE layer, one by one")
-    what.add_argument("--model", action="store_true", help="what to expect on each GPU, from its data sheet")
+    what.add_argument("--moe", action="store_true", help="time each kernel of a grouped linear of an MoE layer")
+    what.add_argument("--model", action="store_true", help="print the expected times on each GPU, from its data sheet")
     what.add_argument(
         "--complete",
         nargs="?",
         const="everything",
         choices=("everything", *PARTS),
         metavar="PART",
-        help=f"all shapes, peers, host time, MoE: of everything, or of one part, {' or '.join(PARTS)}",
+        help=f"time all shapes, peers, host time and MoE: everything, or only the part {' or '.join(PARTS)}",
     )
     what.add_argument("--from", dest="stored", type=Path, metavar="FILE", help="show a run that --json stored")
     p.add_argument("--json", type=Path, metavar="FILE", help="store the run in this file")
@@ -64,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-# Options that say nothing where another one decides what happens.
+# For each option, the other options that have no meaning beside it.
 _EXCLUDED = {
     "moe": ("op", "backend", "peers"),
     "model": ("backend", "peers", "json", "plot"),
@@ -79,7 +81,7 @@ def main(argv: list[str]) -> int:
     for chosen, others in _EXCLUDED.items():
         for other in others:
             if getattr(options, chosen) and getattr(options, other):
-                p.error(f"--{'from' if chosen == 'stored' else chosen} and --{other} exclude each other")
+                p.error(f"got --{'from' if chosen == 'stored' else chosen} and --{other}; needs only one of them")
     if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
         raise ValueError(f"bench: --json {options.json}: needs a file name in a folder that exists")
     if options.json and not os.access(options.json if options.json.exists() else options.json.parent, os.W_OK):
@@ -93,7 +95,7 @@ def main(argv: list[str]) -> int:
         print(tables.markdown(run))
     else:
         tables.show(run, console)
-    if unwritten:  # the figures are on the screen by now, and not lost
+    if unwritten:  # raise only now, when the figures are on the screen and not lost
         raise ValueError(unwritten)
     for path in draw.draw(run, options.plot) if draw else ():
         notices.print(f"drawn: {path}", highlight=False, soft_wrap=True)
@@ -106,7 +108,7 @@ def main(argv: list[str]) -> int:
 
 
 def _unwritten(run: Run, path: Path) -> str | None:
-    """Why a run could not be stored; None where it is."""
+    """Why a run could not be stored. None if it is stored."""
     try:
         run.write(path)
     except OSError as error:
@@ -115,9 +117,9 @@ def _unwritten(run: Run, path: Path) -> str | None:
 
 
 def _plots(folder: Path) -> ModuleType:
-    """The module that draws, once it is known that it can."""
+    """The module that draws. Raises first if it cannot be imported, or cannot write into the folder."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"bench: --plot {folder}: needs a folder, and that is a file")
+        raise ValueError(f"bench: --plot {folder}: this is a file; needs a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         from mxspec.bench import plots
@@ -154,7 +156,7 @@ def asked(options: argparse.Namespace) -> list[str]:
 
 
 def ops_of(options: argparse.Namespace) -> list[str]:
-    """The ops that are timed: the one named, those of a part, or all."""
+    """The ops to time: the op of --op, the ops of a part, or all ops."""
     if options.op not in (None, *dispatch.ops()):
         raise ValueError(f"bench: unknown op {options.op!r}; needs one of {', '.join(dispatch.ops())}")
     matmuls = PARTS.get(options.complete)
@@ -169,9 +171,9 @@ def run_all(options: argparse.Namespace) -> Run:
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     for option in ("moe", "peers", "complete"):
         if getattr(options, option) and not gpu:
-            raise ValueError(f"bench: --{option} needs a GPU, and there is none here")
+            raise ValueError(f"bench: --{option} needs a GPU, and this machine has none")
     if not gpu and options.backend not in (None, "reference"):
-        raise ValueError(f"bench: {options.backend} needs a GPU; on a CPU only the references are timed")
+        raise ValueError(f"bench: {options.backend} needs a GPU; without one, only the references are timed")
     shapes = shapes_of(options.shapes, SETS if gpu else ("small",))
     peers = load_peers() if options.peers or options.complete else None
     work, not_timed = ([], {}) if options.moe else cases_of(options, shapes, gpu, peers)
@@ -183,13 +185,13 @@ def run_all(options: argparse.Namespace) -> Run:
     for reference, case, names in progress(work, "bench", lambda item: f"{item[0].__name__}: {item[1].name}"):
         try:
             races.append(measure(reference, case, names, device, peers))
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:  # no room for the tensors themselves
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:  # too little memory for the tensors
             not_timed[f"{reference.__name__}, {case.name}"] = str(error).partition("\n")[0]
         if gpu:
             torch.cuda.empty_cache()
     steps: list[Step] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `auto` says that it has no kernel for a step; the table says so too
+        warnings.simplefilter("ignore")  # `auto` warns if it has no kernel for a step, and the table says it too
         for layer in progress(layers, "MoE", moe.label):
             steps += moe.measure_layer(layer, device)
     return Run(
@@ -208,7 +210,7 @@ def run_all(options: argparse.Namespace) -> Run:
 
 
 def versions(gpu: bool) -> dict[str, str]:
-    """What was run: mxspec and the commit of its checkout, the frameworks, the driver."""
+    """The versions of what was run: mxspec with the commit of its checkout, the frameworks, the driver."""
     found = {"mxspec": mxspec.__version__}
     if commit := _said_by("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"):
         found["mxspec"] += f" ({commit})"
@@ -232,13 +234,13 @@ def _said_by(*command: str) -> str:
 def cases_of(
     options: argparse.Namespace, shapes: Shapes, gpu: bool, peers: ModuleType | None
 ) -> tuple[list[tuple[Reference[..., Any], Case, list[str]]], dict[str, str]]:
-    """Every case of every op that was asked for, with the backends to time; and what is left out, with the reason."""
+    """The cases of the chosen ops with the backends to time, and the reason for each op or case that is left out."""
     work: list[tuple[Reference[..., Any], Case, list[str]]] = []
     not_timed: dict[str, str] = {}
     for name in ops_of(options):
         reference = dispatch.reference(name)
         known = [b for b in dispatch.backends() if b != "reference" and dispatch.has_kernel(name, b)]
-        if peers:  # a backend that is another library's kernel races once, as that library
+        if peers:  # a backend that calls another library is timed once, as that library
             known = [b for b in known if not any(label.lower().startswith(b) for label in peers.ADAPTERS.get(name, ()))]
         names = [options.backend] if options.backend else known if gpu else ["reference"]
         cases = list(reference.spec.bench_cases(shapes))
@@ -258,7 +260,7 @@ def cases_of(
 
 
 def overheads_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Host time of a call of each op that has kernels, on a case so small that the device is never waited for."""
+    """The host's time for a call of each op that has kernels, on cases so small that the host never waits."""
     found = {}
     for op in ops_of(options):
         for name in [options.backend] if options.backend else dispatch.backends():

@@ -1,4 +1,4 @@
-"""What the memory allows: a copy, and a quantizer's cast without its scales, in the fastest plain kernels we know."""
+"""The limits that memory sets: a copy, and a quantizer's cast without scales, in the fastest plain kernels we know."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def bare_cast(x: Tensor) -> Tensor:
 def copy(x: Tensor) -> Tensor:
     """Copy a contiguous tensor.
 
-    `Tensor.copy_` is within 1% of it, but not always: on an H200, captured into a CUDA graph, it runs at 0.64 of this
-    rate where the size is 512 MiB or some larger powers of two and their multiples.
+    This is not `Tensor.copy_`, which is about as fast for most sizes. On an H200, `Tensor.copy_` in a CUDA graph is
+    much slower for 512 MiB and for some larger powers of two and their multiples (see benchmarks/results/decisions.md).
     """
     out = torch.empty_like(x)
     source, target = (t.view(-1).view(torch.uint8) for t in (x, out))

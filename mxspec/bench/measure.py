@@ -1,4 +1,4 @@
-"""One case of an op, raced: our backends, the peers' kernels, a copy and a bare cast, on the same inputs."""
+"""Races one case of an op: our backends, the peers' kernels, a copy and a bare cast, on the same inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mxspec.bench.record import Entry, Kind, Operands, Race
 from mxspec.bench.timing import MATMUL, MEMORY, Contender, baselines, bytes_of_call, input_sets, race
 from mxspec.spec import Case, Reference, Spec
 
-PEERS = Path(__file__).parents[2] / "benchmarks" / "peers" / "__init__.py"  # in a checkout; a wheel leaves it out
+PEERS = Path(__file__).parents[2] / "benchmarks" / "peers" / "__init__.py"  # only a checkout has it; a wheel does not
 
 
 @functools.cache
@@ -32,20 +32,20 @@ def load_peers(path: Path = PEERS) -> ModuleType:
     """The adapters to other libraries' kernels."""
     spec = importlib.util.spec_from_file_location("mxspec_peers", path)
     if not path.exists() or spec is None or spec.loader is None:
-        raise ValueError(f"bench: --peers needs {path.parent}, which is in a checkout of the repository")
+        raise ValueError(f"bench: --peers needs {path.parent}; run it in a checkout of the repository")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its files find the package
+    sys.modules[spec.name] = module  # the files of the package import it by this name
     spec.loader.exec_module(module)
     return module
 
 
 def versions_of(peers: ModuleType) -> dict[str, str]:
-    """Each peer's library with its version, or with what keeps it from being imported."""
+    """Each peer's library with its version, or with the reason why it cannot be imported."""
 
     def version(of: Callable[[], str]) -> str:
         try:
             return of()
-        except Exception as error:  # a library may fail to load in any way that it likes
+        except Exception as error:  # a library may raise any error when it is imported
             return f"absent: {_sentence(error)}"
 
     return {name: version(of) for name, of in peers.LIBRARIES.items()}
@@ -63,7 +63,11 @@ def measure(
     device: torch.device,
     peers: ModuleType | None = None,
 ) -> Race:
-    """Race one case. What is wrong is not timed: a backend's bytes, or a peer's form; a peer's bytes are reported."""
+    """Race one case.
+
+    A backend with wrong bytes is not timed, and neither is a peer with a wrong shape, dtype or strides. A peer may
+    return other bytes; the race records how they differ.
+    """
     op, spec = reference.__name__, reference.spec
     inputs = input_sets(reference, case, device)
     expected = [spec.outputs(own, reference(*own, **case.kwargs)) for own in map(spec.own, inputs)]
@@ -81,25 +85,25 @@ def measure(
                 wrong[name] = problem
             else:
                 entrants.append(("backend", contender, ""))
-        except Exception as error:  # whatever a kernel raises on a valid call is the finding
+        except Exception as error:  # a valid call must not raise, so any error is the finding
             wrong[name] = f"raised on a valid call: {_sentence(error)}"
     for label, adapter in (peers.ADAPTERS.get(op, {}) if peers else {}).items():
         try:
             entrants.append(("peer", *_peer(label, adapter, case, inputs, expected, spec)))
-        except Exception as error:  # theirs to raise: what is said is reported in its place
+        except Exception as error:  # a peer may raise any error; the race records it instead of a time
             absent[label] = _sentence(error)
     if not entrants:
         return Race(op, case.name, (), absent, wrong)
     cost = model.cost(reference, case)
     matmul = devices.balance(name_of(device)).is_matmul(cost.flops, cost.bytes_moved)
-    limits = [] if matmul else baselines(inputs)  # beside matmuls they would only let the card rest
+    limits = [] if matmul else baselines(inputs)  # between matmuls, a copy would only let the card cool down
     race([*(contender for _, contender, _ in entrants), *limits], MATMUL if matmul else MEMORY)
     entries = []
     for kind, c, differ in entrants:
         if kind == "backend" and (problem := c.prove_again(expected, spec.min_sqnr_db)):
             wrong[c.name] = f"after it was timed: {problem}"
             continue
-        # A peer may be handed other operands than ours, such as both in bf16.
+        # A peer may get other operands than our backends, such as both in bf16.
         moved = cost.bytes_moved if c.given is inputs else bytes_of_call(c)
         operands: Operands = "fp8" if model.is_fp8(c.inputs[0]) else "bf16"
         entries.append(Entry(c.name, kind, c.us, c.call_us, c.spread, moved, cost.flops, operands, differ))
@@ -108,7 +112,7 @@ def measure(
 
 
 def _sentence(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -120,7 +124,7 @@ def _peer(
     expected: list[tuple[Tensor, ...]],
     spec: Spec,
 ) -> tuple[Contender, str]:
-    """A peer's contender, and how its outputs differ from the reference's; its rule may be another than ours."""
+    """A peer's contender, and how its outputs differ from the reference's. A peer may have another rule than mxspec."""
     prepare = getattr(adapter, "prepare", None)
     prepared = [prepare(*args, **case.kwargs) for args in inputs] if prepare else inputs
     waits = getattr(adapter, "waits", False)
@@ -133,7 +137,7 @@ def _peer(
 
 
 def machine(device: torch.device) -> dict[str, float]:
-    """The rates that the machine itself reaches today: a copy, a bare cast and a bf16 matmul, in GB/s and TFLOP/s."""
+    """The rates that the machine reaches in this run: a copy and a bare cast in GB/s, a bf16 matmul in TFLOP/s."""
     M, K, N = (32768, 7168, 8192) if device.type == "cuda" else (1024, 2048, 512)
     limits = baselines([(torch.randn(M, K, device=device, dtype=torch.bfloat16),)])
     race(limits)
@@ -147,7 +151,7 @@ def machine(device: torch.device) -> dict[str, float]:
 
 
 def _small_call(op: str, backend: str) -> tuple[Case, tuple[Any, ...]] | None:
-    """The first plain case that a backend takes, and its arguments on the GPU."""
+    """The first case without flags that a backend can run, and its arguments on the GPU."""
     for case in dispatch.reference(op).spec.cases():
         if not case.flags:
             args = check.on_device(torch.device("cuda"), case.args())
@@ -157,9 +161,9 @@ def _small_call(op: str, backend: str) -> tuple[Case, tuple[Any, ...]] | None:
 
 
 def overhead_us(op: str, backend: str) -> dict[str, float]:
-    """What a call costs on the host, from the bare launch up; microseconds, the median of 30 loops.
+    """The host's time for a call in microseconds, from the bare launch to the public op: the median of 30 loops.
 
-    A library that launches its own kernels has no bare launch; a backend that takes no call here has nothing at all.
+    A library that launches its own kernels has no bare launch. A backend that can run no case here has no entry.
     """
     from triton.runtime.jit import JITFunction
 
@@ -190,7 +194,7 @@ def overhead_us(op: str, backend: str) -> dict[str, float]:
     if dispatch.explain(op, *args, **case.kwargs).backend == backend:
         parts["the op, auto"] = lambda: public(*args, **case.kwargs)
     seconds: dict[str, list[float]] = {name: [] for name in parts}
-    for _ in range(30):  # in turn, because the host's own speed drifts by more than what is looked for
+    for _ in range(30):  # in turn, because the host's own speed drifts by more than the differences to be measured
         for name, part in parts.items():
             torch.cuda.synchronize()
             start = time.perf_counter()

@@ -1,9 +1,12 @@
-"""What to expect of a call before it is measured: from the GPU's data sheet and the op's `@spec` alone.
+"""The expected time of a call, computed only from the GPU's data sheet and the op's `@spec`.
 
-`us = KERNEL_US + max(bytes / memory, flops / matmul)`, each rate the data sheet's times the share of it that an H200
-reaches (`devices.py`). There it is within 15% where memory decides and more than 100 MB move, and for large matmuls,
-but for FP8 with a scale for each row of both operands, which takes 1.4 times as long; below that a launch's own time
-decides, which it does not know. On an H100 and a B200 nobody has compared it.
+`us = KERNEL_US + max(bytes / memory, flops / matmul)`. Each rate is the rate of the data sheet times the share of it
+that an H200 reaches (`devices.py`).
+
+The model has been compared with measured times only on an H200, not on an H100 or a B200. There it is good for calls
+that memory bounds and that move more than 100 MB, and for large matmuls. It is too low for FP8 matmuls in which both
+operands have a scale for each row. For smaller calls the time of a launch decides, which the model does not know. How
+close it is: see benchmarks/results/decisions.md. `tests/engine/test_bench.py` compares it with the stored run.
 """
 
 from __future__ import annotations
@@ -22,17 +25,19 @@ from mxspec.spec import Case, Reference
 
 
 class Cost(NamedTuple):
-    """What a call costs: its bytes, its flops, and whether its operands are FP8."""
+    """The cost of a call: its bytes, its flops, and whether its operands are FP8."""
 
     bytes_moved: int
     flops: int
     fp8: bool
-    mx: bool = False  # and have E8M0 scales
+    mx: bool = False  # whether the operands have E8M0 scales
 
 
 def cost(reference: Reference[..., object], case: Case) -> Cost:
-    """The cost of a call; nothing is allocated or run. Raises what the op raises for what its contract refuses, and
-    ValueError for sizes that no tensor has."""
+    """The cost of a call. Nothing is allocated or run.
+
+    A call that the contract refuses raises the op's own error. Sizes that no tensor can have raise a ValueError.
+    """
     with FakeTensorMode(), _sizes_that_a_tensor_has(f"{reference.__name__}, {case.name}"):
         args = case.args()
         spec = reference.spec
@@ -59,8 +64,8 @@ def is_mx(args: tuple[Any, ...]) -> bool:
 
 
 def expected_us(device: Device, cost: Cost) -> float:
-    """How long a kernel of these bytes and flops should take, in microseconds."""
-    fp8 = cost.fp8 and (device.mx or not cost.mx)  # other tensor cores multiply the values of MX codes as bf16
+    """The expected time of a kernel with this cost, in microseconds."""
+    fp8 = cost.fp8 and (device.mx or not cost.mx)  # tensor cores without MX multiply the values of MX codes in bf16
     share = devices.FP8_SHARE if fp8 else devices.BF16_SHARE
     peak_tflops = device.fp8_tflops if fp8 else device.bf16_tflops
     memory_us = cost.bytes_moved / (devices.MEMORY_SHARE * device.memory_gbps * 1e3)

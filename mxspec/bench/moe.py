@@ -1,4 +1,4 @@
-"""The kernels of one grouped linear of an MoE layer, one by one: forward and backward, with MXFP8 operands.
+"""Times each kernel of one grouped linear of an MoE layer: forward and backward, with MXFP8 operands.
 
 With tokens x `(M, K)` sorted by expert, weights w `(E, N, K)` and the gradient dy `(M, N)`:
 
@@ -6,8 +6,9 @@ With tokens x `(M, K)` sorted by expert, weights w `(E, N, K)` and the gradient 
     dgrad     dx = dy @ w      dy along N, w along N
     wgrad     dw = dy^T @ x    dy and x along the tokens
 
-The quantizers are mxspec's; every expert has as many tokens, a multiple of 128, so that nothing is padded and a group's
-blocked scales are a slice of the whole. The matmuls are PyTorch's in bfloat16: what the layer takes unquantized.
+The quantizers are mxspec's. Every expert has the same number of tokens, a multiple of 128. So nothing is padded, and
+the blocked scales of a group are a slice of all scales. The matmuls are PyTorch's in bfloat16: their time is the time
+of the matmuls in a layer without quantization.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from mxspec.spec import Case, outputs_of
 
 Layer = tuple[int, int, int, int]
 BLOCKED = {"scaling": "rceil", "scale_layout": "blocked"}
-# Two of torchao's grouped shapes, M, N, K, E: Llama 4 and DeepSeek-V3, what is left of the experts on one GPU.
+# Two of torchao's grouped shapes (M, N, K, E), with the experts that one GPU holds: Llama 4 and DeepSeek-V3.
 LAYERS = ((32768, 8192, 5120, 2), (32768, 2048, 7168, 8))
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A step as it is planned: an op with its options, or a bf16 matmul."""
+    """A step of the layer before it is timed: an op with its options, or a bf16 matmul."""
 
     phase: str
     what: str
@@ -44,7 +45,7 @@ class Kernel:
 
 
 def kernels(M: int, N: int, K: int, E: int) -> Iterator[Kernel]:
-    """The steps of a layer in the order in which they run. Tokens are spread evenly, as in torchao's table."""
+    """The steps of a layer in their order. As in torchao's table, all experts get the same number of tokens."""
     randn = partial(torch.randn, dtype=torch.bfloat16)
     x, dy, w = (lambda: (randn(M, K),)), (lambda: (randn(M, N),)), (lambda: (randn(E, N, K),))
     offs = lambda: torch.arange(1, E + 1, dtype=torch.int32) * (M // E)  # noqa: E731
@@ -62,17 +63,17 @@ def kernels(M: int, N: int, K: int, E: int) -> Iterator[Kernel]:
 
 
 def grouped_matmul(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """PyTorch's bf16 grouped matmul: tokens by experts, or for the weight gradient tokens by tokens."""
+    """PyTorch's bf16 grouped matmul: tokens times weights, or tokens times tokens for the gradient of the weights."""
     return torch.nn.functional.grouped_mm(a, b, offs=offs)
 
 
 def label(layer: Layer) -> str:
-    """What a layer is called."""
+    """The name of a layer."""
     return ", ".join(f"{name} {size}" for name, size in zip("MNKE", layer, strict=True))
 
 
 def measure_layer(layer: Layer, device: torch.device) -> Iterator[Step]:
-    """Time each kernel of a layer, on the backend that `auto` takes. What is wrong has no time, and says why."""
+    """Time each kernel of a layer, on the backend that `auto` takes. A wrong kernel gets no time but the reason."""
     for kernel in kernels(*layer):
         case = Case(kernel.what, kernel.args, kernel.kwargs)
         moved, flops = cost_of(kernel, layer)
@@ -101,4 +102,4 @@ def cost_of(kernel: Kernel, layer: Layer) -> tuple[int, int]:
     if kernel.op is not None:
         return model.cost(dispatch.reference(kernel.op), Case(kernel.what, kernel.args, kernel.kwargs))[:2]
     M, N, K, E = layer
-    return 2 * (M * K + M * N + E * N * K), 2 * M * N * K  # each of x, y and w is read or written once, in bf16
+    return 2 * (M * K + M * N + E * N * K), 2 * M * N * K  # x, y and w are each read or written once, in bf16

@@ -1,4 +1,4 @@
-"""A run of the benchmarks as it is stored: what was timed, on what machine, beside what."""
+"""The stored form of a run of the benchmarks: the times, the machine, and the limits and peers to compare with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mxspec import devices
 
 Kind = Literal["backend", "peer", "baseline"]
 Operands = Literal["bf16", "fp8"]
-FORMAT = 1  # of the stored file
+FORMAT = 1  # the version of the stored file's format
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Entry:
 
     name: str  # a backend, a peer's label, `copy` or `bare cast`
     kind: Kind
-    us: float  # of one call, launches not counted: the kernel's view
-    call_us: float  # of one plain call: the user's view, the slower of host and device
-    spread: float  # (max - min) / median of us over the rounds
+    us: float  # the time of one call without the launch: the kernel alone
+    call_us: float  # the time of one plain call, as a user sees it: the slower of host and device
+    spread: float  # (max - min) / median of `us` over the rounds
     bytes_moved: int
     flops: int
     operands: Operands = "bf16"
-    bytes_differ: str = ""  # for a peer: how its outputs differ from the reference's; empty where they are equal
+    bytes_differ: str = ""  # for a peer: how its outputs differ from the reference's; empty if they are equal
 
     @property
     def gbps(self) -> float:
@@ -40,25 +40,27 @@ class Entry:
 
 @dataclass(frozen=True)
 class Race:
-    """Contenders timed in turn on the same inputs. `absent` says why others of them have no time."""
+    """Contenders timed in turn on the same inputs. `absent` says why a contender has no time."""
 
     op: str
     case: str
     entries: tuple[Entry, ...]
     absent: dict[str, str] = field(default_factory=dict)
-    wrong: dict[str, str] = field(default_factory=dict)  # backends that were not timed, since their bytes are wrong
+    wrong: dict[str, str] = field(default_factory=dict)  # backends with wrong bytes, which were not timed
 
     def entry(self, name: str) -> Entry | None:
         return next((e for e in self.entries if e.name == name), None)
 
     def is_matmul(self, device: str) -> bool:
-        """Whether the call's matrix operations bound it, and so TFLOP/s say more than GB/s."""
+        """Whether the matrix units bound the call, so that TFLOP/s say more than GB/s."""
         peaks = devices.balance(device)
         return any(peaks.is_matmul(e.flops, e.bytes_moved) for e in self.entries if e.kind != "baseline")
 
     def ratio(self, entry: Entry, beside: str) -> float | None:
-        """How many times as fast one contender is as another: by time, and beside a baseline, which moves other bytes,
-        by rate. None where there is nothing to compare."""
+        """How many times as fast one contender is as another. None if there is nothing to compare.
+
+        It compares times. A baseline moves another number of bytes, so with a baseline it compares rates.
+        """
         other = self.entry(beside)
         if other is None or (entry.kind == "baseline" != other.kind):
             return None
@@ -67,12 +69,12 @@ class Race:
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of a grouped linear. `us` is None where it was `wrong`."""
+    """One kernel of a grouped linear. `us` is None if the kernel was wrong; `wrong` says how."""
 
     layer: str
     phase: str  # forward, dgrad or wgrad
     what: str
-    backend: str  # the one that `auto` takes, or `torch bf16`
+    backend: str  # the backend that `auto` takes, or `torch bf16`
     us: float | None
     bytes_moved: int
     flops: int
@@ -82,26 +84,26 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that one run of the benchmarks found out."""
+    """All results of one run of the benchmarks."""
 
     device: str
-    date: str  # of the day, ISO 8601
+    date: str  # the day, in ISO 8601
     command: str
     versions: dict[str, str]
     peers: dict[str, str] = field(default_factory=dict)  # library -> its version, or why it is absent
     # The machine's own rates: copy_gbps, cast_gbps, and bf16_tflops of an 8192^3 matmul.
     machine: dict[str, float] = field(default_factory=dict)
     races: tuple[Race, ...] = ()
-    not_timed: dict[str, str] = field(default_factory=dict)  # op -> why no case of it was
+    not_timed: dict[str, str] = field(default_factory=dict)  # op, or op and case -> why it was not timed
     overhead_us: dict[str, dict[str, float]] = field(default_factory=dict)
     moe: tuple[Step, ...] = ()
     seconds: float = 0.0
-    note: str = ""  # what a reader of a stored run must know besides, such as what of it is from another run
+    note: str = ""  # more that a reader must know, such as which figures come from another run
     format: int = FORMAT
 
     @property
     def wrong(self) -> list[str]:
-        """Everything that was not timed, or is not reported, because it was wrong."""
+        """The contenders and steps that have no figure because they were wrong, with the reason."""
         found = [f"{r.op}, {name}, {r.case}: {problem}" for r in self.races for name, problem in r.wrong.items()]
         return found + [f"MoE, {s.layer}, {s.phase}, {s.what}: {s.wrong}" for s in self.moe if s.wrong]
 
@@ -114,7 +116,7 @@ def read(path: Path) -> Run:
     try:
         stored: dict[str, Any] = json.loads(path.read_text())
         if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-            raise TypeError(f"it needs an object with format {FORMAT}, which this version writes")
+            raise TypeError(f"it needs an object with format {FORMAT}, as this version writes it")
         races = tuple(
             Race(**{**race, "entries": tuple(Entry(**entry) for entry in race["entries"])}) for race in stored["races"]
         )

@@ -1,4 +1,4 @@
-"""A run as tables: on the terminal, and as Markdown."""
+"""Shows a run as tables, on the terminal or as Markdown."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sheets(run: Run) -> Iterator[Sheet]:
 
 
 def race_sheet(op: str, races: list[Race], run: Run, matmul: bool, note: str = "") -> Sheet:
-    """The races of one op, those that memory bounds or those that the matrix units do."""
+    """The races of one op: either the races that memory bounds, or the races that the matrix units bound."""
     peers = tuple(dict.fromkeys(e.name for race in races for e in race.entries if e.kind == "peer"))
     casts = any(race.entry("bare cast") for race in races)
     beside = () if matmul else ("copy", "bare cast")[: 1 + casts]
@@ -93,7 +93,7 @@ def _matmul_rates(e: Entry, run: Run) -> list[str]:
 
 
 def _differing(e: Entry) -> str:
-    """By how much a peer's outputs differ: the share of the elements, or the SQNR of a matmul."""
+    """How much a peer's outputs differ: the share of the elements that differ, or for a matmul the SQNR."""
     if found := re.search(r"(\d+) of (\d+) elements differ", e.bytes_differ):
         return f"{int(found[1]) / int(found[2]):.1e} differ"
     found = re.search(r"[-\d.]+ dB", e.bytes_differ)
@@ -105,7 +105,7 @@ def _ratio(ratio: float | None) -> str:
 
 
 def _absences(races: list[Race]) -> str:
-    """Who else was asked, and why there is no figure."""
+    """The contenders without a figure, in how many cases, and why."""
     found: dict[tuple[str, str], int] = {}
     for race in races:
         for name, reason in race.absent.items():
@@ -114,7 +114,7 @@ def _absences(races: list[Race]) -> str:
 
 
 def moe_sheets(run: Run) -> Iterator[Sheet]:
-    """The kernels of each grouped linear, with their share of what this machine achieves."""
+    """The kernels of each grouped linear. Each rate also as a share of the best rate of this machine."""
     peaks = devices.named(run.device)
     copy_gbps, bf16_tflops = run.machine.get("copy_gbps"), run.machine.get("bf16_tflops")
     for layer in dict.fromkeys(step.layer for step in run.moe):
@@ -141,21 +141,21 @@ def moe_sheets(run: Run) -> Iterator[Sheet]:
 
 
 def overhead_sheet(run: Run) -> Sheet:
-    """What a call costs on the host."""
+    """The host's time for a call."""
     parts = tuple(dict.fromkeys(part for parts in run.overhead_us.values() for part in parts))
     rows = tuple((name, *(f"{us[p]:.1f}" if p in us else "" for p in parts)) for name, us in run.overhead_us.items())
     return Sheet("Host time of a call, us", ("op, backend", *parts), rows, 1)
 
 
 def model_sheets(shapes: Shapes, ops: Iterable[str], layers: Iterable[moe.Layer]) -> Iterator[Sheet]:
-    """What to expect of each op and each grouped linear on every GPU of `devices.py`, in microseconds."""
+    """The expected time of each op and each grouped linear on every GPU of `devices.py`, in microseconds."""
     names = [name.removeprefix("NVIDIA ").split()[0] for name in devices.DEVICES]
     guesses = [n for n, d in zip(names, devices.DEVICES.values(), strict=True) if not d.measured]
     header = ("case", "MB", *names)
     note = (
-        "from the data sheet and @spec, nothing was run; compared with an H200 for more than 100 MB and for large "
-        "matmuls, there within 15%, but 1.4 times for FP8 with scales for the rows of both operands; "
-        f"{' and '.join(guesses)}: unmeasured"
+        "computed from the data sheet and @spec; nothing was run. On an H200 the model is within 15% of the measured "
+        "times for calls that move more than 100 MB and for large matmuls, except FP8 matmuls with scales for the rows "
+        f"of both operands, which take 1.4 times as long. {' and '.join(guesses)}: unmeasured"
     )
 
     def times(cost: model.Cost) -> list[float]:
@@ -182,7 +182,7 @@ def model_sheets(shapes: Shapes, ops: Iterable[str], layers: Iterable[moe.Layer]
 
 
 def heading(run: Run) -> str:
-    """What was run where, in lines of Markdown that read as plain text too."""
+    """The machine, the versions and the command of a run, in lines of Markdown that also read well as plain text."""
     peaks = devices.named(run.device)
     roof = f"; its data sheet: {peaks.memory_gbps:.0f} GB/s, {peaks.bf16_tflops:.0f} bf16 TFLOP/s" if peaks else ""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
@@ -207,7 +207,7 @@ def show(run: Run, console: Console) -> None:
 
 
 def print_sheet(sheet: Sheet, console: Console) -> None:
-    """A table as wide as it needs to be where no terminal says how wide a line may be."""
+    """Print a table. If the output is no terminal, the table is as wide as it needs to be."""
     table = sheet.rich()
     needed = console.measure(table).maximum
     console.print(table, width=None if console.is_terminal else max(needed, console.width))

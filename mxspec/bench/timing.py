@@ -1,8 +1,10 @@
-"""How a call is timed, and how it is proven first.
+"""Times calls, and first checks that they give the right results.
 
-On a GPU, calls are captured into a CUDA graph over as many input sets as fill four times the L2, so that a replay times
-the kernels and neither the launches nor the cache. That same graph must first have written every byte of outputs full
-of 0xFF, and again of 0x5A, and after it was timed once more: a launch that skips part of its work looks fast.
+On a GPU, calls are captured into a CUDA graph over several sets of inputs, which together move four times the bytes of
+the L2 cache. So a replay times the kernels, without the launches, and with inputs that are not in the cache.
+
+The same graph must give the right outputs over memory full of 0xFF, then over memory full of 0x5A, and once more after
+it was timed. Without this check, a launch that skips part of its work would look fast.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from mxspec import check
 from mxspec.bench import model
 from mxspec.spec import Case, MinSqnr, Reference, Spec, bytes_of, outputs_of
 
-MAX_SETS = 32  # of inputs; a call that moves less than 1/32 of four times the L2 finds its inputs there, as in decoding
+# The maximal number of sets of inputs. A call that moves less than 1/32 of four times the L2 finds its inputs in the
+# cache, as in decoding.
+MAX_SETS = 32
 
 
 Outputs = tuple[Tensor, ...]
@@ -31,27 +35,27 @@ Outputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Pace:
-    """How long the contenders warm the card up together, and how long a round of one of them takes."""
+    """How long all contenders warm up the card, and how long a round of one contender takes."""
 
     warm_up_s: float
     round_us: float
-    call_round_us: float  # of plain calls
-    settle_us: float = 0  # how long a contender runs before each of its rounds, untimed
-    rounds: int = 7  # interleaved, so that a drift of the clocks meets every contender
+    call_round_us: float  # a round of plain calls
+    settle_us: float = 0  # how long a contender runs, untimed, before each of its rounds
+    rounds: int = 7  # the contenders take turns, so that a drift of the clocks affects all of them
 
 
-# An H200 reads 11% slow for the first 30 ms after a pause.
+# The warm-up is there because an H200 is slower for a short time after a pause (see benchmarks/results/decisions.md).
 MEMORY = Pace(0.1, 6_000, 4_000)
-# Matmuls take it to its power limit: within 100 ms from 800 to 690 bf16 TFLOP/s, and then it steps between two clocks
-# every few tens of milliseconds. Rounds of 20 ms spread by 10%, longer ones by 2 to 5%. The clock that one contender
-# needs is what the next one finds: right after bfloat16 it reads up to 10% slow, and after 80 ms still some. So each
-# first runs into its own.
+# Matmuls take an H200 to its power limit. Its clock then falls, and steps between two values during a run, so short
+# rounds spread more than long rounds. A contender also starts at the clock that the contender before it needed, and
+# reads slow at first. So each contender runs until it has its own clock, and only then is timed (see
+# benchmarks/results/decisions.md).
 MATMUL = Pace(0, 120_000, 20_000, settle_us=200_000, rounds=3)
 
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """An earlier race's graph that is collected during a capture would invalidate the capture."""
+    """Switch the garbage collector off: if it collects an older CUDA graph during a capture, the capture is invalid."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -62,16 +66,17 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 class Contender:
-    """A call over sets of inputs, ready to be timed; on a GPU as a CUDA graph, unless it `waits` for the device.
+    """A call over sets of inputs, ready to be timed. On a GPU it is a CUDA graph, unless `waits`: it waits for the GPU.
 
-    Where the op, as its `spec` says, changes an argument in place, it has one of its own in each set, which every
-    replay changes once.
+    If the op changes its first argument in place (its `spec` says so), each set of inputs gets its own copy of this
+    argument. Every replay changes each copy once.
 
     Attributes:
-        given, inputs: the sets of inputs, and those that the calls take.
-        outputs: of every call that a replay makes.
-        rounds: mean us of a call in each round; their median is `us`.
-        call_rounds: us of a plain call, launches and allocations included, for each round.
+        given: the sets of inputs.
+        inputs: the sets that the calls take: `given`, or for an op in place the sets with their own copies.
+        outputs: the outputs of every call of a replay.
+        rounds: the mean time of a call in each round, in us. Their median is `us`.
+        call_rounds: the time of a plain call in each round, in us, with launches and allocations.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class Contender:
         self.rounds: list[float] = []
         self.call_rounds: list[float] = []
         for args in inputs[:2]:
-            call(*args)  # compile, and fill every cache, before the capture
+            call(*args)  # compile and fill all caches before the capture
         self.graph: torch.cuda.CUDAGraph | None = None
         if waits or not self.on_gpu:
             self.calls = len(inputs)
@@ -97,7 +102,7 @@ class Contender:
             return
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        # Small calls are repeated, so that what a replay itself takes does not show.
+        # Repeat small calls, so that the time of the replay itself does not count.
         once = self.in_place or inputs[0][0].numel() >= 2**26
         self.calls = len(inputs) * (1 if once else max(1, 32 // len(inputs)))
         with _without_garbage_collection(), torch.cuda.graph(self.graph):
@@ -108,14 +113,14 @@ class Contender:
         return self.spec.outputs(args, result) if self.spec else outputs_of(result)
 
     def replay(self) -> None:
-        """All calls once, into the same outputs."""
+        """Run all calls once, into the same outputs."""
         if self.graph:
             self.graph.replay()
         else:
             self.outputs = [self._run(args) for args in self.inputs]
 
     def mean_us(self, run: Callable[[], Any], times: int) -> float:
-        """Microseconds of one of `times` runs, one directly after the other."""
+        """The mean time of a run in microseconds, over `times` runs that directly follow each other."""
         if not self.on_gpu:
             start = time.perf_counter()
             for _ in range(times):
@@ -130,7 +135,7 @@ class Contender:
         return begin.elapsed_time(end) / times * 1e3
 
     def set_replays(self, pace: Pace) -> None:
-        """As many replays a round as the pace says, by the faster of two."""
+        """Set the number of replays in a round, from the pace and the faster of two replays."""
         once = min(self.mean_us(self.replay, 1) for _ in range(2))
         self.replays = max(3 if self.on_gpu else 1, round(pace.round_us / once))
         self.settling = round(pace.settle_us / once)
@@ -141,13 +146,14 @@ class Contender:
         return self.mean_us(self.replay, self.replays) / self.calls
 
     def call_round(self, pace: Pace) -> float:
-        """Plain calls, one after the other without a wait, as a program makes them: the slower of host and device."""
+        """The time of a plain call, in a sequence without waits, as in a program: the slower of host and device."""
 
         def calls() -> None:
             for args in self.inputs:
                 self.call(*args)
 
-        loops = max(1, round(pace.call_round_us / max(self.us, 30) / len(self.inputs)))  # a call takes the host 30 us
+        # A plain call takes the host about 30 us.
+        loops = max(1, round(pace.call_round_us / max(self.us, 30) / len(self.inputs)))
         return self.mean_us(calls, loops) / len(self.inputs)
 
     @property
@@ -164,10 +170,10 @@ class Contender:
         return (max(self.rounds) - min(self.rounds)) / self.us
 
     def prove(self, expected: Sequence[Outputs] | None, min_sqnr_db: MinSqnr = math.inf) -> str | None:
-        """What keeps this from being timed, or None.
+        """The reason why this contender must not be timed. None if it may be timed.
 
-        `expected` holds the outputs for every set of inputs, computed beforehand. Without it, as for a peer whose rule
-        may be another, two poisons must leave the same bytes.
+        `expected` holds the reference's outputs for every set of inputs. A peer may have another rule and has no
+        `expected`: then the outputs over the two poisons must have the same bytes.
         """
         if problem := self._shared_memory():
             return problem
@@ -196,22 +202,22 @@ class Contender:
         return None
 
     def prove_again(self, expected: Sequence[Outputs], min_sqnr_db: MinSqnr = math.inf) -> str | None:
-        """The same of the launches that were timed, afterwards."""
+        """The same check after the timing, on the launches that were timed."""
         self._replay_over(0x5A)
         return self._difference(expected, min_sqnr_db)
 
     def _constant(self, args: tuple[Any, ...]) -> list[Tensor]:
-        """The tensors of a set of inputs that a call has to leave as they are."""
+        """The tensors of a set of inputs that a call must not change."""
         return [t for t in args[1 if self.in_place else 0 :] if isinstance(t, Tensor)]
 
     def _restore(self) -> None:
-        """Put back what calls have changed in place."""
+        """Put back the values that calls changed in place."""
         if self.in_place:
             for own, given in zip(self.inputs, self.given, strict=True):
                 own[0].copy_(given[0])
 
     def _replay_over(self, poison: int) -> None:
-        """A replay onto memory that holds the poison, or, of what is changed in place, what was given."""
+        """Replay over outputs full of the poison. An argument that is changed in place gets its old values instead."""
         self._restore()
         if self.graph is None:
             with check.poisoned(poison):
@@ -229,14 +235,14 @@ class Contender:
         return None
 
     def _shared_memory(self) -> str | None:
-        """Outputs that lie in an input, or where another call's do: poison would then prove nothing."""
+        """Whether outputs share memory with an input or another call's outputs. Poison would then prove nothing."""
         if self.in_place:
-            return None  # they are what the calls change, in each set its own
+            return None  # the outputs are the copies that the calls change, one in each set
         taken = {t.untyped_storage().data_ptr() for args in self.inputs for t in args if isinstance(t, Tensor)}
         for outputs in self.outputs:
             own = {t.untyped_storage().data_ptr() for t in outputs if t.numel()}
             if own & taken:
-                return "its outputs share memory with its inputs or with those of another call"
+                return "its outputs share memory with its inputs, or with the outputs of another call"
             taken |= own
         return None
 
@@ -254,7 +260,7 @@ def race(contenders: Sequence[Contender], pace: Pace | None = None) -> None:
     while time.perf_counter() < warm:
         for c in contenders:
             c.round()
-    for i in range(pace.rounds):  # forward and back: none is always read after the same one
+    for i in range(pace.rounds):  # forward and back, so that no contender always follows the same other one
         for c in contenders if i % 2 == 0 else reversed(contenders):
             c.rounds.append(c.round())
     for c in contenders:
@@ -265,11 +271,11 @@ def race(contenders: Sequence[Contender], pace: Pace | None = None) -> None:
 
 
 def input_sets(reference: Reference[..., Any], case: Case, device: torch.device) -> list[tuple[Any, ...]]:
-    """As many sets of arguments as move four times what the L2 holds, at most MAX_SETS; on a CPU, one."""
+    """Sets of arguments that together move four times the bytes of the L2, at most MAX_SETS. On a CPU, one set."""
 
     def on_device(seed: int) -> tuple[Any, ...]:
         torch.manual_seed(seed)
-        with device:  # a case for the benchmarks makes its tensors on the default device
+        with device:  # a benchmark case makes its tensors on the default device
             return case.args()
 
     if device.type == "cpu":
@@ -279,7 +285,7 @@ def input_sets(reference: Reference[..., Any], case: Case, device: torch.device)
     return [on_device(seed) for seed in range(max(1, min(MAX_SETS, -(-4 * l2_bytes // max(1, moved)))))]
 
 
-# --- what the machine itself can do -----------------------------------------------------------------------------
+# --- the limits of the machine ----------------------------------------------------------------------------------
 
 
 def copy(x: Tensor) -> Tensor:
@@ -292,7 +298,7 @@ def copy(x: Tensor) -> Tensor:
 
 
 def bare_cast(x: Tensor) -> Tensor:
-    """Cast a tensor to float8_e4m3fn, with no scale: the ceiling of a quantizer."""
+    """Cast a tensor to float8_e4m3fn, without scales: the upper limit of a quantizer's speed."""
     if not x.is_cuda:
         return x.to(torch.float8_e4m3fn)
     from mxspec.bench import limits
@@ -301,19 +307,19 @@ def bare_cast(x: Tensor) -> Tensor:
 
 
 def baselines(inputs: Sequence[tuple[Any, ...]]) -> list[Contender]:
-    """A copy of the largest tensor of every set, and its bare cast if it is there to be cast; both proven."""
+    """A copy of the largest tensor of every set and, for bfloat16, its bare cast. Both are checked first."""
     largest = [max((a for a in args if isinstance(a, Tensor)), key=lambda t: t.nbytes) for args in inputs]
-    xs = [(t if t.is_contiguous() else t.mT,) for t in largest]  # column-major codes, in the order in which they lie
+    xs = [(t if t.is_contiguous() else t.mT,) for t in largest]  # column-major codes in their order in memory
     found = [Contender("copy", copy, xs)]
     proofs = [found[0].prove(xs)]
     if xs[0][0].dtype == torch.bfloat16:
         found.insert(0, Contender("bare cast", bare_cast, xs))
         proofs.append(found[0].prove([(x.to(torch.float8_e4m3fn),) for (x,) in xs]))
     for problem in filter(None, proofs):
-        raise AssertionError(f"the yardstick is wrong: {problem}")
+        raise AssertionError(f"the baseline is wrong: {problem}")
     return found
 
 
 def bytes_of_call(contender: Contender) -> int:
-    """What one call of a baseline reads and writes."""
+    """The bytes that one call of a baseline reads and writes."""
     return bytes_of(contender.inputs[0], contender.outputs[0])
