@@ -1,12 +1,15 @@
-"""Grouped matmuls that train, beside bfloat16.
+"""Times grouped matmuls that train, and compares them with bfloat16.
 
     python benchmarks/experts.py [--recipe fp8_128] [--even] [MxNxKxE ...]
 
-M tokens of E experts, K wide, by weights `(E, N, K)`: forward and backward of one grouped linear, and of SwiGLU experts
-of hidden width N. The whole step is timed as a program makes it, quantizing and padding included, in one race with
-PyTorch's grouped matmul in bfloat16, with the experts' own module by the recipe bf16 and, where it can be imported,
-torchao's in the recipe's format; then each kernel of the step, as it was called there, by itself. Outputs and gradients
-have first been compared with bfloat16's.
+The calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width N. There are M
+tokens of width K, E experts, and weights `(E, N, K)`.
+
+1. The outputs and gradients are compared with the outputs and gradients of bfloat16.
+2. The whole step is timed as a program runs it, with quantizing and padding. In the same race are PyTorch's grouped
+   matmul in bfloat16, the experts' own module with the recipe bf16, and torchao in the recipe's format, if it can be
+   imported.
+3. Each kernel of the step is timed alone, with the operands that it had in the step.
 """
 
 from __future__ import annotations
@@ -29,17 +32,17 @@ from mxspec.check import sqnr_db
 from mxspec.console import console
 from mxspec.nn import RECIPES, GroupedExperts, Recipe, fp8_grouped_mm, mx_grouped_mm
 
-SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two of torchao's: DeepSeek-V3, Llama 4; it has 128000 tokens too
-MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # beside what bfloat16 gives; of experts the noise adds up
+SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two shapes of torchao: DeepSeek-V3, Llama 4 (also 128000 tokens)
+MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # against bfloat16; in experts the noise of matmuls adds up
 STEPS, PARTS = Pace(0.3, 60_000, 1_000, 60_000), Pace(0.3, 30_000, 500, 30_000, rounds=3)
 REST = "the rest: activations, sums, zeros"
-Layer = Callable[[Tensor, Tensor], Tensor]  # tokens and offs to the output
+Layer = Callable[[Tensor, Tensor], Tensor]  # a function of tokens and offs
 GroupedMM = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens, weights, offs
 
 
 class Result(NamedTuple):
-    times_as_fast: dict[str, float]  # as bfloat16, and as torchao
-    quantizing: float  # its share of the step
+    times_as_fast: dict[str, float]  # how many times as fast as bfloat16, and as torchao
+    quantizing: float  # the share of quantizing in the time of the step
 
 
 def linear(mm: GroupedMM, weights: list[Tensor]) -> Layer:
@@ -56,7 +59,7 @@ def bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def torchao(recipe: Recipe) -> GroupedMM:
-    """torchao's grouped matmul of such a recipe, emulated where its kernels need Blackwell or DeepGEMM's K-groups."""
+    """torchao's grouped matmul for a recipe, emulated if torchao's kernels need Blackwell or DeepGEMM's K-groups."""
     if recipe.format == "fp8_128":
         from torchao.prototype.moe_training.blockwise_fp8 import grouped_mm as fp8
 
@@ -86,13 +89,14 @@ def compare(got: list[Tensor], expected: list[Tensor], least: float) -> None:
     for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         if (measured := sqnr_db(mine, theirs)) < least:
             what = ("y", "dx")[i] if i < 2 else f"dw {i - 1}"
-            raise AssertionError(f"{what}: {measured:.1f} dB beside bfloat16's; needs {least}")
+            raise AssertionError(f"{what}: {measured:.1f} dB against bfloat16; needs {least} dB")
 
 
 class Calls(TorchDispatchMode):
-    """Every kernel that runs, with its operands: equal ones by one name, what neither quantizes nor multiplies as REST.
+    """Records every kernel that runs, with its operands.
 
-    Backward's thread on a GPU sees the mode too.
+    Equal kernels share a name. Kernels that neither quantize nor multiply have the name REST. On a GPU, the backward's
+    thread sees the mode too.
     """
 
     def __init__(self) -> None:
@@ -116,7 +120,7 @@ class Calls(TorchDispatchMode):
 
 
 def parts(calls: Calls, anything: Tensor) -> Iterator[Contender]:
-    """One of each kernel; all of REST."""
+    """A contender for each kernel: one call of it, or for REST all calls."""
     for what, found in calls.found.items():
 
         def run(_: Tensor, found: list[partial[Any]] = found if what == REST else found[:1]) -> Tensor:
@@ -130,7 +134,7 @@ def parts(calls: Calls, anything: Tensor) -> Iterator[Contender]:
 def raced(
     kind: str, layers: dict[str, Layer], x: Tensor, weights: list[Tensor], offs: Tensor, dy: Tensor, pace: Pace
 ) -> list[Contender]:
-    """The steps in one race, each first compared with the first one, bfloat16's; a peer that fails is left out."""
+    """Race the steps. Each step is first compared with the first step, bfloat16's. If torchao fails, it is left out."""
     found: list[Contender] = []
     expected: list[Tensor] = []
     for name, layer in layers.items():
@@ -151,7 +155,7 @@ def raced(
 def measure(
     kind: str, recipe: Recipe, shape: str, device: torch.device, paces: tuple[Pace, Pace], ragged: bool = True
 ) -> Result:
-    """Time one layer of one shape and print it."""
+    """Time one layer of one shape, and print the figures."""
     M, N, K, E = map(int, shape.split("x"))
     torch.manual_seed(0)
     dtype, is_linear = torch.bfloat16, kind == "grouped linear"
@@ -186,7 +190,7 @@ def measure(
 def report(
     title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, flops: int, weights: int
 ) -> Result:
-    """Print each kernel's share of the step, and the steps; each matmul takes `flops`, three for each weight."""
+    """Print each kernel's share of the step, and the steps. A matmul takes `flops`; each weight has three matmuls."""
     table, us = Table("kernel", "calls", "us", "share", "TFLOP/s", title=title), steps["mxspec"]
     for column in table.columns[1:]:
         column.justify = "right"
@@ -214,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("shapes", nargs="*", default=SHAPES, metavar="MxNxKxE")
     p.add_argument("--recipe", choices=[name for name in RECIPES if name != "bf16"], default="mxfp8_rceil")
-    p.add_argument("--even", action="store_true", help="as many tokens for each expert; else ragged groups")
+    p.add_argument("--even", action="store_true", help="give all experts equally many tokens; default: ragged groups")
     options = p.parse_args(argv)
     for shape in options.shapes:
         for kind in MIN_SQNR_DB:

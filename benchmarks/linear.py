@@ -1,7 +1,8 @@
-"""Forward and backward of `Float8BlockwiseLinear` beside bfloat16: `python benchmarks/linear.py [TxKxN ...]`.
+"""Times `Float8BlockwiseLinear` and `nn.Linear` in bfloat16: `python benchmarks/linear.py [TxKxN ...]`.
 
-T tokens, K in_features, N out_features. The whole step is timed as a program makes it, quantizing included; then each
-of its kernels by itself, for its share. Outputs and gradients have first been compared with bfloat16's.
+T is the number of tokens, K is in_features and N is out_features. First, the outputs and gradients are compared with
+bfloat16's. Then the whole step (forward and backward) is timed as a program runs it, with quantizing. Then each kernel
+of the step is timed alone, to get its share.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mxspec.console import console
 from mxspec.nn import Float8BlockwiseLinear
 
 SHAPES = ["16384x4096x14336", "16384x7168x2048"]
-MIN_SQNR_DB = 25  # of what FP8 gives beside what bfloat16 does
-Part = tuple[str, partial[Any], int]  # what, the call, its multiplications and additions
+MIN_SQNR_DB = 25  # of FP8's results against bfloat16's
+Part = tuple[str, partial[Any], int]  # the name, the call, and its number of multiplications and additions
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +57,7 @@ def parts(x: Tensor, w: Tensor, dy: Tensor) -> Iterator[Part]:
 
 
 def measure(T: int, K: int, N: int, device: torch.device, pace: Pace = MATMUL) -> float:
-    """Time one shape and print it; how many times as fast as bfloat16 the step is."""
+    """Time one shape and print the figures. Returns how many times as fast as bfloat16 the step is."""
     torch.manual_seed(0)
     linear = nn.Linear(K, N, bias=False, device=device, dtype=torch.bfloat16)
     fp8 = Float8BlockwiseLinear.from_linear(linear)
@@ -64,7 +65,7 @@ def measure(T: int, K: int, N: int, device: torch.device, pace: Pace = MATMUL) -
     dy = torch.randn(T, N, device=device, dtype=torch.bfloat16)
     for what, got, expected in zip(("y", "dx", "dw"), step(fp8, x, dy), step(linear, x, dy), strict=True):
         if (measured := sqnr_db(got, expected)) < MIN_SQNR_DB:
-            raise AssertionError(f"{what}: {measured:.1f} dB beside bfloat16's; needs {MIN_SQNR_DB}")
+            raise AssertionError(f"{what}: {measured:.1f} dB against bfloat16; needs {MIN_SQNR_DB} dB")
 
     steps = [Contender(name, partial(step, m), [(x, dy)], waits=True) for name, m in (("bf16", linear), ("fp8", fp8))]
     race(steps, pace)

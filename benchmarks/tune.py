@@ -1,7 +1,8 @@
-"""Try configurations of a kernel, each first proven right: `python benchmarks/tune.py OP [MxK | MxKxG ...]`.
+"""Race configurations of a kernel: `python benchmarks/tune.py OP [MxK | MxKxG ...]`.
 
-The winners are written into the kernels' CONFIGS by hand, with the run that chose them in the commit. Beside them stand
-a copy, a bare cast and, for token groups, the op without its padding: what the fused kernel may cost over it.
+Each configuration is first checked against the reference. Write the winners into the kernels' CONFIGS by hand, and put
+the output of the run into the commit. The race also has a copy and a bare cast. For `mx_quantize_groups` it has
+`mx_quantize` on tokens that are already padded, which shows the cost of the padding in the fused kernel.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from mxspec.triton_kernels.tiles import mx_columns as triton_mx_columns
 from mxspec.triton_kernels.tiles import token_rows as triton_token_rows
 
 GPU = (9, 0)
-Choice = tuple[str, str, Callable[[], None]]  # backend, what is tried, how it is set
+Choice = tuple[str, str, Callable[[], None]]  # the backend, the configuration's name, and a function that sets it
 BLOCKS_AND_WARPS = [(32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8), (512, 16)]
 QUANTIZER_SHAPES = ["4096x2048", "32768x7168", "131072x7168"]
 GROUP_SHAPES = [f"{size}x{G}" for size in ("16384x2048", "16384x7168", "131072x7168") for G in (1, 8, 64, 256)]
@@ -97,7 +98,10 @@ def quantize_columns(rows: Collection[int] = (128, 256)) -> Iterator[Choice]:
 
 
 def fp8_rows(triton: Any, helion: Any, which: str, dims: int) -> Iterator[Choice]:
-    """Blocks that lie along memory: so many rows of 128, in a program's `dims` dimensions of rows and blocks."""
+    """For blocks that lie along memory: the number of rows of 128 in a program, and of its warps.
+
+    A Helion program has `dims` dimensions of rows and blocks.
+    """
     for rows, warps in [(8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8)]:
         what = f"{which}, {rows} rows, {warps} warps"
         yield "triton", what, _set(triton.CONFIGS[GPU], which, {"ROWS": rows, "num_warps": warps})
@@ -145,7 +149,7 @@ def fp8_turned() -> Iterator[Choice]:
         yield "helion", what, _set(helion_fp8_dequantize.TILES[GPU], "turned", helion_fp8_dequantize.Tile(cols, warps))
 
 
-# op -> the shapes that are tried unless others are named, and pairs of options of a call and what may be configured
+# For each op: the default shapes, and pairs of the options of a call and the configurations to try for it.
 SPACES: dict[str, tuple[list[str], list[tuple[dict[str, Any], Callable[[], Iterator[Choice]]]]]] = {
     "mx_quantize": (
         QUANTIZER_SHAPES,
@@ -189,18 +193,18 @@ SPACES: dict[str, tuple[list[str], list[tuple[dict[str, Any], Callable[[], Itera
 
 
 def case_of(op: str, shape: str, options: dict[str, Any]) -> Case:
-    """The op's own case for the benchmarks at a shape, with these options."""
+    """The op's own benchmark case for a shape, with these options."""
     sizes: Any = tuple(map(int, shape.split("x")))
     of_kinds = {2: {"matrices": (sizes,), "linear": ((1, *sizes),)}, 3: {"padding": (sizes,), "experts": (sizes,)}}
     cases = list(dispatch.reference(op).spec.bench_cases(Shapes(**of_kinds[len(sizes)])))
-    # An option may decide what the arguments are, so that a case that has them all comes first.
+    # The arguments may depend on an option, so a case that already has all these options comes first.
     for case in [c for c in cases if options.items() <= c.kwargs.items()] + [c for c in cases if not c.kwargs]:
         return Case(f"{case.name} {options}" if options else case.name, case.args, {**case.kwargs, **options})
-    raise ValueError(f"tune: {op} is not timed at {shape}")
+    raise ValueError(f"tune: {op} has no benchmark case for the shape {shape}")
 
 
 def beside(op: str, inputs: list[Any], kwargs: dict[str, Any]) -> list[Contender]:
-    """What a fused op is held against: `mx_quantize` on tokens that are padded already."""
+    """The contender that shows the cost of fused padding: `mx_quantize` on tokens that are already padded."""
     if op != "mx_quantize_groups":
         return []
     padded = [mxspec.pad_token_groups(x, offs, 128, backend="reference")[:1] for x, offs in inputs]
@@ -209,7 +213,7 @@ def beside(op: str, inputs: list[Any], kwargs: dict[str, Any]) -> list[Contender
 
 
 def tune(op: str, case: Case, choices: Iterator[Choice], device: torch.device) -> None:
-    """Race all choices of one case and print them, the fastest first."""
+    """Race all configurations for one case, and print them, the fastest first."""
     reference = dispatch.reference(op)
     inputs = input_sets(reference, case, device)
     expected = [outputs_of(reference(*args, **case.kwargs)) for args in inputs]

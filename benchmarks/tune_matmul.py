@@ -1,9 +1,9 @@
 """Race configurations of fp8_gemm's kernels, DeepGEMM and cuBLAS: `python benchmarks/tune_matmul.py [MxNxK ...]`.
 
-`MxNxK` is 1x128 by 128x128 to bfloat16, `wgrad:MxNxK` 1x128 by 1x128 to fp32. Each configuration is first proven in a
-process of its own, with a time limit, because a kernel whose barriers do not fit together never ends. Those that are
-right are raced in one interleaved loop; the winners are written into the kernel's TILES by hand. `--only TEXT` tries
-those configurations alone whose names hold the text.
+`MxNxK` is a matmul of 1x128 by 128x128 blocks to bfloat16, and `wgrad:MxNxK` one of 1x128 by 1x128 blocks to fp32.
+Each configuration is first checked in another process with a time limit, because a kernel with wrong barriers never
+ends. The right configurations then race in one interleaved loop. Write the winners into the kernel's TILES by hand.
+`--only TEXT` tries only the configurations with the text in their names.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
 SHAPES = ["4096x4096x7168", "8192x8192x8192", "4096x7168x2048", "32768x2048x7168", "wgrad:7168x4096x4096"]
 LARGE, SQUARE, FLAT, SMALL = (tile for _, tile in kernel.TILES)
-SILENT_S = 45  # a first compilation takes a few seconds, a proof less than one
+SILENT_S = 45  # the time limit for a line of output: far more than a first compilation and a proof need
 DEVICE = torch.device("cuda")
 REFERENCE = dispatch.reference("fp8_gemm")
 
 Options = dict[str, Any]
-Launch = Callable[..., Any]  # of a, a_scale, b, b_scale, out; gives what was compiled, or None
+Launch = Callable[..., Any]  # takes a, a_scale, b, b_scale, out; returns the compiled kernel, or None
 FOUR_STAGES: Options = {"NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1}
 
 
@@ -83,7 +83,7 @@ def variants(M: int, wgrad: bool) -> dict[str, Launch]:
 
 
 def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
-    """What is tried: a tile, and what is changed of it."""
+    """The configurations to try: for each name a tile, and the options that are changed."""
     if wgrad:
         return {
             "256x128, turns": (LARGE, {"TURNS": 2}),
@@ -134,11 +134,11 @@ def run(launch: Launch, *args: Tensor, out_dtype: torch.dtype = torch.bfloat16) 
     return out
 
 
-# --- proofs, in a process of their own ----------------------------------------------------------------------------
+# --- proofs, in another process -----------------------------------------------------------------------------------
 
 
 def prove(shape: str, names: list[str]) -> None:
-    """One line for each configuration: what was compiled, and `right` or what is wrong."""
+    """Print one line for each configuration: `right` and its registers, or what is wrong."""
     case, M, wgrad = case_of(shape)
     args = input_sets(REFERENCE, case, DEVICE)[0]
     expected = REFERENCE(*args, **case.kwargs)
@@ -155,7 +155,7 @@ def prove(shape: str, names: list[str]) -> None:
             if not problem and not (torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])):
                 problem = "three calls gave different bits"
             said = problem or f"right ({check.sqnr_db(got[0], expected):.1f} dB{used})"
-        except Exception as error:  # whatever a compiler or a launch raises; the others may still be right
+        except Exception as error:  # a compiler or a launch may raise any error; other configurations may be right
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         print(f"{name}\t{said}", flush=True)
 
@@ -167,7 +167,7 @@ def _lines(stream: Any, into: Queue[str | None]) -> None:
 
 
 def proven(shape: str, names: list[str]) -> Iterator[str]:
-    """The configurations that are right; one that says nothing for too long is killed, and the others go on."""
+    """The configurations that are right. A process without output for SILENT_S is killed; a new one goes on."""
     left = list(names)
     while left:
         command = [sys.executable, str(Path(__file__)), "--prove", shape, *left]
@@ -182,7 +182,7 @@ def proven(shape: str, names: list[str]) -> Iterator[str]:
                 print(f"  {left[0]:<46} never ended: stopped after {SILENT_S} s", flush=True)
                 left.pop(0)
                 break
-            if line is None:  # it died, or is done
+            if line is None:  # the process died, or is done
                 print(f"  {left[0]:<46} its process ended: {' '.join(other[-3:])[-400:]}", flush=True)
                 left.pop(0)
                 break
@@ -193,7 +193,7 @@ def proven(shape: str, names: list[str]) -> Iterator[str]:
             print(f"  {name:<46} {said}", flush=True)
             if said.startswith("right"):
                 yield name
-            elif "CUDA error" in said or "AcceleratorError" in said:  # what runs after it in that process fails too
+            elif "CUDA error" in said or "AcceleratorError" in said:  # the process cannot use the GPU any more
                 left.pop(0)
                 break
             left.pop(0)
@@ -211,12 +211,12 @@ def contenders(case: Case, M: int, wgrad: bool, names: list[str], inputs: list[t
     for label in ("DeepGEMM", "cuBLAS fp8"):
         adapter = peers.ADAPTERS["fp8_gemm"][label]
         calls[label] = (partial(adapter, **case.kwargs), [adapter.prepare(*args) for args in inputs])
-    if wgrad:  # its kernel alone, on outputs that are not zeroed first: only for its time, and never right
+    if wgrad:  # DeepGEMM's kernel alone, without zeroing the outputs first: a time to compare with, but never right
         calls["DeepGEMM without its zeros"] = (peers.deepgemm.onto_anything, calls["DeepGEMM"][1])
     for name, (call, sets) in calls.items():
         try:
             found.append(Contender(name, call, sets))
-        except Exception as error:  # a library that is not there, or does not do this call
+        except Exception as error:  # the library is not installed, or does not support this call
             print(f"  {name:<46} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True)
     return found
 

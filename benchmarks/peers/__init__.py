@@ -1,15 +1,16 @@
-"""Other libraries' kernels behind mxspec's contracts, for `python -m mxspec bench --peers`: a file a library.
+"""Adapters that call other libraries' kernels like mxspec's ops, for `python -m mxspec bench --peers`.
 
-An adapter has its op's signature and gives the op's outputs, as views of what the library wrote and without a kernel
-of its own. If the op changes an argument in place, so does the adapter. Where a library wants a layout of its own, the
-adapter's `prepare` makes it, and is not timed. Nothing here is imported by mxspec. Each adapter imports its library
-when it is called.
+There is one file for each library. An adapter has the signature of its op and returns the op's outputs. The outputs are
+views of the library's outputs: an adapter runs no kernel itself. If the op changes an argument in place, the adapter
+does too. If a library needs another layout, the adapter's `prepare` makes it, and its time does not count. mxspec
+imports nothing from here. Each adapter imports its library when it is called.
 
-A file has `LIBRARY`, the name with which its adapters' labels begin, and `version()`. It is found by its name.
+A file has `LIBRARY` (the labels of its adapters begin with this name) and `version()`. This package finds the files by
+itself.
 
-Read with torch 2.11 and CUDA 13 on an H200: `pip install --no-deps torchao==0.18.0 sgl-deep-gemm==0.1.2
-apache-tvm-ffi==0.1.9 fbgemm-gpu-genai==1.6.0`. The adapters of TransformerEngine, and all that need Blackwell, follow
-the libraries' sources and were not run.
+The adapters ran with torch 2.11 and CUDA 13 on an H200: `pip install --no-deps torchao==0.18.0 sgl-deep-gemm==0.1.2
+apache-tvm-ffi==0.1.9 fbgemm-gpu-genai==1.6.0`. The adapters of TransformerEngine, and all adapters that need Blackwell,
+follow the libraries' sources and were not run.
 """
 
 from __future__ import annotations

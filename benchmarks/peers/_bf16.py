@@ -1,4 +1,4 @@
-"""Operands of low precision as the bfloat16 values that they were quantized from, for matmuls of bfloat16."""
+"""Turns low-precision operands back into bfloat16 values, for matmuls in bfloat16."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def fp8_groups_in_bf16(
 def fp8_tokens_in_bf16(
     dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
-    def rows(flat: Tensor, scale: Tensor) -> Tensor:  # as they were before they were quantized along the tokens
+    def rows(flat: Tensor, scale: Tensor) -> Tensor:  # the layout before the tokens were quantized
         return group_values(flat, scale, offs).bfloat16().t().contiguous()
 
     return rows(dy, dy_scale), dy_scale, rows(x, x_scale), x_scale, offs
 
 
 def _unrounded(values: Tensor) -> Tensor:
-    """Values that would have become the same codes. Those of the codes themselves, whose low bits are 0, take less
-    power, so that bfloat16 multiplies them up to 10% faster than what it would be given."""
+    """Random values around the values of codes, with the precision of real bfloat16 operands.
+
+    The values of codes themselves have zeros as low bits. They take less power, so a bfloat16 matmul of them is faster
+    than a matmul of real operands (see benchmarks/results/decisions.md).
+    """
     return values * (1 + (torch.rand_like(values) - 0.5) / 16)  # e4m3: half a step is 1/32 of a value, or more
 
 

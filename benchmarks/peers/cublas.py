@@ -1,4 +1,4 @@
-"""cuBLAS through PyTorch: FP8 with block scales, and bfloat16, which low precision has to beat."""
+"""cuBLAS through PyTorch: FP8 with block scales, and the bfloat16 matmul that low precision has to beat."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def version() -> str:
 def _scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **options: Any) -> tuple[Tensor, ...]:
     if is_1x128(b, b_scale):
         return a, mn_major(a_scale), b, mn_major(b_scale)
-    # cuBLAS reads a column of 128x128 scales in whole steps of 16 bytes: K-blocks padded to four
+    # cuBLAS reads a column of 128x128 scales in steps of 16 bytes, so pad the K-blocks to a multiple of four.
     return a, mn_major(a_scale), b, torch.nn.functional.pad(b_scale, (0, -b_scale.shape[1] % 4))
 
 
-@adapter("fp8_gemm", "cuBLAS bf16", prepare=fp8_in_bf16)  # what FP8 has to beat; it differs, at 50 dB
+@adapter("fp8_gemm", "cuBLAS bf16", prepare=fp8_in_bf16)  # the time that FP8 has to beat; its outputs differ
 def fp8_gemm_bf16(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
@@ -45,7 +45,7 @@ def fp8_gemm_fp8(
     from torch.nn.functional import ScalingType, scaled_mm
 
     need(major(a.device) == 9, "has scales in blocks of 128 on Hopper only")
-    recipe, of_b = ScalingType.BlockWise1x128, b_scale  # 1x128: (N, K/128), as those of a
+    recipe, of_b = ScalingType.BlockWise1x128, b_scale  # 1x128: (N, K/128), like the scales of a
     if not is_1x128(b, b_scale):
         recipe, of_b = ScalingType.BlockWise128x128, b_scale.t()  # 128x128: (K/128, N/128)
     try:

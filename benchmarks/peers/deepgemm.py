@@ -28,7 +28,7 @@ def fp8_gemm(
     need(major(a.device) == 9, "rounds fp32 scales to powers of two except on Hopper")
     if is_1x128(b, b_scale):
         need(out_dtype == torch.float32, "does 1x128 by 1x128 to fp32")
-        out = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)  # which it adds to, and cannot but add to
+        out = a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)  # zeros: this kernel can only add to its output
         deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), out, c=out, recipe=(1, 1, FP8_BLOCK_SIZE))
         return out
     need(out_dtype == torch.bfloat16, "does 1x128 by 128x128 to bfloat16")
@@ -48,7 +48,7 @@ def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
 
 
 def onto_anything(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """DeepGEMM's 1x128 by 1x128 without the zeros that it adds to: what its kernel takes, and a wrong output."""
+    """DeepGEMM's 1x128 by 1x128 matmul without zeroing its output: the kernel's own time, and a wrong output."""
     import deep_gemm
 
     out = a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)
@@ -62,7 +62,7 @@ def _groups(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor
     return a, mn_major(a_scale, multiple=4), b, b_scale.contiguous(), grouped_layout(offs, a.shape[0])
 
 
-@adapter("fp8_grouped_gemm", "DeepGEMM", prepare=_groups)  # in place of offs, the expert of each row
+@adapter("fp8_grouped_gemm", "DeepGEMM", prepare=_groups)  # `offs` is the expert of each row here
 def fp8_grouped_gemm(
     a: Tensor,
     a_scale: Tensor,

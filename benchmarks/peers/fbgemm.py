@@ -53,7 +53,7 @@ def _scales(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **options: A
 def fp8_gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    import fbgemm_gpu.experimental.gen_ai  # noqa: F401  # it defines the operators
+    import fbgemm_gpu.experimental.gen_ai  # noqa: F401  # defines the operators
 
     need(hasattr(torch.ops.fbgemm, "f8f8bf16_groupwise"), "has no f8f8bf16_groupwise in this build")
     need(out_dtype == torch.bfloat16 and not is_1x128(b, b_scale), "does 1x128 by 128x128 to bfloat16")

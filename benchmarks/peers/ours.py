@@ -1,4 +1,4 @@
-"""mxspec in other ways than its own best one."""
+"""mxspec's ops computed in other ways than their best kernels, to compare with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mx_gemm_by_dot_scaled(
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
-    from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles  # the kernel that Blackwell gets
+    from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles  # the kernel for Blackwell
 
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, SCALED=True, BLOCK_N=128)

@@ -84,7 +84,7 @@ def mx_grouped_gemm_wgrad_bf16(
 
 @adapter("pad_token_groups", "torch index_copy_", waits=True)
 def pad_token_groups_index_copy(x: Tensor, offs: Tensor, alignment: int, *, check_offs: bool = False) -> Any:
-    """What one writes first: the sizes read on the host."""
+    """The simplest way to pad: read the sizes on the host."""
     ends = offs.tolist()
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     padded = [round_up(n, alignment) for n in sizes]

@@ -23,17 +23,17 @@ def version() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _compiled(fn: Callable[..., Any], *key: Any) -> Callable[..., Any]:
-    """torch.compile for one call: anew for each shape and option, since a size left open makes slower code.
+    """torch.compile for one call, anew for each shape and option.
 
-    On an H200 blocked scales of 8192 x 2048 take 28.3 us with the rows left open and 20.6 us without. What was compiled
-    before is dropped, or every call would walk through the guards of all shapes.
+    Code for a dynamic number of rows is slower (see benchmarks/results/decisions.md). Older compiled code is dropped,
+    because otherwise every call would check the guards of all shapes.
     """
     torch._dynamo.reset()
     return torch.compile(fn, dynamic=False, fullgraph=True)
 
 
 def _large(x: Tensor) -> Tensor:
-    """A matrix of all of x's rows. A compilation takes more than a second, so small calls are left out."""
+    """A matrix of all rows of x. Small calls are left out, because each shape costs a slow compilation."""
     need(x.is_contiguous(), "takes row-major inputs only")
     need(x.numel() >= 2**22, "compiled for each shape, so here from 2^22 elements on")
     return x.view(-1, x.shape[-1])
@@ -45,8 +45,8 @@ _TUNED: set[Any] = set()
 def _tuned(kernel: Any, call: Callable[[], Any]) -> Any:
     """Call an autotuned Triton kernel.
 
-    torchao's kernels race up to 45 configurations anew for every K. Here the first tuning is the library's own, its
-    configurations compiled in threads beforehand; later ones race the best four of it.
+    torchao's kernels race up to 45 configurations anew for every K. Here the first tuning races all of them, after they
+    were compiled in threads. Later tunings race only its best four.
     """
     if kernel in _TUNED:
         return call()
@@ -62,19 +62,19 @@ def _compile_in_threads(kernel: Any, call: Callable[[], Any]) -> None:
     try:
         from triton.runtime._async_compile import AsyncCompileMode
     except ImportError:
-        return  # tuning then compiles them one after the other
+        return  # the tuning then compiles the configurations one after the other
     kernel.run = lambda *args, warmup, **kwargs: kernel.warmup(*args, **kwargs)
     try:
         with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
             call()
     finally:
-        del kernel.run  # the class's method again
+        del kernel.run  # restore the method of the class
 
 
 def _to_mx(x: Tensor, axis: int, elem_dtype: torch.dtype, mode: Any, blocked: bool) -> tuple[Tensor, Tensor]:
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
-    if axis == -2:  # as torchao's benchmarks/mx_formats/cast_bench.py does for "dim1"
+    if axis == -2:  # torchao's benchmarks/mx_formats/cast_bench.py does the same for "dim1"
         x = x.t().contiguous()
     scale, qdata = to_mx(x, elem_dtype, MX_BLOCK_SIZE, mode, is_swizzled_scales=blocked)
     return qdata.t() if axis == -2 else qdata, scale
@@ -222,7 +222,7 @@ def fp8_quantize_128x128(
     need((scale_format, eps) == ("fp32", 1e-12), "has fp32 scales and eps 1e-12 only")
     need(not with_transpose, "gives one of a matrix and its transpose")
     need(w.is_contiguous() and w.shape[-2] % FP8_BLOCK_SIZE == 0, "takes row-major inputs, N a multiple of 128")
-    # The transpose of its column-major output for the transpose is the row-major one that the contract states.
+    # The kernel's output for the transposed matrix is column-major. Its transpose is the contract's row-major output.
     call = functools.partial(kernels.triton_fp8_blockwise_weight_quant_transposed_rhs, w.view(-1, w.shape[-1]))
     qdata, scale = _tuned(kernels.triton_fp8_blockwise_weight_quant_transposed_rhs_kernel, call)
     return qdata.t().view(w.shape), scale.t().view(*w.shape[:-2], -1, scale.shape[0])

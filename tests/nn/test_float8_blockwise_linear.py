@@ -55,5 +55,5 @@ def test_its_benchmark_compares_before_it_times(capsys, monkeypatch):
     assert benchmark.measure(128, K, N, DEVICE, pace) > 0
     assert "wgrad" in capsys.readouterr().out
     monkeypatch.setattr(benchmark, "MIN_SQNR_DB", 60)
-    with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB beside bfloat16's; needs 60"):
+    with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB against bfloat16; needs 60"):
         benchmark.measure(128, K, N, DEVICE, pace)

@@ -203,5 +203,5 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
     assert row.split("│")[2].strip() == "3"  # hidden, and the gradients of gate and up
 
     monkeypatch.setitem(benchmark.MIN_SQNR_DB, "grouped linear", 60)
-    with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB beside bfloat16's; needs 60"):
+    with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB against bfloat16; needs 60"):
         benchmark.measure("grouped linear", recipe, shape, DEVICE, paces)
