@@ -1,4 +1,4 @@
-"""What several test files make, read or start alike."""
+"""Functions and values that several test files share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ on_hopper = pytest.mark.skipif(
 
 
 def ends(*offs: int) -> Tensor:
-    """The `offs` of token groups: where each group ends."""
+    """The `offs` of token groups: the end of each group."""
     return torch.tensor(offs, dtype=torch.int32)
 
 
@@ -43,12 +43,12 @@ def u8(t: Tensor) -> Tensor:
 
 
 def published(name: str) -> dict[str, np.ndarray]:
-    """Bytes that peers gave, from `tests/vectors`."""
+    """Bytes that peers returned, from `tests/vectors`."""
     return dict(np.load(ROOT / "tests" / "vectors" / f"{name}.npz"))
 
 
 def module_of(path: Path) -> ModuleType:
-    """A file outside of every package, as a module."""
+    """Import a file that lies outside of every package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -58,13 +58,13 @@ def module_of(path: Path) -> ModuleType:
 
 
 def plain_environment(**more: str) -> dict[str, str]:
-    """For a process of its own: this checkout is found, kernels are not interpreted and no backend is chosen."""
+    """The environment for another process: it finds this checkout, interprets no kernels and chooses no backend."""
     clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     return {**clean, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")])), **more}
 
 
 def adds_once(reference: Callable[..., None], made: tuple[Any, ...], add: Callable[..., None]) -> None:
-    """A kernel adds to the first tensor what its reference adds, twice with the same bits, and changes nothing else."""
+    """Assert that a kernel adds the same as its reference, gives the same bits again, and changes no other memory."""
     spec = reference.spec
     expected, got, again = (spec.own(made) for _ in range(3))
     reference(*expected)
@@ -79,10 +79,10 @@ SIZES = {MXLinear: (96, 160), Float8BlockwiseLinear: (256, 384)}
 
 
 def layer(kind: type[nn.Linear], recipe: Recipe | str | None = None, **options: Any) -> nn.Linear:
-    """An MXLinear or a Float8BlockwiseLinear of its `SIZES`."""
+    """An MXLinear or a Float8BlockwiseLinear with the sizes in `SIZES`."""
     torch.manual_seed(0)
     module = kind(*SIZES[kind], device=DEVICE, **options, **({"recipe": recipe} if recipe else {}))
-    nn.init.normal_(module.weight, std=0.1)  # blocks on which floor and rceil differ, unlike an initial weight's
+    nn.init.normal_(module.weight, std=0.1)  # floor and rceil differ on these blocks, unlike on initial weights
     return module
 
 
@@ -92,7 +92,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gradient(out: Tensor) -> Tensor:
-    """The output's gradient, of many magnitudes."""
+    """A gradient for the output, with values of many magnitudes."""
     torch.manual_seed(2)
     return (torch.randn(out.shape, device=DEVICE) * torch.linspace(0.01, 3, out.shape[-1], device=DEVICE)).to(out.dtype)
 

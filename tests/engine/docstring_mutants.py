@@ -1,7 +1,7 @@
-"""Wrong candidates, written from the ops' docstrings alone.
+"""Wrong candidates (mutants), written only from the ops' docstrings.
 
-Each has the signature of its op, is right almost everywhere, and comes with a witness: a call on which it is not what
-the docstring says. A witness returns True when it catches its candidate.
+Each candidate has the signature of its op and is right almost everywhere. Each has a witness: a call on which the
+candidate breaks the docstring. A witness returns True when it catches its candidate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
 
 MUTANTS: dict[str, Mutant] = {}
 KINDS: dict[str, str] = {}
-KEPT: dict[Any, Any] = {}  # what the stateful ones remember
+KEPT: dict[Any, Any] = {}  # the memory of candidates with a state
 
 
 # ---- registration: `make` gives a witness's positional arguments, `options` its keywords
@@ -61,7 +61,7 @@ def bound(op, args, kwargs) -> SimpleNamespace:
 
 
 def built(build):
-    """A decorator for `change`, from which `build(op, change)` makes the candidate."""
+    """Make a decorator for a function `change`. `build(op, change)` makes the candidate from it."""
 
     def register(op, kind, make=None, witness=None, **options):
         def named(change):
@@ -76,13 +76,13 @@ def built(build):
 
 @built
 def after(op, change):
-    """Right, and then `change(result, arguments)`."""
+    """A candidate that applies `change(result, arguments)` to the right result."""
     return lambda *args, **kwargs: change(getattr(right, op)(*args, **kwargs), bound(op, args, kwargs))
 
 
 @built
 def before(op, change):
-    """Right of other arguments: those that `change(arguments)` gives, if any."""
+    """A candidate that is right for other arguments: `change(arguments)` gives the ones to replace, if any."""
 
     def candidate(*args, **kwargs):
         result, given = getattr(right, op)(*args, **kwargs), bound(op, args, kwargs)
@@ -94,7 +94,7 @@ def before(op, change):
 
 @built
 def accepts(op, change):
-    """Takes what it must refuse, with the arguments repaired by `change(arguments)`."""
+    """A candidate that accepts calls that it must refuse: `change(arguments)` repairs the arguments."""
 
     def candidate(*args, **kwargs):
         try:
@@ -106,7 +106,7 @@ def accepts(op, change):
     return candidate
 
 
-# ---- what a witness compares
+# ---- how a witness compares
 
 
 def memory(tensor):
@@ -114,7 +114,7 @@ def memory(tensor):
 
 
 def flip(result):
-    """One bit of the last byte of the first output."""
+    """Flip one bit of the last byte of the first output."""
     first, *rest = result if isinstance(result, tuple) else (result,)
     first = first.clone()
     memory(first)[-1] ^= 0x40
@@ -122,7 +122,7 @@ def flip(result):
 
 
 def observe(function, args, options):
-    """What a call gives or raises, and the memory of its arguments afterwards."""
+    """The result of a call or the type of its error, and the memory of its arguments after the call."""
     try:
         result = function(*args, **options)
     except BaseException as error:
@@ -133,7 +133,7 @@ def observe(function, args, options):
 def differs(op, candidate, make, options) -> bool:
     loose = op.rstrip("_").endswith(("gemm", "wgrad"))
     (want, want_left), (got, got_left) = (observe(f, make(), options) for f in (getattr(right, op), candidate))
-    if op.endswith("_"):  # acc, by the numbers
+    if op.endswith("_"):  # compare acc as numbers, not as bytes
         want_left[0], got_left[0] = want_left[0].view(F32), got_left[0].view(F32)
     pairs = [(want, got), *zip(want_left, got_left, strict=True)]
     return not all(same(one, other, loose) for one, other in pairs)
@@ -226,7 +226,7 @@ def mx_wgrad(offs=(32, 32, 160), m=256, n=8, k=16):
 
 
 def groups_of(offs):
-    """(group, first row, row past the last) of each."""
+    """For each group: its index, its first row, and the row after its last."""
     return list(zip(range(len(offs)), [0, *offs.tolist()[:-1]], offs.tolist(), strict=True))
 
 
@@ -235,7 +235,7 @@ def last_of(offs):
 
 
 def packed(offs):
-    """What a reader of memory sees that takes offs as contiguous."""
+    """offs as a kernel reads it that ignores its stride."""
     return {"offs": offs.as_strided(offs.shape, (1,))}
 
 
@@ -253,12 +253,12 @@ def experts_lie_rows_times_stride_apart(c):
 
 
 def tall(x):
-    """3-D as a kernel sees it that takes the matrices as one tall one."""
+    """A 3-D tensor as a kernel reads it that takes the matrices for one tall matrix."""
     return x.as_strided(x.shape, (x.shape[1] * x.stride(1), *x.stride()[1:]))
 
 
 def far_rows(candidate):
-    scale = torch.empty(2**31 + 64, dtype=U8).as_strided((2, 4), (2**31, 1))  # two pages of it are ever touched
+    scale = torch.empty(2**31 + 64, dtype=U8).as_strided((2, 4), (2**31, 1))  # only two of its pages are touched
     scale[0], scale[1] = 9, 7
     return not torch.equal(candidate(scale), right.to_blocked(scale.contiguous()))
 
@@ -366,7 +366,7 @@ def takes_an_alignment_of_True(c):
 
 
 def wrong_gradient(make, expected):
-    """Whether the gradient of the first output is not `expected(grad, rows, *args)`."""
+    """A witness: whether the gradient of the first output differs from `expected(grad, rows, *args)`."""
 
     def witness(candidate):
         x, *rest = make()
@@ -543,7 +543,7 @@ def axis_1_is_the_last(c):
 @mutant("mx_quantize", "inputs", lambda: (rand(2, 64) * 1000,), scaling="floor")
 def clamps_a_float32_input_in_place(x, **options):
     result = right.mx_quantize(x, **options)
-    work = x.detach().float()  # of float32, no copy
+    work = x.detach().float()  # no copy if x is float32
     if options.get("scaling") == "floor" and x.is_contiguous():
         work.clamp_(-448, 448)
     return result
@@ -791,7 +791,7 @@ def codes_lie_in_one_matrix(x, offs, **options):
 
 
 def near_a_tie():
-    """A product past a tie of bf16 by less than fp32 can hold."""
+    """A product that is above a tie of bf16 by less than fp32 can represent."""
     return torch.full((1, 128), 1.125).to(E4M3), torch.tensor([[(269 * 2**18 + 1) / 9.0]])
 
 

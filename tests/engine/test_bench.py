@@ -1,4 +1,4 @@
-"""The benchmarks: what is refused, what is stored, what the tables and the published page say."""
+"""The benchmarks: the calls that they refuse, the stored runs, the tables and the published page."""
 
 import dataclasses
 import json
@@ -80,7 +80,7 @@ def test_a_race_times_every_contender_of_the_same_inputs():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32])
 def test_the_copy_is_a_copy(dtype):
-    x = torch.arange(60, device=DEVICE).to(dtype).view(5, 12)  # fewer bytes than a program copies
+    x = torch.arange(60, device=DEVICE).to(dtype).view(5, 12)  # fewer bytes than one program copies
     *_, copy = baselines([(x,)])
     assert copy.name == "copy"
     copy.replay()
@@ -128,7 +128,7 @@ def test_wrong_bytes_are_found():
 
 
 def test_a_launch_that_skips_part_of_its_output_is_found():
-    """The whole point of poison: the other half is right because it was right before."""
+    """The reason for poison: the skipped half would be right, because it was right before."""
     expected = [(TO_BLOCKED(*scales()),)]
     half = captured(lambda outs, s: outs[0][:256].copy_(TO_BLOCKED(s)[:256]), TO_BLOCKED, scales())
     assert "elements differ" in half.prove(expected)
@@ -136,7 +136,7 @@ def test_a_launch_that_skips_part_of_its_output_is_found():
 
 
 def test_what_is_skipped_where_the_right_byte_is_the_poison_is_found():
-    """0xFF is a NaN of e4m3fn, and NaN is compared as a class: a second poison is needed."""
+    """0xFF is a NaN of e4m3fn, and all NaN codes compare as equal. So a second poison is needed."""
     x = (torch.full((4, 32), torch.nan),)
     quantize = dispatch.reference("mx_quantize")
     nothing = captured(lambda outs, x: None, quantize, x)
@@ -149,7 +149,7 @@ def test_an_output_in_an_input_is_no_proof():
     assert "share memory with its inputs" in alias.prove([(args[0].flatten().clone(),)])
     out = torch.zeros(512, dtype=torch.uint8)
     shared = captured(lambda outs, s: outs[0].copy_(TO_BLOCKED(s)), lambda s: out, scales(0), scales(0))
-    assert "or with those of another call" in shared.prove([(TO_BLOCKED(*scales()),)] * 2)
+    assert "or with the outputs of another call" in shared.prove([(TO_BLOCKED(*scales()),)] * 2)
 
 
 def test_changed_inputs_are_found():
@@ -181,7 +181,7 @@ IN_PLACE = dispatch.reference("fp8_gemm_")
 
 
 def in_place(call, launch=None):
-    """A contender for adding in place on two sets of inputs, with what is right."""
+    """A contender that adds in place on two sets of inputs, and the right results."""
     inputs = [onto(8, 16, 128), onto(8, 16, 256)]
     inputs = [tuple(t.to(DEVICE) for t in args) for args in inputs]
     expected = [IN_PLACE.spec.outputs(own, IN_PLACE(*own)) for own in map(IN_PLACE.spec.own, inputs)]
@@ -257,7 +257,7 @@ def test_on_the_gpu_the_graph_itself_is_proven():
 
 def test_the_yardsticks_are_proven(monkeypatch):
     monkeypatch.setattr(timing, "copy", lambda x: torch.zeros_like(x))
-    with pytest.raises(AssertionError, match="the yardstick is wrong: output 0: "):
+    with pytest.raises(AssertionError, match="the baseline is wrong: output 0: "):
         baselines([(x_of(4, 32),)])
 
 
@@ -307,7 +307,7 @@ def test_a_kernel_that_raises_is_a_finding_and_not_the_end(monkeypatch):
 
 
 def test_peers_are_raced_reported_different_or_absent():
-    """A peer may follow another rule, and is timed; one that does other work, or cannot do the call, is not."""
+    """A peer with another rule is timed. A peer that does other work, or does not support the call, is not."""
 
     def refuse(scale):
         raise NotImplementedError("needs compute capability 12.0\nand more")
@@ -349,10 +349,10 @@ def test_the_machines_own_rates():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--moe"], "--moe needs a GPU, and there is none here"),
+        (["--moe"], "--moe needs a GPU, and this machine has none"),
         (["--peers"], "--peers needs a GPU"),
         (["--complete"], "--complete needs a GPU"),
-        (["--backend", "triton"], "triton needs a GPU; on a CPU only the references are timed"),
+        (["--backend", "triton"], "triton needs a GPU; without one, only the references are timed"),
         (["--op", "mx_quantise"], "unknown op 'mx_quantise'; needs one of fp8_dequantize"),
         (["--model", "--op", "mx_quantise"], "unknown op 'mx_quantise'"),
         (["--shapes", "torchaoo"], "torchaoo is neither a file nor one of the sets torchao, small"),
@@ -494,7 +494,7 @@ def test_the_expected_time_is_the_larger_of_two_and_a_start():
     mx = model.Cost(0, 4500 * 10**12, True, mx=True)
     assert model.expected_us(devices.DEVICES["NVIDIA B200"], mx) == pytest.approx(2.0 + 1e6 / 0.62)
     assert h200.is_matmul(2 * 8192**3, 3 * 2 * 8192**2)
-    assert not h200.is_matmul(2 * 8192**2, 2 * 8192**2)  # one row: every weight is read for two flops
+    assert not h200.is_matmul(2 * 8192**2, 2 * 8192**2)  # one row: each weight that is read serves only two flops
 
 
 def test_the_model_covers_every_op_and_the_layers_on_every_gpu():
@@ -571,7 +571,7 @@ def test_the_stored_runs_are_complete_and_steady(stored, newest):
     timed = {race.op for race in races if any(e.kind == "backend" for e in race.entries)}
     modules = {op: [dispatch.kernel_module(op, b) for b in dispatch.backends()] for op in dispatch.ops()}
     ranked = {op for op, kernels in modules.items() if any(hasattr(kernel, "RANK") for kernel in kernels)}
-    # A kernel without a rank has not run on a GPU yet; an op that is newer than the run is timed by the next one.
+    # A kernel without a rank has not run on a GPU yet. An op that is newer than the stored run is in the next run.
     known = timed | {what.partition(",")[0] for run in newest for what in run.not_timed}
     assert timed >= ranked & known >= {"mx_quantize", "to_blocked"}
     assert {step.layer for step in stored.moe} == set(map(moe.label, moe.LAYERS))
@@ -580,13 +580,13 @@ def test_the_stored_runs_are_complete_and_steady(stored, newest):
         large = [e.spread for e in timed_case.entries if e.kind == "backend" and e.us > 100]
         spreads.setdefault(timed_case.is_matmul(stored.device), []).extend(large)
     assert max(spreads[False]) < 0.03
-    # At its power limit the card steps between two clocks, and after a contender that leaves it cool it starts high.
+    # At its power limit the card steps between two clocks. After a contender that needs less power, it starts high.
     assert statistics.median(spreads[True]) < 0.02
     assert max(spreads[True]) < 0.13
 
 
 def test_the_model_is_within_15_percent_of_the_h200_where_it_says_so(stored):
-    """The quantizers, which are held to the memory's speed, past 100 MB; the best FP8 and the bf16 matmul of 8192^3."""
+    """Compares quantizers that move more than 100 MB, the best FP8 matmul of 8192^3, and its bf16 matmul."""
     h200, errors = devices.DEVICES[stored.device], {}
     for case in stored.races:
         for e in case.entries:

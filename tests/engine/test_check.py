@@ -1,4 +1,4 @@
-"""The engine itself: each kind of mistake turns it red, and says what it is."""
+"""The judge itself: it fails each kind of mistake, and its report names the mistake."""
 
 import ctypes
 import re
@@ -91,7 +91,7 @@ def test_floor_for_rceil_is_recognised():
 
 
 def said(op, case, fn):
-    """What the report of a failure says of whose the bytes are."""
+    """The lines of a failure's report that say whose bytes these are."""
     result = check.check_case(op, case, fn, CPU)
     assert "elements differ" in result.message
     return [line for line in result.message.splitlines() if "your bytes" in line]
@@ -99,7 +99,7 @@ def said(op, case, fn):
 
 @pytest.mark.parametrize(
     ("op", "name", "options", "words"),
-    [  # even of bf16 max is nobody else's; and a peer has its own eps, or its own scale of a NaN
+    [  # no peer has these rules: each has another `even`, another eps, or another scale for a NaN
         ("mx_quantize", "random bit patterns, bfloat16, rceil, e4m3fn", {"scaling": "even"}, "scaling='even'"),
         ("fp8_quantize_1x128", "ragged rows", {"scale_format": "pow2"}, "scale_format='pow2'"),
         ("fp8_quantize_1x128", "larger eps", {"eps": 1e-12}, "eps=1e-12"),
@@ -139,19 +139,19 @@ def test_of_a_peers_rules_the_one_that_explains_all_is_named():
     def pow2_of_te(x, *, scale_format="fp32", **kwargs):
         return mxspec.rules.te.fp8_quantize_1x128(x, scale_format="pow2", **kwargs)
 
-    x = torch.full((1, 128), 448.0)  # of scale 1 under either rule
-    x[0, 7] = torch.nan  # which its amax passes over, and the contract's does not
+    x = torch.full((1, 128), 448.0)  # the scale is 1 under both rules
+    x[0, 7] = torch.nan  # TransformerEngine's amax skips it, the contract's does not
     (line,) = said("fp8_quantize_1x128", Case("448 and NaN", lambda: (x,)), pow2_of_te)
     assert "your bytes are TransformerEngine's (rules.te, scale_format='pow2') on this case and on all 10 probe" in line
 
 
 def test_what_is_right_on_the_case_as_given_is_no_peers():
     wrong = case("mx_quantize", "32x32, axis -1, plain")
-    assert said("mx_quantize", wrong, assumes_contiguous) == []  # as given, its bytes are torchao's and others' as well
+    assert said("mx_quantize", wrong, assumes_contiguous) == []  # as given, its bytes are also torchao's
 
 
 def te_rule(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):
-    """TransformerEngine's: a NaN is dropped from amax, and Inf is clamped to byte 254."""
+    """TransformerEngine's rule: its amax skips a NaN, and Inf is clamped to byte 254."""
     amax = torch.where(x.isnan(), 0, x.float()).unflatten(-1, (-1, 32)).abs().amax(-1)
     if amax.isfinite().all() and not x.isnan().any():
         return reference(x, elem_dtype=elem_dtype, **kwargs)
@@ -174,7 +174,7 @@ def test_transformer_engines_nan_rule_is_recognised():
 
 
 def test_deepgemms_fp8_rule_is_recognised():
-    def deepgemm(x, *, eps=1e-12, **kwargs):  # whose own eps stands in it
+    def deepgemm(x, *, eps=1e-12, **kwargs):  # DeepGEMM has its own eps inside
         return mxspec.rules.deepgemm.fp8_quantize_1x128(x, **kwargs)
 
     result = check.check_case("fp8_quantize_1x128", case("fp8_quantize_1x128", "ragged rows"), deepgemm, CPU)
@@ -191,14 +191,14 @@ def test_a_rule_kept_on_probe_blocks_alone_is_not_claimed_for_the_case():
 
 
 def byte_hole(x, **kwargs):
-    """Right but for small scales, where random numbers of ordinary size never come."""
+    """Wrong only for small scales, which random numbers of ordinary size never give."""
     qdata, scale = reference(x, **kwargs)
     byte = scale.view(torch.uint8)
     return qdata, torch.where((byte >= 3) & (byte <= 85), byte + 1, byte).view(scale.dtype)
 
 
 def ignores_axis(x, *, axis=-1, **kwargs):
-    """Right but for axis -2 of inputs that are not bfloat16."""
+    """Wrong only for axis -2 of inputs that are not bfloat16."""
     if axis == -2 and x.dtype != torch.bfloat16 and x.shape[-1] % 32 == 0:
         qdata, scale = reference(x, **kwargs)
         return (qdata.mT.contiguous().mT, scale)
@@ -223,7 +223,7 @@ def test_the_cases_reach_into_the_corners(mutant):
 
 
 def quack_rule(x, **kwargs):
-    """NaN scale byte, but the other elements' codes are left alone."""
+    """The scale byte is NaN, but the codes of the other elements stay as they are."""
     qdata, scale = reference(x, **kwargs)
     finite, _ = reference(torch.where(x.isfinite(), x, 0), **kwargs)
     return torch.where(x.isfinite(), finite.view(torch.uint8), qdata.view(torch.uint8)).view(qdata.dtype), scale
@@ -289,7 +289,7 @@ def test_assert_conforms_refuses_what_it_does_not_know():
 
 
 def leaves_padding(scale):
-    """Blocked scales whose padding is as the allocator gave it."""
+    """Blocked scales with uninitialized padding."""
     good = dispatch.reference("to_blocked")(scale)
     owned = dispatch.reference("to_blocked")(torch.ones(scale.shape, dtype=torch.uint8))
     out = torch.empty(good.shape, dtype=torch.uint8)
@@ -304,7 +304,7 @@ def test_bytes_that_were_never_written_are_found():
 
 
 def leaves_nan_blocks(x, **kwargs):
-    """Codes of NaN blocks are as the allocator gave them: 0xFF is a NaN too, so one poison is not enough."""
+    """The codes of NaN blocks are uninitialized. The poison 0xFF is a NaN too, so one poison is not enough."""
     qdata, scale = reference(x, **kwargs)
     out = torch.empty(qdata.shape, dtype=torch.uint8).as_strided(qdata.shape, qdata.stride())
     written = ~qdata.float().isnan()
@@ -432,7 +432,7 @@ def test_a_backend_that_refuses_the_strides_of_embedded_inputs_is_not_given_them
         assert scale.is_contiguous()
         return dispatch.reference("to_blocked")(scale)
 
-    for place in (dispatch, dispatch.resolve):  # for the engine, and for the call itself
+    for place in (dispatch, dispatch.resolve):  # the judge uses the first, and the call itself the second
         monkeypatch.setattr(place, "refusal", refusal)
     monkeypatch.setattr(dispatch.resolve, "kernel_function", lambda op, backend: kernel)
     case = next(c for c in dispatch.reference("to_blocked").spec.cases() if not c.flags)
@@ -460,7 +460,7 @@ def adds_twice(acc, *operands):
 
 
 def forgets_an_element(acc, *operands):
-    """The one with the largest product; a product that happens to be small is beyond any bound on the noise."""
+    """Forgets the element with the largest product. No bound on the noise could notice a small product."""
     place = product_of(*operands).nan_to_num(0).abs().flatten().argmax() if acc.numel() else None
     kept = acc.clone()
     adds(acc, *operands)
@@ -535,7 +535,7 @@ def adds_a_sum_that_begins_at_minus_zero(acc, *operands):
         (0, adds_even_where_nothing_is_summed, "failed"),
         (128, adds, "passed"),
         (128, adds_even_where_nothing_is_summed, "passed"),
-        (128, adds_a_sum_that_begins_at_minus_zero, "passed"),  # the reference's fp64 matmul has either zero
+        (128, adds_a_sum_that_begins_at_minus_zero, "passed"),  # the reference's fp64 matmul gives zeros of both signs
     ],
 )
 @pytest.mark.parametrize("code", [0.0, -0.0])
@@ -570,7 +570,7 @@ def test_a_tensor_is_moved_with_its_strides():
         assert (moved.equal(t), moved.stride()) == (True, t.stride())
 
 
-# --- what a candidate does beside its outputs ---------------------------------------------------------------------
+# --- what a candidate does apart from its outputs -----------------------------------------------------------------
 
 
 def mx(x, **options):

@@ -1,4 +1,4 @@
-"""The command line, as a person or a script calls it."""
+"""The command line, called like a person or a script calls it."""
 
 import json
 import re
@@ -23,12 +23,12 @@ def mxspec(*args: str, cwd: Path = ROOT / "tests", **environment: str) -> subpro
 
 @pytest.fixture
 def here(capsys):
-    """Runs a command in this process, which has imported torch already."""
+    """Runs a command in this process, where torch is already imported."""
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         try:
             code = main(args)
-        except SystemExit as stop:  # as argparse refuses
+        except SystemExit as stop:  # argparse refuses in this way
             code = stop.code
         return subprocess.CompletedProcess(args, code, *capsys.readouterr())
 
@@ -80,7 +80,7 @@ def test_check_lists_the_cases_of_an_op(here):
     table = here("check", "--op", "to_blocked", "--list").stdout
     assert all(
         case.name in table for case in cases if "generated" not in case.flags
-    )  # whose names are longer than a line
+    )  # the names of generated cases are longer than a line
     assert re.search(r"1-D +│ invalid +│ ValueError", table)
     assert "passed" not in table
 
@@ -107,9 +107,9 @@ def test_check_says_what_is_wrong_with_its_arguments(here):
 
 
 def test_check_interprets_a_strangers_kernel_rightly(tmp_path):
-    """The package's own Triton kernel, copied as a stranger would have it."""
+    """A copy of the package's own Triton kernel outside of the package."""
     kernels = ROOT / "mxspec" / "triton_kernels"
-    for file in (kernels / "mx_quantize.py", *kernels.glob("*/*.py")):  # the kernel, and whatever helpers there are
+    for file in (kernels / "mx_quantize.py", *kernels.glob("*/*.py")):  # the kernel, and the files that it imports
         place = tmp_path / "mine" / file.relative_to(kernels)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(file.read_text().replace("mxspec.triton_kernels.", "mine."))

@@ -1,4 +1,4 @@
-"""What the command line cannot do, it says in one line, with exit code 2 and no traceback; Ctrl-C ends it with 130."""
+"""If a command fails, one line says why, without a traceback, and the exit code is 2. Ctrl-C gives 130."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from tests.helpers import plain_environment
 
 @pytest.fixture
 def refused(capsys, monkeypatch, tmp_path):
-    """A function that runs a command, which must be refused, and gives the one line that it says."""
+    """A function that runs a command that must be refused, and returns the one line of its error."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -43,7 +43,7 @@ def refused(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Vectors of one op with an answer to one test, as they should be."""
+    """Vectors of one op, with the right answer to one test."""
     folder = tmp_path_factory.mktemp("exported")
     manifest = vectors.export(folder, ["to_blocked"])["to_blocked"]
     test, stored = manifest["tests"][0], load_file(folder / "to_blocked.safetensors")
@@ -153,7 +153,7 @@ def test_vectors_are_not_exported_to_where_files_or_folders_lie(refused, tmp_pat
 
 def test_what_bench_cannot_write_to_is_refused_before_anything_is_timed(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "run_all", None)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root, who may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # because root may write anywhere
     assert "--json new.json: needs a file that may be written" in refused("bench", "--json", "new.json")
     assert "--plot new: needs a folder that may be written to" in refused("bench", "--plot", "new")
     (tmp_path / "file").touch()
@@ -297,7 +297,7 @@ def started(*arguments, cwd):
 
 
 def hears_ctrl_c():
-    """A shell has its background jobs ignore SIGINT, and what they start inherits that: so does a test run by them."""
+    """Make the process react to SIGINT. A shell's background job, and whatever it starts, ignores SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -306,7 +306,7 @@ def children(pid):
 
 
 def is_running(pid):
-    """A process that has ended stays in /proc until its parent, or the system's first process, asks for its code."""
+    """Whether a process runs. An ended process stays in /proc until its parent, or process 1, reads its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -314,7 +314,7 @@ def is_running(pid):
 
 
 def until(there, process):
-    """Wait for what must come, while the process runs."""
+    """Wait until `there()` is true. The process must run all the time."""
     while not there():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -328,14 +328,14 @@ def test_ctrl_c_ends_the_processes_of_a_demo(tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate()
     assert (process.returncode, said) == (130, "mxspec: interrupted\n")
-    deadline = time.monotonic() + 10  # the demo ends first, and its worker as it hears of that
+    deadline = time.monotonic() + 10  # the demo ends first, and its worker a little later
     while is_running(worker):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 def test_ctrl_c_ends_the_processes_of_compile(tmp_path):
-    def catches(pid):  # whether Python, and not the system, takes its SIGINT
+    def catches(pid):  # whether Python handles the SIGINT of the process, and not the system
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         [caught] = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt")]
         return bool(caught >> (signal.SIGINT - 1) & 1)

@@ -1,4 +1,4 @@
-"""Every backend answers every case of every op as the reference does. Never edited for a new op or kernel."""
+"""Every backend answers every case of every op like the reference. A new op or kernel needs no change here."""
 
 import functools
 
@@ -10,10 +10,10 @@ from mxspec.machine_code.planner import worth_tracing
 
 
 def shows_something(op, backend, case):
-    """Whether this run can find a fault there that no other does.
+    """Whether this test run can find a fault in a case that no other test run finds.
 
-    An interpreted run is for what kernels answer. References are no different in it, and neither are refusals: the
-    switch checks arguments before it looks for a kernel, and a plain run asks every backend by its name.
+    A run with an interpreter is for the answers of kernels. References give the same answers in it, and so do refused
+    calls: the switch checks the arguments before it looks for a kernel, and a plain run tests every backend by name.
     """
     if not dispatch.interpreters():
         return backend == "reference" or dispatch.has_kernel(op, backend)
@@ -31,8 +31,9 @@ def cases_of(op):
 
 def work(op, backend):
     cases = [case for case in cases_of(op) if shows_something(op, backend, case)]
-    # Generated cases of a reference are one test. Those of a kernel need a GPU: interpreted, each takes seconds. The
-    # switch refuses calls, in the same words for every backend.
+    # The generated cases of a reference are one test. The generated cases of a kernel need a GPU, because each takes
+    # seconds in an interpreter. The switch refuses calls in the same words for every backend, so refused cases are left
+    # out.
     if backend == "reference" or not on_a_gpu():
         cases = [case for case in cases if "generated" not in case.flags]
     else:
@@ -65,7 +66,7 @@ KERNELS = [
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="references are no different interpreted")
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_generated_cases_of_the_reference(op):
-    """A reference beside itself: its shapes under FakeTensor, and other strides. Without a GPU a third shows that."""
+    """Compares a reference with itself: under FakeTensor, and with other strides. A third of the cases without a GPU."""
     cases = [case for case in cases_of(op) if "generated" in case.flags][:: 1 if on_a_gpu() else 3]
     results = [check.check_case(op, case, "reference") for case in cases]
     failed = [f"{result.case}: {result.message}" for result in results if result.status == "failed"]
@@ -85,7 +86,7 @@ def test_generated_cases_on_a_gpu(op, backend):
     [(op, b) for op in dispatch.ops() for b in dispatch.backends() if dispatch.has_kernel(op, b) or b == "reference"],
 )
 def test_behaviour(op, backend):
-    """A candidate keeps its promises over several calls."""
+    """A backend keeps every promised behaviour."""
     results = [check.check_behaviour(op, name, backend) for name in check.behaviours(op)]
     failed = [result.message for result in results if result.status == "failed"]
     assert not failed, "\n".join(failed)

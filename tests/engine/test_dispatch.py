@@ -1,4 +1,4 @@
-"""The switch: who wins, what it says, and that torch's machinery sees an ordinary operator."""
+"""The switch: which choice comes first, its errors and explanations, and that torch sees an ordinary operator."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=plain_environment(**environment), capture_output=True, text=True, check=False)
 
 
-# --- what every op refuses --------------------------------------------------------------------------------------
+# --- calls that every op refuses --------------------------------------------------------------------------------
 
 FLAGS = [
     pytest.param(op, p.name, id=f"{op}-{p.name}")
@@ -53,7 +53,7 @@ def test_a_flag_that_is_no_bool_is_refused(op, flag):
             with pytest.raises(TypeError) as raised:
                 call(*case.args(), **{**case.kwargs, flag: value})
             assert str(raised.value) == f"{op}: {flag} = {value!r}; needs True or False"
-    meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in case.args()]  # by way of the operator
+    meta = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in case.args()]  # these go through the operator
     with pytest.raises(TypeError, match=f"^{op}: {flag} = 'no'; needs True or False"):
         getattr(mxspec, op)(*meta, **{**case.kwargs, flag: "no"})
 
@@ -87,7 +87,7 @@ def test_a_wrong_argument_is_refused_in_the_same_words_in_every_mode(op, name):
     parameter = inspect.signature(reference).parameters[name]
     for value in NO_TENSOR if parameter.annotation == "Tensor" else NO_OPTION:
         if parameter.annotation == "float" and value == 1.5:
-            continue  # it is a float
+            continue  # 1.5 is a valid float
         args, kwargs = list(case.args()), dict(case.kwargs)
         if parameter.kind is parameter.KEYWORD_ONLY:
             kwargs[name] = value
@@ -117,7 +117,7 @@ def test_a_wrong_argument_is_refused_while_a_graph_is_traced():
             mxspec.pad_token_groups(mode.from_tensor(X), mode.from_tensor(offs), wrong)
 
 
-# --- who wins ---------------------------------------------------------------------------------------------------
+# --- which choice comes first -----------------------------------------------------------------------------------
 
 
 def test_the_innermost_choice_wins():
@@ -195,7 +195,7 @@ def test_use_backend_without_with_is_deprecated():
         mxspec.use_backend("helion")
     assert [w.filename for w in warned] == [__file__]
     assert (mxspec.current_backend(), seen_by_another_thread()) == ("helion", "helion")
-    held = mxspec.use_backend("triton")  # as `Out` of a notebook holds it
+    held = mxspec.use_backend("triton")  # a notebook's `Out` holds an object like this
     with pytest.warns(DeprecationWarning, match="set_backend") as warned:
         assert mxspec.current_backend() == "triton"
     assert [w.filename for w in warned] == [__file__]
@@ -270,7 +270,7 @@ def test_an_unknown_backend_is_refused(choose):
     assert mxspec.current_backend() == "auto"
 
 
-# --- by name it runs or raises; auto says when it cannot help ----------------------------------------------------
+# --- a backend chosen by name runs or raises; auto warns if no kernel supports a call ----------------------------
 
 
 @pytest.mark.skipif(interpreted, reason="the kernels run on the CPU in this process")
@@ -371,7 +371,7 @@ def test_a_name_and_a_dtype_mean_the_same():
 
 
 def _without_nan(op, case):
-    """opcheck compares with assert_close, to which a NaN differs from itself."""
+    """Whether a case has no NaN in its outputs. opcheck compares with assert_close, where NaN differs from NaN."""
     reference, args = dispatch.reference(op), case.args()
     outputs = reference.spec.outputs(args, reference(*args, **case.kwargs))
     return not any(out.float().isnan().any() for out in outputs)
@@ -389,7 +389,7 @@ def test_opcheck(op, case):
     utils = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if all(
         arg.dtype != torch.float8_e4m3fn for arg in args if isinstance(arg, torch.Tensor)
-    ):  # test_schema compares inputs with allclose, which knows no float8
+    ):  # test_schema compares inputs with allclose, which does not support float8
         utils.append("test_schema")
     torch.library.opcheck(getattr(torch.ops.mxspec, op).default, args, kwargs, test_utils=utils)
 
@@ -546,7 +546,7 @@ def test_vmap_goes_through_the_operator():
 
 
 class _Quantize(torch.autograd.Function):
-    """How a function with a backward keeps one backend: read it in forward, pass it on in backward."""
+    """An autograd function that keeps one backend: it reads the backend in forward and passes it on in backward."""
 
     @staticmethod
     def forward(ctx, x, seen):

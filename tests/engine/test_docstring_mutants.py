@@ -1,4 +1,4 @@
-"""The judge finds wrong candidates, written by a reader of the docstrings who had seen neither cases nor facts."""
+"""The judge finds wrong candidates. Their author read only the docstrings, and had not seen the cases and facts."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from mxspec import check, dispatch
 from tests.engine.docstring_mutants import KINDS, MUTANTS
 
 CPU = torch.device("cpu")
-# What the judge does not see, and why.
+# The mutants that the judge does not find, and why.
 SURVIVORS = {
-    "fp8_quantize_1x128: prints_for_float16": "a candidate may print: what it prints is kept apart from the report",
+    "fp8_quantize_1x128: prints_for_float16": "a candidate may print: its prints are kept apart from the report",
 }
 
 

@@ -1,4 +1,4 @@
-"""The walls: what the files promise by their names and what each layer may import."""
+"""The walls of docs/house.md: the names of files, and which modules each folder may import."""
 
 import ast
 import base64
@@ -70,7 +70,7 @@ def test_references_import_torch_formats_and_spec_only():
 
 
 def test_a_reference_holds_its_contract_alone():
-    """Docstring, what is refused and the definition. What shows or times them lies in `cases/<op>.py`."""
+    """A reference file has the docstring, the checks and the definition. The cases lie in `cases/<op>.py`."""
     for op in dispatch.ops():
         lines = (PACKAGE / "reference" / f"{op}.py").read_text().splitlines()
         assert len(lines) <= 170, op
@@ -81,7 +81,7 @@ def test_a_reference_holds_its_contract_alone():
 
 
 def walls():
-    """The table of docs/house.md: a folder, and which of our modules it may import."""
+    """The rows of the table in docs/house.md: a folder, and the modules of mxspec that it may import."""
     rows = re.findall(r"^\| (`[^|]*) \| (`[^|]*) \|$", (ROOT / "docs" / "house.md").read_text(), re.MULTILINE)
     cells = [[re.findall(r"`([\w.]+)`", cell) for cell in row] for row in rows if "/" not in "".join(row)]
     return [(folder, allowed) for folders, allowed in cells for folder in folders]
@@ -121,7 +121,7 @@ def test_importing_mxspec_imports_no_framework():
 
 def test_import_beyond_torch_takes_under_100_ms_of_cpu_time():  # the wall clock also sees the other tests
     code = "import time, torch; start = time.process_time(); import mxspec; print((time.process_time() - start) * 1e3)"
-    # With bytecode, as an installed package has it: the first run writes what is missing.
+    # With bytecode, like an installed package: the first run writes the missing bytecode.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=True)
     assert min(float(run([sys.executable, "-c", code]).stdout) for _ in range(4)) < 100

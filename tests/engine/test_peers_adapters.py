@@ -1,4 +1,4 @@
-"""benchmarks/peers/, without any of the libraries: what the bench relies on."""
+"""The adapters of benchmarks/peers/, tested without the libraries: everything that the benchmarks rely on."""
 
 import inspect
 import sys
@@ -20,7 +20,7 @@ MODULES = ("torchao", "deep_gemm", "fbgemm_gpu", "transformer_engine", "transfor
 
 @pytest.fixture
 def no_libraries(monkeypatch):
-    """None of the libraries can be imported, wherever this runs."""
+    """Make all libraries impossible to import, on every machine."""
     for name in [m for m in sys.modules if m.partition(".")[0] in MODULES]:
         monkeypatch.delitem(sys.modules, name)
     for name in MODULES:
@@ -87,7 +87,7 @@ def test_what_a_library_does_not_do_has_a_reason(monkeypatch):
 
 
 class Kernel:
-    """As much of Triton's Autotuner as `_tuned` uses."""
+    """A stand-in with the parts of Triton's Autotuner that `_tuned` uses."""
 
     def __init__(self):
         self.configs, self.compiled, self.raced = list("abcdef"), 0, []

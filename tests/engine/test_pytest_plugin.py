@@ -1,4 +1,4 @@
-"""The pytest plugin, as somebody's own suite meets it: in a folder of its own."""
+"""The pytest plugin in a test suite outside of this repository."""
 
 import importlib.metadata
 import os
@@ -67,12 +67,12 @@ def test_each_case_is_a_test_with_the_report_of_check(suite):
     assert failed == 1
     assert failed + passed + skipped == len(
         list(dispatch.reference("to_blocked").spec.cases())
-    )  # less one, and test_own
+    )  # one case is deselected, and test_own takes its place
 
 
 def test_its_tests_are_chosen_like_others(suite):
     done = run(suite, "--mxspec-op", "to_blocked", "--mxspec-fn", "mine:right", "-k", "3x130x6")
-    others = len(list(dispatch.reference("to_blocked").spec.cases()))  # test_own takes the place of the one
+    others = len(list(dispatch.reference("to_blocked").spec.cases()))  # test_own is deselected too
     assert f"1 passed, {others} deselected" in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""A compiled layer or op serves any number of tokens: one graph, or two, forward and backward, with eager's numbers."""
+"""A compiled layer or op serves any number of tokens with one or two graphs, and gives the numbers of eager mode."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mxspec import nn
 from tests.helpers import ends
 
 F = 128  # features
-TOKENS = (*range(50, 60), 128, 256, 300)  # more than the 8 graphs that torch compiles before it gives up
+TOKENS = (*range(50, 60), 128, 256, 300)  # more numbers than the 8 graphs after which torch stops compiling
 Arguments = tuple[Any, ...]
 
 
 def groups(M: int) -> tuple[Tensor, Tensor]:
-    """Where two token groups end among M tokens, and where they begin among M + 64 rows."""
+    """The ends of two token groups among M tokens, and their first rows among M + 64 rows."""
     return ends(M // 3, M - 2), ends(0, M // 3 + 5)
 
 
@@ -51,8 +51,8 @@ def fp8_grouped_mm() -> Callable[..., Tensor]:
     return lambda x, offs: nn.fp8_grouped_mm(x, w, offs)
 
 
-# name -> the layer, its arguments, and how many graphs serve any number of tokens. PyTorch tells a dimension of one
-# block from a longer one: up to 128 tokens are another graph than more of them.
+# For each name: the layer, its arguments, and how many graphs serve any number of tokens. A layer that treats a single
+# block differently has two graphs: one for up to 128 tokens, and one for more.
 LAYERS = {
     "GroupedExperts": (lambda: layer(nn.GroupedExperts, 2, F, F), grouped_input, 1),
     "fp8_grouped_mm": (fp8_grouped_mm, grouped_input, 1),
@@ -72,7 +72,7 @@ OPS = {
 
 
 def outputs_of(fn: Callable[..., Any], args: Arguments) -> list[Tensor]:
-    """What a call gives, and the gradient of its first argument."""
+    """The outputs of a call, and the gradient of its first argument."""
     result = fn(*args)
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
     if outputs[0].requires_grad:
@@ -86,7 +86,7 @@ def serve(
     fn: Callable[..., Any], make: Callable[[int], Arguments], sizes: tuple[int, ...], marked: bool = False,
     backend: str = "aot_eager", **options: Any,
 ) -> int:  # fmt: skip
-    """Compile fn, call it with every number of tokens, compare with eager, and give the number of graphs."""
+    """Compile fn, call it with every number of tokens, and compare with eager mode. Returns the number of graphs."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(fn, backend=counter, fullgraph=True, **options)
@@ -102,14 +102,14 @@ def serve(
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_compiled_once_for_any_number_of_tokens(name):
-    """Nobody says that the number changes: the first graph is for the first number alone."""
+    """Without `mark_dynamic`, the first graph is for the first number of tokens only."""
     make, args, graphs = LAYERS[name]
     assert serve(make(), args, TOKENS) == 1 + graphs
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_tokens_may_be_marked_as_dynamic(name):
-    """At 128 tokens, a multiple of every block size."""
+    """The first number of tokens is 128, a multiple of every block size."""
     make, args, graphs = LAYERS[name]
     assert serve(make(), args, (128, 50, 61, 256, 300), marked=True) == graphs
 
@@ -128,7 +128,7 @@ def test_inductor_compiles_once_for_any_number_of_tokens():
 
 
 def test_kernels_get_plain_numbers(monkeypatch):
-    """A size is a symbol in the graph only."""
+    """A size is a symbol only in the graph. A kernel gets an int."""
     seen = []
     kernel = mxspec.dispatch.reference("unpad_token_groups")
     monkeypatch.setattr(mxspec.dispatch.resolve, "taken_by_auto", lambda *_: "triton")

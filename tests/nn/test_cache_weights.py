@@ -1,4 +1,4 @@
-"""cache_weights: which changes of a weight it sees, and what it holds for whom."""
+"""cache_weights: which changes of a weight it notices, and which layers use the codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mxspec.nn import Float8BlockwiseLinear, GroupedExperts, MXLinear, cache_wei
 DEVICE = default_device()
 WIDTH = 128
 OPTIMIZERS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
-if DEVICE.type == "cpu":  # not every release of PyTorch has a fused Adagrad for GPUs
+if DEVICE.type == "cpu":  # some releases of PyTorch have no fused Adagrad for GPUs
     OPTIMIZERS.append(torch.optim.Adagrad)
 changed = pytest.raises(RuntimeError, match="cache_weights: a weight has changed")
 
@@ -37,11 +37,11 @@ def tokens() -> torch.Tensor:
 def test_a_fused_step_in_the_block_is_a_change(optimizer, kind):
     module = layer(kind)
     step = optimizer(module.parameters(), lr=0.1, fused=True).step
-    with changed as raised, cache_weights(module):  # at the forward
+    with changed as raised, cache_weights(module):  # raised by the forward
         step()
         module(tokens())
     assert "forward" in [entry.name for entry in raised.traceback]
-    with changed, cache_weights(module):  # on leaving
+    with changed, cache_weights(module):  # raised on leaving the block
         step()
     step()
     with cache_weights(module):
@@ -67,7 +67,7 @@ def test_the_weights_memory_under_another_name_is_noticed():
 
 def test_a_step_of_other_parameters_is_none():
     module, other = layer(), layer()
-    flat = torch.zeros(2 * WIDTH * WIDTH, device=DEVICE)  # whose second half another optimizer steps
+    flat = torch.zeros(2 * WIDTH * WIDTH, device=DEVICE)  # another optimizer steps its second half
     flat[: WIDTH * WIDTH].copy_(module.weight.detach().view(-1))
     module.weight.data, rest = flat[: WIDTH * WIDTH].view(WIDTH, WIDTH), flat[WIDTH * WIDTH :]
     rest.grad = torch.ones_like(rest)

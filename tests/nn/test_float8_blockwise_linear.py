@@ -1,4 +1,4 @@
-"""Float8BlockwiseLinear by itself: which products it computes, what it quantizes how often, and its benchmark."""
+"""Float8BlockwiseLinear alone: which products it computes, how often it quantizes, and its benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GroupedExperts: three grouped matmuls, by each recipe, and the weights that are held."""
+"""GroupedExperts: its three grouped matmuls with each recipe, and its weights under cache_weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers import ROOT, module_of
 DEVICE = default_device()
 K, N = 128, 256  # dim and hidden_dim
 FORMATS = ["mxfp8_rceil", "fp8_128"]
-QUANTIZERS = {  # of weights; of tokens, along their features and along the tokens
+QUANTIZERS = {  # the ops that quantize weights, tokens along the features, and tokens along the tokens
     "mxfp8_rceil": ["mx_quantize_rowcol", "mx_quantize_groups", "mx_quantize_groups"],
     "fp8_128": ["fp8_quantize_128x128", "fp8_quantize_1x128", "fp8_quantize_k_groups"],
 }
@@ -63,7 +63,7 @@ def test_experts_are_swiglu():
         first = end
     assert sqnr_db(module(x, offs), out) >= 40
     for recipe in FORMATS:
-        assert sqnr_db(experts(recipe)(x, offs).detach(), out) >= 22  # three matmuls' noise
+        assert sqnr_db(experts(recipe)(x, offs).detach(), out) >= 22  # the noise of three matmuls
 
 
 @pytest.mark.parametrize("recipe", FORMATS)
@@ -98,7 +98,7 @@ def test_another_recipe_may_be_set_but_not_while_codes_are_held():
     with pytest.raises(ValueError, match="GroupedExperts: hidden_dim = 64 must be a multiple of 128"):
         narrow.set_recipe("fp8_128")
     assert narrow.recipe == RECIPES["mxfp8_rceil"]
-    with cache_weights(experts("bf16")):  # which holds nothing
+    with cache_weights(experts("bf16")):  # has no codes to hold
         pass
 
 
@@ -143,7 +143,7 @@ def test_experts_state_and_what_they_refuse():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nothing_waits_for_the_device(recipe):
     module, (x, offs) = experts(recipe), tokens()
-    expected = trained(module, x, offs)  # which compiles kernels
+    expected = trained(module, x, offs)  # the first run compiles kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
         got = trained(module, x, offs)
@@ -166,7 +166,7 @@ def test_captured_in_a_cuda_graph_it_trains_on_other_tokens_and_groups(recipe):
     with torch.cuda.graph(graph):
         captured = trained(module, x, offs)
     others, (y, other_offs) = offs.clone(), tokens((1, 60, 2))
-    with torch.no_grad():  # other tokens and other groups in the same memory
+    with torch.no_grad():  # write other tokens and other groups into the same memory
         x.copy_(y)
         offs.copy_(other_offs)
     graph.replay()
@@ -200,7 +200,7 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
     out = capsys.readouterr().out
     assert "torchao is not in the race: AssertionError: y: " in out
     (row,) = (line for line in out.splitlines() if "fp8_quantize_1x128 40x256" in line)
-    assert row.split("│")[2].strip() == "3"  # hidden, and the gradients of gate and up
+    assert row.split("│")[2].strip() == "3"  # the hidden activations, and the gradients of gate and up
 
     monkeypatch.setitem(benchmark.MIN_SQNR_DB, "grouped linear", 60)
     with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB against bfloat16; needs 60"):

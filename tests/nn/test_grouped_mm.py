@@ -1,4 +1,4 @@
-"""mx_grouped_mm and fp8_grouped_mm: products and gradients group by group, and what is refused."""
+"""mx_grouped_mm and fp8_grouped_mm: products and gradients of each group, and the calls that they refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = default_device()
 FEATURES = {"mxfp8": (64, 96), "bf16": (64, 96), "fp8_128": (128, 256)}  # K and N
 LOW = [name for name in RECIPES if name != "bf16"]
 E5M2 = replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
-SIZES = {  # tokens of each expert, and rows of none
+SIZES = {  # the number of tokens of each expert, and the number of rows in no group
     "ragged, and one without tokens": ([33, 0, 67, 1], 0),
     "rows of no group": ([5, 40, 0], 11),
     "all to one": ([0, 0, 70], 0),
@@ -35,7 +35,7 @@ def operands(recipe, sizes, rest, x_dtype=torch.float32, w_dtype=torch.float32):
 
 
 def grouped_mm(x, w, offs, recipe):
-    """The function of the recipe."""
+    """Call the function that takes the recipe."""
     fn = fp8_grouped_mm if recipe_of(recipe, "the test").format == "fp8_128" else mx_grouped_mm
     return fn(x, w, offs, recipe)
 
@@ -52,7 +52,7 @@ BACK = {"out_dtype": torch.float32, **REFERENCE}
 
 
 def read_back(values: torch.Tensor, axis: int, recipe, dtype=torch.float8_e4m3fn) -> torch.Tensor:
-    """What values are once quantized, in fp64; blocks along the tokens filled with zeros. Or in bfloat16."""
+    """The values in fp64 after quantizing, for bf16 after rounding. Blocks along the tokens are filled with zeros."""
     if recipe.format == "bf16":
         return values.bfloat16().double()
     rows, block = values.shape[-2], 128 if recipe.format == "fp8_128" else 32
@@ -71,7 +71,7 @@ def weights_back(w: torch.Tensor, axis: int, recipe) -> torch.Tensor:
 
 
 def dequantized_step(x, w, offs, dy, recipe):
-    """What the matmuls are to give, expert by expert: products, in fp64, of operands that were read back."""
+    """The expected results of the matmuls, expert by expert: fp64 products of operands that were read back."""
     x, w, recipe = x.detach(), w.detach(), recipe_of(recipe, "the test")
     out, grad_x, grad_w = (torch.zeros_like(t, dtype=torch.float64) for t in (dy, x, w))
     first = 0
@@ -142,7 +142,7 @@ def test_no_tokens_at_all(recipe):
 
 
 ROWS, COLUMNS = ("mx_quantize_groups", -1), ("mx_quantize_groups", -2)
-OPS = {  # weights, rows, columns, gemm, wgrad: each op with its axis or out_dtype
+OPS = {  # the ops for weights, rows, columns, gemm and wgrad; the quantizers with their axis
     "mxfp8_rceil": (("mx_quantize_rowcol", None), ROWS, COLUMNS, "mx_grouped_gemm", "mx_grouped_gemm_wgrad"),
     "fp8_128": (
         ("fp8_quantize_128x128", None), ("fp8_quantize_1x128", None), ("fp8_quantize_k_groups", None),
@@ -179,7 +179,7 @@ def test_of_the_tokens_one_byte_an_element_is_kept(recipe):
     out = grouped_mm(x, w, offs, recipe)
     kept = [t for t in out.grad_fn.saved_tensors if t is not None and t.itemsize == 1]
     codes = sorted(t.numel() for t in kept if t.dtype == torch.float8_e4m3fn)
-    rows = 384 + 2 * 128  # and what padding there may be
+    rows = 384 + 2 * 128  # the tokens, and the padding that two groups may need
     assert codes == sorted([w.numel(), rows * x.shape[1]])
     assert not any(t.dtype == torch.bfloat16 for t in out.grad_fn.saved_tensors if t is not None)
 
@@ -196,7 +196,7 @@ def test_bfloat16_keeps_the_operand_that_a_gradient_needs():
     assert torch.equal(w.grad, expected[2])
 
 
-# Those of mxfp8_rceil and fp8_128 are compiled in GroupedExperts.
+# The tests of GroupedExperts compile the functions of mxfp8_rceil and fp8_128.
 @pytest.mark.parametrize("recipe", ["mxfp8_rceil_wgrad_bf16", "bf16"])
 def test_compiled_whole_it_gives_the_same_bits(recipe):
     torch._dynamo.reset()
@@ -267,7 +267,7 @@ def test_bfloat16_may_be_asked_of_both():
 
 
 def test_bfloat16s_grouped_matmul_leaves_no_garbage(monkeypatch):
-    """PyTorch leaves rows of no group, and experts without tokens, as they were allocated."""
+    """PyTorch leaves rows in no group, and experts without tokens, uninitialized."""
     monkeypatch.setattr(
         _bf16,
         "grouped_mm",

@@ -1,5 +1,4 @@
-"""What MXLinear and Float8BlockwiseLinear have in common: their products, what they take, and what they do as
-nn.Linear does."""
+"""MXLinear and Float8BlockwiseLinear: their products, the calls that they refuse, and all that is as in nn.Linear."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ both = pytest.mark.parametrize("kind", SIZES)
 
 
 def read_back(values: Tensor, axis: int, recipe: Recipe | None, dtype: torch.dtype | None = None) -> Tensor:
-    """What values are once quantized, in fp64; blocks along the tokens filled with zeros."""
+    """The values in fp64 after quantizing. Blocks along the tokens are filled with zeros."""
     padded = nn.functional.pad(values, (0, 0, 0, -values.shape[0] % (32 if recipe else 128) if axis == -2 else 0))
     options = {"axis": axis, "backend": "reference"}
     if recipe:
@@ -38,7 +37,7 @@ def read_back(values: Tensor, axis: int, recipe: Recipe | None, dtype: torch.dty
 
 
 def dequantized_step(module: nn.Linear, x: Tensor, grad: Tensor) -> list[Tensor]:
-    """What the three matmuls are to give: products, in fp64, of operands that were quantized and read back."""
+    """The expected results of the three matmuls: fp64 products of operands that were quantized and read back."""
     x, w = x.detach(), module.weight.detach()
     recipe = module.recipe if isinstance(module, MXLinear) else None
     value, dy = (
@@ -68,7 +67,7 @@ def test_the_three_products_are_those_of_the_dequantized_operands(kind, recipe, 
     out, grad_x, grad_w = step(module, x)
     assert [t.dtype for t in (out, grad_x, grad_w)] == [x_dtype, x_dtype, dtype]
     for got, expected in zip((out, grad_x, grad_w), dequantized_step(module, x, gradient(out)), strict=True):
-        # Rounded to bfloat16 once at the end: 50 dB at the least. In fp32 the kernels' sums give 70 dB and more.
+        # One rounding to bfloat16 at the end leaves at least 50 dB. In fp32, the kernels' sums give 70 dB or more.
         rounded = got.dtype == torch.bfloat16 or (got is grad_w and recipe and module.recipe.wgrad_bf16)
         assert sqnr_db(got, expected) >= (50 if rounded else 70)
 
@@ -203,16 +202,16 @@ def test_cached_weights_that_changed_are_refused(kind):
         module.weight.data = module.weight.data.clone()
 
     for change in (optimizer.step, other_memory):
-        with changed, cache_weights(module):  # on leaving
+        with changed, cache_weights(module):  # raised on leaving the block
             change()
-        with changed as raised, cache_weights(module):  # at the forward
+        with changed as raised, cache_weights(module):  # raised by the forward
             change()
             module(x)
         assert "forward" in [entry.name for entry in raised.traceback]
     with pytest.raises(RuntimeError, match="held already"), cache_weights(module), cache_weights(module):
         pass
     with pytest.raises(KeyError), cache_weights(module):
-        raise KeyError  # the block's own error is the one that is seen
+        raise KeyError  # the user must see this error, not one of cache_weights
     assert module._cached is None
 
 

@@ -1,4 +1,4 @@
-"""MXLinear by itself: what is read, quantized and kept of its tensors."""
+"""MXLinear alone: which of its tensors it reads, quantizes and keeps, and how often."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def test_golden_by_hand():
     module = MXLinear(32, 32, bias=False, device=DEVICE)
     with torch.no_grad():
         module.weight.zero_()
-        module.weight[0] = 1.0625  # between the neighbours 1 and 1.125, the even one of which is 1
+        module.weight[0] = 1.0625  # halfway between the codes 1 and 1.125; the code of 1 is even
     x = torch.ones(1, 32, device=DEVICE)
-    x[0, 0] = 500  # rceil: scale 2, in which 1 is exact and 500 / 2 = 250 is rounded to 256
+    x[0, 0] = 500  # rceil gives the scale 2: 1 / 2 is exact, and 500 / 2 = 250 is rounded to 256
     x.requires_grad_()
     out = module(x)
     out[0, 0].backward(torch.tensor(3.0, device=DEVICE))
     assert out[0, :2].tolist() == [512 + 31, 0]
     assert x.grad[0, :2].tolist() == [3, 3]  # 3 * 1
-    assert module.weight.grad[:2, :2].tolist() == [[1536, 3], [0, 0]]  # 512 in its column by itself
+    assert module.weight.grad[:2, :2].tolist() == [[1536, 3], [0, 0]]  # 3 * 512 and 3 * 1
 
 
 def calls(monkeypatch) -> list[tuple[str, tuple[int, ...]]]:
-    """The ops that run from now on: name and the first operand's shape."""
+    """A list that records the ops that run from now on: the name, and the first operand's shape."""
     seen = []
 
     def watched(name, op):
@@ -76,7 +76,7 @@ def test_of_x_a_byte_an_element_is_kept():
         return [(t.dtype, t.nbytes) for t in kept if t.dtype != torch.float8_e8m0fnu]
 
     of_x, of_weight = (torch.float8_e4m3fn, 64 * K), (torch.float8_e4m3fn, N * K)
-    backend = (torch.int64, 8)  # its index, which checkpointing is to bring back
+    backend = (torch.int64, 8)  # the index of the backend, for checkpointing
     assert saved(x) == [of_x, of_weight, backend]
     assert saved(x.detach()) == [of_x, backend]
     module.weight.requires_grad_(False)

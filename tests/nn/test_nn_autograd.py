@@ -1,4 +1,4 @@
-"""What the layers' backward says of a second derivative, and which backend a checkpointed forward runs by."""
+"""The layers refuse a second derivative, and a checkpointed forward runs again on the right backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def offs() -> torch.Tensor:
 
 
 class Grouped(nn.Module):
-    """A function of grouped matmuls, with its weights."""
+    """A module that calls a function for grouped matmuls with its own weights."""
 
     def __init__(self, name: str, recipe: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def tokens() -> torch.Tensor:
 
 
 def same(got: torch.Tensor, expected: torch.Tensor, made: str) -> bool:
-    """The same bits, but for experts: with create_graph=True PyTorch computes the gradient of silu in another way."""
+    """Whether the bits are the same. Experts are only close: create_graph=True gives another formula for silu's gradient."""
     return sqnr_db(got.detach(), expected) >= 30 if "Experts" in made else torch.equal(got, expected)
 
 
@@ -96,7 +96,7 @@ def test_so_is_the_gradient_of_the_weights_gradient(made):
 
 @pytest.mark.parametrize("made", ["MXLinear", "Float8BlockwiseLinear", "mx_grouped_mm", "fp8_grouped_mm"])
 def test_what_does_not_depend_on_anything_is_not_refused(made):
-    """The gradient of x by frozen weights is a constant: a penalty elsewhere in the model has its own."""
+    """With frozen weights the gradient of x is a constant, so a penalty on another layer of the model must work."""
     module, x = layer(made).requires_grad_(False), tokens()
     (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
     assert not gradient.requires_grad
@@ -159,7 +159,7 @@ def test_compiled_pytorch_refuses(made):
     torch._dynamo.reset()
     module, x = torch.compile(layer(made), backend="aot_eager", fullgraph=True), tokens()
     (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-    # PyTorch 2.11 gives a gradient that has none of its own.
+    # In PyTorch 2.11, this gradient requires no gradient itself.
     with pytest.raises(RuntimeError, match=r"does not currently support double backward|does not require grad"):
         gradient.square().sum().backward()
 
@@ -172,7 +172,7 @@ QUANTIZERS = ["mx_quantize_rowcol", "mx_quantize_groups", "fp8_quantize_1x128", 
 
 @pytest.fixture
 def ran_by(monkeypatch) -> list[str]:
-    """The backends that ops are asked to run by, from now on."""
+    """A list that records the backend of each op that runs from now on."""
     seen: list[str] = []
     for name in QUANTIZERS:
         op = getattr(mxspec, name)
@@ -181,7 +181,7 @@ def ran_by(monkeypatch) -> list[str]:
 
 
 def backward_elsewhere(out: torch.Tensor) -> None:
-    """On a thread that sees no with-block, as a GPU's is; errors come here."""
+    """Run the backward on a thread that sees no with-block, as on a GPU. Its errors are raised here."""
     errors = []
 
     def run() -> None:
@@ -227,7 +227,7 @@ def test_a_block_within_what_is_checkpointed_holds_in_the_second_run(ran_by):
             return module(x)
 
     out = checkpoint(inside, x, use_reentrant=False)
-    module(x)  # a later forward by `auto`
+    module(x)  # a later forward, on `auto`
     ran_by.clear()
     out.sum().backward()
     assert set(ran_by) == {"reference"}

@@ -1,4 +1,4 @@
-"""The layers under DDP and FSDP2: two processes that talk over gloo, on a CPU."""
+"""The layers under DDP and FSDP2, with two processes on a CPU that communicate through gloo."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _wrapped(model: nn.Module, kind: str) -> nn.Module:
 
 
 def _checks(model: nn.Module, wrapped: nn.Module, kind: str, rank: int) -> None:
-    """What holds for layers alone holds for wrapped ones."""
+    """A wrapped layer behaves like a layer without a wrapper."""
     x, offs = batch(rank)
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(wrapped(x, offs).sum(), x, create_graph=True)
@@ -96,7 +96,7 @@ def _worker(rank: int, store: str) -> None:
         optimizer.step()
         for name, parameter in model.named_parameters():
             whole = parameter.detach() if kind == "ddp" else parameter.full_tensor().detach()
-            # Only the sum over the processes is in another order, of what the step itself rounds to fp32.
+            # Only the order of the sum over the processes differs, in fp32.
             assert sqnr_db(whole - before[name], expected[name] - before[name]) >= 80, (kind, name)
         _checks(model, wrapped, kind, rank)
     dist.destroy_process_group()

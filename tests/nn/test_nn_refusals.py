@@ -1,4 +1,4 @@
-"""What the layers say of arguments that are no tensors, no sizes, no recipes, or on another device."""
+"""The layers' errors for arguments of a wrong type, dtype or layout, or on another device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes, and a model's layers exchanged for those of one."""
+"""Recipes, and `convert`, which replaces a model's layers with layers of a recipe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_recipe_is_frozen_and_checked():
 
 
 class Block(nn.Module):
-    """Two Linears, of which one stands at two places, experts, and what cannot be exchanged."""
+    """A model with two Linears (one is used in two places), experts, and layers that cannot be converted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_attributes_of_the_users_come_along(recipe):
 
 @pytest.fixture
 def multiplied(monkeypatch):
-    """The layers whose products are computed, from now on."""
+    """A list that records the layers that compute their products from now on."""
     seen = []
     for kind in (MXLinear, Float8BlockwiseLinear):
         quantized = kind._quantized
@@ -207,11 +207,11 @@ def test_an_encoder_layer_in_evaluation_is_quantized(recipe, norm_first, multipl
     with torch.no_grad():
         evaluated = model.eval()(x)
     assert multiplied == [plain.linear1, plain.linear2]
-    assert sqnr_db(evaluated, trained.detach()) >= 30  # attention's own fast path rounds otherwise, before codes
+    assert sqnr_db(evaluated, trained.detach()) >= 30  # attention's fast path rounds differently
 
 
 def test_an_encoder_of_padded_tokens_in_evaluation_is_quantized(multiplied):
-    """PyTorch's encoder makes nested tensors of them, which only the fast path of its layers takes."""
+    """PyTorch's encoder makes nested tensors of padded tokens, and only the fast path of its layers accepts them."""
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True, dropout=0.0), 2)
     x, padded = torch.randn(2, 6, 128), torch.arange(6) >= torch.tensor([[6], [4]])
@@ -249,7 +249,7 @@ def test_linears_whose_weight_their_module_reads_are_left():
     assert report.left == {
         "0.out_proj": "nn.MultiheadAttention reads the weight of this Linear and never calls the Linear"
     }
-    assert report.swapped == {"1": "MXLinear"}  # the same Linear, where it is called
+    assert report.swapped == {"1": "MXLinear"}  # the same Linear, in the place where its module calls it
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="is new in PyTorch 2.13")
