@@ -169,7 +169,7 @@ def assert_conforms(
         op: the name of the op that the function implements, such as `mx_quantize`.
         cases: the name of one case, or a function that takes a `Case` and returns whether to run it. Without it, all
             cases and all behaviours run.
-        device: the device of the tensors. Without it, the GPU if there is one.
+        device: the device of the tensors, such as "cpu". Without it, the GPU if there is one.
 
     Returns:
         A dict with the number of passed and of skipped cases. A behaviour counts as a case.
@@ -194,6 +194,7 @@ def assert_conforms(
         raise TypeError(f"assert_conforms: fn = {fn!r}; needs a function or a backend's name")
     if not (cases is None or isinstance(cases, str) or callable(cases)):
         raise TypeError(f"assert_conforms: cases = {cases!r}; needs the name of a case, or a function of a Case")
+    device = None if device is None else torch.device(device)
     chosen = cases_of(op, cases)
     results = [check_case(op, case, fn, device) for case in chosen]
     answered = any(r.status == "passed" and not case.raises for r, case in zip(results, chosen, strict=True))
