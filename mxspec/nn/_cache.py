@@ -40,7 +40,7 @@ class QuantizesWeights(nn.Module):
         return self._cached
 
     def _hold(self) -> None:
-        from torch.distributed.tensor import DTensor  # not at the top: it costs half a second
+        from torch.distributed.tensor import DTensor  # not at the top of the file: the import is slow
 
         name, weights = type(self).__name__, self._weights()
         if any(isinstance(weight, DTensor) for weight in weights):

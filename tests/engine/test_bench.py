@@ -446,7 +446,7 @@ def test_the_tables_say_what_was_measured():
         "| 64x64, rceil, plain | bare cast | 0.50 | 10.5 | 2 | 3.200 | 1.000 | 0.1% |\n"
         "\nhelion, 1 of 1 cases: is on holiday\n"
     )
-    # 2 * 8192^3 / 800 us = 1374 TFLOP/s; of 1979 dense, of 700 measured, and against the peer's 1100
+    # 2 * 8192^3 / 800 us = 1374 TFLOP/s, compared with the peak of 1979, the measured 700, and the peer's 1100
     assert matmul.header[4:] == ("TFLOP/s", "of dense peak", "of bf16 matmul", "of DeepGEMM", "spread", "bytes")
     assert matmul.rows[0][2:] == ("800.00", "810.0", "1374", "0.694", "1.963", "1.250", "0.1%", "equal")
     assert matmul.rows[1][-1] == "50.1 dB"

@@ -59,7 +59,7 @@ def test_where_elements_share_a_byte_a_block_is_shown_whole_and_no_code_is_nan()
         assert result.status == "failed"
         assert got in result.message
         assert re.search(r"block \[\d+, (0:16|16:32)\]", result.message)
-    # 255 and 127 are NaN in fp8, two elements each here
+    # In fp8 the bytes 255 and 127 are NaN. In e2m1 each byte holds two elements, and none is NaN.
     one, other = (torch.full((1, 16), byte, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for byte in (255, 127))
     assert "16 of 16 elements differ" in (check.difference((one,), (other,)) or "")
 
@@ -269,7 +269,7 @@ def test_assert_conforms_reports_the_first_failures_and_names_the_others():
     text = str(raised.value)
     assert text.startswith("mx_quantize: 12 cases failed, 0 passed, 0 skipped\n\ncase '2x160x64, ")
     assert text.count("elements differ, first at [") == text.count("reproduce: ") == 3
-    assert text.count("'2x96x160, axis -2, blocked'") == 1  # the last, by its name only
+    assert text.count("'2x96x160, axis -2, blocked'") == 1  # the report has only the name of the last failure
 
 
 @pytest.mark.parametrize("cases", [lambda c: not c.raises, lambda c: c.raises])

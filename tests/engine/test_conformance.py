@@ -66,7 +66,7 @@ KERNELS = [
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="references are no different interpreted")
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_generated_cases_of_the_reference(op):
-    """Compares a reference with itself: under FakeTensor, and with other strides. A third of the cases without a GPU."""
+    """Compares a reference with itself: under FakeTensor, and with other strides. Without a GPU on every third."""
     cases = [case for case in cases_of(op) if "generated" in case.flags][:: 1 if on_a_gpu() else 3]
     results = [check.check_case(op, case, "reference") for case in cases]
     failed = [f"{result.case}: {result.message}" for result in results if result.status == "failed"]

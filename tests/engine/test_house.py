@@ -119,7 +119,7 @@ def test_importing_mxspec_imports_no_framework():
     assert not {"triton", "helion", "rich", "safetensors", "matplotlib"} & {name.split(".")[0] for name in new}
 
 
-def test_import_beyond_torch_takes_under_100_ms_of_cpu_time():  # the wall clock also sees the other tests
+def test_import_beyond_torch_takes_under_100_ms_of_cpu_time():  # a wall clock also measures the other tests
     code = "import time, torch; start = time.process_time(); import mxspec; print((time.process_time() - start) * 1e3)"
     # With bytecode, like an installed package: the first run writes the missing bytecode.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

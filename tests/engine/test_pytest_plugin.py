@@ -56,7 +56,7 @@ def test_without_the_options_it_adds_nothing_and_imports_nothing(suite):
 
 
 def test_each_case_is_a_test_with_the_report_of_check(suite):
-    done = run(suite, "--mxspec-op", "to_blocked", "--mxspec-fn", "mine:wrong", "-k", "not more")  # than 2^31 bytes
+    done = run(suite, "--mxspec-op", "to_blocked", "--mxspec-fn", "mine:wrong", "-k", "not more")  # "more than 2^31"
     assert done.returncode == 1
     assert "mine:wrong::to_blocked[300x70]" in done.stdout
     assert "elements differ, first at [0]: got" in done.stdout

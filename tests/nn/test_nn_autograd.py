@@ -66,7 +66,7 @@ def tokens() -> torch.Tensor:
 
 
 def same(got: torch.Tensor, expected: torch.Tensor, made: str) -> bool:
-    """Whether the bits are the same. Experts are only close: create_graph=True gives another formula for silu's gradient."""
+    """Whether the bits are the same. For experts only close: create_graph=True changes silu's gradient."""
     return sqnr_db(got.detach(), expected) >= 30 if "Experts" in made else torch.equal(got, expected)
 
 
