@@ -47,8 +47,8 @@ def convert(
     report says why.
 
     In evaluation, an `nn.TransformerEncoderLayer` takes a fast path that reads the weights of its Linears and does not
-    call them. If `convert` replaces these Linears, it switches the fast path off. At padded tokens, the fast path of an
-    `nn.TransformerEncoder` returns zeros; without it, their results are the same as in training.
+    call them. If `convert` replaces these Linears, it switches the fast path off. The fast path of an
+    `nn.TransformerEncoder` returns zeros at padded tokens. Without it, the results at padded tokens are as in training.
 
     Args:
         model: the model. Convert it before `torch.compile`, `fully_shard` or DDP wraps it.
