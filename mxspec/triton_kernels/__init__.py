@@ -1,6 +1,6 @@
-"""Triton kernels, one file an op, for Hopper (sm_90) and Blackwell (sm_100).
+"""Triton kernels for Hopper (sm_90) and Blackwell (sm_100). Each op has one file.
 
-With TRITON_INTERPRET=1, set before this package is imported, they run on CPU tensors.
+With TRITON_INTERPRET=1, set before this package is imported, the kernels run on CPU tensors.
 """
 
 from mxspec import interpreters

@@ -1,7 +1,9 @@
-"""fp8_dequantize in Triton: a kernel for codes that are read in the output's order, and one that turns them.
+"""fp8_dequantize in Triton: one kernel reads the codes in the order of the output, another kernel transposes them.
 
-Along axis -2, codes and scales are those of the transpose, and the output is not: each thread turns what it has, as in
-fp8_quantize_1x128.
+Along axis -1, a program of `_along` reads ROWS rows of one 128-block each and writes them in the same order.
+
+Along axis -2, codes and scales are stored transposed, and the output is not. Each thread of `_turned` transposes its
+own elements in registers, as in fp8_quantize_1x128.
 """
 
 from __future__ import annotations
@@ -15,17 +17,18 @@ from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.triton_kernels.common import launch
 from mxspec.triton_kernels.common.runs import load8
 
-RANK = {(9, 0): 1, (10, 0): 1}  # 0.97 of a copy's rate at 32768 x 7168 on an H200; Blackwell: compiled, not run
-# ROWS blocks a program where all is contiguous, ROWS rows of one block elsewhere (ROWS divides 128, so that they share
-# a scale where it is that of a square); 128 rows by COLS columns of the output where codes are turned.
+# Blackwell: compiled, not run. Measured on an H200: benchmarks/results/decisions.md.
+RANK = {(9, 0): 1, (10, 0): 1}
+# "flat": ROWS blocks a program, if everything is contiguous. "along": ROWS rows of one block. ROWS divides 128, so that
+# these rows share a scale if the scale is of a square. "turned": 128 rows by COLS columns of the output.
 _HOPPER = {
     "flat": {"ROWS": 32, "num_warps": 4},
     "along": {"ROWS": 32, "num_warps": 4},
     "turned": {"COLS": 128, "num_warps": 4},
-    "turned, ragged": {"COLS": 128, "num_warps": 8},  # masked stores, or of single values: 4 warps spill
+    "turned, ragged": {"COLS": 128, "num_warps": 8},  # masked stores, or stores of single values: 4 warps spill
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
-# A multiplication without .ftz, which would lose the subnormals.
+# The multiplication has no .ftz, which would lose the subnormals.
 PTX = (r"ld\.global\.(v[24]\.)?b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e4m3x2", r"mul\.(rn\.)?f32")
 
 
@@ -35,14 +38,14 @@ def _along(
     E, R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
     SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # A thread reads as many codes at once as make 16 bytes of output. Left to itself, Triton takes 16 codes and then
-    # exchanges them through shared memory, since it stores 16 bytes a thread.
+    # A thread reads as many codes at once as make 16 bytes of output. By default, Triton would read 16 codes at once
+    # and then exchange them through shared memory, because a thread stores 16 bytes.
     at_once: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     place, c = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1), tl.program_id(0).to(tl.int64)
     e, r0 = (place // tiles).to(tl.int64), (place % tiles).to(tl.int64) * ROWS
     r, k = tl.arange(0, ROWS), tl.max_contiguous(tl.arange(0, 128), at_once)
     inside = ((r0 + r < R) & (e < E)) | EVEN
-    if WIDE:  # the products with strides pass 2^31
+    if WIDE:  # the products with strides are above 2^31
         r, k = r.to(tl.int64), k.to(tl.int64)
     qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
     q = tl.load(qdata + (r[:, None] * stride_r + k[None, :] * stride_k), mask=inside[:, None])
@@ -61,18 +64,21 @@ def _turned(
     E, R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
     SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # R and K are those of the transpose: an output of K rows and R columns, along which programs run first. A thread
-    # has 16 elements along K of each of 8 neighbours: 8 loads of 16 codes that become 16 stores of 8 values.
+    # R and K are those of the transpose: the output has K rows and R columns, and programs run along its columns first.
+    # A thread has 16 elements along K of each of 8 neighbouring columns: 8 loads of 16 codes become 16 stores of 8
+    # values.
     place, r0 = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1), tl.program_id(0).to(tl.int64) * COLS
     e, c = (place // tiles).to(tl.int64), (place % tiles).to(tl.int64)
     r = (tl.arange(0, 4) * 8)[:, None, None, None] + (tl.arange(0, COLS // 32) * 32)[None, None, :, None]
     k = (tl.arange(0, 8) * 16)[None, :, None, None] + tl.arange(0, 16)
-    if WIDE:  # the products with strides pass 2^31
+    if WIDE:  # the products with strides are above 2^31
         r, k = r.to(tl.int64), k.to(tl.int64)
     qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
-    left = None if WHOLE else R - r0 - r  # WHOLE: R is a multiple of 8, so that a thread has its 8 columns or none
+    # WHOLE: R is a multiple of 8, so that a thread has all of its 8 columns or none.
+    left = None if WHOLE else R - r0 - r
     q = load8(qdata + (r * stride_r + k * stride_k), stride_r, ((r0 + r < R) & (e < E)) | EVEN, left, 0, 1)
-    # In parts of 16 bytes, which are what a thread stores; Triton would give the halves of a longer run to two threads.
+    # In parts of 16 bytes, because a thread stores 16 bytes. Triton would give the halves of a longer run to two
+    # threads.
     PART: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     value = q.to(tl.float8e4nv, bitcast=True).to(tl.float32).reshape(4, 8, COLS // 32, 16, 8 // PART, PART)
     column = r[:, :, :, :, None, None] + (tl.arange(0, 8 // PART) * PART)[:, None] + tl.arange(0, PART)
@@ -97,7 +103,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     strides, scale_strides = q.stride()[-2:], scale.stride()[-2:]
     config = launch.for_device(CONFIGS, q.device)
     if axis == -2:
-        q = q.view(torch.uint8)  # of which a masked load may give 0
+        q = q.view(torch.uint8)  # because a masked load of these can give 0
         even = R % config["turned"]["COLS"] == 0
         kernel, chosen = _turned, {**config["turned" if even else "turned, ragged"], "WHOLE": R % 8 == 0}
         across, tiles = -(-R // chosen["COLS"]), C

@@ -1,4 +1,4 @@
-"""fp8_gemm in Triton: the Gluon kernel of `hopper/fp8/` where TMA can read the operands, else plain tiles."""
+"""fp8_gemm in Triton: the Gluon kernel of `hopper/fp8/` if TMA can read the operands, otherwise plain tiles."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mxspec.triton_kernels.tiles.fp8_matmul import fp8_tiles
 
 __all__ = ["PTX", "RANK", "fp8_gemm", "multiply", "note"]
 
-# H200, of DeepGEMM's and cuBLAS's rates in a race: 4096x4096x7168 0.95, 1.05; 7168x4096x4096 by 1x128 1.06, 0.95. It is
-# first since it takes every call, and DeepGEMM compiles for seconds at a shape's first. Blackwell: compiled, not run.
+# Triton is first, because it takes every call, and DeepGEMM compiles for seconds at the first call of each shape. The
+# race against DeepGEMM and cuBLAS on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.mma",)}
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, accumulate: bool) -> None:
-    """The product, written to an output whose rows may lie apart, or added to it."""
+    """Write the product to `out`, or add it to `out`. The rows of `out` may lie apart."""
     by = fp8_sm90 if reads(a, b, out) else fp8_tiles
     by(a, a_scale, b, b_scale, out, accumulate=accumulate)
 

@@ -1,4 +1,4 @@
-"""fp8_gemm_ in Triton: fp8_gemm's kernels, which add to their output in place of writing it."""
+"""fp8_gemm_ in Triton: the kernels of fp8_gemm, which add to their output instead of writing it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mxspec.triton_kernels.fp8_gemm import PTX, multiply, note
 
 __all__ = ["PTX", "RANK", "fp8_gemm_", "note"]
 
-# H200, 7168x4096x4096 by 1x128: 1.02 of DeepGEMM's rate, which adds in place too. Blackwell: compiled, not run.
+# DeepGEMM adds in place, too. The race on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 
 

@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm in Triton: fp8_gemm's kernels, each tile of the tokens of one group."""
+"""fp8_grouped_gemm in Triton: the kernels of fp8_gemm. The rows of a tile belong to one token group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from mxspec.triton_kernels.tiles.fp8_matmul import fp8_tiles
 
 __all__ = ["PTX", "RANK", "fp8_grouped_gemm", "note"]
 
-# H200, 32768 tokens of 8 experts, of DeepGEMM's rate, each by itself for 150 ms: N 2048, K 7168 0.93, N 7168, K 2048
-# 0.95, 64 experts 0.93, ragged 0.85; of bf16's 1.66. Groups that end anywhere 0.93 of DeepGEMM on padded ones.
-# Blackwell: compiled, not run.
+# The race against DeepGEMM and bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 
 
@@ -29,7 +27,7 @@ def fp8_grouped_gemm(
     check_offs: bool = False,
 ) -> Tensor:
     out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
-    if not b.numel():  # no experts, or sums of nothing
+    if not b.numel():  # there are no experts, or the sums have no terms
         return out.zero_()
     if out.numel():
         multiply = fp8_sm90 if reads(a, b, out) else fp8_tiles

@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm_wgrad in Triton: fp8_gemm's kernels, each tile a sum over the tokens of one group."""
+"""fp8_grouped_gemm_wgrad in Triton: the kernels of fp8_gemm. Each tile is a sum over the tokens of one group."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from mxspec.triton_kernels.tiles.fp8_matmul import fp8_tiles
 
 __all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad", "multiply", "note"]
 
-# H200, 32768 tokens of 8 experts, N 2048, K 7168: 842 TFLOP/s to fp32, 871 to bf16, 1.28 and 1.33 times bf16's rate.
-# 64 experts, 3.8 GB of fp32: 531, to bf16 673, bf16's own 529. Blackwell: compiled, not run.
+# The race against bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 
 
 def multiply(
     dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, out: Tensor, accumulate: bool
 ) -> None:
-    """The products, written to matrices that may lie apart, or added to them."""
+    """Write the products to the matrices of `out`, or add them. The matrices may lie apart."""
     by = fp8_sm90 if reads(dy, x, out) else fp8_tiles
     by(dy, dy_scale, x, x_scale, out, offs=offs, grouped="K", accumulate=accumulate)
 

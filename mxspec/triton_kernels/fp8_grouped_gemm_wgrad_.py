@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm_wgrad_ in Triton: fp8_grouped_gemm_wgrad's kernels, which add to their output."""
+"""fp8_grouped_gemm_wgrad_ in Triton: the kernels of fp8_grouped_gemm_wgrad, which add to their output."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from mxspec.triton_kernels.fp8_grouped_gemm_wgrad import PTX, multiply, note
 
 __all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad_", "note"]
 
-# H200, 32768 tokens of 8 experts, N 2048, K 7168: 804 TFLOP/s; 64 experts, 3.8 GB to add to, 281. Blackwell:
-# compiled, not run.
+# Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 
 

@@ -1,4 +1,4 @@
-"""fp8_quantize_128x128 in Triton: a program owns one block, and reads it once, with the transpose too."""
+"""fp8_quantize_128x128 in Triton: a program owns one block and reads it once, even if the transpose is written too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cas
 from mxspec.triton_kernels.common.runs import load16, store16
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# A warp is LANES threads, of 16 rows each, by 32 / LANES, of 8 columns each. Raced on an H200 at 14336 x 4096, as
-# fractions of a bare cast's rate: plain 0.98 (8 warps 0.96), with transpose 0.90 (2 or 8 lanes 0.90, 8 warps 0.59),
-# which is 0.92 of a copy's.
+# "with transpose": a warp is LANES threads along the rows, of 16 rows each, by 32 / LANES threads along the columns, of
+# 8 columns each. The race of these configurations: benchmarks/results/decisions.md.
 _HOPPER = {
     "plain": {"num_warps": 4},
     "with transpose": {"LANES": 4, "num_warps": 4},
@@ -44,7 +43,7 @@ def _square(
     c, b, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n0, k0, n, k = b.to(tl.int64) * 128, c.to(tl.int64) * 128, tl.arange(0, 128), tl.arange(0, 128)
     inside = (n0 + n < N)[:, None] | EVEN
-    if WIDE:  # the products with strides pass 2^31
+    if WIDE:  # the products with strides are above 2^31
         n, k = n.to(tl.int64), k.to(tl.int64)
     w += e * stride_e + n0 * stride_n + k0 * stride_k
     values = widened(tl.load(w + (n[:, None] * stride_n + k[None, :] * stride_k), mask=inside, other=0))
@@ -60,8 +59,8 @@ def _square_and_transpose(
     N, K, stride_e, stride_n, stride_k, eps_bits,
     POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    # A thread has 16 rows by 8 columns: what it loads, 16 bytes of a row, it stores as 8, and 16 bytes of a column.
-    # Neighbouring threads have neighbouring columns, then neighbouring rows.
+    # A thread has 16 rows by 8 columns. It loads 16 bytes of a row, stores 8 bytes of a row, and stores 16 bytes of a
+    # column. Neighbouring threads have neighbouring columns first, then neighbouring rows.
     ACROSS: tl.constexpr = 32 // LANES
     c, b, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n0, k0 = b.to(tl.int64) * 128, c.to(tl.int64) * 128
@@ -70,8 +69,9 @@ def _square_and_transpose(
     thread, warp = tl.arange(0, LANES)[None, :, None, None], tl.arange(0, 8 // LANES)[None, None, None, :]
     n = (thread + warp * LANES)[:, :, :, :, None] * 16  # (1, LANES, 1, 8 // LANES, 1)
     inside = ((n0 + n < N) & (k0 + k < K)) | EVEN
-    left = None if WHOLE else N - n0 - n  # WHOLE: N is a multiple of 16, so that a thread has its 16 rows or none
-    if WIDE:  # the products with strides pass 2^31
+    # WHOLE: N is a multiple of 16, so that a thread has all of its 16 rows or none.
+    left = None if WHOLE else N - n0 - n
+    if WIDE:  # the products with strides are above 2^31
         n, k = n.to(tl.int64), k.to(tl.int64)
     w += e * stride_e + n0 * stride_n + k0 * stride_k
     wide = widened(load16(w + (n * stride_n + k * stride_k), stride_n, inside, left))
@@ -99,7 +99,8 @@ def fp8_quantize_128x128(
     written = result
     if with_transpose:
         result = written = (*result, *outputs(K, N))
-        if w.stride(-1) != 1 and w.stride(-2) == 1:  # what lies in memory is the transpose: the halves change places
+        # The tensor in memory is the transpose, so the two halves of the result change places.
+        if w.stride(-1) != 1 and w.stride(-2) == 1:
             w, N, K, written = w.mT, K, N, (*result[2:], *result[:2])
     if w.numel():
         E, stride_e = (w.shape[0], w.stride(0)) if lead else (1, 0)

@@ -1,7 +1,7 @@
-"""fp8_quantize_1x128 in Triton: a kernel for blocks that lie along memory, and one for blocks that lie across it.
+"""fp8_quantize_1x128 in Triton: one kernel for blocks that lie along memory, one kernel for blocks that lie across it.
 
-Which of them runs depends on the strides alone: blocks along the columns of x are blocks along the rows of its
-transpose, and so are both results. In either, a warp has whole blocks, so that amax is taken by shuffles.
+The strides alone decide which kernel runs: blocks along the columns of x are blocks along the rows of its transpose,
+and both results are transposed in the same way. In both kernels a warp has whole blocks, so that shuffles compute amax.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cas
 from mxspec.triton_kernels.tiles.fp8_columns import turn, turned_index
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# ROWS blocks a program where all is contiguous, ROWS rows of one block elsewhere; BLOCKS by COLS blocks of 128x1.
-# Raced on an H200 at 32768 x 7168, as fractions of a bare cast's rate: flat 1.00, along 0.99, across, k 0.92 (2 blocks
-# of 64 rows 0.88), across, mn 0.95 (64 rows 0.91, 256 rows 0.95).
+# "flat": ROWS blocks a program, if everything is contiguous. "along": ROWS rows of one block. "across": BLOCKS by COLS
+# blocks of 128x1; its second word is `scale_major`. The race of these configurations: benchmarks/results/decisions.md.
 _HOPPER = {
     "flat": {"ROWS": 16, "num_warps": 4},
     "along": {"ROWS": 32, "num_warps": 8},
@@ -37,11 +36,12 @@ def _along(
     R, K, stride_r, stride_k, scale_stride_r, scale_stride_c, eps_bits,
     POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # ROWS rows by one block, so that column-major scales are stored as a run; programs run along the row first.
+    # A program has ROWS rows of one block, so that it stores column-major scales as a run. Programs run along the row
+    # first.
     r0 = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * ROWS
     c, r, k = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.arange(0, 128)
     inside = (r0 + r < R) | EVEN
-    if WIDE:  # the products with strides pass 2^31
+    if WIDE:  # the products with strides are above 2^31
         r, k = r.to(tl.int64), k.to(tl.int64)
     x += r0 * stride_r + c * 128 * stride_k
     values = widened(tl.load(x + (r[:, None] * stride_r + k[None, :] * stride_k), mask=inside[:, None], other=0))
@@ -57,8 +57,8 @@ def _across(
     R, K, stride_r, stride_k, scale_stride_r, scale_stride_c, eps_bits,
     POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # BLOCKS blocks of each of COLS rows, which are columns of memory; programs run along the row first, whose bytes
-    # they write.
+    # A program has BLOCKS blocks of each of COLS rows. These rows are columns of memory. Programs run along the row
+    # first, because they write its bytes.
     r0 = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * COLS
     k0 = tl.program_id(0).to(tl.int64) * (BLOCKS * 128)
     r, k, run = turned_index(WIDE, BLOCKS, COLS)

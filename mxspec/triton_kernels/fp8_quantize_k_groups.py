@@ -1,7 +1,8 @@
-"""fp8_quantize_k_groups in Triton: the tile of fp8_quantize_1x128's transposed codes, read where its group says.
+"""fp8_quantize_k_groups in Triton: the tile of fp8_quantize_1x128 that transposes codes, read from the rows of a group.
 
-A program owns a block of 128 padded tokens of COLS features. The block is one group's, and its codes of a feature are
-128 bytes of the result, aligned to 128. What lies past the last group is one more group, of zeros.
+A program owns a block of 128 padded tokens of COLS features. All tokens of the block belong to one group. Its codes of
+one feature are 128 bytes of the result, aligned to 128. The padding past the last group counts as one more group, which
+holds zeros.
 """
 
 from __future__ import annotations
@@ -16,30 +17,33 @@ from mxspec.triton_kernels.common import launch
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows, tokens_left
 from mxspec.triton_kernels.tiles.fp8_columns import turn, turned_index
 
-_HOPPER = {"COLS": 128, "num_warps": 4}  # of fp8_quantize_1x128, "across, mn"
+_HOPPER = {"COLS": 128, "num_warps": 4}  # as fp8_quantize_1x128, "across, mn"
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# H200, 8 groups, of a copy's rate: 32768x7168 0.96, 32768x2048 0.95; 64 groups 0.94. Blackwell: compiled, not run.
+# The race on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
-@triton.jit(do_not_specialize=["tokens", "eps_bits"])  # for what ptxas makes of a 1, see mx_quantize_groups
+# `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
+@triton.jit(do_not_specialize=["tokens", "eps_bits"])
 def _fp8_quantize_k_groups(
     x, qdata, scale, start, end, offs,
     tokens, D, blocks, stride_m, stride_d, G, stride_offs, eps_bits,
     POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # Along the features first: neighbouring programs then read neighbouring bytes of the same tokens. Along the tokens
-    # they would write neighbouring bytes of a feature's codes: 0.94, 0.91 and 0.86 of a copy's rate.
+    # Grid order: features first, so that neighbouring programs read neighbouring bytes of the same tokens. With tokens
+    # first, they would write neighbouring bytes of a feature's codes, which is slower
+    # (benchmarks/results/decisions.md).
     column, block = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     writes = (block == 0) & (column == 0)
     group, token0, stop, begin = group_of(block * 128, offs, stride_offs, G, start, end, writes, 128, CHUNK)
-    first = begin // 128  # block of the group, which has `count`
+    first = begin // 128  # block of the group; the group has `count` blocks
     count = tl.where(group < G, (stop - token0 + 127) // 128, blocks - first)
     d0 = column.to(tl.int64) * COLS
     d, k, run = turned_index(WIDE, 1, COLS)
-    inside = (d0 + d < D) | EVEN  # where it is known, 128 registers, not 148
-    owned = inside & (count > block - first) & (count <= blocks - first)  # all, of an offs that is in order
+    # EVEN is a constant, so that ptxas needs fewer registers (benchmarks/results/decisions.md).
+    inside = (d0 + d < D) | EVEN
+    owned = inside & (count > block - first) & (count <= blocks - first)  # True for all blocks if offs is in order
     token = token0 + (block - first) * 128
     back = turn(
         x + token.to(tl.int64) * stride_m + d0 * stride_d,
@@ -62,7 +66,8 @@ def fp8_quantize_k_groups(
     config = launch.for_device(CONFIGS, x.device)
     wide = max(config["COLS"] * max(x.stride(1), R), FP8_BLOCK_SIZE * x.stride(0)) >= 2**31
     if blocks:
-        grid = launch.grid(max(1, -(-D // config["COLS"])), blocks)  # one across if only start and end are written
+        # At least one program across: with no features, start and end are still written.
+        grid = launch.grid(max(1, -(-D // config["COLS"])), blocks)
         even = config["COLS"] * grid[0] == D
         _fp8_quantize_k_groups[grid](
             x, qdata, scale, start, end, offs, M, D, blocks, *x.stride(), G, offs.stride(0),

@@ -1,7 +1,7 @@
-"""mx_dequantize in Triton: a kernel for codes that are read in the output's order, and one that turns them.
+"""mx_dequantize in Triton: one kernel reads the codes in the order of the output, another kernel transposes them.
 
-Along axis -1, a program owns a run of scale bytes in the order in which they lie in memory, as in mx_quantize. Along
-axis -2, codes and scales are those of the transpose, and the output is not: a program turns a tile of values.
+Along axis -1, a program owns a run of scale bytes, in the order in which they lie in memory, as in mx_quantize. Along
+axis -2, codes and scales are stored transposed, and the output is not: a program transposes a tile of values.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import scale_value
 
-RANK = {(9, 0): 1, (10, 0): 1}  # H200: 0.98 of a copy's rate; Blackwell: compiled, not run
-# BLOCKS scale bytes, so 32 * BLOCKS codes, a program; for `turned`, ROWS rows of the transpose by BLOCKS of their
-# blocks. Only these were measured. With fewer scale bytes than threads Triton lets each thread load its own, which the
-# L1 serves; with more it exchanges them through shared memory.
+# Blackwell: compiled, not run. Measured on an H200: benchmarks/results/decisions.md.
+RANK = {(9, 0): 1, (10, 0): 1}
+# A program has BLOCKS scale bytes, that is, 32 * BLOCKS codes. "turned": ROWS rows of the transpose by BLOCKS of their
+# blocks. Only these configurations were measured. With fewer scale bytes than threads, Triton lets each thread load its
+# own byte, and the L1 cache serves it. With more, Triton exchanges the bytes through shared memory.
 _HOPPER = {
     "flat": {"BLOCKS": 64, "num_warps": 4},
     "strided": {"BLOCKS": 64, "num_warps": 4},
@@ -32,7 +33,8 @@ _HOPPER = {
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
-# A multiplication without .ftz, which would lose the subnormals. e5m2 and e4m3fn go by way of fp16, which holds both.
+# The multiplication has no .ftz, which would lose the subnormals. Both formats are converted by way of fp16, which
+# holds all their codes.
 PTX = (
     r"ld\.global\.(v[24]\.)?b32",
     r"st\.global\.v4\.b32",
@@ -60,13 +62,14 @@ def _mx_dequantize(
     R, C, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c, row_groups,
     LAYOUT: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    # A thread reads as many codes at once as make 16 bytes of output. Left to itself, Triton takes 16 codes and then
-    # exchanges them through shared memory, since it stores 16 bytes a thread.
+    # A thread reads as many codes at once as make 16 bytes of output. By default, Triton would read 16 codes at once
+    # and then exchange them through shared memory, because a thread stores 16 bytes.
     at_once: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     i = tl.arange(0, BLOCKS)
     j = tl.max_contiguous(tl.arange(0, 32), at_once)
-    # The pointers are moved to where the program starts; from there on most offsets fit in 32 bits.
-    if LAYOUT == "flat":  # all is contiguous: byte n scales the 32 codes at 32 * n, and no division is needed
+    # The pointers move to the start of the program. Most offsets from there fit in 32 bits.
+    # Everything is contiguous: byte n scales the 32 codes at 32 * n, and no division is needed.
+    if LAYOUT == "flat":
         start = tl.program_id(0).to(tl.int64) * BLOCKS
         in_matrix = (start + i < R * C) | EVEN
         q_offset = i[:, None] * 32 + j[None, :]
@@ -89,7 +92,7 @@ def _mx_dequantize(
         scale += e * scale_stride_e
     else:
         parts: tl.constexpr = 512 // BLOCKS  # programs a tile
-        e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1, and folds away, below 2^22 rows
+        e = (tl.program_id(2) // row_groups).to(tl.int64)  # below 2^22 rows row_groups is 1, and folds away
         row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
         row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
         c = tl.program_id(0) // parts * 4 + col
@@ -111,7 +114,9 @@ def _mx_dequantize(
 
 @triton.jit
 def _values(codes, scale, in_rows, in_cols, in_blocks):
-    """The values of blocks, fp32, from pointers to codes `(rows, 32 * blocks)` and to scales `(rows, blocks)`."""
+    """The values of blocks in fp32. `codes` are pointers `(rows, 32 * blocks)`, and `scale` are pointers `(rows,
+    blocks)`.
+    """
     value = scale_value(tl.load(scale, mask=in_rows[:, None] & in_blocks[None, :]).to(tl.int32))
     value = tl.broadcast_to(value[:, :, None], (scale.shape[0], scale.shape[1], 32)).reshape(codes.shape)
     return tl.load(codes, mask=in_rows[:, None] & in_cols[None, :]).to(tl.float32) * value
@@ -123,8 +128,8 @@ def _mx_dequantize_turned(
     R, C, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c, row_programs, col_programs,
     BLOCKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    # Rows and blocks are those of the transpose. Programs run along its rows first, then down, then to the next
-    # expert: neighbours share sectors of plain scales.
+    # Rows and blocks are those of the transpose. Programs run along its rows first, then down, then to the next expert,
+    # so that neighbouring programs share sectors of plain scales.
     first_c = tl.program_id(0) % col_programs * BLOCKS
     first_r = tl.program_id(0) // col_programs % row_programs * ROWS
     e = (tl.program_id(0) // col_programs // row_programs).to(tl.int64)
@@ -132,7 +137,7 @@ def _mx_dequantize_turned(
     qdata += e * stride_e + first_r.to(tl.int64) * stride_r + first_c.to(tl.int64) * 32 * stride_k
     codes = qdata + (r.to(tl.int64)[:, None] * stride_r + k.to(tl.int64)[None, :] * stride_k)
     scale += e * scale_stride_e
-    if BLOCKED:  # a program's rows are in one row of tiles, and its blocks begin with a tile
+    if BLOCKED:  # the rows of a program are in one row of tiles, and its blocks begin with a tile
         scale += ((first_r // 128).to(tl.int64) * tl.cdiv(C, 4) + first_c // 4) * 512 * scale_stride_c
         row = first_r % 128 + r
         byte = (row % 32 * 16 + row // 32 * 4)[:, None] + (c // 4 * 512 + c % 4)[None, :]
@@ -142,8 +147,8 @@ def _mx_dequantize_turned(
         scale += first_r.to(tl.int64) * scale_stride_r + first_c.to(tl.int64) * scale_stride_c
         scales = scale + (r.to(tl.int64)[:, None] * scale_stride_r + c.to(tl.int64)[None, :] * scale_stride_c)
         scale_step = tl.cast(scale_stride_r, tl.int64)
-    # A thread reads its codes from four neighbouring rows and lays them side by side in its registers: the exchange
-    # through shared memory, which the transposition is, then moves 8 or 16 bytes at a time and not single values.
+    # A thread reads codes from four neighbouring rows and joins them in its registers. The transposition exchanges
+    # values through shared memory: the join makes it move 8 or 16 bytes at a time instead of single values.
     step = tl.cast(stride_r, tl.int64)
     rows, in_cols, in_blocks = R - first_r, first_c * 32 + k < C * 32, first_c + c < C
     x0 = _values(codes, scales, r < rows, in_cols, in_blocks)

@@ -1,4 +1,6 @@
-"""mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs on Hopper, `hopper/mx/` for small; else plain tiles."""
+"""mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs on Hopper, `hopper/mx/` for small ones, else plain
+tiles.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,7 @@ from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 __all__ = ["PTX", "RANK", "mx_gemm", "note"]
 
-# H200, each by itself for 150 ms, of the rate of cuBLAS in bf16 on unquantized operands, 8192^3, 4096x4096x7168,
-# 32768x2048x7168: 1.00, 0.93, 0.91; the Gluon kernel, which small outputs take, 0.84, 0.83, 0.88. Blackwell: compiled,
-# not run.
+# The race against cuBLAS in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = mx_matmul.PTX
 
@@ -34,7 +34,7 @@ def mx_gemm(
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
-    # The operand with fewer rows is turned into bf16 by a kernel of its own.
+    # A kernel of its own turns the operand with fewer rows into bf16.
     if b.shape[0] > a.shape[0] and reads(b, a, out.mT):
         mx_sm90(b, b_scale, a, a_scale, out.mT, scale_layout)
     else:

@@ -1,4 +1,6 @@
-"""mx_grouped_gemm in Triton: as mx_gemm; a plan says which rows a tile has, or each program finds its group."""
+"""mx_grouped_gemm in Triton: the kernels of mx_gemm. A plan holds the rows of each tile, or each program finds its
+group.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,7 @@ from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 __all__ = ["PTX", "RANK", "mx_grouped_gemm", "note"]
 
-# H200, each by itself for 150 ms, of the rate of torch._grouped_mm on unquantized operands: 32768x2048x7168, 8 experts,
-# even 0.91, ragged 0.90; 32768x8192x5120, 8 experts 0.96, one 1.04. 64 experts of 512 tokens, whose weights' values are
-# most of the bytes, 0.70. Blackwell: compiled, not run.
+# The race against torch._grouped_mm in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = mx_matmul.PTX
 

@@ -1,4 +1,4 @@
-"""mx_grouped_gemm_wgrad in Triton: as mx_gemm, each tile a sum over the tokens of one group."""
+"""mx_grouped_gemm_wgrad in Triton: the kernels of mx_gemm. Each tile is a sum over the tokens of one group."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 __all__ = ["PTX", "RANK", "mx_grouped_gemm_wgrad", "note"]
 
-# H200, each by itself for 150 ms, of the rate of torch._grouped_mm on unquantized operands: 32768x2048x7168, 8 experts,
-# even 0.93, ragged 0.94, 64 experts 0.94; 32768x8192x5120, 8 experts 0.97. Blackwell: compiled, not run.
+# The race against torch._grouped_mm in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = mx_matmul.PTX
 
@@ -33,7 +32,8 @@ def mx_grouped_gemm_wgrad(
     if not out.numel():
         return out
     of_dy, of_x = (dy.mT, dy_scale), (x.mT, x_scale)
-    # The operand with fewer features is turned into bf16 by a kernel of its own, whose tiles no two matrices may share.
+    # A kernel of its own turns the operand with fewer features into bf16. No tile of that operand may hold rows of two
+    # matrices.
     if x.shape[1] > dy.shape[1] and dy.shape[1] % WIDEST_TILE == 0 and reads(x.mT, dy.mT, out.mT):
         mx_sm90(*of_x, *of_dy, out.mT, scale_layout, offs=offs, grouped="K")
     else:

@@ -1,8 +1,8 @@
 """mx_quantize in Triton: a program owns a run of scale bytes, in the order in which they lie in memory.
 
-From a byte's place follow the row and the 32 elements that it scales. So one kernel serves every scale layout, its
-scale stores are consecutive bytes, and the padding of the blocked layout is written in passing, as the scale of a
-block of zeros, which is 0.
+The place of a byte determines the row and the 32 elements that it scales. So one kernel serves every scale layout, and
+its scale stores are consecutive bytes. The same kernel also writes the padding of the blocked layout: it is the scale
+of a block of zeros, which is 0.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mxspec.triton_kernels.common.numerics import (
 )
 from mxspec.triton_kernels.tiles import mx_columns
 
-# The same rate as Helion's within 1% on an H200 (README), with 26 us of host time a call where Helion's takes 63.
+# Triton and Helion have the same rate. Triton is first because a call takes less host time
+# (benchmarks/results/decisions.md).
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# BLOCKS scale bytes, so 32 * BLOCKS elements, a program; by compute capability and layout. benchmarks/tune.py on an
-# H200, as fractions of a bare cast's rate: flat 0.997 at 4096 x 2048 and 0.998 at 32768 x 7168 (4 warps: 0.980, 0.999);
-# blocked 0.971 and 0.994 (2 warps: 0.966 and 0.988).
+# By compute capability and layout. A program has BLOCKS scale bytes, that is, 32 * BLOCKS elements. The race by
+# benchmarks/tune.py: benchmarks/results/decisions.md.
 _HOPPER = {
     "flat": {"BLOCKS": 64, "num_warps": 2},
     "strided": {"BLOCKS": 64, "num_warps": 2},
@@ -59,7 +59,9 @@ def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch
 
 
 def _is_transposed(x: Tensor) -> bool:
-    """Whether consecutive elements are those of a column: blocks along it are then blocks of the transpose's rows."""
+    """Whether consecutive elements in memory are those of a column. Blocks along a column are then blocks along the
+    rows of the transpose.
+    """
     return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
@@ -72,8 +74,9 @@ def _mx_quantize(
 ):  # fmt: skip
     i = tl.arange(0, BLOCKS)
     j = tl.arange(0, 32)
-    # The pointers are moved to where the program starts; from there on most offsets fit in 32 bits.
-    if LAYOUT == "flat":  # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed
+    # The pointers move to the start of the program. Most offsets from there fit in 32 bits.
+    # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed.
+    if LAYOUT == "flat":
         start = tl.program_id(0).to(tl.int64) * BLOCKS
         in_matrix = (start + i < R * C) | EVEN
         owned = in_matrix
@@ -95,7 +98,7 @@ def _mx_quantize(
         scale += e * R * C + tl.program_id(0) * BLOCKS
     else:
         parts: tl.constexpr = 512 // BLOCKS  # programs a tile
-        e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1, and folds away, below 2^22 rows
+        e = (tl.program_id(2) // row_groups).to(tl.int64)  # below 2^22 rows row_groups is 1, and folds away
         row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
         row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
         c = tl.program_id(0) // parts * 4 + col

@@ -1,8 +1,8 @@
-"""mx_quantize_groups in Triton: the kernels of mx_quantize, reading each row where its group says.
+"""mx_quantize_groups in Triton: the kernels of mx_quantize. A program reads the rows of one token group.
 
-Along axis -1 a program owns a run of the bytes of a tile of scales, as in mx_quantize's blocked layout, also where the
-scales are plain. Along axis -2 it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that their
-codes and scale bytes come out as the contract says.
+Along axis -1, a program owns a run of the bytes of a tile of scales, as in the blocked layout of mx_quantize, even if
+the scales are plain. Along axis -2, it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that their
+codes and scale bytes are those of the contract.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mxspec.triton_kernels.common.numerics import (
 from mxspec.triton_kernels.tiles import mx_columns
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# Scale bytes a program. benchmarks/tune.py on an H200, beside mx_quantize of tokens that are padded already: 0.99 of
-# its time at 8192 x 2048, 1.00 at 32768 x 7168 and 131072 x 7168 (4 warps 1.04, 1.01, 1.00).
+# A program has BLOCKS scale bytes. The race by benchmarks/tune.py against mx_quantize of padded tokens:
+# benchmarks/results/decisions.md.
 _HOPPER = {"BLOCKS": 64, "num_warps": 2}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
@@ -44,8 +44,9 @@ def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None
     return None
 
 
-# A 1 would become a constant of the kernel, with which ptxas 12.8 knows all codes but one row's to be zeros, packs a
-# single zero for all and leaves half of the word as it was.
+# `tokens` is not specialized: Triton would make a constant of a 1, and ptxas 12.8 then generates wrong code. It knows
+# that all codes are zeros except those of one row, packs a single zero for all of them, and leaves half of the word as
+# it was.
 @triton.jit(do_not_specialize=["tokens"])
 def _mx_quantize_groups(
     x, qdata, scale, start, end, offs,
@@ -55,11 +56,11 @@ def _mx_quantize_groups(
     ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = 512 // BLOCKS  # programs a tile
-    # Along a row of tiles, then down.
+    # Programs run along a row of tiles first, then down.
     col_tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     row_tile = tl.program_id(2) * ROW_TILES + tl.program_id(1)
     writes = tl.program_id(0) + row_tile == 0
-    # The 128 rows of a tile are in one group.
+    # The 128 rows of a tile belong to one group.
     _, token0, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
     byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
     row, col = row_col_in_tile(byte_in_tile)
@@ -73,7 +74,7 @@ def _mx_quantize_groups(
     q = saturating_cast(values * reciprocal_scale(byte)[:, None], qdata.dtype.element_ty)
     owned = (row < R) & (c < C)
     tl.store(qdata + (row.to(tl.int64) * (C * 32))[:, None] + k, q, mask=owned[:, None])
-    if BLOCKED:  # G rows of tiles more than there are codes
+    if BLOCKED:  # the scales have up to G rows of tiles more than the codes
         tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
         tl.store(tile + byte_in_tile, byte.to(tl.uint8), mask=(c - col < C) & (row_tile < row_tiles))
     else:
@@ -93,7 +94,7 @@ def mx_quantize_groups(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (M, K), G, fmt, blocked = x.shape, offs.shape[0], element(elem_dtype), scale_layout == "blocked"
     R = padded_rows(M, G, pad_to)
-    rows = R + 128 * G if blocked else R  # that have scales
+    rows = R + 128 * G if blocked else R  # the number of rows with scales
     start, end = (offs.new_empty(G) for _ in range(2))
     constants = *exponent_rule(fmt, scaling, x.dtype), blocked
     col_tiles = -(-K // 128)
@@ -107,7 +108,8 @@ def mx_quantize_groups(
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
     config = for_device(CONFIGS, x.device)
     if rows:
-        programs = 512 // config["BLOCKS"] * max(1, col_tiles)  # some across if only start and end are written
+        # Some programs across even if there are no columns: start and end are still written.
+        programs = 512 // config["BLOCKS"] * max(1, col_tiles)
         row_tiles = rows // 128
         grid = (programs, min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
         _mx_quantize_groups[grid](

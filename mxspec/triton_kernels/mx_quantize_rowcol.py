@@ -1,4 +1,4 @@
-"""mx_quantize_rowcol in Triton: the tiles of `tiles/mx_columns.py`, each read once."""
+"""mx_quantize_rowcol in Triton: the tiles of `tiles/mx_columns.py`. Each tile is read once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def mx_quantize_rowcol(
     scaling: str = "rceil",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    turned = x.stride(-1) != 1 and x.stride(-2) == 1  # rows are what lies in columns: so are the results' two halves
+    # If the columns of x are contiguous, quantize the transpose: the two halves of the result change places.
+    turned = x.stride(-1) != 1 and x.stride(-2) == 1
     tiles = mx_columns.mx_tile(x.mT if turned else x, element(elem_dtype), scaling, scale_layout, with_rows=True)
     q_row, s_row, q_col, s_col = (*tiles[2:], *tiles[:2]) if turned else tiles
     return q_row, s_row, q_col.mT, s_col

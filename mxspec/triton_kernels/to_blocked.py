@@ -1,4 +1,6 @@
-"""to_blocked in Triton: a program reads 128 rows as they lie, turns them in shared memory and writes whole tiles."""
+"""to_blocked in Triton: a program reads 128 rows in their own order, transposes them in shared memory, and writes
+whole tiles.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,15 @@ from mxspec.triton_kernels.common.blocked import blocked_shape, turned
 from mxspec.triton_kernels.common.launch import UNFUSED
 
 RANK = {(9, 0): 1, (10, 0): 1}
-# Tiles a program, from what the rows allow: 16 read 64 bytes of a row, which 16-byte loads need to start at a multiple
-# of 16. H200, GB/s beside a copy's: 131072x224, 16 tiles 3448, 4 tiles about 3000, copy 3720; 131072x44, 4 tiles 1878,
-# copy 2418. Gathering a run of output bytes, with no turn, reached 1165 and 1719.
+# A program has TILES tiles. 16 tiles read 64 bytes of a row, and 16-byte loads need rows that start at multiples of 16.
+# The race, also against a gather without a transposition: benchmarks/results/decisions.md.
 CONFIGS = {"aligned": {"TILES": 16, "num_warps": 8}, "odd": {"TILES": 4, "num_warps": 2}}
 PTX = (r"st\.global\.v4\.b32",)
 
 
 @triton.jit
 def _to_blocked(scale, out, R, C, stride_e, stride_r, stride_c, row_tiles, col_tiles, programs, TILES: tl.constexpr):
-    # Program: along a row of tiles, then down, then to the next expert. A matrix may have 2^31 scales and more.
+    # Programs run along a row of tiles, then down, then to the next expert. A matrix may have 2^31 scales and more.
     first = tl.program_id(0) % programs * TILES
     row_tile = tl.program_id(0) // programs % row_tiles
     e = (tl.program_id(0) // programs // row_tiles).to(tl.int64)

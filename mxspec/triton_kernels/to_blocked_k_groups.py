@@ -1,8 +1,8 @@
-"""to_blocked_k_groups in Triton: a program turns tiles that are neighbours, of one group or of several.
+"""to_blocked_k_groups in Triton: a program reorders neighbouring tiles, of one group or of several.
 
-A tile takes four bytes of each row, which begin anywhere, since a group does. They are read as the one or two aligned
-words that they lie in, shifted together and turned as a word; one by one where the scales are no whole number of
-aligned words.
+A tile takes four bytes of each row. They may begin at any byte, because a group may. If the scales are a whole number
+of aligned words, the program reads the one or two words that hold the four bytes, shifts them together, and moves them
+as one word. Otherwise it reads the bytes one by one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from mxspec.triton_kernels.common.groups import chunk, grouped_tile, groups_of, 
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# By the ends that are read at a time. On an H200, 7168 x 4096, where a copy takes 15.9 us: 8 groups 21.3 us (16 tiles
-# 20.4 before rows of tiles were taken one by one), 256 groups 23.6 us (32 tiles 26.0).
+# By the number of ends that a program reads at a time (`chunk`). The race on an H200: benchmarks/results/decisions.md.
 _HOPPER = {32: {"TILES": 32, "num_warps": 4}, 256: {"TILES": 16, "num_warps": 4}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"st\.global\.v4\.b32",)
@@ -25,7 +24,9 @@ PTX = (r"st\.global\.v4\.b32",)
 
 @triton.jit
 def _load(x, place, mask):
-    """A matrix, neighbouring threads beside each other in a row; left to itself, Triton 3.6 goes down the columns."""
+    """Load a matrix with neighbouring threads along a row. By default, Triton 3.6 lets the threads run down the
+    columns.
+    """
     mask = tl.broadcast_to(mask, place.shape).reshape(place.numel)
     return tl.load(x + place.reshape(place.numel), mask=mask, other=0).reshape(place.shape)
 
@@ -41,11 +42,11 @@ def _to_blocked_k_groups(
     group, begin = groups_of(tile0, offs, stride_offs, G, None, start, writes, 4, CHUNK, TILES)
     first, stop = tokens_of(group, offs, stride_offs, G)
     c = first + tile * 4 - begin
-    left = tl.where(c >= 0, tl.minimum(tl.minimum(stop, C) - c, 4), 0)[None, :]  # of a tile's four columns
+    left = tl.where(c >= 0, tl.minimum(tl.minimum(stop, C) - c, 4), 0)[None, :]  # of the four columns of a tile
     row_tile, r = tl.program_id(0) // programs, tl.arange(0, 128)
     there = (row_tile * 128 + r < R)[:, None]
     scale += row_tile.to(tl.int64) * stride_r * (32 if WORDS else 128)
-    if WIDE:  # the products with strides pass 2^31
+    if WIDE:  # the products with strides are above 2^31
         r, c = r.to(tl.int64), c.to(tl.int64)
     byte = (r * stride_r)[:, None] + (c * stride_c)[None, :]
     if WORDS:
@@ -68,7 +69,8 @@ def _to_blocked_k_groups(
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     (R, C), G = scale.shape, offs.shape[0]
     row_tiles, col_tiles = -(-R // 128), -(-(C + 4 * G) // 4)
-    out = scale.new_empty(512 * row_tiles * col_tiles)  # whole tiles are written, of which a part may be returned
+    # The kernel writes whole tiles, and a part of them may be returned.
+    out = scale.new_empty(512 * row_tiles * col_tiles)
     start = offs.new_empty(G + 1, dtype=torch.int64)
     bits, extent = scale.view(torch.uint8), 1 + (R - 1) * scale.stride(0) + (C - 1) * scale.stride(1)
     words = (
@@ -79,7 +81,7 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     )
     config = for_device(CONFIGS, scale.device)[chunk(G)]
     wide = 128 * scale.stride(0) + (C + 4) * scale.stride(1) >= 2**31
-    # For each row of tiles; one if only start is written.
+    # The programs for each row of tiles. At least one: with no columns, `start` is still written.
     programs = max(1, -(-col_tiles // config["TILES"]))
     _to_blocked_k_groups[(programs * max(1, row_tiles),)](
         bits.as_strided((extent,), (1,)).view(torch.int32) if words else bits, out.view(torch.int32), start, offs,

@@ -1,4 +1,4 @@
-"""to_blocked_m_groups in Triton: `to_blocked`, each row of tiles in the group that it belongs to."""
+"""to_blocked_m_groups in Triton: as `to_blocked`. Each row of tiles belongs to one token group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _to_blocked_m_groups(
 ):  # fmt: skip
     first = tl.program_id(0) % programs * TILES
     row_tile = tl.program_id(0) // programs
-    # Groups begin at multiples of 128: a row of tiles is in one.
+    # Groups begin at multiples of 128, so a row of tiles belongs to one group.
     writes = tl.program_id(0) == 0
     _, first_row, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, None, start, writes, 128, CHUNK)
     r = first_row + row_tile * 128 + tl.arange(0, 128) - begin
@@ -41,10 +41,12 @@ def _to_blocked_m_groups(
 def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     (M, C), G = scale.shape, offs.shape[0]
     row_tiles, col_tiles = blocked_shape(M + 128 * G, C)
-    out = scale.new_empty((128 * row_tiles, 4 * col_tiles))  # whole tiles are written, of which a part may be returned
+    # The kernel writes whole tiles, and a part of them may be returned.
+    out = scale.new_empty((128 * row_tiles, 4 * col_tiles))
     start = offs.new_empty(G + 1, dtype=torch.int64)
     config = CONFIGS["aligned" if C % 16 == 0 else "odd"]
-    programs = max(1, -(-col_tiles // config["TILES"]))  # for each row of tiles; one if only start is written
+    # The programs for each row of tiles. At least one: with no columns, `start` is still written.
+    programs = max(1, -(-col_tiles // config["TILES"]))
     _to_blocked_m_groups[(programs * max(1, row_tiles),)](
         scale.view(torch.uint8), out.view(torch.uint8), start, offs, M, C, G, *scale.stride(),
         offs.stride(0), col_tiles, programs, chunk(G), **config, **UNFUSED,

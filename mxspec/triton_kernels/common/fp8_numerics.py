@@ -1,6 +1,6 @@
-"""The arithmetic of an FP8 128-block in Triton: its quantization factor and the factor back.
+"""The arithmetic of an FP8 128-block in Triton: the factor that quantizes a block, and its reciprocal.
 
-Lay it next to `reference/_fp8_numerics.py`: the same bits.
+`reference/common/fp8_numerics.py` defines both. This file computes the same bits.
 """
 
 import triton
@@ -17,13 +17,17 @@ _TWO = tl.constexpr(fp32_bits(2.0))
 
 @triton.jit
 def factors(amax_bits, eps_bits, POW2: tl.constexpr):
-    """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once; NaN for Inf and NaN.
+    """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once. Both are NaN if amax is Inf
+    or NaN.
 
-    Fused multiply-adds on the mantissas, exact for each of the 2^23 there are, as the tests count; eps sees to it that
-    both results are normal. A division, which must do without that, would be a call: 26 more registers.
+    The kernel computes both with fused multiply-adds on the mantissas. The results are exact for each of the 2^23
+    mantissas: a test counts them. `eps` guarantees that both results are normal numbers. A division cannot assume that:
+    it would be a function call, and would take more registers (measured: benchmarks/results/decisions.md).
     """
-    bits = tl.maximum(amax_bits, eps_bits)  # Inf and NaN, the largest, stay
-    if POW2:  # the bits of 448 less those of amax: where its mantissa is above 1.75, that borrows one of the exponent
+    bits = tl.maximum(amax_bits, eps_bits)  # Inf and NaN are the largest, so they stay
+    # The bits of 448 minus the bits of amax: the subtraction borrows one from the exponent if the mantissa of amax is
+    # above 1.75.
+    if POW2:
         s = (_HALF - (bits - _TWO)) & 0x7F800000
         back = 0x7F000000 - s
     else:
@@ -35,7 +39,7 @@ def factors(amax_bits, eps_bits, POW2: tl.constexpr):
         q = tl.fma(tl.fma(m, q, _MANTISSA), y, q)  # -1.75 / m, rounded once
         z = m * _INVERSE
         error = tl.fma(q, z, 1.0)
-        z = tl.fma(tl.fma(error, error, error), z, z)  # 1.75 / m, rounded once, inverted and rounded once
+        z = tl.fma(tl.fma(error, error, error), z, z)  # 1.75 / m: rounded once, inverted, and rounded once more
         exponent = _EXPONENT - (bits & 0x7F800000)
         s = (-q).to(tl.int32, bitcast=True) + exponent
         back = z.to(tl.int32, bitcast=True) - exponent

@@ -1,7 +1,8 @@
-"""Token groups in Triton: which group a row belongs to, found by every program for itself from `offs`.
+"""Token groups in Triton: each program finds by itself, from `offs`, which group its rows belong to.
 
-No launch comes before, and nothing is read on the host. A program reads all ends, a chunk at a time, which the L2
-holds, sums up the padded sizes and picks the group by comparison: a few hundred cycles, which other programs hide.
+No other kernel runs before, and the host reads nothing. A program reads all ends in chunks, sums the padded sizes, and
+finds its group by comparison. The ends stay in the L2 cache. The search takes a few hundred cycles, and other programs
+run during that time.
 """
 
 from __future__ import annotations
@@ -11,26 +12,27 @@ import triton.language as tl
 
 
 def padded_rows(M: int, G: int, alignment: int) -> int:
-    """The rows that hold M tokens of G groups, however they are distributed."""
+    """The number of rows that hold M tokens of G groups, however the tokens are distributed."""
     return -(-(M + G * alignment) // alignment) * alignment
 
 
 def chunk(groups: int) -> int:
-    """How many ends a program reads at a time: one of two sizes, or each number of groups would be another kernel."""
+    """The number of ends that a program reads at a time. There are only two sizes, so that few kernels are compiled."""
     return 32 if groups <= 32 else 256
 
 
 @triton.jit
 def _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
-    """Of a chunk of the groups, from i on, which there are, and the last rows of those, padded, counted from `before`.
+    """For the groups i .. i + CHUNK: a validity mask, and each group's padded end row, counted from `before`.
 
-    The program that `writes` also stores the first and last rows of all groups; with `start` None, `end` has G + 1
-    places: 0, which a caller stores, is the first start, then the ends follow; with both None nothing is stored.
+    The program with `writes` also stores the first and the last rows of all groups. If `start` is None, `end` has G + 1
+    places: the caller stores a 0, which is the first start, and this function stores the ends after it. If both are
+    None, nothing is stored.
     """
     g = i + tl.arange(0, CHUNK)
     first = tl.load(offs + (g - 1) * stride, mask=(g > 0) & (g < G), other=0)
     stop = tl.load(offs + g * stride, mask=g < G, other=0)
-    rows = (stop - first + (ALIGN - 1)) // ALIGN * ALIGN  # 0 past the last group, where both are
+    rows = (stop - first + (ALIGN - 1)) // ALIGN * ALIGN  # 0 past the last group: `stop` and `first` are both 0 there
     ends = before + tl.cumsum(rows, 0)
     if start is None:
         if end is not None:
@@ -43,23 +45,25 @@ def _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN: tl.const
 
 @triton.jit
 def tokens_of(group, offs, stride, G):
-    """The first token of a group and the one after its last; none past the last group."""
+    """The first token of a group and the token after its last. Both are 0 past the last group."""
     first = tl.load(offs + (group - 1) * stride, mask=(group > 0) & (group < G), other=0)
     return first, tl.load(offs + group * stride, mask=group < G, other=0)
 
 
 @triton.jit
 def tokens_left(token, stop, tokens):
-    """How many tokens of a group that ends at `stop` there are from each on, of `tokens` in all; for any offs."""
+    """The number of tokens from `token` to the end of a group that ends at `stop`. Any `offs` is safe: `tokens` is the
+    number of tokens in all.
+    """
     return tl.where(token >= 0, tl.maximum(tl.minimum(stop, tokens), 0) - token, 0)
 
 
 @triton.jit
 def group_of(row, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
-    """The group that holds one padded row, its first token and its end, and its first padded row.
+    """The group of one padded row, the group's first token and end, and its first padded row.
 
-    Past the last group, G, which has no tokens. Numbers, no tensors: a mask in any layout takes them without a turn
-    through shared memory.
+    A row past the last group belongs to group G, which has no tokens. The function returns scalars, so that masks of
+    any layout can use them without a conversion through shared memory.
     """
     group, begin, before = row * 0, row * 0, row * 0
     if start is None and end is not None:
@@ -91,10 +95,10 @@ def _later(a, b):
 
 @triton.jit
 def groups_of(tile, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
-    """The groups that hold TILES tiles of ALIGN padded rows from `tile` on, and the first padded row of each.
+    """The groups that hold TILES tiles of ALIGN padded rows, the first of which is `tile`, and the first padded row of
+    each group.
 
-    A histogram says at which of the tiles how many groups end, where each tile compared with each end would be 16
-    times the work.
+    A histogram counts how many groups end at each tile. To compare each tile with each end would be 16 times the work.
     """
     ended, begin, before = tl.zeros((TILES,), tl.int32), tile * 0, tile * 0
     if start is None:
@@ -111,21 +115,22 @@ def groups_of(tile, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CH
 
 @triton.jit
 def grouped_tile(tile, row_tile, group, begin, size, G, row_tiles, col_tiles):
-    """Where a tile of K-groups' scales lies among all, and whether it is one: a group's are together, row by row.
+    """The place of a tile among all tiles of K-groups' scales, and whether the tile exists.
 
-    `tile` is its column among `col_tiles` padded ones, of which its group has `size`, from `begin` on; what lies past
-    the last group counts as one group more. Where offs is out of order the place may be none.
+    The tiles of a group are stored together, row by row. `tile` is the tile's column among `col_tiles` padded columns.
+    Its group has `size` of these columns, and the first is `begin`. The columns past the last group count as one more
+    group. If offs is out of order, the place may be invalid: the second result is then False.
     """
     width = tl.where(group < G, size, col_tiles - begin)
     place = begin.to(tl.int64) * row_tiles + row_tile.to(tl.int64) * width + tile - begin
     there = (tile < col_tiles) & (row_tile < row_tiles)
-    # A number that is 1 is a constant, which has no `to`.
+    # `tl.cast`, because Triton makes a constant of an argument that is 1, and a constant has no `to`.
     return place, there & (place >= 0) & (place < tl.cast(col_tiles, tl.int64) * row_tiles)
 
 
 @triton.jit
 def store_in_order(offs, stride, G, M, ends, CHUNK: tl.constexpr):
-    """Write offs to `ends`, each at least the one before, 0 and at most M: as it is, where offs is in order."""
+    """Write offs to `ends`, clamped to be in order and between 0 and M. Offs that is in order stays as it is."""
     last = 0
     for i in range(0, G, CHUNK):
         g = i + tl.arange(0, CHUNK)

@@ -1,7 +1,7 @@
 """The arithmetic of an MX block in Triton: shared exponent, reciprocal scale, saturating cast.
 
-Lay it next to `reference/common/numerics.py`: the same functions on the same bits. A kernel passes a format and
-a rule as the three constants of `formats.exponent_rule`.
+`reference/common/numerics.py` has the same functions, on the same bits. A kernel passes an element format and a
+rounding rule as the three constants of `formats.exponent_rule`.
 """
 
 import torch
@@ -12,33 +12,35 @@ from mxspec.formats import E4M3FN, E5M2, element
 
 
 def supports(elem_dtype: torch.dtype | str) -> str | None:
-    """Why no kernel here writes or reads an element format: they are proven for these two."""
+    """Why the kernels cannot write or read an element format, or None. They are tested for these two formats."""
     fmt = element(elem_dtype)
     return None if fmt in (E4M3FN, E5M2) else f"takes e4m3fn and e5m2 elements, not {fmt.name}"
 
 
 @triton.jit
 def widened(x):
-    """x as fp32, exactly. A bf16 is the upper half of one: a shift, where a conversion is two instructions."""
+    """x as fp32, exactly. A bf16 is the upper half of an fp32, so one shift is enough. A conversion takes two
+    instructions.
+    """
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:  # not after a return: Triton compiles what follows a static `if` that returns
+    else:  # an `else`, because Triton also compiles the code after a static `if` that returns
         return x.to(tl.float32)
 
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x|, fp32.
+    """The bits of |x|, as fp32.
 
-    As integers they have the order of the magnitudes, Inf and then NaN largest, and an integer maximum cannot drop a
-    NaN, as `max.f32` does.
+    As integers, the bits have the order of the magnitudes: Inf is larger than all numbers, and NaN is larger than Inf.
+    An integer maximum therefore cannot lose a NaN, as `max.f32` does.
     """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def shared_exponent(amax_bits, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr):
-    """The E8M0 byte, as int32, of a block whose largest magnitude has these fp32 bits; 255 for Inf and NaN."""
+    """The E8M0 byte, as int32, of a block whose largest magnitude has these fp32 bits. It is 255 for Inf and NaN."""
     byte = tl.maximum(((amax_bits + ROUND) >> 23) - EMAX, 0)
     if EXCEPT >= 0:
         byte = tl.where(amax_bits == EXCEPT, 0, byte)
@@ -47,19 +49,19 @@ def shared_exponent(amax_bits, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: 
 
 @triton.jit
 def reciprocal_scale(byte):
-    """2^(127 - byte) as fp32; byte 255 gives NaN.
+    """2^(127 - byte) as fp32. Byte 255 gives NaN.
 
-    Byte 254, whose reciprocal is subnormal, does not occur: an fp32 exponent field less emax is at most 253.
+    Byte 254 would have a subnormal reciprocal, but it does not occur: an fp32 exponent field minus emax is at most 253.
     """
     return tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_value(byte):
-    """2^(byte - 127) as fp32, from int32; byte 255 gives NaN.
+    """2^(byte - 127) as fp32, from int32. Byte 255 gives NaN.
 
-    The byte is the exponent field. Both ends need the mantissa's top bit as well: 0x00400000 is 2^-127, a subnormal,
-    and 0x7FC00000 is NaN.
+    The byte becomes the exponent field. The bytes 0 and 255 also need the top bit of the mantissa: 0x00400000 is
+    2^-127, a subnormal, and 0x7FC00000 is NaN.
     """
     mantissa = tl.where((byte == 0) | (byte == 255), 0x400000, 0)
     return (byte << 23 | mantissa).to(tl.float32, bitcast=True)
@@ -67,5 +69,7 @@ def scale_value(byte):
 
 @triton.jit
 def saturating_cast(x, DTYPE: tl.constexpr):
-    """Round to nearest, ties to even, saturating: `cvt.rn.satfinite`, which needs no clamp and keeps NaN."""
+    """Round to nearest, ties to even, and saturate. `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is
+    needed.
+    """
     return x.to(DTYPE)

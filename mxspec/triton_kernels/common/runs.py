@@ -1,6 +1,7 @@
-"""Runs of rows in the registers of one thread: each row is a load, or a store, of its own.
+"""Runs of rows in the registers of one thread. Each row is a load or a store of its own.
 
-What was loaded stays in the thread that loaded it; as dimensions of one load, Triton would spread the rows over them.
+The thread that loads a value keeps it. If the rows were a dimension of one load, Triton would spread them over the
+threads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mxspec.triton_kernels.common.numerics import saturating_cast
 def load1(x, mask, left, ROW: tl.constexpr):
     if left is None:
         return tl.load(x, mask=mask, other=0)
-    else:  # of the rows from each pointer on only so many are there
+    else:  # only `left` of the rows from each pointer on exist
         return tl.load(x, mask=mask & (left > ROW), other=0)
 
 
@@ -38,13 +39,13 @@ def load8(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def load16(x, stride, mask, left):
-    """The 16 rows from each pointer on, along four last dimensions of 2, in registers of the thread of the pointer."""
+    """Load 16 rows from each pointer on, as four last dimensions of 2. The thread of a pointer holds its 16 rows."""
     return tl.join(load8(x, 2 * stride, mask, left, 0, 2), load8(x + stride, 2 * stride, mask, left, 1, 2))
 
 
 @triton.jit
 def store1(q, values, mask, left, ROW: tl.constexpr):
-    if left is not None:  # of the rows from each pointer on only so many are there
+    if left is not None:  # only `left` of the rows from each pointer on exist
         mask = mask & (left > ROW)
     tl.store(q, saturating_cast(values, q.dtype.element_ty), mask=mask)
 
@@ -65,7 +66,9 @@ def store4(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr)
 
 @triton.jit
 def store8(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
-    """Cast and store 8 rows from each pointer on. Cast last, or two rows and not two columns would be cast together."""
+    """Cast and store 8 rows from each pointer on. The cast comes last: earlier, it would pair two rows instead of two
+    columns.
+    """
     even, odd = tl.split(values)
     store4(q, 2 * stride, even, mask, left, ROW, 2 * STEP)
     store4(q + stride, 2 * stride, odd, mask, left, ROW + STEP, 2 * STEP)

@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def swizzle(block, m_blocks, n_blocks, SWIZZLE: tl.constexpr):
-    """The row and the column of a block: down SWIZZLE rows, then one column on.
+    """The row and the column of a block. The order goes down SWIZZLE rows, then to the next column.
 
-    The programs that run at a time then share rows of a and of b in the L2 cache.
+    Programs that run at the same time then share rows of a and of b in the L2 cache.
     """
     in_band = SWIZZLE * n_blocks
     first = block // in_band * SWIZZLE

@@ -1,5 +1,8 @@
 """Matmuls for Hopper in Gluon: warp-specialized, persistent programs. `fp8/` and `mx/` hold one kernel each.
 
-`scheduler.py` says which tile comes next, `pipeline.py` which stage of shared memory is free or full, `warpgroup.py`
-what a math warpgroup does beside its matmuls. `releases.py` says under which Triton releases these kernels are offered.
+- `scheduler.py` says which block of the output a program computes next.
+- `pipeline.py` says which stage of shared memory is free and which is full.
+- `warpgroup.py` has the work of a math warpgroup apart from its matmuls.
+- `names.py` has the names that differ between Triton releases.
+- `releases.py` says under which Triton releases these kernels are offered.
 """

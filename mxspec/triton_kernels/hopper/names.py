@@ -1,7 +1,7 @@
-"""Gluon's names that differ between releases of Triton, and the decorator of argument bundles.
+"""Gluon's names that differ between Triton releases, and the decorator of argument bundles.
 
-A file with a bundle must not have `from __future__ import annotations`: the fields' types are read when the class is
-made.
+A file with a bundle must not have `from __future__ import annotations`: Triton reads the types of the fields when the
+class is made.
 """
 
 import functools
@@ -17,13 +17,14 @@ from triton.language.core import _aggregate, base_value
 from mxspec.triton_kernels.common.tile_order import swizzle as triton_swizzle
 
 T = TypeVar("T")
-shared_layout = functools.cache(gl.NVMMASharedLayout)  # by swizzle in bytes and bits an element; one takes microseconds
+# By swizzle in bytes and bits of an element. Cached, because to make a layout takes microseconds.
+shared_layout = functools.cache(gl.NVMMASharedLayout)
 swizzle = gluon.jit(triton_swizzle.fn)
 
-# A number or a pointer of a launch. Triton makes a constant of the number 1 and of None.
+# A number or a pointer of a launch. Triton turns the number 1 and None into constants.
 Value = gl.tensor | gl.constexpr
 
-# Triton 3.9 keeps the old names of these two, and refuses whoever calls them.
+# Triton 3.9 keeps the old names of the first two, but they raise when they are called.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -31,9 +32,9 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @dataclass_transform()
 def aggregate(cls: type[T]) -> type[T]:
-    """A bundle of values with the fields that its class names, built from them in that order.
+    """A bundle of values. Its constructor takes the fields that the class names, in that order.
 
-    Triton 3.6 and 3.7 have aggregates that need a constructor; later releases would write the same.
+    The aggregates of Triton 3.6 and 3.7 need a written constructor. Later releases would generate the same one.
     """
     names = tuple(cls.__annotations__)
 
@@ -41,7 +42,7 @@ def aggregate(cls: type[T]) -> type[T]:
         for name, value in {**dict(zip(names, values, strict=False)), **named}.items():
             setattr(self, name, value if isinstance(value, base_value | gl.constexpr) else gl.constexpr(value))
 
-    build.__triton_builtin__ = True  # type: ignore[attr-defined]  # it is Python's, and no part of a kernel's source
+    build.__triton_builtin__ = True  # Python's function, not part of a kernel's source
     cls.__init__ = build  # type: ignore[misc]
     return cast(type[T], _aggregate(cls))
 
@@ -52,5 +53,5 @@ def _async_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> Non
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
 
 
-# TMA's store that adds, which older releases compile and have no name for.
+# TMA's store that adds. Older releases can compile it, but have no name for it.
 async_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _async_add

@@ -1,6 +1,6 @@
-"""Under which Triton releases Gluon's kernels are offered. Gluon's language changes with each of them.
+"""The Triton releases under which the Gluon kernels are offered. Gluon's language changes with each release.
 
-Elsewhere nothing of Gluon is imported, and Hopper's matmuls run as plain tiles, whose language is stable.
+Under any other release nothing of Gluon is imported, and Hopper's matmuls run as plain tiles, whose language is stable.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ COMPILED_UNDER = ("3.6", "3.7", "3.8", "3.9")
 
 @functools.cache
 def release() -> str:
-    """This Triton's, without the patch."""
+    """The version of the installed Triton, without the patch number."""
     return ".".join(triton.__version__.split(".")[:2])
 
 
 @functools.cache
 def refusal() -> str | None:
-    """Why this Triton has no Gluon kernels; None where it has them."""
+    """Why this Triton has no Gluon kernels, or None if it has them."""
     if release() in COMPILED_UNDER:
         return None
     return f"are compiled under Triton {', '.join(COMPILED_UNDER)}, and this is {triton.__version__}"
 
 
 def note(a: Tensor, *_: Any, **__: Any) -> str | None:
-    """For `mxspec.explain`: why a matmul on Hopper runs without its Gluon kernel; None where it has it."""
+    """For `mxspec.explain`: why a matmul on Hopper runs without its Gluon kernel, or None if it runs with it."""
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or refusal() is None:
         return None
     return f"by plain tiles: the Gluon kernels {refusal()}"

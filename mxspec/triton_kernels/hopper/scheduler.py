@@ -1,12 +1,12 @@
-"""Which block of the output a program computes next, and which rows and which part of K belong to it.
+"""The block of the output that a program computes next, with its rows and its part of K.
 
 GROUPED says which dimension `offs` divides into the experts' token groups:
 
 | GROUPED | a | b | out |
 |---|---|---|---|
 | "" | one matrix | one matrix | one matrix |
-| "M" | the experts' rows, one group after the other | a matrix for each expert | as a |
-| "K" | the experts' columns, one group after the other | likewise | a matrix for each expert |
+| "M" | the rows of the experts, one group after the other | one matrix for each expert | as a |
+| "K" | the columns of the experts, one group after the other | as a | one matrix for each expert |
 """
 
 import triton.experimental.gluon as gluon
@@ -17,10 +17,10 @@ from mxspec.triton_kernels.hopper.names import Value, aggregate, swizzle
 
 @aggregate
 class Scheduler:
-    """The blocks of an output, which persistent programs share out: program p takes p, p + num_programs, ...
+    """The blocks of an output. Persistent programs share them: program p computes p, p + num_programs, ...
 
-    `offs` counts units of K_UNIT along K. With PLANNED, `offs` is a plan instead, three numbers for each row of
-    blocks: the expert, or -1, the first row, and the end of the group's rows.
+    `offs` counts units of K_UNIT along K. With PLANNED, `offs` is a plan instead: three numbers for each row of blocks,
+    namely the expert or -1, the first row, and the end of the group's rows.
     """
 
     offs: Value
@@ -42,9 +42,9 @@ class Scheduler:
     def get_next_group(self, block, group):
         """The group of rows that `block` belongs to, found from the group of an earlier block.
 
-        A group is the expert, the expert's first block, its first row and the end of its rows. The rows of no expert
-        are one more group, `num_experts`. Past that group there is `num_experts + 1`, which has no rows. Whatever
-        `offs` holds, no row is outside of a.
+        A group is a tuple: the expert, the expert's first block, its first row, and the end of its rows. The rows of no
+        expert are one more group, `num_experts`. After it comes the group `num_experts + 1`, which has no rows. No row
+        is outside of a, whatever `offs` holds.
         """
         if self.GROUPED == "M":
             if not self.PLANNED:
@@ -64,7 +64,7 @@ class Scheduler:
 
     @gluon.jit
     def k_range(self, expert):
-        """The part of K that an expert has, from where to where: within a and b, whatever `offs` holds."""
+        """The begin and the end of an expert's part of K. Both are within a and b, whatever `offs` holds."""
         begin = gl.load(self.offs + (expert - 1) * self.offs_stride, mask=expert > 0, other=0) // self.K_UNIT
         end = gl.load(self.offs + expert * self.offs_stride) // self.K_UNIT
         begin = gl.minimum(gl.maximum(begin, 0), self.K)
@@ -72,7 +72,9 @@ class Scheduler:
 
     @gluon.jit
     def get_block(self, block, group):
-        """A block's expert, row and column among blocks, first row, the end of its group's rows, its part of K."""
+        """A block's expert, its row and column among blocks, its first row, the end of its group's rows, and its part
+        of K.
+        """
         if self.GROUPED == "M":
             if self.PLANNED:
                 m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)

@@ -1,4 +1,4 @@
-"""What a math warpgroup does beside its matmuls: it promotes partial sums, takes turns, and writes the output."""
+"""The work of a math warpgroup apart from its matmuls: it promotes partial sums, takes turns, and writes the output."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,8 +9,10 @@ from mxspec.triton_kernels.hopper.names import Value, aggregate, async_add, asyn
 
 @gluon.jit
 def promote(partial, of_row, of_column, acc, VECTOR: gl.constexpr):
-    """acc + partial * scale, by instructions that stay where they stand: LLVM would sink them behind the next wgmma,
-    which needs the registers of the partial sum, and spill."""
+    """acc + partial * scale, in inline assembly, so that the instructions stay in place.
+
+    LLVM would move them behind the next wgmma. That wgmma needs the registers of the partial sum, so LLVM would spill.
+    """
     of_row = gl.expand_dims(of_row, 1).broadcast_to(partial.shape[0], partial.shape[1])
     if VECTOR:
         of_column = gl.expand_dims(of_column, 0).broadcast_to(partial.shape[0], partial.shape[1])
@@ -27,7 +29,7 @@ def promote(partial, of_row, of_column, acc, VECTOR: gl.constexpr):
 
 @gluon.jit
 def my_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
-    """Wait until the other warpgroup has issued its matmul, so that one adds up while the other's runs."""
+    """Wait until the other warpgroup has issued its matmul, so that one adds while the matmul of the other runs."""
     if TURNS:
         gl.inline_asm_elementwise(
             "bar.sync 8, 256; mov.u32 $0, 0;" if WARPGROUP == 0 else "bar.sync 9, 256; mov.u32 $0, 0;",
@@ -37,7 +39,7 @@ def my_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
 
 @gluon.jit
 def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
-    """Say to the other warpgroup that it may issue its own."""
+    """Tell the other warpgroup that it may issue its matmul."""
     if TURNS:
         gl.inline_asm_elementwise(
             "bar.arrive 9, 256; mov.u32 $0, 0;" if WARPGROUP == 0 else "bar.arrive 8, 256; mov.u32 $0, 0;",
@@ -47,10 +49,11 @@ def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
 
 @aggregate
 class Output:
-    """Where 64 rows of a block of the output go: through shared memory by TMA, whole or in CHUNKS along N.
+    """The destination of 64 rows of a block of the output. They pass through shared memory and TMA, whole or in CHUNKS
+    along N.
 
-    `pointer` and `stride`, of a row, are for rows that TMA must not write whole. Each warpgroup has BUFFERS tiles.
-    With ACCUMULATE the block is added to what is there.
+    `pointer` and `stride` (of a row) are for rows that TMA must not write whole. Each warpgroup has BUFFERS tiles. With
+    ACCUMULATE, the block is added to the output.
     """
 
     desc: tma.tensor_descriptor
@@ -64,17 +67,17 @@ class Output:
 
     @gluon.jit
     def write(self, row, column, acc, buffer):
-        """64 rows of the output, all of them within it or past its end.
+        """Write 64 rows of the output by TMA. All of them are within the output, or past its end.
 
-        The L2 adds: to read the output beforehand would take registers, of which there are none, or the loop's time. A
-        sum that is a subnormal fp32 becomes 0 there.
+        With ACCUMULATE, the L2 cache adds. To read the output first would take registers, and there are none, or it
+        would take time in the loop. The L2 cache flushes a sum that is a subnormal fp32 to 0.
         """
         WIDTH: gl.constexpr = self.desc.block_shape[1]
         parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
         mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
         for c in gl.static_range(self.CHUNKS):
             target = self.tiles.index(buffer + c % self.BUFFERS)
-            tma.store_wait(self.BUFFERS - 1)  # the store that last read this buffer
+            tma.store_wait(self.BUFFERS - 1)  # wait for the store that last read this buffer
             target.store(gl.convert_layout(parts[c], mma).to(self.desc.dtype))
             fence_async_shared()
             if self.ACCUMULATE:
@@ -84,14 +87,14 @@ class Output:
 
     @gluon.jit
     def write_rows(self, above, row, end, column, acc, buffer):
-        """`write` of 64 rows of a group, whose first row is row `above` of the output.
+        """`write` for 64 rows of a group. The group's first row is row `above` of the output.
 
-        Rows from `end` on, and columns from N on, are another group's.
+        Rows from `end` on, and columns from N on, belong to another group.
         """
         if row + 64 <= end:
             self.write(above + row, column, acc, buffer)
         else:
-            tma.store_wait(0)  # this buffer is left out, and the next one's turn comes sooner
+            tma.store_wait(0)  # this call skips its buffer, so the next write may reuse a buffer one turn earlier
             if row < end:
                 self.write_part(above, row, end, column, acc)
 
@@ -108,13 +111,13 @@ class Output:
 
     @gluon.jit
     def write_turned(self, row, column, acc, buffer):
-        """64 rows of the output's transpose, whose columns are rows of the output."""
+        """Write 64 rows of the output's transpose. Its columns are rows of the output."""
         WIDTH: gl.constexpr = self.desc.block_shape[0]
         parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
         mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
         for c in gl.static_range(self.CHUNKS):
             target = self.tiles.index(buffer)
-            tma.store_wait(0)  # the store that last read this buffer
+            tma.store_wait(0)  # wait for the store that last read this buffer
             target.permute((1, 0)).store(gl.convert_layout(parts[c], mma).to(self.desc.dtype))
             fence_async_shared()
             async_store(self.desc, [column + c * WIDTH, row], target)

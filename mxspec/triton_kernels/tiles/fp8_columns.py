@@ -1,8 +1,8 @@
-"""FP8 blocks that lie across memory: they turn in registers, so that codes are stored along the blocks.
+"""FP8 blocks that lie across memory. The kernel transposes them in registers and stores the codes along the blocks.
 
-A thread has 16 elements of each of 8 neighbouring rows, which are columns of memory: 16 loads of 16 bytes of memory
-that become, within its registers, 8 stores of 16 bytes of a row. A warp is 8 threads along a block by 4 across, so that
-amax is taken by shuffles.
+A thread has 16 elements of each of 8 neighbouring rows, which are columns of memory. It loads 16 bytes of memory 16
+times, and stores 16 bytes of a row 8 times. A warp is 8 threads along a block by 4 threads across, so that shuffles
+compute amax.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from mxspec.triton_kernels.common.runs import load16
 
 @triton.jit
 def turned_index(WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr):
-    """In a tile of BLOCKS blocks of each of COLS rows: the row, where its block begins, and the element of a block.
+    """The indices of a tile of BLOCKS blocks of each of COLS rows: the row, the begin of a block, the begin of a run in
+    a block.
 
-    `(4, COLS // 32, 1, 8)` and `(1, 1, BLOCKS, 1)`, and of every 16 elements the first, `(1, 8, 1, 1, 1)`.
+    Their shapes are `(4, COLS // 32, 1, 8)`, `(1, 1, BLOCKS, 1)` and `(1, 8, 1, 1, 1)`. A run is 16 elements, those of
+    one thread.
     """
     thread, warp, row = tl.arange(0, 4) * 8, tl.arange(0, COLS // 32) * 32, tl.arange(0, 8)
     r = thread[:, None, None, None] + warp[None, :, None, None] + row[None, None, None, :]
     k, run = (tl.arange(0, BLOCKS) * 128)[None, None, :, None], tl.arange(0, 8)[None, :, None, None, None] * 16
-    if WIDE:  # the products with strides pass 2^31
+    if WIDE:  # the products with strides are above 2^31
         r, k, run = r.to(tl.int64), k.to(tl.int64), run.to(tl.int64)
     return r, k, run
 
@@ -34,10 +36,11 @@ def turn(
     x, qdata, r, k, run, stride_r, stride_k, K, inside, owned, left, eps_bits,
     POW2: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile that begins at x, store its codes in rows of K from `qdata` on, and give the factors back.
+    """Quantize a tile that begins at x, store its codes from `qdata` on in rows of length K, and return the reciprocal
+    factors.
 
-    `inside` says which of `turned_index`'s blocks are read, `owned` which are stored; with `left`, of the elements from
-    each `run` on only so many are there.
+    `inside` says which blocks are read, and `owned` which blocks are stored. `left`, if given, is the number of
+    elements that exist from the begin of each run on.
     """
     x += (r * stride_r + k * stride_k)[:, None, :, :, :] + run * stride_k
     wide = widened(load16(x, stride_k, inside[:, None, :, :, :], left)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)

@@ -1,4 +1,6 @@
-"""FP8 matmuls in plain Triton: one tile of the output a program, operands of any strides, whole or in groups."""
+"""FP8 matmuls in plain Triton: a program computes one tile of the output. Operands may have any strides, and token
+groups.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from mxspec.triton_kernels.common.tile_order import swizzle
 
 _TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "SWIZZLE": 8, "num_warps": 8, "num_stages": 3}
 CONFIGS = {(9, 0): _TILE, (10, 0): _TILE}
-# Rows that are as far apart as a group has tokens take more registers for their addresses; on Hopper, whose sums lie in
-# registers, so does a scale for each row of b.
+# In K-groups, the distance between two rows is the number of tokens of the group, so the addresses take more registers.
+# On Hopper the sums are in registers, so a scale for each row of b takes more registers there, too.
 K_GROUPS = {(9, 0): _TILE | {"BLOCK_N": 64}, (10, 0): _TILE | {"BLOCK_N": 64}}
 VECTOR = {(9, 0): _TILE | {"BLOCK_N": 64}, (10, 0): _TILE}
 
@@ -34,15 +36,15 @@ def _tiles(
         group, tile = tile // (M_tiles * N_tiles), tile % (M_tiles * N_tiles)
     m_tile, n_tile = swizzle(tile, M_tiles, N_tiles, SWIZZLE)
     row_begin, row_end = m_tile * BLOCK_M, M
-    if GROUPED == "M":  # rows of one group, or of none: zeros
+    if GROUPED == "M":  # rows of one group, or rows of no group, which become zeros
         group, begin, stop, padded = group_of(m_tile * BLOCK_M, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
         none = group >= E
         begin = tl.where(none, tl.load(offs + (E - 1) * offs_stride), begin)
-        row_begin = tl.minimum(tl.maximum(begin + m_tile * BLOCK_M - padded, 0), M)  # whatever offs holds
+        row_begin = tl.minimum(tl.maximum(begin + m_tile * BLOCK_M - padded, 0), M)  # within a, whatever offs holds
         row_end = tl.where(none, M, tl.minimum(stop, M))
         K_blocks = tl.where(none, 0, K_blocks)
         group = tl.minimum(group, E - 1)
-    elif GROUPED == "K":  # a matrix of its own in a and b; none outside of them, whatever offs holds
+    elif GROUPED == "K":  # a and b of a group are matrices of their own, and within the operands whatever offs holds
         begin, stop = tokens_of(group, offs, offs_stride, E)
         begin = tl.minimum(tl.maximum(begin // 128, 0), K_blocks)
         K_blocks = tl.maximum(tl.minimum(stop // 128, K_blocks) - begin, 0)
@@ -62,13 +64,14 @@ def _tiles(
     a_scale_at = a_scale + row * a_scale_stride_m
     if VECTOR:  # a scale for each row of b
         b_scale_at = b_scale + column * b_scale_stride_n
-    else:  # one for 128 of them, and so one a tile
+    else:  # one scale for 128 rows of b, so one for a tile
         b_scale_at = b_scale + (n_tile * BLOCK_N // 128).to(tl.int64) * b_scale_stride_n
     in_row, in_column = row < row_end, column < N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(K_blocks):
         x, w = tl.load(a_at, mask=in_row[:, None], other=0.0), tl.load(b_at, mask=in_column[:, None], other=0.0)
-        partial = tl.dot(x, w.T)  # tensor cores keep about 14 bits of a sum, so it is moved to fp32 every 128 of K
+        # Tensor cores keep only about 14 bits of a sum, so each 128 columns of K are added in fp32.
+        partial = tl.dot(x, w.T)
         of_row = tl.load(a_scale_at, mask=in_row, other=0.0)
         if VECTOR:
             of_column = tl.load(b_scale_at, mask=in_column, other=0.0)
@@ -81,7 +84,7 @@ def _tiles(
         b_scale_at += b_scale_stride_k
     at, there = out + row[:, None] * out_stride + column[None, :], in_row[:, None] & in_column[None, :]
     if ACCUMULATE:
-        there &= K_blocks > 0  # a sum of nothing is not added: it would make -0 of the output +0
+        there &= K_blocks > 0  # do not add an empty sum: it would turn an output of -0 into +0
         acc += tl.load(at, mask=there)
     tl.store(at, acc.to(out.dtype.element_ty), mask=there)
 
@@ -90,16 +93,19 @@ def fp8_tiles(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
     *, offs: Tensor | None = None, grouped: str = "", accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """Multiply `(M, K)` by `(N, K)` into `out`, or add the product to it: whole, or in groups of rows of a, each with a
-    b of its own, "M", or of K, "K", laid out as `fp8_quantize_k_groups` does it, each with an output of its own.
+    """Multiply `(M, K)` by `(N, K)` into `out`, or add the product to `out`.
+
+    - `grouped` "": one matmul.
+    - "M": the rows of a are in groups, each with its own b.
+    - "K": the columns are in groups, laid out as by `fp8_quantize_k_groups`, each with its own output.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     vector = grouped == "K" or (not grouped and b_scale.shape[0] == N != 1)
     config = for_device(K_GROUPS if grouped == "K" else VECTOR if vector else CONFIGS, a.device)
-    if accumulate:  # a tile of the output needs registers as well
+    if accumulate:  # the old tile of the output needs registers, too
         config = {**config, "BLOCK_M": 64}
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
-    if grouped == "M":  # each group, and the rows of none, may begin a tile
+    if grouped == "M":  # each group, and the rows that belong to no group, may begin a tile
         M_tiles += E
     of_b, of_out = ((0, *t.stride()[-2:]) if t.ndim == 2 else t.stride() for t in (b, out))
     of_b_scale = (0, *b_scale.stride()) if b_scale.ndim == 2 else b_scale.stride()

@@ -1,11 +1,14 @@
-"""MX along the columns, or along columns and rows from one read: a program owns a tile of whole blocks.
+"""MX blocks along the columns, or along columns and rows from one read. A program owns a tile of whole blocks.
 
-A tile is RUNS runs of RUN rows each, by COLS columns, held as `(RUNS, COLS // PART, PART, RUN)`: row `RUN * r + i` at
-`[r, ..., i]`. Each of the RUN rows is a load of its own and `tl.join` leaves what was loaded in the thread that
-loaded it, beside the 8 columns of its 16-byte loads; with the rows in their own order Triton would spread them over the
-threads. So most of a column's maximum is taken in registers, and the codes of RUN rows of a column, which are
-consecutive bytes of the result, turn through shared memory together. PART columns and no more, so that a warp has whole
-32x1 blocks: what is left of the maximum is then taken by shuffles.
+A tile is RUNS runs of RUN rows each, by COLS columns. It is held as `(RUNS, COLS // PART, PART, RUN)`, with row `RUN *
+r + i` at `[r, ..., i]`.
+
+- Each of the RUN rows is a load of its own, and `tl.join` leaves a loaded value in the thread that loaded it, beside
+  the 8 columns of its 16-byte load. With the rows as one dimension, Triton would spread them over the threads.
+- So a thread computes most of a column's maximum in its registers.
+- The codes of RUN rows of a column are consecutive bytes of the result. They pass through shared memory together, where
+  the tile is transposed.
+- PART is no larger than it is so that a warp has whole 32x1 blocks. Shuffles then compute the rest of the maximum.
 """
 
 from __future__ import annotations
@@ -30,9 +33,7 @@ from mxspec.triton_kernels.common.numerics import (
 )
 from mxspec.triton_kernels.common.runs import load8, load16, store8
 
-# H200, plain and blocked scales, as fractions of a bare cast's rate: col, small at 8192 x 2048 0.87, 0.91 (large 0.84,
-# 0.86); of a copy's: rowcol at 8192 x 2048 0.80, 0.89, at 32768 x 7168 0.79, 0.91 (16 warps 0.75, 0.87; 4 warps, which
-# spill, 0.78, 0.89). Without strips of 8 tiles the last are 0.72, 0.88, and plain at 131072 x 7168 0.55, not 0.79.
+# The race on an H200: benchmarks/results/decisions.md. It also measured 16 warps, 4 warps (which spill), and no strips.
 _HOPPER = {
     "col, small": {"RUN": 16, "RUNS": 8, "COLS": 128, "PART": 128, "num_warps": 4},
     "col, large": {"RUN": 16, "RUNS": 16, "COLS": 128, "PART": 128, "num_warps": 8},
@@ -42,7 +43,7 @@ CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
 
 
 def config(x: Tensor, with_rows: bool) -> dict[str, int]:
-    """The tile for a tensor: smaller programs where there are few of them, or where fp32 takes the registers."""
+    """The tile for a tensor. Programs are smaller if there are few of them, or if fp32 values take the registers."""
     large = x.numel() >= 2**26 and x.dtype != torch.float32
     return for_device(CONFIGS, x.device)["rowcol" if with_rows else "col, large" if large else "col, small"]
 
@@ -55,7 +56,8 @@ def supports(x: Tensor) -> str | None:
     return None
 
 
-@triton.jit(do_not_specialize=["tokens"])  # for what ptxas makes of a 1, see mx_quantize_groups
+# `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
+@triton.jit(do_not_specialize=["tokens"])
 def _mx_tile(
     x, q_col, s_col, q_row, s_row, start, end, offs,
     M, K, M32, K32, stride_e, stride_m, stride_k, tokens, G, stride_offs,
@@ -64,25 +66,25 @@ def _mx_tile(
     RUN: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr, PART: tl.constexpr, STRIP: tl.constexpr = 1,
     ALIGN: tl.constexpr = 0, CHUNK: tl.constexpr = 0,
 ):  # fmt: skip
-    # M32 and K32 are M and K by 32, divided on the host, so that Triton knows of a multiple of 16 that it is one.
-    # With `offs`, M counts the padded rows of token groups and `tokens` those of x.
+    # M32 and K32 are M / 32 and K / 32, computed on the host so that Triton keeps its divisible-by-16 specialization.
+    # With `offs`, M counts the padded rows of token groups, and `tokens` counts the rows of x.
     ROWS: tl.constexpr = RUN * RUNS
     BLOCKS: tl.constexpr = ROWS // 32
     RUNS_OF_BLOCK: tl.constexpr = 32 // RUN
     PARTS: tl.constexpr = COLS // PART
-    # Along the rows first: neighbouring programs then write neighbouring bytes of the columns' results. With STRIP,
-    # along so many tiles of a row before that, for the bytes of the rows' results.
+    # Grid order: along the rows first, so that neighbouring programs write neighbouring bytes of the columns' results.
+    # With STRIP, a program first runs along STRIP tiles of a row, for the bytes of the rows' results.
     k_tile = tl.program_id(1) * STRIP + tl.program_id(0) % STRIP
     m0, k0, e = tl.program_id(0) // STRIP * ROWS, k_tile * COLS, tl.program_id(2).to(tl.int64)
     g, m, k = tl.arange(0, RUNS) * RUN, tl.arange(0, ROWS), tl.arange(0, COLS)
     b = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    if WIDE:  # the products with strides pass 2^31
+    if WIDE:  # the products with strides are above 2^31
         g, m, k, b = g.to(tl.int64), m.to(tl.int64), k.to(tl.int64), b.to(tl.int64)
     inside = ((m0 + g < M)[:, None, None] & (k0 + b < K)[None, :, :]) | EVEN  # M is a multiple of 32
     x += e * stride_e + k0.to(tl.int64) * stride_k
     if offs is None:
         x_rows, left = x + m0.to(tl.int64) * stride_m + (g * stride_m)[:, None, None], None
-    else:  # groups are padded to multiples of 128, so that the rows are in one
+    else:  # groups are padded to multiples of 128, so that these rows belong to one group
         tl.static_assert(ROWS == 128)
         writes = tl.program_id(0) + tl.program_id(1) == 0
         group, token0, stop, begin = group_of(m0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
@@ -93,10 +95,11 @@ def _mx_tile(
     values = load16(x_rows, stride_m, inside, left) if RUN == 16 else load8(x_rows, stride_m, inside, left, 0, 1)
     wide = widened(values).reshape(RUNS, PARTS, PART, RUN)  # RUN rows of a column, in the registers of one thread
 
-    # Both maxima before any codes, so that the magnitudes no longer take registers.
+    # Compute both maxima before any codes, so that the magnitudes free their registers.
     largest = tl.max(tl.max(magnitude_bits(wide).reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN), axis=4), axis=1)
     byte = shared_exponent(largest, EMAX, ROUND, EXCEPT)  # (BLOCKS, PARTS, PART)
-    if WITH_ROWS:  # all loads come first: a load does not pass a store that may change what it reads
+    # All loads come first: the compiler does not move a load past a store that may change its address.
+    if WITH_ROWS:
         tl.static_assert(RUN == 8)
         blocks = wide.reshape(RUNS, PARTS, PART // 32, 32, RUN)
         row_byte = shared_exponent(tl.max(magnitude_bits(blocks), axis=3), EMAX, ROUND, EXCEPT)
@@ -142,7 +145,9 @@ def _mx_tile(
 def mx_tile(
     x: Tensor, fmt: ElementFormat, scaling: str, scale_layout: str, with_rows: bool = False
 ) -> tuple[Tensor, ...]:
-    """`(q_col, s_col)` of x, its codes as those of the transpose, `(..., K, M)`; or `(q_row, s_row, q_col, s_col)`."""
+    """`(q_col, s_col)` of x, with codes stored as those of the transpose, `(..., K, M)`; or `(q_row, s_row, q_col,
+    s_col)`.
+    """
     *lead, M, K = x.shape
     E, blocked = lead[0] if lead else 1, scale_layout == "blocked"
     chosen = config(x, with_rows)
@@ -174,13 +179,16 @@ def launch_groups(
     x: Tensor, q_col: Tensor, s_col: Tensor, start: Tensor, end: Tensor, offs: Tensor, pad_to: int, scaled_rows: int,
     constants: tuple[int, int, int, bool],
 ) -> None:  # fmt: skip
-    """The columns of token groups, padded; `scaled_rows`, all that have scales, may be more than q_col has."""
+    """Quantize the columns of token groups, padded. `scaled_rows` counts all rows with scales, which may be more
+    than q_col has.
+    """
     (tokens, K), R, G = x.shape, q_col.shape[1], offs.shape[0]
-    chosen = for_device(CONFIGS, x.device)["col, small"]  # whose rows are in one group
+    chosen = for_device(CONFIGS, x.device)["col, small"]  # its rows belong to one group
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
     wide = max(rows * max(x.stride(0), K), cols * max(x.stride(1), R)) >= 2**31
     if scaled_rows:
-        grid = (-(-scaled_rows // rows), max(1, -(-K // cols)), 1)  # one if only start and end are written
+        # At least one program across: with no columns, start and end are still written.
+        grid = (-(-scaled_rows // rows), max(1, -(-K // cols)), 1)
         _mx_tile[grid](
             x, q_col, s_col, q_col, s_col, start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(), tokens, G,
             offs.stride(0), *constants, False, False, wide, **chosen, ALIGN=pad_to, CHUNK=chunk(G), **UNFUSED,

@@ -1,7 +1,7 @@
-"""MX matmuls in plain Triton: one tile of one group's output a program, operands of any strides.
+"""MX matmuls in plain Triton: a program computes one tile of one group's output. Operands may have any strides.
 
-Blackwell's tensor cores take codes and scale bytes as they are. Elsewhere a block of 32 is multiplied as fp16, which
-holds every code of both formats, and its sums are scaled in fp32: no code and no scale byte is an exception.
+Blackwell's tensor cores take codes and scale bytes directly. On other GPUs, the kernel multiplies a block of 32 columns
+as fp16, which holds every code of both formats, and scales its sums in fp32. No code and no scale byte is an exception.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mxspec.triton_kernels.common.groups import chunk, group_of, rows_before, to
 from mxspec.triton_kernels.common.launch import FUSED, for_device
 from mxspec.triton_kernels.common.tile_order import swizzle
 
-# A tile has the 128 rows of the blocked layout, to which a group's are padded there: its scales are one tile's as well.
-# Codes that lie at multiples of 16 bytes are copied 16 at a time; others pass through registers, of which every larger
-# tile on Blackwell needs more than there are.
+# A tile has 128 rows, as a tile of the blocked layout, and groups are padded to 128 rows in that layout. So the scales
+# of a tile are those of one scale tile. "aligned": codes at multiples of 16 bytes are copied 16 bytes at a time. "any":
+# other codes pass through registers, and on Blackwell a larger tile would need more registers than there are.
 _HOPPER = {"BLOCK_M": 128, "BLOCK_N": 64, "SWIZZLE": 8, "SCALED": False, "num_warps": 8, "num_stages": 3}
 CONFIGS = {
     "aligned": {(9, 0): _HOPPER, (10, 0): _HOPPER | {"BLOCK_N": 128, "SCALED": True}},
@@ -34,16 +34,17 @@ PTX = {
 
 @triton.jit
 def _scale_rows(row, stride_r, BLOCKED: tl.constexpr):
-    """Where the scales of rows begin; `stride_r` is that of a row, or of a row of tiles."""
+    """The offset of the scales of rows. `stride_r` is the stride of a row, or of a row of tiles if BLOCKED."""
     return row // 128 * stride_r + row % 32 * 16 + row % 128 // 32 * 4 if BLOCKED else row * stride_r
 
 
 @triton.jit
 def _factors(a_byte, b_byte):
-    """Two factors, fp32, of each row's and column's sum, whose product is their scales'; NaN for a byte 255.
+    """Two fp32 factors for the sum of each row and column. Their product is the product of both scales. A byte 255
+    gives NaN.
 
-    A sum of 448 by 2^127 and then by 2^-127 would pass the range of fp32, so each factor has half of both exponents:
-    what the first makes too large or too small the second does not bring back.
+    A sum of 448 times 2^127, and then times 2^-127, would leave the range of fp32. So each factor has half of both
+    exponents. If the first factor makes a sum too large or too small, the second does not bring it back.
     """
     a_byte, b_byte = a_byte.to(tl.int32), b_byte.to(tl.int32)
     a_low = tl.where(a_byte == 255, 0x7FC00000, ((a_byte + 1) // 2 + 63) << 23).to(tl.float32, bitcast=True)
@@ -58,7 +59,7 @@ def _sums(
     a, a_scale, a_stride_c, in_a, b, b_scale, b_stride_c, in_b, blocks,
     BLOCKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile from pointers to its rows of a, b and their scales."""
+    """The sums of a tile. The arguments are pointers to its rows of a and b, and to their scales."""
     k = tl.arange(0, 32)
     a_at, b_at = a[:, None] + k[None, :], b[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -85,7 +86,7 @@ def _scaled_sums(
     a, a_scale, a_stride_c, in_a, b, b_scale, b_stride_c, in_b, blocks,
     BLOCKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`_sums` by tensor cores that scale; four blocks at a time, the scale bytes of a row of a tile."""
+    """`_sums` on tensor cores that scale: four blocks at a time, that is, the scale bytes of a row of a tile."""
     A: tl.constexpr = "e5m2" if a.dtype.element_ty == tl.float8e5 else "e4m3"
     B: tl.constexpr = "e5m2" if b.dtype.element_ty == tl.float8e5 else "e4m3"
     k, c = tl.arange(0, 128), tl.arange(0, 4)
@@ -118,14 +119,15 @@ def _tile(
     GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, a_flags=None, b_flags=None,
 ):  # fmt: skip
-    """One tile of the output; of K-groups, the row tiles of each group come one after the other.
+    """Compute one tile of the output. For K-groups, the row tiles of each group follow one another.
 
-    With flags of 128 rows of a and of b each, only if one of its is raised.
+    With `a_flags` and `b_flags` (one flag for each 128 rows of a, and of b), compute the tile only if one of its flags
+    is raised.
     """
-    # `top` is the tile's first row of a and of the output, `tile` counts its scales'. Where offs is out of order,
-    # nothing has a meaning, but nothing outside the operands is read.
+    # `top` is the tile's first row of a and of the output, and `tile` counts rows of scale tiles. If offs is out of
+    # order, the result has no meaning, but nothing outside of the operands is read.
     blocks, tile, group = K // 32, row_tile, row_tile * 0
-    if GROUPED == "M":  # rows are in groups, each padded to whole tiles; past the last group they are zeros
+    if GROUPED == "M":  # groups are padded to whole tiles; the rows past the last group become zeros
         start = row_tile * BLOCK_M
         group, _, stop, begin = group_of(start, offs, offs_stride, E, None, None, False, BLOCK_M, CHUNK)
         first = tl.load(offs + (group - 1) * offs_stride, mask=group > 0, other=0)
@@ -136,17 +138,18 @@ def _tile(
             blocks = tl.where(start <= M + 128 * E - BLOCK_M, blocks, 0)
         b += group.to(tl.int64) * b_stride_e
         b_scale += group.to(tl.int64) * b_scale_stride_e
-    elif GROUPED == "K":  # tokens are in groups, along which is summed
+    elif GROUPED == "K":  # the sum runs along the tokens of a group
         m_tiles = tl.cdiv(M, BLOCK_M)
         group, tile = row_tile // m_tiles, row_tile % m_tiles
         top, end = (tile * BLOCK_M).to(tl.int64), M
         out += group.to(tl.int64) * M * N
         first, stop = tokens_of(group, offs, offs_stride, E)
-        first = tl.maximum(first, 0) // 32 * 32  # as it is; so a load knows that it is aligned
+        # The same value, as a multiple of 32, so that a load knows its alignment.
+        first = tl.maximum(first, 0) // 32 * 32
         blocks = tl.maximum(tl.minimum(stop, K) - first, 0) // 32
         a += first
         b += first
-        if BLOCKED:  # a group's tiles are together, row by row
+        if BLOCKED:  # the tiles of a group are stored together, row by row
             begin, across = rows_before(group, offs, offs_stride, 128, CHUNK) // 128, tl.cdiv(blocks, 4)
             blocks = tl.where((begin >= 0) & ((begin + across) * 4 <= K // 32 + 4 * E), blocks, 0)
             a_scale += begin.to(tl.int64) * tl.cdiv(M, 128) * 512
@@ -208,7 +211,7 @@ def _marked_tiles(
     GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # Another kernel has counted them, and says the row and the column of each, in tiles of WIDTH columns.
+    # Another kernel has counted the tiles. It stored the row and the column of each, in tiles of WIDTH columns.
     parts: tl.constexpr = WIDTH // BLOCK_N
     for i in range(tl.program_id(0), tl.load(marks) * parts, tl.num_programs(0)):
         mark = marks + 1 + i // parts * 2
@@ -230,7 +233,8 @@ def _flagged_tiles(
     GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    if GROUPED == "M":  # the rows of none, which whoever computed the others left as they were
+    # The kernel before left the rows of no group as they were, so they become zeros here.
+    if GROUPED == "M":
         n, size = tl.arange(0, 2048), tl.cast(M, tl.int64) * N
         first = tl.load(offs + (E - 1) * offs_stride).to(tl.int64) * N + tl.program_id(0) * 2048
         for start in range(first, size, tl.num_programs(0) * 2048):
@@ -255,14 +259,17 @@ def mx_tiles(
     *, offs: Tensor | None = None, grouped: str = "", marks: Tensor | None = None, width: int = 0,
     flags: Tensor | None = None, programs: int = 0, **options: Any,
 ) -> None:  # fmt: skip
-    """Multiply `(M, K)` by `(N, K)` into `out`: whole, M in groups, each with a b of its own, or K in groups.
+    """Multiply `(M, K)` by `(N, K)` into `out`: one matmul, or M in groups, each with its own b, or K in groups.
 
-    `out` may be the transpose of contiguous matrices.
+    `out` may be the transpose of contiguous matrices. `options` change the configuration.
 
-    With `marks`, int32, only tiles of 128 rows and `width` columns that are written there, by so many programs: how
-    many, then the row and the column of each. With `flags`, int32, only tiles of 128 rows of a, or 128 of b, whose flag
-    is not 0, and rows of no group: one flag for all, those of a, of each group's rows anew, and those of each b.
-    `options` change the configuration.
+    `marks` and `flags` limit the work to some tiles, which `programs` programs compute.
+
+    - `marks`, int32: the number of marked tiles, then the row and the column of each. A marked tile has 128 rows and
+      `width` columns.
+    - `flags`, int32: one flag for all, then the flags of a, then those of each b. There is a flag for each 128 rows,
+      counted anew in each group. The kernel computes the tiles with a flag that is not 0, and sets the rows of no group
+      to 0.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     if not K:
@@ -270,7 +277,7 @@ def mx_tiles(
         return
     config: dict[str, Any] = dict(for_device(CONFIGS["aligned" if _aligned(a) and _aligned(b) else "any"], a.device))
     blocked = scale_layout == "blocked"
-    across = 512 * -(-K // (4 * MX_BLOCK_SIZE))  # the bytes of a row of tiles; of K-groups every program finds its own
+    across = 512 * -(-K // (4 * MX_BLOCK_SIZE))  # the bytes of a row of tiles; for K-groups every program finds its own
     of_a, of_b = ((across, 1) if blocked else scale.stride()[-2:] for scale in (a_scale, b_scale))
     expert = (b.stride(0), b_scale.stride(0)) if b.ndim == 3 else (0, 0)
     operands = (
@@ -281,14 +288,14 @@ def mx_tiles(
     config |= {"GROUPED": grouped, "BLOCKED": blocked, "CHUNK": chunk(E), **FUSED, **options}
     row_tiles = -(-M // config["BLOCK_M"])
     if grouped == "M":
-        row_tiles += E  # each group, and the rows of none, may begin a tile
+        row_tiles += E  # each group, and the rows that belong to no group, may begin a tile
     elif grouped == "K":
         row_tiles *= E
     if marks is None and flags is None:
         _tiles[(row_tiles * -(-N // config["BLOCK_N"]),)](*operands, row_tiles, **config)
         return
     del config["SWIZZLE"]
-    config["BLOCK_N"] = 32  # a loop over tiles takes registers as well
+    config["BLOCK_N"] = 32  # a loop over tiles takes registers, too
     if marks is not None:
         _marked_tiles[(programs,)](*operands, marks, WIDTH=width, **config)
     else:

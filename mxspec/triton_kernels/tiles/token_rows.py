@@ -1,4 +1,4 @@
-"""Token groups padded, placed and unpadded by one kernel, which asks of each row of the output where it comes from."""
+"""One kernel pads, places and unpads token groups. For each row of the output, it finds the row of x to copy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mxspec.formats import INT_OF_BYTES
 from mxspec.triton_kernels.common.groups import chunk, group_of
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 
-# A program moves ROWS rows by up to BYTES bytes of each. benchmarks/tune.py on an H200, two 16-byte words a thread, as
-# here, and four, as fractions of a copy's rate: pad at 16384 x 2048 0.96 and 0.93, at 131072 x 7168 1.00 and 0.99.
+# A program moves ROWS rows, and up to BYTES bytes of each. A thread moves two 16-byte words; four are slower
+# (benchmarks/tune.py, benchmarks/results/decisions.md).
 _HOPPER = {"ROWS": 4, "BYTES": 2048, "num_warps": 8}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 
 
 @triton.jit
 def _ended_before(row, ends, stride, G, CHUNK: tl.constexpr):
-    """How many of the ends are at or before each row (N,)."""
+    """The number of ends that are at or before each row (N,)."""
     count = row * 0
     for i in range(0, G, CHUNK):
         g = i + tl.arange(0, CHUNK)
@@ -31,9 +31,11 @@ def _ended_before(row, ends, stride, G, CHUNK: tl.constexpr):
 
 @triton.jit
 def _token_at(row, offs, stride_offs, start, stride_start, G, CHUNK: tl.constexpr):
-    """The token of each row (N,), the last if groups share a row, and -1 where there is none; groups in any order.
+    """The token of each row (N,), or -1 if there is none. If groups share a row, the last token counts. Groups may be
+    in any order.
 
-    Every group is looked at, which costs two loads more than a count of starts in order, and none after it.
+    The program reads every group. That costs two loads more than to count starts that are in order, and no load after
+    it.
     """
     token = row * 0 - 1
     for i in range(0, G, CHUNK):
@@ -55,8 +57,8 @@ def _move_rows(
     row0 = tl.program_id(0) // col_programs * ROWS
     k0, k = tl.program_id(0) % col_programs * COLS, tl.arange(0, COLS)
     row = row0 + tl.arange(0, ROWS)
-    # The row of x for each row of the output: none at or past `limit`.
-    if HOW == "pad":  # ROWS divides the alignment, so that all of them are in one group
+    # Find the row of x for each row of the output. Rows at or past `limit` do not exist.
+    if HOW == "pad":  # ROWS divides the alignment, so that all ROWS rows belong to one group
         writes = tl.program_id(0) == 0
         _, first, limit, begin = group_of(row0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
         source = first + row - begin
@@ -68,8 +70,8 @@ def _move_rows(
         first = tl.load(offs + (g - 1) * stride_offs, mask=g > 0, other=0)
         source = tl.load(start + g * stride_start, mask=g < G, other=0) + row - first
         limit = tl.where(g < G, rows_in, 0)
-    there = (source >= 0) & (source < tl.minimum(limit, rows_in))  # also where offs or start are out of order
-    # The pointers are moved to the first column, so that a thread keeps no address for each of its elements.
+    there = (source >= 0) & (source < tl.minimum(limit, rows_in))  # also if offs or start are out of order
+    # The pointers move to the first column, so that a thread does not keep an address for each of its elements.
     x += k0.to(tl.int64) * stride_k
     values = tl.load(
         x + (source.to(tl.int64) * stride_m)[:, None] + (k.to(tl.int64) * stride_k)[None, :],
@@ -88,13 +90,13 @@ def supports(x: Tensor, rows_out: int) -> str | None:
 def move_rows(
     how: str, x: Tensor, offs: Tensor, start: Tensor, end: Tensor, rows_out: int, alignment: int = 1
 ) -> Tensor:
-    """Rows of x where `how` says: `pad`, which writes `start` and `end`, or `place` or `unpad`, which read `start`."""
+    """Copy rows of x. `how` is `pad`, which writes `start` and `end`, or `place` or `unpad`, which read `start`."""
     rows_in, K = x.shape
     out = x.new_empty((rows_out, K))
     chosen = for_device(CONFIGS, x.device)
     cols = min(triton.next_power_of_2(max(1, K)), chosen["BYTES"] // x.element_size())
     rows = math.gcd(chosen["ROWS"], alignment) if how == "pad" else chosen["ROWS"]
-    col_programs = max(1, -(-K // cols))  # one where there are no columns: start and end are still written
+    col_programs = max(1, -(-K // cols))  # at least one: with no columns, start and end are still written
     num_warps = max(1, min(chosen["num_warps"], rows * cols * x.element_size() // 512))  # 16 bytes a thread
     if rows_out and (K or how == "pad"):
         bits = INT_OF_BYTES[x.element_size()]

@@ -1,11 +1,21 @@
-"""FP8 matmuls on Hopper, in Gluon: persistent programs of math warpgroups, a warp that loads and two that scale.
+"""FP8 matmuls on Hopper, in Gluon: persistent programs of one or two math warpgroups, a load warp and two scale warps.
 
-A stage of shared memory holds 128 of K: a tile of a, a tile of b, and their scales. Each math warpgroup multiplies its
-64 or 128 rows on the tensor cores, whose sums keep about 14 bits. It adds these sums, scaled, to fp32 accumulators.
+The kernel is a ring of shared-memory stages. Each stage holds 128 columns of K: a tile of `a`, a tile of `b`, and their
+scales.
 
-`../scheduler.py` says which block of the output is next, `../pipeline.py` how stages are handed on, `producers.py` who
-fills them. A warp finds the group of its next block from that of its last, so that nothing is planned beforehand and
-any `offs` will do.
+- The load warp fills the tiles with TMA: `load` in `producers.py`.
+- The scale warps read the scales (any strides) and store them for the rows and columns of the tile: `scale` there.
+- Each math warpgroup multiplies 64 or 128 rows on the tensor cores. Tensor cores keep only about 14 bits of a sum, so
+  after each stage the warpgroup scales the partial sum and adds it to an fp32 accumulator.
+
+Two mbarriers guard each stage: `full` (the tiles and scales have arrived) and `empty` (all math warpgroups have read
+them). `../pipeline.py` has them.
+
+Two math warpgroups take turns: one adds its partial sum while the matmul of the other runs. `TURNS` is 0 (no turns), 1
+(for the first half of the rows) or 2 (for both halves).
+
+`../scheduler.py` says which block of the output comes next. A warp finds the group of its next block from the group of
+its last block, so nothing is planned beforehand, and any `offs` works.
 """
 
 from triton.experimental import gluon
@@ -57,11 +67,13 @@ def _multiply(
             before, stage, after = pipeline.stages(i)
             a, b = tiles.a.index(stage), tiles.b.index(stage).permute((1, 0))
 
-            # The last partial sum goes in as the accumulator that is not used: fresh zeros would be moves.
+            # `use_acc=False` ignores the accumulator, so pass the previous partial sum: a fresh zero tile would cost
+            # register moves.
             my_turn(WARPGROUP, TURNS)
             running = warpgroup_mma(a.slice(first, 64), b, partial, use_acc=False, is_async=True)
             your_turn(WARPGROUP, TURNS)
-            # An arrival is a barrier of the warpgroup before and one after, which here cost nothing: a matmul runs.
+            # An arrival is a barrier of the warpgroup before it and one after it. Both are free here: the matmul is
+            # running.
             mbarrier.arrive(pipeline.empty.index(before), count=1)
             barrier()
             s_column = 0.0
@@ -76,7 +88,7 @@ def _multiply(
                 my_turn(WARPGROUP, TURNS == 2)
                 running = warpgroup_mma(a.slice(second, 64), b, partial, use_acc=False, is_async=True)
                 your_turn(WARPGROUP, TURNS == 2)
-            # Nor does a look at the next block.
+            # Waiting for the next stage here is also free: the matmul is still running.
             pipeline.wait_full(i + 1, after)
             if ONCE:
                 s_lower = tiles.row_scales.index(stage).slice(second, 64).load(per_row)
@@ -93,7 +105,7 @@ def _multiply(
             if not ONCE:
                 s_upper, s_lower = next_upper, next_lower
             i += 1
-        # Only now, since registers are scarce in the loop.
+        # The block's place is computed only now, because registers are scarce in the loop.
         expert, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
         row, column, next_buffer = row + first, n_block_idx * BLOCK_N, own_buffer + out.CHUNKS % out.BUFFERS
         if GROUPED == "":
@@ -104,7 +116,7 @@ def _multiply(
             above = 0
             if GROUPED == "K":  # the experts' matrices lie one below the other
                 above = expert * scheduler.M
-                if out.ACCUMULATE:  # nothing is not added: it would make -0 of the output +0
+                if out.ACCUMULATE:  # do not add an empty sum: it would turn an output of -0 into +0
                     end *= k_blocks > 0
             out.write_rows(above, row, end, column, upper, own_buffer)
             if HALVES == 2:
@@ -121,7 +133,9 @@ def fp8_gemm_sm90(
     SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """`out`: a pointer and the stride of its rows. `scales`, `blocks`: the first fields of `Scales` and `Scheduler`."""
+    """`out` is a pointer and the stride of its rows. `scales` and `blocks` hold the first fields of `Scales` and
+    `Scheduler`, in order.
+    """
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -136,8 +150,8 @@ def fp8_gemm_sm90(
     of_tiles = Scales(*scales, VECTOR, AHEAD)
     scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=128)
     output = Output(out_desc, *out, scheduler.N, out_tiles, BUFFERS, BLOCK_N // WIDTH, ACCUMULATE)
-    pipeline = make_pipeline(NUM_STAGES, 2, WARPGROUPS)  # a producer is the warp that loads, another the two that scale
-    # Each tuple stands where it is passed: one that has a name, or is put together, keeps no constants.
+    pipeline = make_pipeline(NUM_STAGES, 2, WARPGROUPS)  # two producers: the load warp and the pair of scale warps
+    # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [

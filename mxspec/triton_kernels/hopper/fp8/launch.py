@@ -1,4 +1,4 @@
-"""FP8 matmuls on Hopper: which tile the Gluon kernel of `gemm.py` takes, and how it is launched."""
+"""FP8 matmuls on Hopper: the choice of a tile for the Gluon kernel of `gemm.py`, and its launch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.names import shared_layout
 
 T = TypeVar("T")
-# Tiles of the Gluon kernel. The cost is that of an element of the output: smaller tiles read more for it. Three stages
-# leave room for a large tile's output; many keep enough loads in flight where M is small. There a tile takes less time
-# than its scales are on their way, which are asked for several blocks ahead: N 7168 on an H200, us, with DeepGEMM's:
-# K 7168, 16 rows 16.2 (17.2), 64 rows 17.0 (17.1), 128 rows 22.9 (23.8); K 2048, 7.8 (7.3), 7.9 (7.0), 9.1 (8.5).
+# Tiles of the Gluon kernel. The first number is the cost of one element of the output: smaller tiles read more bytes
+# for it. Three stages leave room in shared memory for the output of a large tile. With few rows, many stages keep
+# enough loads in flight. A tile with few rows takes less time than a load of its scales, so the scales are requested
+# AHEAD blocks early. The race against DeepGEMM: benchmarks/results/decisions.md.
 TILES = (
     (1.0, {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 3}),
     (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
@@ -34,13 +34,16 @@ TILES = (
 
 
 def _tma_reads(matrix: Tensor) -> bool:
-    """Whether TMA reads, or writes, a row-major matrix: it starts, and its rows lie, at multiples of 16 bytes."""
+    """Whether TMA can read or write a row-major matrix: start and stride of rows are multiples of 16 bytes."""
     aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(-2) * matrix.element_size() % 16 == 0
     return aligned and matrix.stride(-1) == 1
 
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the Gluon kernel can run: on Hopper, where TMA reads a and b and writes out; several matrices as one."""
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read a and b and write out.
+
+    Several matrices of b or of out must lie one below the other, so that TMA sees one matrix.
+    """
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
         return False
     one = all(t.ndim == 2 or t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in (b, out))
@@ -48,9 +51,9 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
-    """The tile with which the output takes the least time, in waves of as many tiles as there are processors.
+    """The tile that computes the output in the least time. A wave is as many tiles as there are processors.
 
-    A group of rows may end anywhere: its last tile is taken for half empty.
+    A group of rows may end anywhere, so the last tile of a group counts as half empty.
     """
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
@@ -63,7 +66,9 @@ def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> 
 
 
 def _with_scratch(launch: Callable[[], T], device: torch.device) -> T:
-    """Launch a kernel that writes descriptors to memory, which Triton asks for; a caller's allocator stays his."""
+    """Launch a kernel that writes TMA descriptors to memory. Triton asks for that memory. The caller's allocator stays
+    set.
+    """
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)
@@ -78,9 +83,10 @@ def fp8_sm90(
     *, offs: Tensor | None = None, grouped: str = "", accumulate: bool = False, tile: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """`fp8_tiles` by the Gluon kernel, with a tile of TILES and what `options` change of it; gives what was compiled.
+    """`fp8_tiles` by the Gluon kernel, with a tile of TILES. `options` override fields of the tile. Returns the
+    compiled kernel.
 
-    Of several matrices of b or of out each lies below the one before.
+    Several matrices of b or of out must lie one below the other.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     programs = processors(a.device)
@@ -96,26 +102,27 @@ def fp8_sm90(
         **options,
     }
     if config["WARPGROUPS"] == 1:
-        config["TURNS"] = 0  # there is no other to wait for
+        config["TURNS"] = 0  # there is no other warpgroup to wait for
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
     tiles = M_tiles * N_tiles
-    if grouped == "M":  # each group, and the rows of none, may begin a tile
+    if grouped == "M":  # each group, and the rows that belong to no group, may begin a tile
         tiles += E * N_tiles
     elif grouped == "K":
         tiles *= E
     halves = config["BLOCK_M"] // (64 * config["WARPGROUPS"])
-    # The scales of the columns, 32 a thread, are read once a block where registers are left for them: shared memory is
-    # what bounds this kernel, and every thread's own 128 bytes of scales count as much there as operands.
-    # From Triton 3.9 on a thread needs some registers more: a tile of two halves then has none left for them.
+    # ONCE: a thread reads its 32 column scales once a block of K, if registers are left for them. Shared memory limits
+    # this kernel, and the 128 bytes of scales that each thread reads count as much there as operands. From Triton 3.9
+    # on a thread needs a few registers more, so a tile of two halves has none left for the scales.
     cramped = halves == 2 and releases.release() not in ("3.6", "3.7", "3.8")
     config.setdefault("ONCE", vector and (halves == 1 or (out.element_size() == 4 and not cramped)))
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
-    # Of 504 registers, for a thread of each warpgroup, the two that multiply take so many and the third the rest.
+    # Three warpgroups share 504 registers, counted for one thread of each. Each math warpgroup takes this many, and the
+    # third warpgroup gets the rest.
     config.setdefault("REGISTERS", 184 if halves == 1 else 232 if vector and not cramped else 224)
     row_bytes = config["chunk"] * out.element_size()
     codes, rows = shared_layout(128, 8), shared_layout(min(row_bytes, 128), 8 * out.element_size())
     of_rows, of_a, of_b = out.view(-1, N), a, b.view(-1, K)
-    if grouped != "K":  # whose matrices have strides that only the device knows
+    if grouped != "K":  # with "K", only the device knows the strides of the matrices
         of_a = TensorDescriptor.from_tensor(of_a, [config["rows"], FP8_BLOCK_SIZE], codes)
         of_b = TensorDescriptor.from_tensor(of_b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes)
     operands = of_a, of_b, TensorDescriptor.from_tensor(of_rows, [64, config.pop("chunk")], rows)

@@ -1,4 +1,4 @@
-"""The producers of Hopper's FP8 matmuls: one warp loads tiles by TMA, two warps write down the tiles' scales."""
+"""The producers of Hopper's FP8 matmuls: one warp loads tiles with TMA, two warps store the scales of the tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,19 +9,21 @@ from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load, swi
 
 @aggregate
 class Tiles:
-    """A stage's shared memory: the codes of 128 of K, and what a row or a column of the product is multiplied by."""
+    """The shared memory of the stages: the codes of 128 columns of K, and the factors of the product's rows and
+    columns.
+    """
 
     a: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M, 128)
     b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 128)
     row_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M)
-    column_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N) with VECTOR; not used without
+    column_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N) with VECTOR; otherwise not used
 
 
 @aggregate
 class Scales:
-    """The scales in memory. With VECTOR each row of b has its own; without, 128 rows share one.
+    """The scales in memory. With VECTOR each row of b has its own scale; without it 128 rows share one.
 
-    AHEAD blocks of them are on their way while a warp waits for a stage.
+    The loads of AHEAD blocks of scales are in flight while a warp waits for a stage.
     """
 
     a: gl.tensor
@@ -37,7 +39,8 @@ class Scales:
 
 @gluon.jit
 def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, blocks):
-    # Of few rows only those are read, and what the tile's others hold is multiplied for nothing.
+    # If a has few rows, only those are read. The tensor cores multiply the stale contents of the tile's other rows, and
+    # the results are not used.
     ROWS: gl.constexpr = a_desc.block_shape[0]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
     for k in range(blocks):
@@ -52,10 +55,11 @@ def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, blocks):
 
 @gluon.jit
 def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last):
-    """The blocks of an expert, which is a matrix of its own in a and in b, by descriptors of its own.
+    """Load the blocks of one expert. Its part of a and its part of b are matrices of their own, with descriptors of
+    their own.
 
-    The descriptors are written where those of the expert before last are, whose last block of K was loaded before block
-    `last`.
+    The new descriptors overwrite those of the expert before the previous one. The last block of K that used the old
+    descriptors has index `last - 1`.
     """
     BLOCK_M: gl.constexpr = tiles.a.shape[1]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
@@ -65,7 +69,7 @@ def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last):
     programs = gl.num_programs(0)
     own = gl.program_id(0) + gl.cdiv(gl.maximum(expert * of_expert - gl.program_id(0), 0), programs) * programs
     if (blocks > 0) & (own < (expert + 1) * of_expert):
-        if (last > 0) & (i - last < pipeline.NUM_STAGES):  # it may still be on its way
+        if (last > 0) & (i - last < pipeline.NUM_STAGES):  # that block may still be in flight
             pipeline.wait_full(last - 1, (last - 1) % pipeline.NUM_STAGES)
         width = blocks * 128
         a_desc = tma.make_tensor_descriptor(
@@ -85,9 +89,9 @@ def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last):
 
 @gluon.jit
 def load(a, b, tiles, pipeline, scheduler):
-    """The warp that loads tiles. With GROUPED "K", a and b are pointers to the codes; else they are descriptors."""
+    """The load warp. With GROUPED "K", a and b are pointers to the codes; otherwise they are descriptors."""
     i = 0
-    if scheduler.GROUPED == "K":  # while one pair of descriptors is written, the other is read
+    if scheduler.GROUPED == "K":  # two pairs of descriptors: one is written while the other is read
         even, odd = 0, 0
         for expert in range(0, scheduler.num_experts, 2):
             i, even = _load_expert(expert, a, b, tiles, pipeline, scheduler, i, even)
@@ -108,7 +112,12 @@ def load(a, b, tiles, pipeline, scheduler):
 
 @gluon.jit
 def scale(scales, tiles, pipeline, scheduler):
-    """The warps that read the scales, whatever their strides, and write what a row of the tile is multiplied by."""
+    """The scale warps: they read the scales, whatever their strides, and store them for the rows and columns of each
+    stage.
+
+    Without VECTOR, they store one combined factor per row, the product of both scales. With VECTOR, they store the
+    factors of the rows and of the columns apart.
+    """
     BLOCK_M: gl.constexpr = tiles.a.shape[1]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
     AHEAD: gl.constexpr = scales.AHEAD
@@ -134,7 +143,8 @@ def scale(scales, tiles, pipeline, scheduler):
         if scheduler.GROUPED == "K":
             a_at += k_begin.to(gl.int64) * a_stride_k
             b_at += k_begin.to(gl.int64) * b_stride_k
-        # No block's scales have a register that is handed on from one step to the next.
+        # The loops over AHEAD are unrolled and the tuples are renamed, so that no scale moves from one register to
+        # another between steps.
         of_a, of_b = (), ()
         for j in gl.static_range(AHEAD):
             of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (j < blocks), other=0.0),)

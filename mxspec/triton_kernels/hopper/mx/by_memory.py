@@ -1,11 +1,16 @@
 """MX matmuls on Hopper by way of memory: both operands become bf16 values, which cuBLAS or PyTorch's grouped matmul
 multiplies.
 
-Values have few mantissa bits, so that tensor cores that the power limit slows multiply them faster than others: where
-the output is large this gains more than the bytes cost. A code times its scale is exactly a bf16 number unless the
-scale is near either end. A block with such a scale, and a code that is not 0, raises a flag for its 128 rows, and tiles
-of the output with a flag of either operand are computed once more by `mx_tiles`; with none, its programs only look. NaN
-and Inf need no flag.
+This way writes and reads more bytes than the Gluon kernel. It pays for a large output: the power limit slows the tensor
+cores, and they multiply these values faster than other bf16 numbers, because the values have few mantissa bits.
+
+A code times its scale is exactly a bf16 number, unless the scale is near either end of its range. A block with such a
+scale, and with a code that is not 0, raises a flag for its 128 rows. Then `mx_tiles` computes the tiles of the output
+again that have a flag of a or of b. If no flag is raised, the programs of `mx_tiles` only read the flags. NaN and Inf
+need no flag.
+
+Three launches prepare the matmul: `_prepare` clears the flags and plans the tiles of token groups, and `_bf16_values`
+runs once for each operand.
 """
 
 from __future__ import annotations
@@ -25,19 +30,24 @@ from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid, proce
 from mxspec.triton_kernels.common.numerics import scale_value
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
-# By code format, the scale bytes from the first to the last under which every code is 0, a normal bf16 number, Inf or
-# NaN: the smallest code is 2^-9 or 2^-16, the largest just below 2^9 or 2^16.
+# By code format: the first and the last scale byte under which every code becomes 0, a normal bf16 number, Inf or NaN.
+# The smallest code is 2^-9 or 2^-16. The largest is just below 2^9 or 2^16.
 EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
-VALUES = {"BLOCKS": 64, "num_warps": 4}  # as mx_dequantize's
-WAVES = 2  # of tiles of 128 x 128, from which on the output is large: cuBLAS splits K of smaller ones, rounding to bf16
-WEIGHTS = 4  # rows of weights a token, up to which it pays to write the weights' values as well
-MAX_GROUPS = 1023  # of PyTorch's grouped matmul
+VALUES = {"BLOCKS": 64, "num_warps": 4}  # as in mx_dequantize
+# From this many waves of tiles of 128 x 128 on, the output is large. For smaller outputs cuBLAS splits K and rounds the
+# partial sums to bf16.
+WAVES = 2
+# Rows of weights per token, up to which it pays to write the values of the weights, too.
+WEIGHTS = 4
+MAX_GROUPS = 1023  # the limit of PyTorch's grouped matmul
 
 
 @triton.jit
 def _prepare(flags, count, plan, tiles, offs, offs_stride, G, R, ends, CHUNK: tl.constexpr):
-    """Flags of 0. Of rows in groups also offs, put in order, and of each tile, 128 rows counted anew in each group, the
-    first row and the end: none outside of the operand, whatever offs holds.
+    """Set all flags to 0. For token groups, also put offs in order and write the plan.
+
+    The plan holds the first row and the end of each tile of 128 rows. Every group begins a new tile. No row is outside
+    of the operand, whatever offs holds.
     """
     tile, at = tl.program_id(0), tl.program_id(0) * 128 + tl.arange(0, 128)
     tl.store(flags + at, 0, mask=at < count)
@@ -51,15 +61,17 @@ def _prepare(flags, count, plan, tiles, offs, offs_stride, G, R, ends, CHUNK: tl
             tl.store(plan + 2 * tile + 1, tl.where(in_scale, tl.minimum(stop, R), 0))
 
 
-@triton.jit(do_not_specialize=["first_flag", "tiles", "all_tiles"])  # nothing is compiled anew for them
+@triton.jit(do_not_specialize=["first_flag", "tiles", "all_tiles"])  # no other kernel for other values of these
 def _bf16_values(
     codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, flags, first_flag,
     R, C, tiles, all_tiles, plan,
     BLOCKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The values of BLOCKS blocks of 128 rows, in the order of their scale bytes."""
+    """The values of BLOCKS blocks of a tile of 128 rows, in the order of their scale bytes. A value that may be inexact
+    raises a flag.
+    """
     place = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    # A thread reads as many codes at once as make 16 bytes of values; see mx_dequantize.
+    # A thread reads as many codes at once as make 16 bytes of values (see mx_dequantize).
     i, j = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS), tl.max_contiguous(tl.arange(0, 32), 8)
     if BLOCKED:
         row, col = row_col_in_tile(i % 512)
@@ -68,7 +80,7 @@ def _bf16_values(
         row, c = i // C, i % C
     if plan is None:
         e, of_e, top, end = (place // tiles).to(tl.int64), place % tiles, place % tiles * 128, R
-    else:  # each group's rows begin a tile
+    else:  # every group begins a new tile
         e, of_e = tl.cast(0, tl.int64), place
         top = tl.load(plan + 2 * place, mask=place < all_tiles, other=0)
         end = tl.load(plan + 2 * place + 1, mask=place < all_tiles, other=0)
@@ -92,9 +104,10 @@ def _bf16_values(
 def bf16_values(
     codes: Tensor, scale: Tensor, scale_layout: str, flags: Tensor, first_flag: int, plan: Tensor | None = None
 ) -> Tensor:
-    """The values of codes `(R, K)` or `(E, R, K)`, and where among the flags those of 128 rows each come to stand.
+    """The bf16 values of codes `(R, K)` or `(E, R, K)`. The kernel raises the flags from `first_flag` on, one for each
+    128 rows.
 
-    `plan` says the first row and the end of each 128 rows, where they are counted anew in each group.
+    `plan` holds the first row and the end of each tile of 128 rows, if the rows are in token groups.
     """
     *lead, R, K = codes.shape
     C, blocked = K // MX_BLOCK_SIZE, scale_layout == "blocked"
@@ -112,13 +125,15 @@ def bf16_values(
 
 
 def pays(M: int, N: int, device: torch.device) -> bool:
-    """Whether this is the way to an output: a large one, on Hopper."""
+    """Whether this way is faster than the Gluon kernel: on Hopper, for a large output."""
     tiles = -(-M // 128) * -(-N // 128)
     return device.type != "cpu" and capability(device) == (9, 0) and tiles >= WAVES * processors(device)
 
 
 def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torch.device) -> bool:
-    """As `pays`, for what PyTorch's grouped matmul takes: rows of the output at multiples of 16 bytes, in bf16."""
+    """As `pays`, for token groups, within the limits of PyTorch's grouped matmul: bf16, and rows of the output that
+    begin at multiples of 16 bytes.
+    """
     takes = out_dtype == torch.bfloat16 and N % 8 == 0 and E <= MAX_GROUPS
     return takes and E * N <= WEIGHTS * M and pays(M, N, device)
 
@@ -127,10 +142,10 @@ def mx_bf16(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, scale_layout: str,
     offs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`mx_gemm`, or with `offs` `mx_grouped_gemm` in bf16, of operands with at least one element."""
+    """`mx_gemm`, or with `offs` `mx_grouped_gemm` in bf16. Each operand has at least one element."""
     E, grouped, stride = (1, "", 0) if offs is None else (b.shape[0], "M", offs.stride(0))
     row_tiles = -(-a.shape[0] // 128) + (0 if offs is None else E)
-    # One flag for all, then those of a and of b.
+    # First one flag for all, then the flags of a, then those of b.
     flags = a.new_empty(1 + row_tiles + E * -(-b.shape[-2] // 128), dtype=torch.int32)
     plan, ends = (None, None) if offs is None else (offs.new_empty(row_tiles, 2), offs.new_empty(E))
     programs = max(-(-flags.numel() // 128), 0 if plan is None else row_tiles)

@@ -1,22 +1,27 @@
-"""64 rows of MX codes become bf16 in registers, each code times its block's scale."""
+"""Turn 64 rows of MX codes into bf16 in registers: each code is multiplied by the scale of its block."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# An element format's four constants. A code lies in the upper byte of 16 bits. The first constant shifts it to where
-# bf16 has its bits, the second masks those bits. The third is a factor that makes this bf16 number the code's value.
-# The fourth is a factor with which finite codes stay finite, and with which Inf and NaN, numbers so far, do not. The
-# factors are pairs of bf16: 2^120 and 1.125 * 2^119; 2^112 and 2^112.
+# The four constants of an element format. A code lies in the upper byte of 16 bits.
+# - The first constant shifts the code to the place of the bits of a bf16.
+# - The second masks those bits.
+# - The third is a factor that turns this bf16 number into the code's value.
+# - The fourth is a factor that keeps finite codes finite and makes Inf and NaN overflow, which are ordinary numbers
+#   until then.
+# The factors are pairs of bf16: 2^120 and 1.125 * 2^119; 2^112 and 2^112.
 E4M3 = gl.constexpr((4, 0x07F007F0, 0x7B807B80, 0x7B107B10))
 E5M2 = gl.constexpr((3, 0x0FE00FE0, 0x77807780, 0x77807780))
 
 
 @gluon.jit
 def values(codes, factors, first: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.constexpr):
-    """64 rows of a stage in bf16, in the order of K in which b's values lie.
+    """64 rows of a stage in bf16, in the order of K in which the values of b are stored.
 
-    A thread reads consecutive codes, 16 of a row, or 8 of each block of 32. In which order K is summed does not matter
-    as long as b has the same: what a thread has read is then what the tensor cores want of it.
+    A thread reads consecutive codes: 16 of a row, or 8 of each block of 32. Their order along K differs from the order
+    of the tensor cores' operand. That is correct, because b has the same order along K, and a sum does not depend on
+    it. So a thread already holds the codes that the tensor cores expect in it, and no exchange between threads is
+    needed.
     """
     rows: gl.constexpr = [[16, 0], [32, 0]]
     if SPAN == 64:
@@ -46,7 +51,7 @@ def values(codes, factors, first: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.c
     LIMIT: gl.constexpr = FORMAT[3]
     shift, bits = gl.full([64, 64], SHIFT, gl.int32, read), gl.full([64, 64], BITS, gl.int32, read)
     value, limit = gl.full([64, 64], VALUE, gl.int32, read), gl.full([64, 64], LIMIT, gl.int32, read)
-    # Infinity times 0 is NaN: so ends what `limit` made infinite.
+    # Infinity times 0 is NaN, so the last instruction turns a value that `limit` made infinite into NaN.
     x = gl.inline_asm_elementwise(
         """{
         .reg .b32 x, y, zero;

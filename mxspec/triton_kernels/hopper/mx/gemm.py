@@ -1,16 +1,22 @@
-"""MX matmuls on Hopper, in Gluon: bf16 tensor cores, one operand's codes turned into bf16 in registers on their way.
+"""MX matmuls on Hopper, in Gluon: bf16 tensor cores. The codes of one operand become bf16 in registers, on their way to
+the tensor cores.
 
-Hopper multiplies no MX codes, and sums of fp8 products would have to leave the tensor cores every 32 of K. But a code
-times a power of two is a bf16 number, and bf16 products are summed in fp32. b has been turned into bf16 beforehand, by
-`values.py`. Of a, the larger operand, a stage of shared memory holds the codes. Each of two math warpgroups turns its
-64 rows of a block of 64 into bf16 while the tensor cores multiply the other warpgroup's: `conversion.py`.
+Hopper cannot multiply MX codes, and sums of fp8 products would have to leave the tensor cores every 32 columns of K.
+But a code times a power of two is a bf16 number, and the tensor cores sum bf16 products in fp32.
 
-a's values are multiplied by 2^A_SHIFT, b's by 2^B_SHIFT, so that the smallest product of a code and a scale is still a
-bf16 number, and the sums by the reciprocal. What has no bf16 number is made infinite: NaN and Inf codes, the scale NaN,
-products past bf16's range. A tile whose sums are not all finite is marked, and another kernel does it over.
+- b, as a rule the smaller operand, becomes bf16 before this kernel starts: `values.py`.
+- a, as a rule the larger operand, is loaded as codes. A stage of shared memory holds 64 columns of K of 128 rows.
+- Each of two math warpgroups turns its 64 rows of a stage into bf16 registers (`conversion.py`) while the tensor cores
+  multiply for the other warpgroup.
+- A load warp fills the tiles with TMA, and two scale warps read the scales of a: `producers.py`.
 
-`../scheduler.py` says which block of the output is next, `../pipeline.py` how stages are handed on, `producers.py` who
-fills them: a warp that loads tiles by TMA, and two warps that fetch a's scales.
+The values of a are multiplied by 2^A_SHIFT and those of b by 2^B_SHIFT, so that the smallest product of a code and a
+scale is still a bf16 number. The sums are multiplied by the reciprocal. A value without a bf16 number becomes infinite:
+NaN and Inf codes, the scale NaN, and products past the range of bf16. If a sum of a tile is not finite, the kernel
+marks the tile, and another kernel computes it again.
+
+`../scheduler.py` says which block of the output comes next. `../pipeline.py` has the barriers by which warps hand
+stages to each other.
 """
 
 from triton.experimental import gluon
@@ -27,10 +33,10 @@ from mxspec.triton_kernels.hopper.warpgroup import Output
 
 @gluon.jit
 def _step(a, acc, b, tiles, pipeline, i, first: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.constexpr):
-    """Multiply a block of K, and meanwhile wait for the block after it, whose codes are then turned into bf16."""
+    """Multiply a block of K. Meanwhile wait for the next block, then turn its codes into bf16."""
     before, _, after = pipeline.stages(i)
     running = warpgroup_mma(a, b, acc, is_async=True)
-    # An arrival is a barrier of the warpgroup before and one after, which here cost nothing: a matmul runs.
+    # An arrival is a barrier of the warpgroup before it and one after it. Both are free here: the matmul is running.
     mbarrier.arrive(pipeline.empty.index(before), count=1)
     barrier()
     pipeline.wait_full(i + 1, after)
@@ -56,7 +62,8 @@ def _multiply(
         expert, m_block_idx, n_block_idx, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
         acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
         whole = end
-        if GROUPED == "K":  # an expert's last 32 tokens may be half a block, of which the other half is another's
+        # The last 32 tokens of an expert may be half a block. The other half belongs to the next expert.
+        if GROUPED == "K":
             whole = end - (end - begin) % 64
         for _ in range(begin, whole, 64):
             a, b = gl.convert_layout(next, operand), tiles.b.index(i % pipeline.NUM_STAGES).permute((1, 0))
@@ -68,7 +75,7 @@ def _multiply(
                 b = tiles.b.index(i % pipeline.NUM_STAGES).slice(0, 32, dim=1).permute((1, 0))
                 acc, next, i = _step(a, acc, b, tiles, pipeline, i, first, SPAN, FORMAT)
         magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        if GROUPED == "M":  # rows past the group and columns past N are judged where they belong
+        if GROUPED == "M":  # rows past the group, and columns past N, are checked in the tile that they belong to
             r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
             c = n_block_idx * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
             magnitude = gl.where((r < row_end)[:, None] & (c < scheduler.N)[None, :], magnitude, 0)
@@ -80,7 +87,7 @@ def _multiply(
             gl.store(mark + 1, n_block_idx)
         acc *= UNSHIFT
         above, column = 0, n_block_idx * BLOCK_N
-        if TURNED:  # the output's rows are b's; each expert's matrix has whole blocks of them
+        if TURNED:  # the rows of the output are those of b, and the matrix of each expert has whole blocks of them
             if GROUPED == "K":
                 column += expert * scheduler.N
             out.write_turned(row + first, column, acc, WARPGROUP)
@@ -92,7 +99,7 @@ def _multiply(
             row += first
             if row + 64 <= row_end:
                 out.write(above + row, column, acc, WARPGROUP)
-            else:  # Triton 3.6 compiles no second `if` around these stores where M is 1
+            else:  # Triton 3.6 does not compile a second `if` around these stores if M is 1
                 out.write_part(above, row, row_end, column, acc)
     tma.store_wait(0)
 
@@ -104,7 +111,7 @@ def mx_gemm_sm90(
     SPAN: gl.constexpr, FORMAT: gl.constexpr, TURNED: gl.constexpr, A_SHIFT: gl.constexpr, UNSHIFT: gl.constexpr,
     AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """`scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in their order."""
+    """`scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order."""
     BLOCK_N: gl.constexpr = b_desc.block_shape[0]
     tiles = Tiles(
         gl.allocate_shared_memory(a_desc.dtype, [NUM_STAGES, 128, 64], a_desc.layout),
@@ -118,8 +125,8 @@ def mx_gemm_sm90(
     a_scales = Scales(*scales, BLOCKED, CHUNK, A_SHIFT, AHEAD)
     scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, PLANNED=GROUPED == "M", K_UNIT=1)
     output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS=1, CHUNKS=CHUNKS, ACCUMULATE=False)
-    pipeline = make_pipeline(NUM_STAGES, 2, 2)  # a producer is the warp that loads, another the two that fetch scales
-    # Each tuple stands where it is passed: one that has a name, or is put together, keeps no constants.
+    pipeline = make_pipeline(NUM_STAGES, 2, 2)  # two producers: the load warp and the pair of scale warps
+    # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
     gl.warp_specialize(
         [
             (_multiply, (output, tiles, pipeline, scheduler, marks, 0, SPAN, FORMAT, TURNED, UNSHIFT)),

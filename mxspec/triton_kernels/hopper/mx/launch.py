@@ -1,8 +1,12 @@
-"""MX matmuls on Hopper: one operand's codes become bf16 values, then the Gluon kernel, then what only exact tiles can.
+"""MX matmuls on Hopper in three launches: `mx_values`, the Gluon kernel of `gemm.py`, and `mx_tiles` for marked tiles.
 
-`mx_sm90` takes what `mx_tiles` takes. The second operand is turned into bf16 by a kernel of its own, which for token
-groups also writes down which rows each tile has. Tiles whose sums are not all finite, as for a NaN, an infinite code or
-exponents that bf16 has not, are computed once more by `mx_tiles`; where there are none, its programs only look.
+`mx_sm90` takes the arguments of `mx_tiles`.
+
+1. `mx_values` turns the second operand into bf16. For token groups it also writes the plan, that is, the rows of each
+   tile.
+2. The Gluon kernel multiplies, and marks each tile with a sum that is not finite. A NaN, an infinite code, or an
+   exponent past the range of bf16 causes such a sum.
+3. `mx_tiles` computes the marked tiles again, exactly. If no tile is marked, its programs only read the count.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.mx.gemm import mx_gemm_sm90
     from mxspec.triton_kernels.hopper.names import shared_layout
 
-    # By code format: its constants, and the exponent by which its values are shifted, so that the smallest of them,
-    # 2^-9 or 2^-16 times 2^-127, is a subnormal bf16 at least.
+    # By code format: its constants, and the exponent by which its values are shifted. The shift makes the smallest
+    # value, 2^-9 or 2^-16 times 2^-127, at least a subnormal bf16.
     CODES = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
-# The cost is that of an element of the output: smaller tiles read more for it.
+# The first number is the cost of one element of the output: smaller tiles read more bytes for it.
 TILES = (
     (1.0, {"BLOCK_N": 256, "NUM_STAGES": 4, "AHEAD": 4, "REGISTERS": 224}),
     (1.2, {"BLOCK_N": 128, "NUM_STAGES": 6, "AHEAD": 4, "REGISTERS": 208}),
@@ -38,7 +42,9 @@ WIDEST_TILE = 256
 
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the Gluon kernel can run: on Hopper, where TMA reads a and writes out, rows at multiples of 16 bytes."""
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read a and write out (rows at multiples of 16
+    bytes).
+    """
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
         return False
     rows_fit = a.stride(0) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
@@ -46,7 +52,7 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
-    """The tile with which the output takes the least time, in waves of as many tiles as there are processors."""
+    """The tile that computes the output in the least time. A wave is as many tiles as there are processors."""
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
         of_element, tile = choice
@@ -59,14 +65,14 @@ def mx_sm90(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
     *, offs: Tensor | None = None, grouped: str = "", **options: Any,
 ) -> Any:  # fmt: skip
-    """`mx_tiles` by Hopper's bf16 tensor cores; `options` change the tile. Gives what was compiled."""
+    """`mx_tiles` by Hopper's bf16 tensor cores. `options` override fields of the tile. Returns the compiled kernel."""
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     C, blocked, row_tiles = K // MX_BLOCK_SIZE, scale_layout == "blocked", -(-M // 128)
     (a_format, a_shift), (_, b_shift) = CODES[a.dtype], CODES[b.dtype]
     a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
     plan, plan_tiles, offs_stride, all_tiles = None, 0, 0 if offs is None else offs.stride(0), row_tiles
     if grouped == "M" and offs is not None:
-        all_tiles = plan_tiles = row_tiles + E  # each group, and the rows of none, may begin a tile
+        all_tiles = plan_tiles = row_tiles + E  # each group, and the rows that belong to no group, may begin a tile
         plan = offs.new_empty(3 * plan_tiles)
     elif grouped == "K":
         all_tiles = row_tiles * E
@@ -75,8 +81,8 @@ def mx_sm90(
     BLOCK_N = config.pop("BLOCK_N")
     col_tiles = -(-N // BLOCK_N)
     tiles = all_tiles * col_tiles
-    marks = out.new_empty(1 + 4 * tiles, dtype=torch.int32)  # either math warpgroup may mark a tile
-    span = 32 if grouped == "K" else 64  # groups of tokens begin at multiples of 32
+    marks = out.new_empty(1 + 4 * tiles, dtype=torch.int32)  # each of the two math warpgroups may mark a tile
+    span = 32 if grouped == "K" else 64  # token groups begin at multiples of 32
     R = b.numel() // K
     values = b.new_empty(R, K if grouped == "K" else -(-K // 64) * 64, dtype=torch.bfloat16)
     of_b = b_scale.stride(0) if b.ndim == 3 else 0, *((0, 0) if blocked else b_scale.stride()[-2:])

@@ -1,4 +1,6 @@
-"""The producers of Hopper's MX matmuls: one warp loads tiles by TMA, two warps turn a's scale bytes into factors."""
+"""The producers of Hopper's MX matmuls: one warp loads tiles with TMA, two warps turn the scale bytes of a into
+factors.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,18 +11,18 @@ from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load
 
 @aggregate
 class Tiles:
-    """A stage's shared memory: 64 of K of a's codes, of b's values, and the factors of a's rows."""
+    """The shared memory of the stages, 64 columns of K each: codes of a, values of b, factors of the rows of a."""
 
     a: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 64), codes
     b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 64), bf16
-    factors: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 2), bf16 as integers: a factor for each block of 32
+    factors: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 2), bf16 as integers: one factor for each block of 32
 
 
 @aggregate
 class Scales:
-    """a's scale bytes in memory, plain with strides or BLOCKED; a factor is 2^(byte - 127 + SHIFT).
+    """The scale bytes of a in memory, plain with strides or BLOCKED. A factor is 2^(byte - 127 + SHIFT).
 
-    AHEAD steps of them are on their way while a warp waits for a stage. CHUNK offs are read at once.
+    The loads of AHEAD steps of bytes are in flight while a warp waits for a stage. CHUNK offs are read at once.
     """
 
     a: gl.tensor
@@ -35,7 +37,7 @@ class Scales:
 
 @gluon.jit
 def load(a_desc, b_desc, tiles, pipeline, scheduler):
-    """The warp that loads tiles."""
+    """The load warp."""
     BLOCK_N: gl.constexpr = b_desc.block_shape[0]
     i = 0
     for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
@@ -60,7 +62,7 @@ def _offset(c, stride_k, BLOCKED: gl.constexpr):
 
 @gluon.jit
 def _blocks_before(expert, offs, stride, CHUNK: gl.constexpr, layout: gl.constexpr):
-    """How many blocks of 128 tokens the groups before an expert's have, each padded by itself."""
+    """The number of blocks of 128 tokens in the groups before an expert. Each group is padded by itself."""
     g = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     before = 0
     for i in range(0, expert, CHUNK):
@@ -72,7 +74,7 @@ def _blocks_before(expert, offs, stride, CHUNK: gl.constexpr, layout: gl.constex
 
 @gluon.jit
 def scale(scales, tiles, pipeline, scheduler):
-    """The warps that read a's scales and write what each block of 32 codes is multiplied by."""
+    """The scale warps: they read the scales of a and store a factor for each block of 32 codes."""
     BLOCKED: gl.constexpr = scales.BLOCKED
     AHEAD: gl.constexpr = scales.AHEAD
     C = scales.num_columns
@@ -83,9 +85,9 @@ def scale(scales, tiles, pipeline, scheduler):
         expert, m_block_idx, _, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
         there = (row + rows < row_end)[:, None]
         first, columns = begin // 32, gl.minimum(end // 32, C)
-        if BLOCKED:  # a row of tiles is a row of the scales' tiles, in token groups too
+        if BLOCKED:  # a row of output tiles is a row of scale tiles, in token groups, too
             of_rows = scales.a + (rows % 32 * 16 + rows // 32 * 4)[:, None]
-            if scheduler.GROUPED == "K":  # an expert's tiles are together, row by row
+            if scheduler.GROUPED == "K":  # the tiles of an expert are stored together, row by row
                 before = _blocks_before(expert, scheduler.offs, scheduler.offs_stride, scales.CHUNK, layout)
                 across = gl.cdiv(end - begin, 128)
                 of_rows += (before.to(gl.int64) * scheduler.m_blocks + m_block_idx.to(gl.int64) * across) * 512
@@ -97,7 +99,8 @@ def scale(scales, tiles, pipeline, scheduler):
         else:
             of_rows = scales.a + ((row + rows).to(gl.int64) * scales.stride_m)[:, None]
         c = first + gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :]
-        # No step's bytes have a register that is handed on from one step to the next.
+        # The loops over AHEAD are unrolled and the tuples are renamed, so that no byte moves from one register to
+        # another between steps.
         bytes = ()
         for _ in gl.static_range(AHEAD):
             at = of_rows + _offset(c, scales.stride_k, BLOCKED)
@@ -111,7 +114,7 @@ def scale(scales, tiles, pipeline, scheduler):
                 c += 2
                 if k + 64 * j < end:
                     stage = pipeline.wait_empty(i)
-                    # The factor as bf16; infinite where bf16 has no such number, and for NaN.
+                    # The factor as bf16. It is infinite if bf16 has no such number, and for NaN.
                     factor = gl.minimum(bytes[j].to(gl.int32) + scales.SHIFT, 255) << 7
                     tiles.factors.index(stage).store(factor.to(gl.int16))
                     mbarrier.arrive(pipeline.full.index(stage), count=1)

@@ -1,6 +1,6 @@
-"""The second operand of Hopper's MX matmuls, turned into bf16 by a kernel of its own.
+"""The kernel that turns the second operand of Hopper's MX matmuls into bf16.
 
-For token groups the same kernel also writes down which rows each block of the output has.
+For token groups it also writes the plan: the rows that each block of the output has.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import triton.language as tl
 
 from mxspec.triton_kernels.common.groups import group_of
 
-VALUES = {"ROWS": 32, "num_warps": 8}  # a program's rows, of 128 codes each
+VALUES = {"ROWS": 32, "num_warps": 8}  # a program has ROWS rows of 128 codes each
 
 
 @triton.jit
 def _plan(plan, tiles, offs, offs_stride, G, M, CHUNK: tl.constexpr):
-    """For each 128 padded rows of token groups: the group, the first row and the end of the group's.
+    """For each 128 padded rows of token groups: the group, the first row, and the end of the group's rows.
 
-    Rows of no group have the group -1: their tiles are zeros. Whatever offs holds, no row is outside the operand.
+    Rows that belong to no group have the group -1, and their tiles are zeros. No row is outside of the operand,
+    whatever offs holds.
     """
     rows_of_groups = tl.load(offs + (G - 1) * offs_stride)
     for m in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -36,7 +37,7 @@ def mx_values(
     GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """2^SHIFT times the values of ROWS x 128 codes; R rows, of which N are a matrix."""
+    """2^SHIFT times the values of ROWS x 128 codes. There are R rows, and N of them make a matrix."""
     if tl.program_id(1) == 0:
         tl.store(marks, 0, mask=tl.program_id(0) == 0)
         if plan is not None:
@@ -45,12 +46,12 @@ def mx_values(
     e, n = r // N, r % N
     first, end = tile * 128, K
     tiles_before, across = tile * 0, tl.cdiv(K, 128)
-    if GROUPED == "K":  # a tile's 128 tokens are of one group
+    if GROUPED == "K":  # the 128 tokens of a tile belong to one group
         _, first, end, begin = group_of(tile * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
         across = tl.cdiv(end - first, 128)
         end = tl.minimum(end, K) // 32 * 32
         tiles_before = begin // 128
-        first = (first + tile * 128 - begin) // 32 * 32  # as it is, and the compiler knows
+        first = (first + tile * 128 - begin) // 32 * 32  # the same value, as a multiple of 32 for the compiler
     c, k = tl.arange(0, 4), tl.arange(0, 128)
     in_r, in_c = r < R, (first >= 0) & (first + 32 * c < end)
     in_k = (first >= 0) & (first + k < end)
@@ -67,7 +68,8 @@ def mx_values(
     factor = (tl.minimum(byte + SHIFT, 255) << 23).to(tl.float32, bitcast=True)  # infinite for NaN
     x = tl.load(codes + (e * stride_e + n * stride_r + first)[:, None] + k[None, :], mask=in_r[:, None] & in_k[None, :])
     value = (x.to(tl.float32).reshape(ROWS, 4, 32) * factor[:, :, None]).to(tl.bfloat16)
-    # (thread of four, step of 16, half, pair) becomes (step, half, thread, pair), as `_values` does of the other's.
+    # (thread of four, step of 16, half, pair) becomes (step, half, thread, pair): the same permutation as that of
+    # `values` in `conversion.py`.
     value = value.reshape(ROWS * (128 // SPAN), 4, SPAN // 16, 2, 2).permute(0, 2, 3, 1, 4).reshape(ROWS, 128)
     in_out = in_k if GROUPED == "K" else first + k < out_stride
     tl.store(out + (r * out_stride + first)[:, None] + k[None, :], value, mask=in_r[:, None] & in_out[None, :])
