@@ -1,1 +1,1 @@
-"""cuBLAS through PyTorch's own scaled matmuls, one file an op, on Hopper."""
+"""cuBLAS, called through PyTorch's scaled matmuls. Each op has one file. FP8 runs on Hopper, MX on Blackwell."""

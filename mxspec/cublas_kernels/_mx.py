@@ -1,4 +1,4 @@
-"""What PyTorch's MX matmuls, `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`, ask of their operands."""
+"""The requirements of PyTorch's MX matmuls, `torch.nn.functional.scaled_mm` and `scaled_grouped_mm`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_GROUPS = 1024  # the grouped kernel computes the addresses of all groups in one block of threads, one for each
+# The limit of the grouped kernel: one block of threads computes the addresses of all groups, one thread for each.
+MAX_GROUPS = 1024
 
 
 @functools.cache
 def absent(name: str, device: torch.device) -> str | None:
-    """Why this torch, on this device, has no such matmul."""
+    """Why this torch, on this device, has no such matmul, or None."""
     if torch.version.cuda is None:
         return f"needs a torch built with CUDA, not {torch.__version__}"
     if not hasattr(torch.nn.functional, name):
@@ -27,7 +28,7 @@ def absent(name: str, device: torch.device) -> str | None:
 def operands_reason(
     scale_layout: str, operands: tuple[tuple[str, Tensor], ...], scales: tuple[tuple[str, Tensor], ...]
 ) -> str | None:
-    """Why operands do not fit that are given K-major; their scales are contiguous where they are blocked."""
+    """Why the operands do not fit, or None. They are given K-major. Blocked scales are contiguous already."""
     if scale_layout != "blocked":
         return "reads blocked scales, not plain ones"
     for name, t in operands:

@@ -1,8 +1,11 @@
 """fp8_gemm in cuBLAS, through `torch.nn.functional.scaled_mm`.
 
-Nothing is copied: what lies otherwise than cuBLAS reads it is refused, and the reason says how it should lie. As
-`fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` give them, operands fit if M is a multiple of 4,
-N of 16 and, for 128x128 blocks, K of 512: cuBLAS reads a row of those scales in steps of four.
+This backend never copies an operand. If cuBLAS cannot read the layout of an operand, `supports` refuses the call and
+names the layout that it needs.
+
+The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` fit if M is a multiple of 4 and N
+is a multiple of 16. For 128x128 blocks, K must also be a multiple of 512, because cuBLAS reads a row of those scales in
+steps of four.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ INTERPRETABLE = "no: cuBLAS has no kernels for a CPU"
 
 @functools.cache
 def _absent(device: torch.device) -> str | None:
-    """Why this torch, on this device, has no such matmul."""
+    """Why this torch, on this device, has no such matmul, or None."""
     if torch.version.cuda is None:
         return f"needs a torch built with CUDA, not {torch.__version__}"
     if not hasattr(torch.nn.functional, "scaled_mm"):
@@ -32,7 +35,7 @@ def _absent(device: torch.device) -> str | None:
 
 
 def _layout_reason(name: str, t: Tensor, strides: tuple[int, int]) -> str | None:
-    """Why cuBLAS cannot read a matrix where it lies; the stride along a dimension of 1 means nothing."""
+    """Why cuBLAS cannot read a matrix in its layout, or None. A stride along a dimension of 1 has no meaning."""
     if any(n > 1 and got != needed for n, got, needed in zip(t.shape, t.stride(), strides, strict=True)):
         return f"needs {name} with strides {strides}, not {t.stride()}"
     return f"needs {name} to begin at a multiple of 16 bytes" if t.data_ptr() % 16 else None
@@ -66,7 +69,7 @@ def fp8_gemm(
 
     (M, K), N = a.shape, b.shape[0]
     rows = ScalingType.BlockWise1x128
-    # torch looks at every stride, along dimensions of 1 too.
+    # torch checks every stride, even along dimensions of 1.
     a_scale = a_scale.as_strided(a_scale.shape, (1, M))
     if b_scale.shape[0] == N:
         recipe, of_b = rows, b_scale.as_strided(b_scale.shape, (1, N))

@@ -1,7 +1,8 @@
 """mx_gemm in cuBLAS, through `torch.nn.functional.scaled_mm`, on Blackwell.
 
-Nothing is copied: what lies otherwise than cuBLAS reads it is refused, and the reason says how it should lie. As
-`mx_quantize(..., scale_layout="blocked")` gives them, operands of e4m3fn fit if N is a multiple of 16.
+This backend never copies an operand. If cuBLAS cannot read the layout of an operand, `supports` refuses the call and
+names the layout that it needs. The results of `mx_quantize(..., scale_layout="blocked")` in e4m3fn fit if N is a
+multiple of 16.
 """
 
 from __future__ import annotations

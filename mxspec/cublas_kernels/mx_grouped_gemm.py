@@ -1,7 +1,7 @@
 """mx_grouped_gemm in PyTorch, through `torch.nn.functional.scaled_grouped_mm`, on Blackwell.
 
-As `mx_quantize_groups` and `mx_quantize(..., scale_layout="blocked")` give them, operands of e4m3fn fit if N is a
-multiple of 16, for results in bfloat16.
+The results of `mx_quantize_groups` and `mx_quantize(..., scale_layout="blocked")` in e4m3fn fit if N is a multiple of
+16 and the output is bfloat16.
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ def mx_grouped_gemm(
     from torch.nn.functional import scaled_grouped_mm  # type: ignore[attr-defined]  # torch's stubs lack it
 
     out = scaled_grouped_mm(a, b.mT, **recipe(a_scale, b_scale), offs=offs, output_dtype=out_dtype)
-    # Rows that belong to no group are left as they were allocated.
+    # PyTorch's kernel does not write the rows that belong to no group.
     of_none = torch.arange(a.shape[0], device=a.device) >= offs[-1]
     return out.masked_fill_(of_none[:, None], 0)

@@ -1,7 +1,6 @@
 """mx_grouped_gemm_wgrad in PyTorch, through `torch.nn.functional.scaled_grouped_mm`, on Blackwell.
 
-As `mx_quantize_groups(..., axis=-2)` gives them, operands of e4m3fn fit if K is a multiple of 16, for results in
-bfloat16.
+The results of `mx_quantize_groups(..., axis=-2)` in e4m3fn fit if K is a multiple of 16 and the output is bfloat16.
 """
 
 from __future__ import annotations
@@ -50,6 +49,6 @@ def mx_grouped_gemm_wgrad(
     from torch.nn.functional import scaled_grouped_mm  # type: ignore[attr-defined]  # torch's stubs lack it
 
     out = scaled_grouped_mm(dy.mT, x, **recipe(dy_scale, x_scale), offs=offs, output_dtype=out_dtype)
-    # The matrix of a group without tokens is left as it was allocated.
+    # PyTorch's kernel does not write the matrix of a group without tokens.
     empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
     return out.masked_fill_(empty[:, None, None], 0)

@@ -1,1 +1,1 @@
-"""DeepGEMM, where its package is installed, one file an op, on Hopper."""
+"""DeepGEMM, if its package is installed, on Hopper. Each op has one file."""

@@ -1,7 +1,8 @@
 """The K-grouped matmul of DeepGEMM on Hopper: the sum over each group's tokens, added to fp32 in place.
 
-It wants the groups' sizes as a list on the host too, so a call waits for the device to read offs. In the builds that
-have it, some shapes hang it, stop it or give wrong values: those are refused.
+DeepGEMM also needs the sizes of the groups as a list on the host, so a call waits for the device to read offs. In the
+builds that have this function, some shapes make it hang, crash or return wrong values. `reason_against` refuses those
+shapes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch import Tensor
 from mxspec.deepgemm_kernels._library import absent, given, layout_reason, library, mn_major, processors
 from mxspec.formats import FP8_BLOCK_SIZE
 
-HOST_SYNC = "it wants the groups' sizes on the host"
+HOST_SYNC = "it needs the sizes of the groups on the host"
 FUNCTION = "k_grouped_fp8_gemm_nt_contiguous"
-_TILE = 128, 160  # the largest that it takes
+_TILE = 128, 160  # the largest tile that DeepGEMM takes
 
 
 def reason_against(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor) -> str | None:
@@ -26,12 +27,13 @@ def reason_against(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, off
         return "takes no empty matrices"
     if K % 4:  # TMA writes rows that begin at multiples of 16 bytes
         return f"needs K in multiples of 4, not K = {K}"
-    # A group's last tile of rows would reach into the next group's matrix, where it adds 0, or NaN times 0. And where
-    # two programs share loads, one at the end of an odd number of tiles waits for ever (DeepGEMM, #415).
+    # A group's last tile of rows would reach into the next group's matrix and add 0 there, or NaN times 0. Also, if two
+    # programs share loads and the number of tiles is odd, one of them waits forever at the end (DeepGEMM, #415).
     if N % (2 * _TILE[0]):
         return f"needs N in multiples of {2 * _TILE[0]}, not N = {N}"
     tiles, programs = N // _TILE[0] * -(-K // _TILE[1]), processors(dy.device)
-    if tiles < programs:  # a program that passes over a group loads what is not there (DeepGEMM, #237, #405)
+    # A program that skips a group loads tiles that do not exist (DeepGEMM, #237, #405).
+    if tiles < programs:
         return f"needs {programs} tiles of {_TILE[0]} x {_TILE[1]} in a group's matrix; {N} x {K} has {tiles}"
     return layout_reason(
         ("dy", dy, (R, 1)), ("dy_scale", dy_scale, mn_major(N)), ("x", x, (R, 1)), ("x_scale", x_scale, mn_major(K))
@@ -42,7 +44,8 @@ def add(op: str, acc: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: 
     """`acc[e] += dy^T x` over the tokens of group e."""
     ends = offs.tolist()
     sizes = [end - begin for begin, end in pairwise([0, *ends])]
-    if any(size < 0 or size % FP8_BLOCK_SIZE for size in sizes) or ends[-1] > dy.shape[1]:  # it would hang, or corrupt
+    # With other offs, DeepGEMM would hang or corrupt memory.
+    if any(size < 0 or size % FP8_BLOCK_SIZE for size in sizes) or ends[-1] > dy.shape[1]:
         raise ValueError(
             f"{op}: offs = {ends}; DeepGEMM needs multiples of {FP8_BLOCK_SIZE} that never decrease, "
             f"up to R = {dy.shape[1]}"

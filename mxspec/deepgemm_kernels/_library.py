@@ -1,4 +1,4 @@
-"""DeepGEMM: whether it is there, and how matrices and scales lie that it reads as they are."""
+"""DeepGEMM: whether it is installed, and the layouts of matrices and scales that it reads without a copy."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def library() -> Any:
     """The package, or a text that says why it cannot be used."""
     try:
         return importlib.import_module("deep_gemm")
-    except Exception as error:  # without a CUDA toolkit it raises whatever its build raises
+    except Exception as error:  # without a CUDA toolkit the import raises any error of its build
         return f"needs the package deep_gemm, which cannot be imported: {type(error).__name__}: {error}"
 
 
 @functools.cache
 def absent(device: torch.device, function: str) -> str | None:
-    """Why a function of the package cannot be called; builds of one version differ in what they have."""
+    """Why a function of the package cannot be called, or None. Builds of the same version have different functions."""
     if isinstance(found := library(), str):
         return found
     if not hasattr(found, function):
         return f"needs {function}, which this build of deep_gemm lacks"
     capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):  # on Blackwell it rounds scales to powers of two
+    if capability != (9, 0):  # on Blackwell DeepGEMM rounds scales to powers of two
         return f"keeps fp32 scales on compute capability 9.0 only, not {'.'.join(map(str, capability))}"
     return None
 
 
 def layout_reason(*operands: tuple[str, Tensor, tuple[int, ...]]) -> str | None:
-    """Why DeepGEMM would copy a tensor, or cannot read it; the stride along a dimension of 1 means nothing."""
+    """Why DeepGEMM would copy a tensor or cannot read it, or None. A stride along a dimension of 1 has no meaning."""
     for name, t, strides in operands:
         if any(n > 1 and got != needed for n, got, needed in zip(t.shape, t.stride(), strides, strict=True)):
             return f"needs {name} with strides {strides}, not {t.stride()}"
@@ -53,16 +53,20 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def mn_major(rows: int) -> tuple[int, int]:
-    """Strides of scales that TMA reads: a column begins at a multiple of 16 bytes."""
+    """The strides of scales that TMA can read: each column begins at a multiple of 16 bytes."""
     return 1, rows + -rows % 4
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """How many streaming multiprocessors a GPU has: programs that share the tiles of a matmul."""
+    """The number of streaming multiprocessors of a GPU, which is the number of programs that share the tiles of a
+    matmul.
+    """
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def given(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A tensor whose layout fits, with the strides that DeepGEMM expects along dimensions of 1 too."""
+    """A tensor whose layout fits, with the strides that DeepGEMM expects. It also checks strides along dimensions of
+    1.
+    """
     return t.as_strided(t.shape, strides)

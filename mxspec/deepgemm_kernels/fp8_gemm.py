@@ -1,8 +1,8 @@
-"""fp8_gemm in DeepGEMM: 1x128 by 128x128 to bfloat16, 1x128 by 1x128 to fp32.
+"""fp8_gemm in DeepGEMM: 1x128 by 128x128 to bfloat16, and 1x128 by 1x128 to fp32.
 
-Nothing is copied: what lies otherwise than DeepGEMM reads it is refused, and the reason says how it should lie. As
-`fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` give them, operands fit if M is a multiple of 4.
-The kernel for fp32 adds to its output and does nothing else, so that zeros are written first.
+This backend never copies an operand. If DeepGEMM cannot read the layout of an operand, `supports` refuses the call and
+names the layout that it needs. The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128`
+fit if M is a multiple of 4. The kernel for fp32 can only add to its output, so this backend writes zeros first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def supports(
     gives = torch.float32 if by_row else torch.bfloat16
     if out_dtype != gives:
         return f"does 1x128 by {'1x128' if by_row else '128x128'} to {gives}, not to {out_dtype}"
-    if by_row and M <= 32:  # its tile of 16 or 32 rows does not compile
+    if by_row and M <= 32:  # the tile of 16 or 32 rows does not compile
         return f"does 1x128 by 1x128 for more than 32 rows, not M = {M}"
     multiple = 16 // out_dtype.itemsize
     if N % multiple:  # TMA writes rows that begin at multiples of 16 bytes

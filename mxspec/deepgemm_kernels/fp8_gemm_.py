@@ -1,4 +1,4 @@
-"""fp8_gemm_ in DeepGEMM: 1x128 by 1x128, which adds to its output and does nothing else."""
+"""fp8_gemm_ in DeepGEMM: 1x128 by 1x128. DeepGEMM's kernel can only add to its output."""
 
 from __future__ import annotations
 

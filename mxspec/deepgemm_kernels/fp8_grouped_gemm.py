@@ -1,8 +1,8 @@
-"""fp8_grouped_gemm in DeepGEMM: groups in whole blocks of 128 rows, which the caller says with `alignment`.
+"""fp8_grouped_gemm in DeepGEMM. The groups must be whole blocks of 128 rows, and the caller says so with `alignment`.
 
-Which expert a block of rows belongs to, `grouped_layout`, is worked out on the device; nothing waits, nothing is copied
-and what lies otherwise than DeepGEMM reads it is refused. As `fp8_quantize_1x128(..., scale_major="mn")` and
-`fp8_quantize_128x128` give them, operands fit.
+The device computes the expert of each block of rows (`grouped_layout`), so no call waits for the device. This backend
+never copies an operand. If DeepGEMM cannot read the layout of an operand, `supports` refuses the call and names the
+layout that it needs. The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` fit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def supports(
     if not M * N * K * E:
         return "takes no empty matrices"
     if alignment % FP8_BLOCK_SIZE:
-        return f"takes groups in whole blocks of 128 rows, said by an alignment of 128; it is {alignment}"
+        return f"takes groups of whole 128-row blocks: needs alignment in multiples of 128, not alignment = {alignment}"
     if M == 1:  # sgl-deep-gemm 0.1.2 wants to view their bytes, and raises
         return "does not read the scales of a single row"
     if out_dtype != torch.bfloat16:
@@ -58,11 +58,12 @@ def supports(
 
 
 def grouped_layout(offs: Tensor, M: int) -> Tensor:
-    """The expert of each row, int32, and -1 from `offs[-1]` on; a block of 128 rows is its first row's."""
+    """The expert of each row, int32, and -1 from `offs[-1]` on. A block of 128 rows has the expert of its first row."""
     first_rows = torch.arange(0, M, FP8_BLOCK_SIZE, dtype=torch.int32, device=offs.device)
     expert = torch.searchsorted(offs, first_rows, right=True, out_int32=True)
     expert = torch.where(expert < offs.shape[0], expert, -1)
-    # Memory for the whole last block: DeepGEMM asks for the expert of its row 64, be it there or not.
+    # Allocate memory for the whole last block: DeepGEMM reads the expert of the block's row 64, even if that row does
+    # not exist.
     return expert.repeat_interleave(FP8_BLOCK_SIZE, output_size=FP8_BLOCK_SIZE * len(expert))[:M]
 
 
@@ -78,7 +79,8 @@ def fp8_grouped_gemm(
     check_offs: bool = False,
 ) -> Tensor:
     M, N = a.shape[0], b.shape[1]
-    out = torch.empty((M, N), dtype=out_dtype, device=a.device)  # zeros in rows of -1: DeepGEMM's sums of nothing
+    # Rows of expert -1 become zeros: DeepGEMM writes empty sums there.
+    out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     library().m_grouped_fp8_gemm_nt_contiguous(
         (a, given(a_scale, mn_major(M))),
         (b, given(b_scale, row_major(b_scale.shape))),

@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm_wgrad_ in DeepGEMM, in place. It waits for the device, to read offs on the host."""
+"""fp8_grouped_gemm_wgrad_ in DeepGEMM, in place. A call waits for the device, to read offs on the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Helion kernels, one file an op, for Hopper (sm_90) and Blackwell (sm_100).
+"""Helion kernels for Hopper (sm_90) and Blackwell (sm_100). Each op has one file.
 
-With HELION_INTERPRET=1, set before this package is imported, they run on CPU tensors as eager torch, a whole
-dimension a tile; with TRITON_INTERPRET=1 the Triton code that Helion generates runs there, with real tiles.
+Two variables, set before this package is imported, run the kernels on CPU tensors:
+
+- HELION_INTERPRET=1 runs them as eager torch, in Helion's ref mode. A tile is then a whole dimension.
+- TRITON_INTERPRET=1 runs the Triton code that Helion generates, with real tiles.
 """
 
 import os

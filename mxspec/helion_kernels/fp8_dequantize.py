@@ -1,4 +1,6 @@
-"""fp8_dequantize in Helion: all contiguous, any stride along axis -1, and codes along axis -2, turned by threads."""
+"""fp8_dequantize in Helion: contiguous tensors, any strides along axis -1, and axis -2, where threads transpose the
+codes.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ CONFIGS = {
     "flat": {(9, 0): _FLAT, (10, 0): _FLAT},  # codes and 1x128 scales contiguous
     "along": {(9, 0): _ALONG, (10, 0): _ALONG},  # block sizes along (E, rows, blocks)
 }
-_HOPPER = {"turned": Tile(128, 4), "turned, ragged": Tile(128, 8)}  # Triton's
+_HOPPER = {"turned": Tile(128, 4), "turned, ragged": Tile(128, 8)}  # as in Triton
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# A multiplication without .ftz, which would lose the subnormals.
+# The multiplication has no .ftz, which would lose the subnormals.
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.(v[24]\.)?b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e4m3x2", r"mul\.(rn\.)?f32")
 
@@ -39,7 +41,7 @@ def _along(
     qdata: Tensor, stride_e: int, stride_r: int, stride_k: int, E: int, R: int, C: int,
     scale: Tensor, scale_stride_e: int, scale_stride_r: int, scale_stride_c: int, out: Tensor, square: hl.constexpr,
 ) -> None:  # fmt: skip
-    # All are flat: what an access may touch is said by its mask alone.
+    # All tensors are flat, so only the mask of an access limits what it touches.
     for matrix, row, block in hl.tile([E, R, C]):
         e, r, c = matrix.index[:, None, None], row.index[None, :, None], block.index[None, None, :]
         inside = (e < E) & (r < R) & (c < C)
@@ -59,13 +61,15 @@ def _tile(
     scale: Tensor, scale_stride_e: int, scale_stride_r: int, scale_stride_c: int, out: Tensor,
     square: bool, even: bool, cols: int, e: int, c: int, r_tile: int,
 ) -> None:  # fmt: skip
-    """128 rows by `cols` columns of the output, which are a block of each of `cols` rows of the transpose.
+    """128 rows by `cols` columns of the output. They are one block of each of `cols` rows of the transpose.
 
-    A thread has 16 elements along the block of each of 8 neighbours: 8 loads of 16 codes, 16 stores of 8 values.
+    A thread has 16 elements along the block of each of 8 neighbouring rows: 8 loads of 16 codes, then 16 stores of 8
+    values.
     """
     r = r_tile * cols + dimension(4, 0, 4) * 8 + dimension(cols // 32, 2, 4) * 32
     k = c * 128 + dimension(8, 1, 4) * 16 + dimension(16, 3, 4)
-    part = 16 // out.dtype.itemsize  # what a thread stores at once; Triton would give the rest of a run to another
+    # A thread stores this many values at once. Triton would give the rest of a longer run to another thread.
+    part = 16 // out.dtype.itemsize
     column = r.unsqueeze(-1).unsqueeze(-1) + dimension(8 // part, 4, 6) * part + dimension(part, 5, 6)
     mask = left = inside = owned = None
     if not even:
@@ -109,7 +113,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
         pid_type = "xyz" if max(E, C) < 65536 else "flat"
         launch(_turned, {(9, 0): on_grid(3, num_warps, pid_type)}, *codes, K, *scales, out.view(-1), square, even, cols)
     elif not square and E * R * C > 1 and q.is_contiguous() and scale.is_contiguous():
-        # not for one block: along a dimension of 1 Helion masks nothing
+        # Not for a single block: Helion does not mask along a dimension of 1.
         blocks = (-1, FP8_BLOCK_SIZE)
         launch(_flat, CONFIGS["flat"], q.view(blocks), scale.view(-1), out.view(blocks))
     else:

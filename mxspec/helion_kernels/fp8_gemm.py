@@ -1,4 +1,4 @@
-"""fp8_gemm in Helion: tiles of 128 columns, one scale block wide, whose sums move to fp32 every 128 of K."""
+"""fp8_gemm in Helion: tiles of 128 columns, one scale block wide. Each 128 columns of K are added in fp32."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from torch import Tensor
 
 from mxspec.helion_kernels.common.launch import Configs, config, launch
 
-# H200, TFLOP/s at 4096x4096x7168: 838 (descriptors made by each program 765; without TMA 722); Triton 1150.
+# The race on an H200, also without TMA and with descriptors that each program makes: benchmarks/results/decisions.md.
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.mma",)}
-# Operands and output by TMA where it can read them, scales by plain loads, of which any strides are good.
+# TMA accesses the operands and the output, if it can read them. Plain loads read the scales, which may have any
+# strides.
 INDEXING = ["tensor_descriptor", "tensor_descriptor", "pointer", "pointer", "tensor_descriptor"]
-# Programs run down eight tiles of M, then along N, so that those which run at a time share rows of a and b.
+# Programs run down eight tiles of M, then along N, so that programs that run at the same time share rows of a and b.
 _COMMON: dict[str, Any] = {"l2_groupings": [8]}
-if os.environ.get("TRITON_INTERPRET") != "1":  # Helion refuses the key where it sees no TMA, as interpreted
+if os.environ.get("TRITON_INTERPRET") != "1":  # Helion refuses the key if it sees no TMA, as in the interpreter
     _COMMON["host_tensor_descriptors"] = True
 
 
 def options(indexing: list[str] | str) -> dict[str, Any]:
-    """What the configurations share, for these accesses to memory."""
+    """The options that all configurations share, for these kinds of memory access."""
     return {"num_stages": 4, "indexing": indexing, **_COMMON}
 
 
 def configs(indexing: list[str]) -> dict[str, Configs]:
-    """The configurations, by what is multiplied, for these accesses to memory."""
+    """The configurations by kind of matmul, for these kinds of memory access."""
     large, low, thin = (config([rows], warps, **options(indexing)) for rows, warps in ((128, 8), (64, 4), (64, 8)))
     return {
         "1x128 by 128x128": {(9, 0): large, (10, 0): large},
         # On Blackwell a tile of 128 rows has no registers left for a scale of each column.
         "1x128 by 1x128": {(9, 0): large, (10, 0): low},
         "at most 64 rows": {(9, 0): low, (10, 0): low},
-        # By plain loads, a tile of the output and its addresses need registers as well.
+        # With plain loads, the old tile of the output and its addresses need registers, too.
         "onto what TMA does not read": {(9, 0): thin, (10, 0): thin},
     }
 
@@ -49,7 +50,7 @@ def tiles(
     for m, n in hl.tile(out.size(), block_size=[None, 128]):
         acc = hl.zeros([m, n], dtype=torch.float32)
         for k in hl.tile(a.size(1), block_size=128):
-            # Tensor cores keep about 14 bits of a sum, so it is moved to fp32 every 128 of K.
+            # Tensor cores keep only about 14 bits of a sum, so each 128 columns of K are added in fp32.
             partial = hl.dot(a[m, k], b[n, k].t(), out_dtype=torch.float32)
             of_row = a_scale[m, k.id]
             if by_row:
@@ -63,7 +64,7 @@ def tiles(
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, accumulate: bool) -> None:
-    """The product, written to an output whose rows may lie apart, or added to it."""
+    """Write the product to `out`, or add it to `out`. The rows of `out` may lie apart."""
     M, N = out.shape
     by_row = b_scale.shape[0] == N != 1
     kind = "at most 64 rows" if M <= 64 else "1x128 by 1x128" if by_row else "1x128 by 128x128"

@@ -1,4 +1,4 @@
-"""fp8_gemm_ in Helion: fp8_gemm's kernel, which reads a tile of its output and adds to it."""
+"""fp8_gemm_ in Helion: the kernel of fp8_gemm, which reads a tile of its output and adds to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp8_grouped_gemm in Helion: tiles of 128 rows, of one group each, which every program finds for itself."""
+"""fp8_grouped_gemm in Helion: tiles of 128 rows of one group each. Each program finds its group by itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mxspec.helion_kernels.fp8_gemm import PTX as PTX
 from mxspec.helion_kernels.fp8_gemm import options
 
 _ROWS = 128
-# H200, 32768 tokens of 8 experts, N 2048, K 7168: 850 TFLOP/s, 64 experts 708. Blackwell: compiled, not run.
+# Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
-# TMA reads a and b, of which it takes tiles that begin at any row. It is asked for by one word, for all that it can
-# access: of a list, Helion's guard on strides counts the accesses of inner loops first, so that what is compiled for
-# TMA would serve strides that TMA does not read.
+# TMA reads a and b, in tiles that may begin at any row. The configuration says "tensor_descriptor" once, for all
+# accesses that TMA can make. With a list, Helion's guard on strides counts the accesses of inner loops first, so code
+# compiled for TMA would run on strides that TMA cannot read.
 _TILE = config([], 8, **options("tensor_descriptor"))
 CONFIGS = {(9, 0): _TILE, (10, 0): _TILE}
 
@@ -35,14 +35,15 @@ def _fp8_grouped_gemm(
             group, begin = passed(group, begin, row0, g, ends, G)
         first, stop = tokens_of_tile(row0, group, begin, offs, stride_offs, G, M)
         first, stop, expert = first.sum(0), stop.sum(0), group.sum(0)
-        # A tile is read whole, rows of other groups too, which change none of its own: it only must not leave a.
+        # A tile is read whole, even with rows of other groups: they do not change its own rows. It must only stay
+        # within a.
         top = torch.clamp(first, 0, M - 128) if whole else first * 0
         acc = hl.zeros([128, n], dtype=torch.float32)
         for k in hl.tile(0, torch.where(expert < G, a.size(1), 0), block_size=128):
             row = top + hl.arange(128)
             if not whole:
                 row = torch.clamp(row, max=M - 1)
-            # Tensor cores keep about 14 bits of a sum, so it is moved to fp32 every 128 of K.
+            # Tensor cores keep only about 14 bits of a sum, so each 128 columns of K are added in fp32.
             partial = hl.dot(a[row, k], b[expert, n, k].t(), out_dtype=torch.float32)
             acc = acc + partial * (a_scale[row, k.id] * b_scale[expert, n.id, k.id])[:, None]
         row = top + hl.arange(128)

@@ -8,7 +8,7 @@ from mxspec.helion_kernels.fp8_grouped_gemm_wgrad import PTX, sum_tokens
 
 __all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad_"]
 
-# H200, 32768 tokens of 8 experts, N 2048, K 7168: 457 TFLOP/s. Blackwell: compiled, not run.
+# Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 
 

@@ -1,4 +1,4 @@
-"""fp8_quantize_128x128 in Helion: a program owns one block, and reads it once, with the transpose too."""
+"""fp8_quantize_128x128 in Helion: a program owns one block and reads it once, even if the transpose is written too."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from mxspec.helion_kernels.common.runs import dimension, load_run, store_run
 
 
 class Tile(NamedTuple):
-    lanes: int  # threads of a warp, of 16 rows each, that lie along the rows; unless 0, which leaves it to Triton
+    # The threads of a warp along the rows, of 16 rows each. 0 leaves the layout to Triton.
+    lanes: int
     num_warps: int
 
 
 _HOPPER = {"plain": Tile(0, 4), "with transpose": Tile(8, 4)}
-TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Triton's
+TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # as in Triton
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
@@ -43,13 +44,16 @@ def _with_transpose(
     qdata: Tensor, scale: Tensor, qdata_t: Tensor, scale_t: Tensor,
     eps_bits: int, pow2: bool, even: bool, whole: bool, lanes: int, e: int, b: int, c: int,
 ) -> None:  # fmt: skip
-    """A thread has 16 rows by 8 columns: what it loads, 16 bytes of a row, it stores as 8, and 16 bytes of a column."""
+    """A thread has 16 rows by 8 columns. It loads 16 bytes of a row, and stores 8 bytes of a row and 16 bytes of a
+    column.
+    """
     across = 32 // lanes
     k = dimension(across, 0, 5) * 8 + dimension(16 // across, 2, 5) * (8 * across) + dimension(8, 4, 5)
     n = dimension(lanes, 1, 5) * 16 + dimension(8 // lanes, 3, 5) * (16 * lanes)
     n, k = b * 128 + n, c * 128 + k  # (across, lanes, 16 // across, 8 // lanes, 8)
     inside = None if even else (n < N) & (k < K)
-    left = None if whole else N - n  # whole: N is a multiple of 16, so that a thread has its 16 rows or none
+    # whole: N is a multiple of 16, so that a thread has all of its 16 rows or none.
+    left = None if whole else N - n
     wide = widened(load_run(w, n, stride_n, e * stride_e + k * stride_k, inside, 16, left=left))
     s, back = factors(magnitude_bits(wide).reshape(1, 128 * 128).amax(-1), eps_bits, pow2)
     wide = wide.reshape(across, lanes, 16 // across, 8 // lanes, 8, 16) * s
@@ -90,12 +94,14 @@ def fp8_quantize_128x128(
     written = (*result, *result)
     if with_transpose:
         result = written = (*result, *outputs(K, N))
-        if w.stride(-1) != 1 and w.stride(-2) == 1:  # what lies in memory is the transpose: the halves change places
+        # The tensor in memory is the transpose, so the two halves of the result change places.
+        if w.stride(-1) != 1 and w.stride(-2) == 1:
             w, N, K, written = w.mT, K, N, (*result[2:], *result[:2])
     if w.numel():
         E, stride_e = (w.shape[0], w.stride(0)) if lead else (1, 0)
         lanes, num_warps = for_device(TILES, w.device)["with transpose" if with_transpose else "plain"]
-        # A grid of three dimensions saves the divisions that undo a flat one, but holds at most 65535 in two of them.
+        # A grid of three dimensions needs no divisions to find a program's place, but two of its dimensions hold at
+        # most 65535.
         pid_type = "xyz" if max(E, -(-N // FP8_BLOCK_SIZE)) < 65536 else "flat"
         even = N % FP8_BLOCK_SIZE == 0 == K % FP8_BLOCK_SIZE
         launch(

@@ -1,6 +1,8 @@
-"""fp8_quantize_1x128 in Helion: the contiguous case in five lines, any other stride, and blocks that lie across memory.
+"""fp8_quantize_1x128 in Helion: contiguous tensors (in five lines), any other strides, and blocks that lie across
+memory.
 
-Blocks along the columns of x are blocks along the rows of its transpose, and so are both results.
+Blocks along the columns of x are blocks along the rows of its transpose, and both results are transposed in the same
+way.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m
 
 
 def _quantize(wide: Tensor, eps_bits: int, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Codes and the factor back of a tile whose last dimension is a block."""
+    """The codes and the reciprocal factors of a tile whose last dimension is a block."""
     s, back = factors(magnitude_bits(wide).amax(-1), eps_bits, pow2)
     return saturating_cast(wide * s.unsqueeze(-1), E4M3FN), back
 
@@ -53,7 +55,7 @@ def _along(
     x: Tensor, stride_r: int, stride_k: int, R: int, C: int, qdata: Tensor,
     scale: Tensor, scale_stride_r: int, scale_stride_c: int, eps_bits: int, pow2: hl.constexpr,
 ) -> None:  # fmt: skip
-    # All are flat: what an access may touch is said by its mask alone.
+    # All tensors are flat, so only the mask of an access limits what it touches.
     for row, block in hl.tile([R, C]):
         r, c = row.index[:, None, None], block.index[None, :, None]
         k = c * 128 + hl.arange(128)[None, None, :]
@@ -71,7 +73,7 @@ def _tile(
     scale: Tensor, scale_stride_r: int, scale_stride_c: int, eps_bits: int, pow2: bool,
     even: bool, blocks: int, cols: int, r_tile: int, c_tile: int,
 ) -> None:  # fmt: skip
-    """`blocks` blocks of each of `cols` rows, which are columns of memory."""
+    """`blocks` blocks of each of `cols` rows. These rows are columns of memory."""
     r, run = turned_index(cols)
     r, c = r_tile * cols + r, c_tile * blocks + dimension(blocks, 2, 4)
     inside = None if even else (r < R) & (c * 128 < K)
@@ -114,7 +116,7 @@ def fp8_quantize_1x128(
             *rows.stride(), R, K, qdata.view(-1), flat_scale, *scale_strides, *rule, even, blocks, cols,
         )  # fmt: skip
     elif rows.is_contiguous() and (scale_major == "k" or C == 1) and R * C > 1:
-        # not for one block: along a dimension of 1 Helion masks nothing
+        # Not for a single block: Helion does not mask along a dimension of 1.
         launch(_flat, CONFIGS["flat"], rows.view(-1, FP8_BLOCK_SIZE), qdata.view(-1, FP8_BLOCK_SIZE), flat_scale, *rule)
     else:
         results = qdata.view(-1), flat_scale, *scale_strides

@@ -1,7 +1,8 @@
-"""fp8_quantize_k_groups in Helion: the tile of fp8_quantize_1x128's transposed codes, read where its group says.
+"""fp8_quantize_k_groups in Helion: the tile of fp8_quantize_1x128 that transposes codes, read from the rows of a group.
 
-A program owns a block of 128 padded tokens of `cols` features. The block is one group's, and its codes of a feature are
-128 bytes of the result, aligned to 128. What lies past the last group is one more group, of zeros.
+A program owns a block of 128 padded tokens of `cols` features. All tokens of the block belong to one group. Its codes
+of one feature are 128 bytes of the result, aligned to 128. The padding past the last group counts as one more group,
+which holds zeros.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-_HOPPER = Tile(128, 4)  # of fp8_quantize_1x128, "across, mn"
+_HOPPER = Tile(128, 4)  # as fp8_quantize_1x128, "across, mn"
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # not timed yet, so without a rank
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
-# The tokens are told as 2 more than there are, for what ptxas makes of a 1: see mx_quantize_groups.
+# `tokens_2` is the number of tokens plus 2, so that it is never 1: ptxas 12.8 then generates wrong code (see
+# mx_quantize_groups).
 def _blocks(
     x: Tensor, stride_m: int, stride_d: int, tokens_2: int, D: int, qdata: Tensor, scale: Tensor, blocks: int,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
     pow2: hl.constexpr, even: hl.constexpr, chunk: hl.constexpr, cols: hl.constexpr,
 ) -> None:  # fmt: skip
-    for block, d_tile in hl.grid([blocks, col_programs]):  # along the features first, as in Triton
+    for block, d_tile in hl.grid([blocks, col_programs]):  # features first, as in Triton
         tile = block + hl.arange(1)
         group, begin = tile * 0, tile * 0
         before = hl.zeros([], dtype=torch.int32)
@@ -45,12 +47,12 @@ def _blocks(
                 hl.store(start, [g], begins, extra_mask=g < G)
                 hl.store(end, [g], ends, extra_mask=g < G)
         token0, stop = tokens_of(group, offs, stride_offs, G)
-        first = begin >> 7  # block of the group, which has `count`
+        first = begin >> 7  # block of the group; the group has `count` blocks
         count = torch.div(stop - token0 + 127, 128, rounding_mode="trunc")
         count = torch.where(group < G, count, blocks - first)
-        # All of an offs that is in order.
+        # True for all blocks if offs is in order.
         there = (count > tile - first) & (count <= blocks - first)
-        token = (token0 + (tile - first) * 128).sum(0)  # a number: a mask in any layout takes it without shared memory
+        token = (token0 + (tile - first) * 128).sum(0)  # a scalar fits masks of any layout, without shared memory
         d, run = turned_index(cols)
         d = d_tile * cols + d
         run = token + run
@@ -74,8 +76,8 @@ def fp8_quantize_k_groups(
     start, end = (offs.new_empty(G) for _ in range(2))
     tile = for_device(TILES, x.device)
     if blocks:
-        col_programs = max(1, -(-D // tile.cols))  # one if only start and end are written
-        # A grid of two dimensions saves the division that undoes a flat one, but holds at most 65535 in the second.
+        col_programs = max(1, -(-D // tile.cols))  # at least one: with no features, start and end are still written
+        # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535.
         pid_type = "xyz" if blocks < 65536 else "flat"
         launch(
             _blocks, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(), M + 2, D,

@@ -1,4 +1,6 @@
-"""mx_dequantize in Helion: all contiguous, any stride and layout along axis -1, and the transposition of axis -2."""
+"""mx_dequantize in Helion: contiguous tensors, any strides and layout along axis -1, and the transposition of axis
+-2.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_c
 from mxspec.helion_kernels.common.launch import config, extent, launch
 from mxspec.helion_kernels.common.numerics import scale_value
 
-RANK = {(9, 0): 2, (10, 0): 2}  # H200: 0.97 of a copy's rate at large sizes, Triton 0.98
-# Block sizes are of the scales, but for `turned`. Only these were measured; Blackwell: compiled, not run.
+RANK = {(9, 0): 2, (10, 0): 2}  # Rates on an H200: benchmarks/results/decisions.md
+# Block sizes count scales, except for `turned`. Only these configurations were measured. Blackwell: compiled, not run.
 _FLAT, _STRIDED = config([64], 4), config([1, 1, 64], 4)
-# A grid of three dimensions saves the divisions that undo a flat one, but holds at most 65535 in two of them.
+# A grid of three dimensions needs no divisions to find a program's place, but two of its dimensions hold at most 65535.
 _BLOCKED, _TALL = config([1, 1, 256], 8, pid_type="xyz"), config([1, 1, 256], 8)
 _TURNED = config([1, 64, 4], 8)
 CONFIGS = {
@@ -27,7 +29,7 @@ CONFIGS = {
     "tall": {(9, 0): _TALL, (10, 0): _TALL},  # blocked, more than 65535 row tiles or experts
     "turned": {(9, 0): _TURNED, (10, 0): _TURNED},  # axis -2: along (E, rows, blocks) of the transpose
 }
-# A multiplication without .ftz, which would lose the subnormals.
+# The multiplication has no .ftz, which would lose the subnormals.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e[45]m[32]x2", r"mul\.(rn\.)?f32")
 
 
@@ -49,8 +51,8 @@ def _strided(
     qdata: Tensor, stride_e: int, stride_r: int, stride_c: int, stride_k: int, R: int, C: int,
     scale: Tensor, out: Tensor, blocked: hl.constexpr,
 ) -> None:  # fmt: skip
-    # The loop runs over the scale bytes. qdata and out are flat: ref mode masks an access by one index tensor only, and
-    # Helion drops the index and the mask along a dimension of size 1.
+    # The loop runs over the scale bytes. qdata and out are flat, for two reasons: ref mode masks an access by one index
+    # tensor only, and Helion drops the index and the mask along a dimension of size 1.
     for e, row, byte in hl.tile(scale.shape):
         matrix = e.index[:, None, None, None]
         r, c = _row_and_block(row.index[None, :, None, None], byte.index[None, None, :, None], blocked)
@@ -107,7 +109,7 @@ def mx_dequantize(
         codes = (flat, stride_e, stride_r, stride_k, R, C, E)
         launch(_turned, CONFIGS["turned"], *codes, scales, *scale_strides, col_tiles, out.view(-1), blocked)
     elif not blocked and E * R * C > 1 and q.is_contiguous() and scale.is_contiguous():
-        # along a dimension of 1 Helion masks nothing
+        # Not for a single block: Helion does not mask along a dimension of 1.
         blocks = (-1, MX_BLOCK_SIZE)
         launch(_flat, CONFIGS["flat"], q.view(blocks), bytes_.view(-1), out.view(blocks))
     else:

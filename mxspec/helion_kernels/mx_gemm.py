@@ -1,4 +1,4 @@
-"""mx_gemm in Helion."""
+"""mx_gemm in Helion: a program computes one tile of the output, with one scale for each block of 32 columns of K."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mxspec.helion_kernels.common.launch import config, launch
 from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
-# Programs run down eight tiles of M, then along N, so that those which run at a time share rows of a and b.
+# Programs run down eight tiles of M, then along N, so that programs that run at the same time share rows of a and b.
 _LARGE, _NARROW, _LOW = (
     config([rows, cols], 8, num_stages=4, l2_groupings=[8]) for rows, cols in ((128, 128), (128, 64), (64, 128))
 )
-# H200, 8192^3: 87 TFLOP/s, of Triton's 676: every 32 of K are a sum by themselves, which is scaled twice. Blackwell:
-# compiled, not run.
+# Slower than Triton on an H200, because every 32 columns of K are a sum of their own, which is scaled twice
+# (benchmarks/results/decisions.md). Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
-# On Hopper the scales of a tile's columns take as many registers as its sums: more would spill. Blackwell's scaled
-# products are of 128 rows.
+# On Hopper the scales of a tile's columns take as many registers as its sums, and a larger tile would spill.
+# Blackwell's scaled products have 128 rows.
 CONFIGS = {
     "large": {(9, 0): _NARROW, (10, 0): _LARGE},
     "at most 64 rows": {(9, 0): _LOW, (10, 0): _LARGE},

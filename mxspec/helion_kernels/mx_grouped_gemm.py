@@ -1,4 +1,4 @@
-"""mx_grouped_gemm in Helion: tiles of 128 rows, of one group each, which every program finds for itself."""
+"""mx_grouped_gemm in Helion: tiles of 128 rows of one group each. Each program finds its group by itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mxspec.helion_kernels.common.launch import config, flat, launch
 from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
-# H200, 32768 tokens of 8 experts, N 2048, K 7168: 68 TFLOP/s, see mx_gemm. Blackwell: compiled, not run.
+# Rates on an H200: benchmarks/results/decisions.md; see mx_gemm for the reason. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
-# Programs run down the rows first: those at a time share an expert's weights.
-_ROWS = 128  # as of the tiles of a group's scales
-CONFIGS = {(9, 0): config([64], 8, num_stages=4), (10, 0): config([128], 8, num_stages=4)}  # as of mx_gemm
+# Programs run down the rows first, so that programs that run at the same time share the weights of an expert.
+_ROWS = 128  # as the tiles of a group's scales
+CONFIGS = {(9, 0): config([64], 8, num_stages=4), (10, 0): config([128], 8, num_stages=4)}  # as in mx_gemm
 
 
 def _mx_grouped_gemm(
@@ -35,14 +35,14 @@ def _mx_grouped_gemm(
         first, stop = tokens_of_tile(row0, group, begin, offs, stride_offs, G, M)
         row = (first + hl.arange(128)).unsqueeze(1)
         there = (row >= 0) & (row < stop.unsqueeze(1)) & (row < M)
-        # Nothing is summed past the last group, nor past what the scales' rows hold, where offs is out of order.
+        # No sum past the last group. If offs is out of order, also no sum past the rows that the scales have.
         expert = group.sum(0)
         summed = torch.where((expert < G) & (tile.id * 128 + 128 <= M + G * 128), K, 0)
         acc = hl.zeros([128, n], dtype=torch.float32)
         for k in hl.tile(0, summed, block_size=step):
             c = (k.id * (step // 32) + hl.arange(step // 32)).unsqueeze(0)
             col = n.index.unsqueeze(1)
-            # A group's tiles of scales begin where its tiles of rows do.
+            # A group's tiles of scales begin at the same rows as its tiles of rows.
             of_row = tile.id * 128 + hl.arange(128).unsqueeze(1) if blocked else row
             of_a = scale_place(of_row, c, a_stride_r, a_stride_c, col_tiles, blocked)
             of_b = expert * b_scale_stride_e + scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)

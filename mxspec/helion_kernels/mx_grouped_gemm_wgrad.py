@@ -13,10 +13,10 @@ from mxspec.helion_kernels.common.launch import flat, launch
 from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
-# H200, 32768 tokens of 8 experts, N 2048, K 7168: 103 TFLOP/s to bf16, see mx_gemm. Blackwell: compiled, not run.
+# Rates on an H200: benchmarks/results/decisions.md; see mx_gemm for the reason. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 _NARROW, _LARGE = (helion.Config(block_sizes=[128, cols], num_warps=8, num_stages=4) for cols in (64, 128))
-CONFIGS = {(9, 0): _NARROW, (10, 0): _LARGE}  # as of mx_gemm
+CONFIGS = {(9, 0): _NARROW, (10, 0): _LARGE}  # as in mx_gemm
 
 
 def _wgrad(
@@ -30,9 +30,10 @@ def _wgrad(
         group = e.id + hl.arange(1)
         first = hl.load(offs, [(group - 1) * stride_offs], extra_mask=group > 0).sum(0)
         stop = hl.load(offs, [group * stride_offs]).sum(0)
-        # Shifted, so that Triton knows of multiples of 32 that they are.
+        # The shifts tell Triton that both are multiples of 32.
         first, stop = torch.where(first > 0, first >> 5 << 5, 0), torch.where(stop < M, stop >> 5 << 5, M)
-        # A group's scales: of plain ones the first column, of blocked ones the first tile, each of 128 tokens.
+        # The begin of a group's scales: its first column if they are plain, its first tile if they are blocked. A tile
+        # has 128 tokens.
         start, before = hl.zeros([], dtype=torch.int32), hl.zeros([], dtype=torch.int32)
         for i in range(0, G if blocked else 0, chunk):
             g, begins, _ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
@@ -41,7 +42,7 @@ def _wgrad(
         dy_begin = begin * (dy_row_tiles * 512 if blocked else dy_stride_c)
         x_begin = begin * (x_row_tiles * 512 if blocked else x_stride_c)
         col_tiles = (stop - first + 127) >> 7
-        # Tiles are not all there only where offs is out of order.
+        # Some tiles are missing only if offs is out of order.
         stop = torch.where((start >= 0) & (start + col_tiles * 128 <= M + G * 128), stop, 0)
         acc = hl.zeros([n, k], dtype=torch.float32)
         for m in hl.tile(first, stop, block_size=step):

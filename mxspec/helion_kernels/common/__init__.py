@@ -1,1 +1,1 @@
-"""What several kernels share: numerics, layouts, token groups, launches."""
+"""Code that several kernels share: numerics, layouts, token groups, launches."""

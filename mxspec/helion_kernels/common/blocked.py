@@ -6,21 +6,21 @@ from torch import Tensor
 
 
 def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
-    """How many 128x4 tiles cover `rows x cols` scales, down and across."""
+    """The number of 128x4 tiles that cover `rows x cols` scales: rows of tiles, columns of tiles."""
     return -(-rows // 128), -(-cols // 4)
 
 
 def turned(values: Tensor, tiles: int) -> Tensor:
-    """128 rows of the scales of neighbouring tiles as the bytes of those tiles, one after the other."""
+    """Arrange 128 rows of the scales of neighbouring tiles as the bytes of those tiles, one tile after the other."""
     # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
     return values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(512 * tiles)
 
 
 def blocked_to_row_col(row_tile: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale `(r, c)` that a byte of a row of tiles belongs to; past the matrix where the byte is padding.
+    """The scale `(r, c)` that a byte of a row of tiles holds. A byte of padding gives a place outside of the matrix.
 
-    Within a tile, the byte is at `(r % 32) * 16 + (r % 128) // 32 * 4 + c % 4`. Shifts and masks, since Helion's `//`
-    and `%` are Python's, which cost a branch on the sign.
+    Within a tile, the byte is at `(r % 32) * 16 + (r % 128) // 32 * 4 + c % 4`. The code uses shifts and masks, because
+    Helion's `//` and `%` are Python's and would need a branch on the sign.
     """
     r = row_tile * 128 + ((byte >> 2) & 3) * 32 + ((byte >> 4) & 31)
     c = (byte >> 9) * 4 + (byte & 3)

@@ -1,6 +1,6 @@
-"""The arithmetic of an FP8 128-block on Helion tiles: its quantization factor and the factor back.
+"""The arithmetic of an FP8 128-block on Helion tiles: the factor that quantizes a block, and its reciprocal.
 
-Lay it next to `reference/_fp8_numerics.py`: the same bits.
+`reference/common/fp8_numerics.py` defines both. This file computes the same bits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mxspec.formats import E4M3FN, fp32_bits
 
-# Ref mode runs no Triton source; there torch's own division of tensors, rounded once, stands in for it.
+# Ref mode runs no Triton source. It uses torch's own division of tensors instead, which rounds once, too.
 _REF = os.environ.get("HELION_INTERPRET") == "1"
-# From the bits of amax, at least those of eps: 448 / amax and its inverse, as Triton's kernels have them. Helion's own
-# division is an approximation that may be off by one.
+# From the bits of amax, at least those of eps: 448 / amax and its inverse, as in Triton's kernels. Helion's own
+# division is an approximation, and may be wrong in the last bit.
 _FACTORS = f"""
 @triton.jit
 def fp8_factors(bits):
@@ -35,9 +35,13 @@ def fp8_factors(bits):
 
 
 def factors(amax_bits: Tensor, eps_bits: int, pow2: bool) -> tuple[Tensor, Tensor]:
-    """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once; NaN for Inf and NaN."""
-    bits = amax_bits.clamp(min=eps_bits)  # Inf and NaN, the largest, stay
-    if pow2:  # the bits of 448 less those of amax: where its mantissa is above 1.75, that borrows one of the exponent
+    """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once. Both are NaN for Inf and
+    NaN.
+    """
+    bits = amax_bits.clamp(min=eps_bits)  # Inf and NaN are the largest, so they stay
+    # The bits of 448 minus the bits of amax: the subtraction borrows one from the exponent if the mantissa of amax is
+    # above 1.75.
+    if pow2:
         s = (fp32_bits(E4M3FN.max / 2) - (bits - fp32_bits(2.0))) & 0x7F800000
         back = 0x7F000000 - s
     elif _REF:

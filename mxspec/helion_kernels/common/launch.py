@@ -1,4 +1,6 @@
-"""How every Helion kernel here is run: a fixed configuration, dynamic shapes, an index wide enough for its strides."""
+"""Runs every Helion kernel of this folder: a fixed configuration, dynamic shapes, and an index type wide enough for
+the strides.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,22 @@ Configs = Mapping[tuple[int, int], helion.Config]
 
 
 def config(block_sizes: list[int], num_warps: int, **options: Any) -> helion.Config:
-    """A configuration whose programs run along the last dimension first, as memory does; Helion's own order is the
-    opposite."""
+    """A configuration whose programs run along the last dimension first, as memory does. Helion's own order is the
+    opposite.
+    """
     order = [list(range(len(block_sizes)))[::-1]] if len(block_sizes) > 1 else []
     return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=order, **options)
 
 
 @functools.cache
 def on_grid(dims: int, num_warps: int, pid_type: str = "flat") -> helion.Config:
-    """The same for an `hl.grid` of so many dimensions, which has no block sizes."""
+    """A configuration for an `hl.grid` of `dims` dimensions. It has no block sizes."""
     return helion.Config(block_sizes=[], num_warps=num_warps, loop_orders=[list(range(dims))[::-1]], pid_type=pid_type)
 
 
 @functools.cache
 def _kernel(body: Callable[..., None], config: helion.Config, index_dtype: torch.dtype) -> Any:
-    # Dynamic shapes: one compilation serves every size. A config that is given is never tuned.
+    # Dynamic shapes: one compilation serves every size. Helion does not tune a kernel with a given config.
     return helion.kernel(body, config=config, static_shapes=False, index_dtype=index_dtype)
 
 
@@ -39,19 +42,19 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def for_device(table: Mapping[tuple[int, int], T], device: torch.device) -> T:
-    """What a table by compute capability holds for a device; for one that it does not know, Hopper's."""
+    """The entry of a table for a device's compute capability. A device without an entry gets Hopper's."""
     return table.get(_capability(device), table[(9, 0)])
 
 
 def extent(t: Tensor) -> int:
-    """How many elements of storage lie between the first and the last of t, both counted."""
+    """The number of elements of storage from the first element of t to the last, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def flat(t: Tensor) -> Tensor:
-    """The elements of storage between the first and the last of t, in one dimension, for a kernel that takes strides.
+    """The storage between the first and the last element of t, in one dimension, for a kernel that takes strides.
 
-    For an empty tensor, one element that no mask lets through: ref mode clamps an index before it masks.
+    An empty tensor gives one element, which every mask excludes: ref mode clamps an index before it masks.
     """
     return t.as_strided((extent(t),), (1,)) if t.numel() else t.new_empty(1)
 
@@ -59,8 +62,8 @@ def flat(t: Tensor) -> Tensor:
 def launch(body: Callable[..., None], configs: Configs, *args: Any) -> None:
     """Run `body(*args)` with the configuration for the device.
 
-    Helion chooses its index type by the number of elements. A view with long strides has few and still reaches past
-    2^31, so the choice is made here.
+    Helion chooses its index type by the number of elements. A view with long strides may have few elements and still
+    reach past 2^31, so this function chooses the index type.
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     wide = max(max(extent(t), t.numel()) for t in tensors) >= 2**31

@@ -1,6 +1,6 @@
 """The arithmetic of an MX block on Helion tiles: shared exponent, reciprocal scale, saturating cast.
 
-Lay it next to `reference/common/numerics.py`: the same functions on the same bits.
+`reference/common/numerics.py` has the same functions, on the same bits.
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ from torch import Tensor
 
 from mxspec.formats import E4M3FN, E5M2, ElementFormat, element, exponent_rule
 
-# Ref mode stands in for the hardware's saturating conversion with torch's cast, which gives Inf in e5m2.
+# Ref mode uses torch's cast instead of the hardware's saturating conversion, and that cast gives Inf in e5m2.
 _CLAMP = os.environ.get("HELION_INTERPRET") == "1"
 
 
 def supports(elem_dtype: torch.dtype | str) -> str | None:
-    """Why no kernel here writes or reads an element format: they are proven for these two."""
+    """Why the kernels cannot write or read an element format, or None. They are tested for these two formats."""
     fmt = element(elem_dtype)
     return None if fmt in (E4M3FN, E5M2) else f"takes e4m3fn and e5m2 elements, not {fmt.name}"
 
 
 def widened(x: Tensor) -> Tensor:
-    """x as fp32, exactly. A bf16 is the upper half of one: a shift, where a conversion is two instructions."""
+    """x as fp32, exactly. A bf16 is the upper half of an fp32, so one shift is enough. A conversion takes two
+    instructions.
+    """
     if x.dtype != torch.bfloat16:
         return x.to(torch.float32)
     return (x.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """The bits of |x|, fp32.
+    """The bits of |x|, as fp32.
 
-    As integers they have the order of the magnitudes, Inf and then NaN largest, and an integer maximum cannot drop a
-    NaN.
+    As integers, the bits have the order of the magnitudes: Inf is larger than all numbers, and NaN is larger than Inf.
+    An integer maximum therefore cannot lose a NaN.
     """
     return x.view(torch.int32) & 0x7FFFFFFF
 
 
 def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> Tensor:
-    """The E8M0 byte, as int32, of a block of dtype whose largest magnitude has these fp32 bits; 255 for Inf and NaN."""
+    """The E8M0 byte, as int32, of a block of `dtype` whose amax has these fp32 bits. It is 255 for Inf and NaN."""
     emax, added, exception = exponent_rule(fmt, scaling, dtype)
     byte = (((amax_bits + added) >> 23) - emax).clamp(min=0)
     if exception >= 0:
@@ -48,25 +50,26 @@ def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str, dtype: 
 
 
 def reciprocal_scale(byte: Tensor) -> Tensor:
-    """`2^(127 - byte)` as fp32; byte 255 gives NaN.
+    """`2^(127 - byte)` as fp32. Byte 255 gives NaN.
 
-    Byte 254, whose reciprocal is subnormal, does not occur: an fp32 exponent field less emax is at most 253.
+    Byte 254 would have a subnormal reciprocal, but it does not occur: an fp32 exponent field minus emax is at most 253.
     """
     return torch.where(byte == 255, 0x7FC00000, (254 - byte) << 23).view(torch.float32)
 
 
 def scale_value(byte: Tensor) -> Tensor:
-    """`2^(byte - 127)` as fp32, from uint8; byte 255 gives NaN.
+    """`2^(byte - 127)` as fp32, from uint8. Byte 255 gives NaN.
 
-    The byte is the exponent field. Both ends need the mantissa's top bit as well: 0x00400000 is 2^-127, a subnormal,
-    and 0x7FC00000 is NaN.
+    The byte becomes the exponent field. The bytes 0 and 255 also need the top bit of the mantissa: 0x00400000 is
+    2^-127, a subnormal, and 0x7FC00000 is NaN.
     """
     bits = byte.to(torch.int32) << 23
     return torch.where((byte == 0) | (byte == 255), bits | 0x400000, bits).view(torch.float32)
 
 
 def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
-    """Round to nearest, ties to even, saturating: `cvt.rn.satfinite`, which needs no clamp and keeps NaN.
+    """Round to nearest, ties to even, and saturate. `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is
+    needed.
 
     A clamp that keeps NaN would cost more than half of the kernel's instructions.
     """

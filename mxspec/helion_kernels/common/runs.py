@@ -1,6 +1,6 @@
-"""Runs of rows in the registers of one thread: each row is a load, or a store, of its own.
+"""Runs of rows in the registers of one thread. Each row is a load or a store of its own.
 
-`hl.join`, unlike `torch.stack`, leaves what was loaded in the thread that loaded it.
+`hl.join` keeps a loaded value in the thread that loaded it. `torch.stack` does not.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from mxspec.helion_kernels.common.numerics import saturating_cast
 
 
 def dimension(size: int, dim: int, dims: int) -> Tensor:
-    """0, 1, ... along one of so many dimensions.
+    """0, 1, ... along dimension `dim` of `dims`.
 
-    All are there, since Helion aligns fewer by their sizes, not from the last; by `unsqueeze`, across which Triton
-    still sees a run.
+    The index has all dimensions, because Helion aligns an index with fewer dimensions by their sizes, not from the last
+    one. `unsqueeze` adds the dimensions, because Triton still sees a run of addresses across it.
     """
     index = hl.arange(size)
     for _before in range(dim):
@@ -30,9 +30,9 @@ def load_run(
     x: Tensor, m: Tensor, stride: int, k: Tensor, mask: Tensor | None, run: int, step: int = 1,
     left: Tensor | None = None, i: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The rows m, m + step, ..., `run` of them, along new last dimensions of 2: the highest bit of a number first.
+    """Load `run` rows, m, m + step, ..., along new last dimensions of 2. The highest bit of a row's number comes first.
 
-    With `left`, of the rows from each first one on only so many are there; m is i after it.
+    With `left`, only that many rows exist from each first row on. m is `i` rows after the first row.
     """
     if run == 1:
         there = mask if left is None else left > i if mask is None else mask & (left > i)
@@ -45,10 +45,10 @@ def store_run(
     qdata: Tensor, place: Tensor, stride: int, values: Tensor, mask: Tensor | None, run: int,
     left: Tensor | None = None, step: int = 1, i: int = 0,
 ) -> None:  # fmt: skip
-    """Cast and store the rows of each group, `run` of them, along last dimensions of 2.
+    """Cast and store `run` rows of each group, along last dimensions of 2.
 
-    Cast last, or two rows and not two columns would be cast together. With a mask and `left`, of the rows only so many
-    are there.
+    The cast comes last: earlier, it would pair two rows instead of two columns. With a mask and `left`, only `left` of
+    the rows exist.
     """
     if run == 1:
         there = mask if mask is None or left is None else mask & (left > i)

@@ -104,7 +104,7 @@ def test_what_the_quantizers_give_fits_as_it_is(sizes, rest, there):
 def test_what_does_not_fit_is_refused_with_the_reason(there):
     a, a_scale, b, b_scale, offs = args = cases.made([128, 256], 0, 136, 256, 1, "mn")
     odd = cases.made([128], 2, 136, 256, 1, "mn")
-    blocks = "takes groups in whole blocks of 128 rows, said by an alignment of 128; it is "
+    blocks = "takes groups of whole 128-row blocks: needs alignment in multiples of 128, not alignment = "
     for wrong, reason, options in [
         (args, blocks + "1", {"alignment": 1}),
         (args, blocks + "192", {"alignment": 192}),
@@ -177,7 +177,7 @@ def test_sums_that_do_not_fit_are_refused_with_the_reason(there, monkeypatch):
 @pytest.mark.parametrize("end", ["_wgrad", "_wgrad_"])
 def test_auto_never_takes_sums_that_wait_for_the_device(end):
     module = dispatch.kernel_module(f"fp8_grouped_gemm{end}", "deepgemm")
-    reason = "waits for the device (it wants the groups' sizes on the host), so it is used only if chosen by name"
+    reason = "waits for the device (it needs the sizes of the groups on the host), so it is taken by name"
     assert dispatch.resolve.unranked(module, torch.device("cuda", 0)) == reason
 
 
