@@ -1,7 +1,7 @@
-"""mx_quantize in Helion: the contiguous case in five lines, and a kernel for every other stride and layout.
+"""mx_quantize in Helion: one kernel for contiguous tensors (in five lines), one for every other stride and layout.
 
-The programs of both run over the scale bytes as they are stored. `tiles/mx_columns.py` has blocks along the
-columns.
+The programs of both kernels run over the scale bytes in the order in which they are stored. `tiles/mx_columns.py` has
+the kernel for blocks along the columns.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from mxspec.helion_kernels.common.numerics import (
 )
 from mxspec.helion_kernels.tiles.mx_columns import mx_tile
 
-RANK = {(9, 0): 2, (10, 0): 2}  # as fast as Triton's on an H200, but its way to a launch takes 37 us longer
-# Block sizes are of the scales. benchmarks/tune.py on an H200, as fractions of a bare cast's rate: flat 0.983 at
-# 4096 x 2048 and 1.000 at 32768 x 7168; blocked 0.976 and 0.992. Blackwell: compiled, not run.
+# Second: as fast as Triton's, but a call takes more host time (benchmarks/results/decisions.md).
+RANK = {(9, 0): 2, (10, 0): 2}
+# Block sizes count scales. The race by benchmarks/tune.py: benchmarks/results/decisions.md. Blackwell: compiled, not
+# run.
 _FLAT, _STRIDED = config([64], 4), config([1, 1, 64], 4)
-# A grid of three dimensions saves the divisions that undo a flat one, but holds at most 65535 in two of them.
+# A grid of three dimensions needs no divisions to find a program's place, but two of its dimensions hold at most 65535.
 _BLOCKED, _TALL = config([1, 1, 256], 8, pid_type="xyz"), config([1, 1, 256], 8)
 CONFIGS = {
     "flat": {(9, 0): _FLAT, (10, 0): _FLAT},  # x contiguous, plain scales
@@ -45,7 +46,7 @@ def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, 
 
 
 def quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
-    """Codes and scale bytes of a tile whose last dimension is a block."""
+    """The codes and the scale bytes of a tile whose last dimension is a block."""
     fmt, wide = element(elem_dtype), widened(values)
     byte = shared_exponent(magnitude_bits(wide).amax(-1), fmt, scaling, values.dtype)
     codes = saturating_cast(wide * reciprocal_scale(byte).unsqueeze(-1), fmt)
@@ -67,9 +68,9 @@ def _strided(
     x: Tensor, stride_e: int, stride_r: int, stride_c: int, stride_k: int, R: int, C: int,
     qdata: Tensor, scale: Tensor, scaling: hl.constexpr, blocked: hl.constexpr,
 ) -> None:  # fmt: skip
-    # The loop runs over the scale bytes. Those of padding come out as the scale of a block of zeros, which is 0.
-    # x and qdata are flat: ref mode masks an access by one index tensor only, and Helion drops the index and the mask
-    # of a store along a dimension of size 1, so that lanes past its end would write there too.
+    # The loop runs over the scale bytes. A byte of padding is the scale of a block of zeros, which is 0.
+    # x and qdata are flat, for two reasons. Ref mode masks an access by one index tensor only. Helion drops the index
+    # and the mask of a store along a dimension of size 1, so lanes past its end would write there, too.
     for e, row, byte in hl.tile(scale.shape):
         matrix = e.index[:, None, None, None]
         r, c = _row_and_block(row.index[None, :, None, None], byte.index[None, None, :, None], blocked)
@@ -90,7 +91,7 @@ def mx_quantize(
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
     if axis == -2:
-        # The blocks along the columns of an x whose transpose is contiguous are those along the rows of that.
+        # If the transpose of x is contiguous, blocks along the columns of x are blocks along the rows of the transpose.
         if x.stride(-1) == 1 and not x.mT.is_contiguous():
             qdata, scale = mx_tile(x, element(elem_dtype), scaling, scale_layout)
         else:
@@ -103,7 +104,8 @@ def mx_quantize(
     shape = (512 * row_tiles * col_tiles,) if blocked else (R, C)
     qdata = torch.empty(x.shape, dtype=element(elem_dtype).dtype, device=x.device)
     scale = torch.empty(*lead, *shape, dtype=torch.uint8, device=x.device)
-    if scale.numel() > 1 and not blocked and x.is_contiguous():  # along a dimension of 1 Helion masks nothing
+    # Not for a single block: Helion does not mask along a dimension of 1.
+    if scale.numel() > 1 and not blocked and x.is_contiguous():
         blocks, codes = x.view(-1, MX_BLOCK_SIZE), qdata.view(-1, MX_BLOCK_SIZE)
         launch(_flat, CONFIGS["flat"], blocks, codes, scale.view(-1), scaling)
     elif scale.numel():

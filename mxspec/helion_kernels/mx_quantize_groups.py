@@ -1,11 +1,11 @@
-"""mx_quantize_groups in Helion: the kernels of mx_quantize, reading each row where its group says.
+"""mx_quantize_groups in Helion: the kernels of mx_quantize. A program reads the rows of one token group.
 
-Along axis -1 a program owns a run of the bytes of a row of tiles of scales, as in mx_quantize's blocked layout, also
-where the scales are plain. Along axis -2 it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that
-their codes and scale bytes come out as the contract says.
+Along axis -1, a program owns a run of the bytes of a row of scale tiles, as in the blocked layout of mx_quantize, even
+if the scales are plain. Along axis -2, it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that
+their codes and scale bytes are those of the contract.
 
-Both loops are an `hl.grid`, so that a program has its tile whole: ref mode then runs them one by one and tests the
-masks.
+Both loops are an `hl.grid`, so that a program has its whole tile. Ref mode then runs the programs one by one, and so
+tests the masks.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from mxspec.helion_kernels.tiles.mx_columns import TILES, column_codes, column_s
 
 
 class Part(NamedTuple):
-    blocks: int  # scale bytes a program, a divisor of the 512 of a tile
+    blocks: int  # scale bytes of a program; a divisor of the 512 bytes of a tile
     num_warps: int
 
 
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
-# benchmarks/tune.py on an H200, beside mx_quantize of tokens that are padded already: 1.02 of its time at 8192 x 2048,
-# 1.00 at 32768 x 7168 (256 blocks, 8 warps 1.05, 1.02).
+# The race by benchmarks/tune.py against mx_quantize of padded tokens: benchmarks/results/decisions.md.
 _HOPPER = Part(64, 2)
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 
-# A kernel is told the tokens as 2 more than there are, `tokens_2`. Of a 1 Triton would make a constant, with which
-# ptxas 12.8 knows all codes but one row's to be zeros, packs one zero for all and leaves half of the word as it was.
+# `tokens_2` is the number of tokens plus 2, so that it is never 1. Triton would make a constant of a 1, and ptxas 12.8
+# then generates wrong code: it knows that all codes are zeros except those of one row, packs a single zero for all of
+# them, and leaves half of the word as it was.
 def _rows(
     x: Tensor, stride_m: int, stride_k: int, tokens_2: int, C: int, qdata: Tensor, R: int, scale: Tensor,
     col_tiles: int, offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, row_tiles: int, programs: int,
     scaling: hl.constexpr, blocked: hl.constexpr, alignment: hl.constexpr, chunk: hl.constexpr, blocks: hl.constexpr,
 ) -> None:  # fmt: skip
     for row_tile, program in hl.grid([row_tiles, programs]):
-        # The 128 rows of a tile are in one group.
+        # The 128 rows of a tile belong to one group.
         row0 = row_tile * 128 + hl.arange(1)
         group, begin = row0 * 0, row0 * 0
         before = hl.zeros([], dtype=torch.int32)
@@ -75,7 +75,7 @@ def _rows(
         codes, byte = quantize_tile(values, qdata.dtype, scaling)
         owned = (row < R) & (c < C)
         hl.store(qdata, [row.unsqueeze(1) * (C * 32) + k], codes, extra_mask=owned.unsqueeze(1).expand(blocks, 32))
-        if blocked:  # G rows of tiles more than there are codes
+        if blocked:  # the scales have up to G rows of tiles more than the codes
             place = (row_tile + hl.arange(1)) * col_tiles * 512 + byte_in_row
             hl.store(scale, [place], byte, extra_mask=byte_in_row < col_tiles * 512)
         else:
@@ -88,11 +88,11 @@ def _columns(
     scaling: hl.constexpr, blocked: hl.constexpr, alignment: hl.constexpr, chunk: hl.constexpr,
     cols: hl.constexpr, run: hl.constexpr,
 ) -> None:  # fmt: skip
-    C = R // 32  # on the host, so that Triton knows of a multiple of 16 that it is one
+    C = R // 32  # computed on the host, so that Triton keeps its divisible-by-16 specialization
     k_tiles = (K + 127) // 128
     runs = 128 // run
     for k_tile, m_tile in hl.grid([col_programs, row_tiles]):
-        # Groups are padded to multiples of 128, so that the rows are in one.
+        # Groups are padded to multiples of 128, so these rows belong to one group.
         tile = m_tile + hl.arange(1)
         group, begin = tile * 0, tile * 0
         before = hl.zeros([], dtype=torch.int32)
@@ -103,7 +103,7 @@ def _columns(
                 hl.store(start, [g], begins, extra_mask=g < G)
                 hl.store(end, [g], ends, extra_mask=g < G)
         first, stop = tokens_of(group, offs, stride_offs, G)
-        token0 = (first + tile * 128 - begin).sum(0)  # a number: a mask in any layout takes it without shared memory
+        token0 = (first + tile * 128 - begin).sum(0)  # a scalar fits masks of any layout, without shared memory
         token = (token0 + hl.arange(runs) * run).unsqueeze(1).unsqueeze(2)
         left = tokens_left(token, stop, tokens_2 - 2)
         _m, k = tile_index(m_tile, k_tile, runs, 1, cols, run)
@@ -133,7 +133,7 @@ def mx_quantize_groups(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (M, K), G, fmt, blocked = x.shape, offs.shape[0], element(elem_dtype), scale_layout == "blocked"
     R = padded_rows(M, G, pad_to)
-    rows = R + 128 * G if blocked else R  # that have scales
+    rows = R + 128 * G if blocked else R  # the number of rows with scales
     start, end = (offs.new_empty(G) for _ in range(2))
     col_tiles = -(-K // 128)
     if axis == -2:
@@ -145,8 +145,8 @@ def mx_quantize_groups(
     scale = x.new_empty(shape, dtype=torch.uint8)
     source, groups = (flat(x), *x.stride(), M + 2), (flat(offs), offs.stride(0), G, flat(start), flat(end))
     constants = scaling, blocked, pad_to, chunk(G)
-    # A grid of two dimensions saves the division that undoes a flat one, but holds at most 65535 in the second. One
-    # program across if only start and end are written.
+    # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. At least
+    # one program across: with no columns, start and end are still written.
     if rows and axis == -2:
         tile = for_device(TILES, x.device)["col, small"]
         col_programs = max(1, -(-K // tile.cols))

@@ -1,4 +1,4 @@
-"""mx_quantize_rowcol in Helion: the tiles of `tiles/mx_columns.py`, each read once."""
+"""mx_quantize_rowcol in Helion: the tiles of `tiles/mx_columns.py`. Each tile is read once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mxspec.formats import element
 from mxspec.helion_kernels.common import numerics
 from mxspec.helion_kernels.tiles.mx_columns import mx_tile
 
-RANK = {(9, 0): 2, (10, 0): 2}  # H200: 0.93 to 0.97 of Triton's rate
-# 8-byte loads where tiles reach past x.
+RANK = {(9, 0): 2, (10, 0): 2}  # second after Triton: benchmarks/results/decisions.md
+# Loads are 8 bytes wide if tiles reach past x.
 PTX = (r"ld\.global\.v[24]\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 
@@ -28,7 +28,8 @@ def mx_quantize_rowcol(
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     fmt = element(elem_dtype)
-    if x.stride(-1) != 1 and x.stride(-2) == 1:  # x is the transpose of such a tensor: so are its results
+    # X is the transpose of a tensor with contiguous rows, and so are its results.
+    if x.stride(-1) != 1 and x.stride(-2) == 1:
         q_col, s_col, q_row, s_row = mx_tile(x.mT, fmt, scaling, scale_layout, with_rows=True)
     else:
         q_row, s_row, q_col, s_col = mx_tile(x, fmt, scaling, scale_layout, with_rows=True)

@@ -1,4 +1,4 @@
-"""pad_token_groups in Helion: `tiles/token_rows.py`, with `start` and `end` written by the first program."""
+"""pad_token_groups in Helion: the kernel of `tiles/token_rows.py`. Its first program writes `start` and `end`."""
 
 from __future__ import annotations
 

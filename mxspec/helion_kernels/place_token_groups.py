@@ -1,4 +1,4 @@
-"""place_token_groups in Helion: `tiles/token_rows.py`, the token of a row found among all groups."""
+"""place_token_groups in Helion: the kernel of `tiles/token_rows.py`. It searches all groups for the token of a row."""
 
 from __future__ import annotations
 

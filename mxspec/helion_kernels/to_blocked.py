@@ -1,6 +1,7 @@
-"""to_blocked in Helion: a program reads 128 rows as they lie, turns them in shared memory and writes whole tiles.
+"""to_blocked in Helion: a program reads 128 rows in their own order, transposes them in shared memory, and writes whole
+tiles.
 
-The loop is an `hl.grid`, so that a program has the whole tiles that its bytes are turned in.
+The loop is an `hl.grid`, so that a program has whole tiles to reorder.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from mxspec.helion_kernels.common.launch import extent, for_device, launch, on_g
 
 
 class Tiles(NamedTuple):
-    tiles: int  # a program, along a row of them
+    tiles: int  # tiles of a program, along a row of tiles
     num_warps: int
 
 
 RANK = {(9, 0): 2, (10, 0): 2}
-# Triton's, and its rate on an H200 within 1% (131072 x 44: 1.08 of it). 16 tiles read 64 bytes of a row, which
-# 16-byte loads need to start at a multiple of 16.
+# The same tiles as Triton's. 16 tiles read 64 bytes of a row, and 16-byte loads need rows that start at multiples of
+# 16. The race against Triton: benchmarks/results/decisions.md.
 _HOPPER = {"aligned": Tiles(16, 8), "odd": Tiles(4, 2)}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"st\.global\.v4\.b32",)
@@ -32,7 +33,7 @@ def _to_blocked(
     scale: Tensor, stride_e: int, stride_r: int, stride_c: int, E: int, R: int, C: int, out: Tensor, tiles: hl.constexpr
 ) -> None:
     col_tiles = (C + 3) // 4
-    # Helion's first loop is the outermost here: along a row of tiles, then down, then to the next expert.
+    # Helion's first loop is the outermost here: programs run along a row of tiles, then down, then to the next expert.
     for e, row_tile, program in hl.grid([E, (R + 127) // 128, (col_tiles + tiles - 1) // tiles]):
         r = (row_tile * 128 + hl.arange(128))[:, None]
         c = (program * (4 * tiles) + hl.arange(4 * tiles))[None, :]

@@ -1,8 +1,8 @@
-"""to_blocked_k_groups in Helion: a program turns tiles that are neighbours, of one group or of several.
+"""to_blocked_k_groups in Helion: a program reorders neighbouring tiles, of one group or of several.
 
-A tile takes four bytes of each row, which begin anywhere, since a group does. They are read as the one or two aligned
-words that they lie in, shifted together and turned as a word; one by one where the scales are no whole number of
-aligned words.
+A tile takes four bytes of each row. They may begin at any byte, because a group may. If the scales are a whole number
+of aligned words, the program reads the one or two words that hold the four bytes, shifts them together, and moves them
+as one word. Otherwise it reads the bytes one by one.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_gri
 
 
 class Tiles(NamedTuple):
-    tiles: int  # a program, along a row of them
+    tiles: int  # tiles of a program, along a row of tiles
     num_warps: int
 
 
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
-_HOPPER = Tiles(16, 4)  # benchmarks/tune.py on an H200, 7168 x 4096: 8 groups 19.2 us, 256 groups 26.7
+_HOPPER = Tiles(16, 4)  # the race by benchmarks/tune.py: benchmarks/results/decisions.md
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = (r"st\.global\.v4\.b32",)
 
 
 def _load(x: Tensor, place: Tensor, mask: Tensor) -> Tensor:
-    """A matrix, neighbouring threads beside each other in a row; left to itself, Triton 3.6 goes down the columns."""
+    """Load a matrix with neighbouring threads along a row. By default, Triton 3.6 lets the threads run down the
+    columns.
+    """
     return hl.load(x, [place.reshape(-1)], extra_mask=mask.expand(place.shape).reshape(-1)).reshape(place.shape)
 
 
 def _from_bytes(scale: Tensor, byte: Tensor, stride: int, mask: Tensor, left: Tensor) -> Tensor:
-    """As many of the four bytes from each on as are left, as words."""
+    """Read up to four bytes from each place on, as a word. `left` is the number of bytes that exist."""
     parts = [_load(scale, byte + i * stride, mask & (left > i)).to(torch.int32) << 8 * i for i in range(4)]
     return parts[0] | parts[1] | parts[2] | parts[3]
 
@@ -53,7 +55,8 @@ def _to_blocked_k_groups(
         before = hl.zeros([], dtype=torch.int32)
         for i in range(0, G, chunk):
             g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 4, chunk)
-            # At which of the tiles how many groups end: fewer instructions than to compare each tile with each end.
+            # Count the groups that end at each tile. This takes fewer instructions than to compare each tile with each
+            # end.
             at = torch.where(g < G, (ends >> 2) - col_program * tiles, tiles)
             at = torch.where(at > 0, at, 0)
             ended = ended + (at.unsqueeze(0) == lane.unsqueeze(1)).sum(1, dtype=torch.int32)
@@ -68,10 +71,10 @@ def _to_blocked_k_groups(
         c = first + tile * 4 - begin
         limit = torch.where(stop < C, stop, C)
         rest = torch.where(limit - c < 4, limit - c, 4)
-        left = torch.where((c >= 0) & (rest > 0), rest, 0).unsqueeze(0)  # of a tile's four columns
+        left = torch.where((c >= 0) & (rest > 0), rest, 0).unsqueeze(0)  # of the four columns of a tile
         row = hl.arange(128).unsqueeze(1)
         there = row_tile * 128 + row < R
-        # Bytes in 64 bits, although words are counted in 32: launch knows only their number.
+        # Bytes are counted in 64 bits, although words are counted in 32: `launch` knows only the number of words.
         first_byte = (hl.zeros([], dtype=torch.int64) + row_tile * 128) * stride_r
         wide_row, wide_c = (row.to(torch.int64), c.to(torch.int64)) if wide else (row, c)
         byte = wide_row * stride_r + wide_c.unsqueeze(0) * stride_c
@@ -95,7 +98,8 @@ def _to_blocked_k_groups(
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     (R, C), G = scale.shape, offs.shape[0]
     row_tiles, col_tiles = -(-R // 128), -(-(C + 4 * G) // 4)
-    out = scale.new_empty(512 * row_tiles * col_tiles)  # whole tiles are written, of which a part may be returned
+    # The kernel writes whole tiles, and a part of them may be returned.
+    out = scale.new_empty(512 * row_tiles * col_tiles)
     start = offs.new_empty(G + 1, dtype=torch.int64)
     bits = flat(scale.view(torch.uint8))
     words = scale.stride(1) == 1 and bits.numel() % 4 == 0 and (bits.data_ptr() | int(bits.storage_offset())) % 4 == 0

@@ -1,4 +1,4 @@
-"""to_blocked_m_groups in Helion: `to_blocked`, each row of tiles in the group that it belongs to."""
+"""to_blocked_m_groups in Helion: as `to_blocked`. Each row of tiles belongs to one token group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _to_blocked_m_groups(
     for row_tile, program in hl.grid([row_programs, col_programs]):
         if row_tile + program == 0:
             hl.store(start, [0], 0)
-        # Groups begin at multiples of 128: a row of tiles is in one.
+        # Groups begin at multiples of 128, so a row of tiles belongs to one group.
         row0 = row_tile * 128 + hl.arange(1)
         group, begin = row0 * 0, row0 * 0
         before = hl.zeros([], dtype=torch.int32)
@@ -46,7 +46,8 @@ def _to_blocked_m_groups(
 def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     (M, C), G = scale.shape, offs.shape[0]
     row_tiles, col_tiles = blocked_shape(M + 128 * G, C)
-    out = scale.new_empty((128 * row_tiles, 4 * col_tiles))  # whole tiles are written, of which a part may be returned
+    # The kernel writes whole tiles, and a part of them may be returned.
+    out = scale.new_empty((128 * row_tiles, 4 * col_tiles))
     start = offs.new_empty(G + 1, dtype=torch.int64)
     tiles, num_warps = for_device(CONFIGS, scale.device)["aligned" if C % 16 == 0 else "odd"]
     # At least one program, which writes start.

@@ -1,4 +1,4 @@
-"""unpad_token_groups in Helion: `tiles/token_rows.py`, the group of a token found among the ends."""
+"""unpad_token_groups in Helion: the kernel of `tiles/token_rows.py`. It finds the group of a token among the ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The CPU interpreters of Triton and Helion, with the right bits and in less time.
 
-`TRITON_INTERPRET=1` and `HELION_INTERPRET=1` run kernels without a GPU. `corrections.py` replaces what they compute
-wrongly. `accelerations.py` replaces what they compute slowly.
+`TRITON_INTERPRET=1` and `HELION_INTERPRET=1` run kernels without a GPU. `corrections.py` replaces the functions that
+compute wrong bits. `accelerations.py` replaces the functions that are slow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from mxspec.interpreters.corrections import correct
 
 
 def install() -> None:
-    """Correct and accelerate the interpreters that this process uses; a kernel folder calls this on its import."""
+    """Correct and accelerate the interpreters that this process uses. A kernel folder calls this when it is
+    imported.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter

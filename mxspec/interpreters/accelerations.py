@@ -1,14 +1,15 @@
-"""Where an interpreter takes minutes, it computes the same bits sooner.
+"""Faster versions of the interpreters' slow functions. They compute the same bits.
 
 Triton's interpreter (3.6 to 3.9) repeats work that a compiler does once:
 
-- It calls the combine function of a reduction or a scan once an element. Helion's reductions always have one.
-- It computes whether integers overflow. Only its debug mode asserts that.
-- It replaces the functions of `triton.language` at every call of a device function. Once a launch is enough.
+- It calls the combine function of a reduction or a scan once for each element. Helion's reductions always have such a
+  function.
+- It computes whether integers overflow. Only its debug mode uses the result.
+- It replaces the functions of `triton.language` at every call of a device function. Once for each launch is enough.
 - It builds its table of numpy's types at every use.
 - It describes the shape of every value anew.
 
-Helion's interpreter is slow at one thing: products of FP8.
+Helion's interpreter has one slow function: products of FP8.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from mxspec.formats import FP8_DTYPES
 
 
 def accelerate(interpreter: Any) -> None:
-    """Replace what `triton.runtime.interpreter` computes slowly."""
+    """Replace the slow functions of `triton.runtime.interpreter`."""
     triton_generic_reduce = interpreter.ReduceOps.generic_reduce
     triton_generic_scan = interpreter.ScanOps.generic_scan
-    triton_patch_lang, replaced = interpreter._patch_lang, set[ModuleType]()  # replaced: by the launch under way
+    # Replaced: the modules patched by the current launch.
+    triton_patch_lang, replaced = interpreter._patch_lang, set[ModuleType]()
     triton_np_dtype, numpy_types = interpreter._get_np_dtype, dict[str, np.dtype]()
 
     def generic_reduce(self: Any, input: tuple[Any, ...]) -> Any:
-        """Combine neighbours along the axis, all pairs at once, until one is left: sizes are powers of two."""
+        """Combine neighbours along the axis, all pairs at once, until one value is left. Sizes are powers of two."""
         if self.axis is None or len(input) != 1:
             return triton_generic_reduce(self, input)
         values, dtype = np.moveaxis(input[0].handle.data, self.axis, -1), input[0].dtype
@@ -42,7 +44,9 @@ def accelerate(interpreter: Any) -> None:
         return [self.to_tensor(out if self.keep_dims else out.squeeze(self.axis), dtype)]
 
     def generic_scan(self: Any, input: tuple[Any, ...]) -> Any:
-        """Combine all elements at once with those 1, 2, 4, ... before them, which such a function allows."""
+        """Combine each element with the elements 1, 2, 4, ... before it, all at once. An associative function allows
+        that.
+        """
         if len(input) != 1:
             return triton_generic_scan(self, input)
         values, dtype = np.moveaxis(input[0].handle.data, self.axis, -1), input[0].dtype
@@ -59,7 +63,7 @@ def accelerate(interpreter: Any) -> None:
             replaced.clear()
 
     def patch_lang(fn: Any) -> Any:
-        """Replace the language where a kernel or a device function sees it, unless this launch has done so."""
+        """Replace the language that a kernel or a device function sees, unless this launch has done so already."""
         languages = {m for m in fn.__globals__.values() if m is interpreter.tl or m is interpreter.tl.core}
         if languages and languages <= replaced:
             return Scope()
@@ -76,7 +80,7 @@ def accelerate(interpreter: Any) -> None:
     triton_block_type_init, block_types = core.block_type.__init__, dict[Any, dict[str, Any]]()
     triton_tensor_init, tensor_shapes = core.tensor.__init__, dict[Any, dict[str, Any]]()
 
-    def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:  # nothing changes a type once it is made
+    def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:  # a type does not change after it is made
         key = str(element_ty), *(size.value if isinstance(size, core.constexpr) else size for size in shape)
         if key not in block_types:
             triton_block_type_init(self, element_ty, shape)
@@ -90,7 +94,8 @@ def accelerate(interpreter: Any) -> None:
         vars(self).update(tensor_shapes[type.name], handle=handle)
 
     options = interpreter.interpreter_builder.options
-    if not options.debug:  # the operands of assertions that nobody hears are half of the interpreter's time
+    # Overflow checks compute the operands of assertions that the interpreter then ignores. They are half of its time.
+    if not options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang = patch_lang
@@ -102,7 +107,7 @@ def accelerate(interpreter: Any) -> None:
 
 
 def multiply_fp8_as_fp32() -> None:
-    """Let Helion's eager `hl.dot` of FP8 take fp32 copies: torch._scaled_mm on a CPU is a loop of 75 ms for a tile."""
+    """Let Helion's eager `hl.dot` of FP8 multiply fp32 copies: torch._scaled_mm on a CPU is a slow loop."""
     import helion.language as hl
 
     dot: Any = hl.dot

@@ -1,13 +1,13 @@
-"""Where Triton's interpreter computes wrong bits, it is given the right ones.
+"""Corrections of the wrong bits that Triton's interpreter computes.
 
-What was found in Triton 3.6 to 3.9, in `triton/runtime/interpreter.py`:
+The following was found in Triton 3.6 to 3.9, in `triton/runtime/interpreter.py`:
 
 - Its float conversion loses the carry of a rounding: the fp32 31.4 becomes the e4m3 16.
 - Its float conversion breaks ties away from even, and widens bfloat16 subnormals, Inf and NaN wrongly.
 - Its fused multiply-add rounds twice.
-- Its comparisons give the type of the operands. Triton 3.9 then refuses a comparison of two numbers as a mask.
-- Triton 3.6 takes an array of one element for a number, which numpy 2.4 refuses.
-- It computes with numpy. Numpy warns of Inf and NaN, of which a GPU says nothing.
+- Its comparisons return the type of the operands. Triton 3.9 then refuses a comparison of two numbers as a mask.
+- Triton 3.6 uses an array of one element as a number, which numpy 2.4 refuses.
+- It computes with numpy. Numpy warns about Inf and NaN, and a GPU does not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def correct(interpreter: Any) -> None:
-    """Replace what `triton.runtime.interpreter` computes wrongly."""
+    """Replace the functions of `triton.runtime.interpreter` that compute wrong bits."""
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     triton_convert_float = interpreter._convert_float
     triton_patch_lang_tensor = interpreter._patch_lang_tensor
@@ -42,7 +42,8 @@ def correct(interpreter: Any) -> None:
         if from_dtype is None or to_dtype is None:
             return triton_convert_float(values, source, target, rounding_mode)
         x = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8)).view(from_dtype).to(torch.float32)
-        if to_dtype in _FP8_MAX:  # cvt.rn.satfinite saturates, Inf included, and keeps NaN; clamp does the same
+        # cvt.rn.satfinite saturates, also Inf, and keeps NaN. A clamp does the same.
+        if to_dtype in _FP8_MAX:
             x = x.clamp(-_FP8_MAX[to_dtype], _FP8_MAX[to_dtype])
         out = x.to(to_dtype).view(torch.uint8).numpy()
         return out.view(_NUMPY[to_dtype.itemsize]).reshape(values.shape)
@@ -72,8 +73,8 @@ def correct(interpreter: Any) -> None:
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """`x * y + z` of fp32, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there, towards the neighbour whose last bit is set: that
-    bit then stands for all that was lost, and the rounding to fp32 is the only one.
+    The product is exact in float64. The sum is rounded to odd there, that is, to the neighbour whose last bit is set.
+    That bit stands for all that was lost, so the rounding to fp32 is the only real one.
     """
     with np.errstate(all="ignore"):
         product, z = x.astype(np.float64) * y, z.astype(np.float64)

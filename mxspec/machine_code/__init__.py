@@ -1,5 +1,9 @@
-"""Machine code without a GPU: every kernel of an op, compiled for Hopper and Blackwell, and looked at.
+"""Machine code without a GPU: the package compiles every kernel of an op for Hopper and Blackwell, and checks the
+result.
 
-`fake_gpu`: launches compile instead of running. `measure`: what came out. `covering` and `planner`: which cases are
-enough. `compile`: one op, checked. `cli`: `python -m mxspec compile`.
+- `fake_gpu`: launches compile instead of running.
+- `measure`: the registers, memory and instructions of a compiled kernel.
+- `covering` and `planner`: which cases are enough.
+- `compile`: compile and check one op.
+- `cli`: `python -m mxspec compile`.
 """

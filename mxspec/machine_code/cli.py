@@ -1,4 +1,4 @@
-"""Machine code without a GPU: every kernel of an op, compiled for Hopper and Blackwell, and looked at."""
+"""Compile every kernel of an op for Hopper and Blackwell, without a GPU, and check the machine code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mxspec.machine_code.planner import plan
 
 
 def compile_all(jobs: Sequence[tuple[str, str, str, Collection[str] | None]]) -> list[Result]:
-    """`compile_op` on each `(op, backend, target, names)`, as many at a time as there are cores."""
+    """Run `compile_op` on each `(op, backend, target, names)`, in as many processes as there are cores."""
     spawn, handler = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
-    # Ctrl-C reaches the workers too. The default handler ends them without a traceback.
+    # Ctrl-C also reaches the workers. The default handler ends them without a traceback.
     with ProcessPoolExecutor(mp_context=spawn, initializer=signal.signal, initargs=handler) as pool:
         return [result for results in pool.map(compile_op, *zip(*jobs, strict=True)) for result in results]
 

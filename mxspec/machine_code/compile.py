@@ -1,12 +1,16 @@
-"""One op's kernels, compiled case by case and checked.
+"""Compile the kernels of one op, case by case, and check them.
 
-The op's cases are the inputs and the kernel's own host function is the launcher.
+The cases of the op are the inputs, and the kernel's own host function is the launcher.
 
-A kernel module says with `PTX` what its machine code must show: regular expressions that are searched in the PTX of
-every case with contiguous, 16-byte aligned tensors and without the flag `edge`; a tuple for both targets or a dict by
-target. `PTX = "no: reason"` is said by a module that has no machine code of its own. In all cases no kernel may touch
-local memory, which is also where registers are spilled to, and none whose bytes are promised may have a sum of floats,
-whose rounding would depend on whether the compiler fuses it with a product.
+A kernel module says with `PTX` which instructions its machine code must contain. `PTX` holds regular expressions, as a
+tuple for both targets or as a dict by target. They are searched in the PTX of every case that has contiguous, 16-byte
+aligned tensors and no flag `edge`. A module without machine code of its own says `PTX = "no: reason"`.
+
+Two more rules hold for all cases:
+
+- No kernel may use local memory, because spilled registers go there.
+- A kernel that promises bytes may not have a sum of floats: its rounding would depend on whether the compiler fuses it
+  with a product.
 """
 
 from __future__ import annotations
@@ -31,13 +35,15 @@ def _compile(compiled: list[Any], target: str, fn: Callable[..., Any], args: Any
 
 
 def compile_call(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> list[MachineCode]:
-    """Compile what `fn(*args, **kwargs)` would launch on a GPU; of the tensors only the metadata is read."""
+    """Compile the kernels that `fn(*args, **kwargs)` would launch on a GPU. Only the metadata of the tensors is
+    read.
+    """
     with fake_gpu(target) as compiled:
         return _compile(compiled, target, fn, map(meta, args), {name: meta(arg) for name, arg in kwargs.items()})
 
 
 def compile_case(op: str, backend: str, case: Case, target: str) -> list[MachineCode]:
-    """Compile what a backend would launch for one case of an op."""
+    """Compile the kernels that a backend would launch for one case of an op."""
     return compile_call(getattr(kernel_module(op, backend), op), *case.args(), target=target, **case.kwargs)
 
 
@@ -53,7 +59,7 @@ class Result:
 
 
 def problems(code: Sequence[MachineCode], regexes: Sequence[str], args: Sequence[Any], edge: bool) -> list[str]:
-    """What is wrong with the machine code of one case."""
+    """The problems with the machine code of one case."""
     found = [f"{c.kernel} keeps {c.local_bytes} bytes a thread in local memory" for c in code if c.local_bytes]
     if not code and not edge:
         found.append("launches nothing")
@@ -64,7 +70,7 @@ def problems(code: Sequence[MachineCode], regexes: Sequence[str], args: Sequence
 
 
 def compile_op(op: str, backend: str, target: str, names: Collection[str] | None = None) -> list[Result]:
-    """Compile and check every case of an op, or those of these names (`planner.plan`)."""
+    """Compile and check every case of an op, or the cases with these names (`planner.plan`)."""
     module = kernel_module(op, backend)
     if reason := has_no_code(module):
         return [Result(op, backend, "all", target, skipped=reason)]
@@ -77,7 +83,7 @@ def compile_op(op: str, backend: str, target: str, names: Collection[str] | None
                 continue
             try:
                 code = _compile(compiled, target, fn, call.args, call.kwargs)
-            except Exception as error:  # whatever a compiler raises; the other cases still have something to say
+            except Exception as error:  # a compiler may raise anything, and the other cases still count
                 causes = [error, *([error.__cause__] if error.__cause__ else [])]
                 results.append(result(problems=tuple(f"{type(e).__name__}: {e}" for e in causes)))
                 continue

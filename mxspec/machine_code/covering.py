@@ -1,11 +1,12 @@
-"""Which cases are enough to compile, when every combination of options costs a compilation.
+"""Choose the cases that are enough to compile, because each combination of options costs a compilation.
 
-A kernel is compiled anew for every combination of its constants and dtypes. A fault in one combination is, as a rule, a
-fault of one or two of its options, and shows wherever they meet. So a covering of the cases has, for each kernel, every
-value of every option that any case has, shipped configurations included. A covering of two options at a time also has
-every two values that meet in any case, and each divisibility of a number and each alignment of a tensor by itself.
+A kernel is compiled anew for every combination of its constants and dtypes. As a rule, a fault in one combination is a
+fault of one or two of its options, and it shows in every case that has them. So a covering of the cases has, for each
+kernel, every value of every option that any case has. That includes the shipped configurations. A covering of two
+options at a time also has every two values that meet in any case, and each divisibility of a number and each alignment
+of a tensor by itself.
 
-The frameworks say what a launch depends on before they compile it: nothing here names an op or an option.
+The frameworks say what a launch depends on before they compile it, so this file names no op and no option.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ from unittest import mock
 
 from torch import Tensor
 
-Trait = tuple[str, Hashable]  # the name of an argument, or of a compiler's option, and what is known of it
+# The name of an argument or of a compiler's option, and what is known about it.
+Trait = tuple[str, Hashable]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the code of one launch depends on."""
+    """The facts that the code of one launch depends on."""
 
     kernel: str
-    options: frozenset[Trait]  # constants, dtypes, configuration: what a kernel branches on
+    options: frozenset[Trait]  # constants, dtypes, configuration: a kernel may branch on these
     numbers: frozenset[Trait]  # whether an argument is 1, or a multiple of 16
 
     def shows(self, together: int) -> set[Hashable]:
-        """So many options at a time, or all where there are fewer; with 0, the kernel. With two, each number too."""
+        """The combinations of `together` options. If there are fewer options, all of them; with 0, the kernel alone.
+
+        With two, each number is a combination, too.
+        """
         some = itertools.combinations(self.options, min(together, len(self.options)))
         numbers = self.numbers if together > 1 else ()
         return {(self.kernel, frozenset(traits)) for traits in (*some, *({number} for number in numbers))}
@@ -41,7 +46,7 @@ class Launch:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Inside, no kernel is compiled or run; the list that is given grows with what would be."""
+    """Inside, no kernel is compiled or run. The list that this gives grows with each launch."""
     launches: list[Launch] = []
     with contextlib.ExitStack() as stack:
         if "triton" in sys.modules:
@@ -78,7 +83,7 @@ def _recording_triton(launches: list[Launch]) -> Callable[..., None]:
 
 
 def _flat(name: str, value: Any, kind: Any, attribute: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """An argument of a launch, or each of those that a tuple holds."""
+    """An argument of a launch, or, if it is a tuple, each argument that the tuple holds."""
     if not isinstance(kind, tuple):
         yield name, value, kind, attribute
         return
@@ -105,9 +110,9 @@ def _recording_helion(launches: list[Launch]) -> Callable[..., None]:
 def covering(launches: Sequence[Iterable[Launch]], together: int = 2) -> set[int]:
     """Indices of a greedy cover: repeatedly take the case that adds the most uncovered combinations of options.
 
-    A case is dropped again where the cases taken after it show everything that it shows.
+    A case is dropped again if the cases taken after it show everything that it shows.
     """
-    equal = {frozenset(case): i for i, case in reversed([*enumerate(launches)])}  # of equal cases, the first
+    equal = {frozenset(case): i for i, case in reversed([*enumerate(launches)])}  # the first of equal cases
     shown = {
         i: set[Hashable]().union(*(launch.shows(together) for launch in case))
         for case, i in sorted(equal.items(), key=lambda item: item[1])

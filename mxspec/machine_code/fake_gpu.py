@@ -1,4 +1,4 @@
-"""A GPU that is not there: a kernel's host function is called on meta tensors, and its launches compile.
+"""A GPU that does not exist: a kernel's host function is called on meta tensors, and its launches compile.
 
 The compilers see the signature, the alignments and the options of the real launch.
 """
@@ -21,22 +21,25 @@ from torch import Tensor
 from mxspec.dispatch import interpreters
 
 TARGETS = {"sm90": 90, "sm100": 100}
-_SM_COUNT = {"sm90": 132, "sm100": 148}  # H200, B200; a persistent kernel's grid, which no machine code depends on
+# H200, B200. They set the grid of a persistent kernel, which does not change its machine code.
+_SM_COUNT = {"sm90": 132, "sm100": 148}
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled in this process; None where it can."""
+    """Why nothing can be compiled in this process, or None."""
     if variables := interpreters():
         return f"{variables[0]}=1 runs kernels without compiling them"
     try:
-        import triton  # noqa: F401  # only whether it can be imported is asked
+        import triton  # noqa: F401  # only tests whether it can be imported
     except ImportError as error:
         return f"triton cannot be imported: {error}"
     return None
 
 
 def meta(value: Any) -> Any:
-    """A tensor's shape, strides and place in its storage, without the storage; anything else as it is."""
+    """A tensor with the same shape, strides and place in its storage, without the storage. Any other value stays as
+    it is.
+    """
     if not isinstance(value, Tensor):
         return value
     storage = torch.empty(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype, device="meta")
@@ -44,7 +47,7 @@ def meta(value: Any) -> Any:
 
 
 def _forget_devices() -> None:
-    """Empty the caches in which kernels, and Helion, keep what they have asked a device."""
+    """Empty the caches in which the kernel modules and Helion keep facts about a device."""
     for name, module in list(sys.modules.items()):
         if name == "helion._compat" or re.match(r"mxspec\.\w+_kernels\b", name):
             for value in vars(module).values():
@@ -53,7 +56,7 @@ def _forget_devices() -> None:
 
 
 def _fake_helion(target: str, properties: Any) -> contextlib.ExitStack:
-    """Make a Helion kernel take meta tensors as CUDA tensors, and run every one of its configurations."""
+    """Make a Helion kernel treat meta tensors as CUDA tensors, and compile every one of its configurations."""
     import torch._inductor.runtime.hints as hints
     import torch._subclasses.fake_tensor as fake_tensor
     from helion._compiler.compile_environment import CompileEnvironment
@@ -75,7 +78,7 @@ def _fake_helion(target: str, properties: Any) -> contextlib.ExitStack:
         return hint
 
     @functools.cache
-    def twin(kernel: Any) -> Any:  # with caches of its own, so that no real launch finds what is compiled here
+    def twin(kernel: Any) -> Any:  # with caches of its own, so that no real launch finds this code
         return type(kernel)(kernel.fn, configs=kernel.configs, settings=kernel.settings, key=kernel._key_fn)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,10 +101,10 @@ def _fake_helion(target: str, properties: Any) -> contextlib.ExitStack:
 
 @contextlib.contextmanager
 def fake_gpu(target: str) -> Iterator[list[Any]]:
-    """Pretend that the current CUDA device is a `target`, and compile where a kernel would be launched.
+    """Pretend that the current CUDA device is a `target`, and compile every kernel that would be launched.
 
-    Gives the list of what Triton compiled, which grows with each launch on meta tensors. Nothing that is cached
-    within is found without, by a real launch on a real device.
+    Gives the list of kernels that Triton compiled. It grows with each launch on meta tensors. A real launch on a real
+    device does not find anything that was cached inside.
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
@@ -127,7 +130,7 @@ def fake_gpu(target: str) -> Iterator[list[Any]]:
     with contextlib.ExitStack() as stack:
         _forget_devices()
         stack.callback(_forget_devices)
-        stack.enter_context(mock.patch.dict(os.environ))  # Helion moves Triton's cache directory
+        stack.enter_context(mock.patch.dict(os.environ))  # Helion changes Triton's cache directory
         stack.enter_context(mock.patch.multiple(driver, _active=device))
         stack.enter_context(mock.patch.multiple(JITFunction, run=run))
         stack.enter_context(

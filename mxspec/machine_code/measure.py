@@ -1,4 +1,4 @@
-"""What the compilers made of one kernel: registers, memory, instructions."""
+"""The result of compiling one kernel: registers, memory, instructions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MachineCode:
-    """One compiled kernel. `local_bytes` are per thread: spilled registers and arrays that found no register."""
+    """One compiled kernel. `local_bytes` counts, for each thread, spilled registers and arrays that found no
+    register.
+    """
 
     kernel: str
     target: str
@@ -20,17 +22,18 @@ class MachineCode:
     shared_bytes: int
     load_bytes: int  # the widest access to global memory by one thread
     store_bytes: int
-    has_float_sum: bool  # one outside of matrix instructions
-    instructions: tuple[str, ...]  # those that convert to narrow floats, multiply matrices or copy tiles
+    has_float_sum: bool  # a sum outside of matrix instructions
+    instructions: tuple[str, ...]  # the instructions that convert to narrow floats, multiply matrices or copy tiles
     ptx: str = field(repr=False)
 
 
-_FLOAT_SUM = re.compile(r"= f(?:add|sub) (?!float -?0\.0+e\+00,)")  # of LLVM's, which negates by a difference to 0
+# In LLVM's code. LLVM negates by a difference to 0, which does not count.
+_FLOAT_SUM = re.compile(r"= f(?:add|sub) (?!float -?0\.0+e\+00,)")
 _INSTRUCTION = re.compile(r"\b(?:cvt\.r\w+\.satfinite|wgmma\.mma|tcgen05|mma\.sync|cp\.async\.bulk)[.\w:]*")
 
 
 def _widest(access: str, ptx: str) -> int:
-    """The most bytes that one `ld.global`, `st.global` or `cp.async` moves."""
+    """The largest number of bytes that one `ld.global`, `st.global` or `cp.async` moves."""
     plain = re.findall(rf"\b{access}\.global(?:\.(?!v\d)[\w:]+)*?(?:\.v(\d))?\.[bsuf](\d+)\s", ptx)
     sizes = [int(lanes or 1) * int(bits) // 8 for lanes, bits in plain]
     if access == "ld":

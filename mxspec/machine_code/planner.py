@@ -1,4 +1,4 @@
-"""Which cases of an op are worth compiling, or worth tracing, since no other case shows the same."""
+"""Choose the cases of an op that are worth compiling, or worth tracing, because no other case shows the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mxspec.spec import Case
 
 
 def is_searched(args: Iterable[Any], edge: bool) -> bool:
-    """Whether a case must have its kernel's instructions: `PTX`."""
+    """Whether the machine code of a case is searched for the kernel's instructions (`PTX`)."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     return not edge and all(t.is_contiguous() and t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
 
@@ -30,7 +30,7 @@ def is_edge(case: Case) -> bool:
 
 
 def has_no_code(module: Any) -> str | None:
-    """Why a kernel module has no machine code of its own: it cannot be imported, or its `PTX` says so."""
+    """Why a kernel module has no machine code of its own, or None: it cannot be imported, or its `PTX` says so."""
     said = module if isinstance(module, str) else getattr(module, "PTX", None)
     return said if isinstance(module, str) or (isinstance(said, str) and said.startswith("no: ")) else None
 
@@ -49,7 +49,7 @@ def promises_bytes(op: str) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """A case as it is compiled, or why it is not."""
+    """A case as it is compiled, or the reason why it is skipped."""
 
     case: Case
     args: Sequence[Any] = ()
@@ -66,13 +66,14 @@ def _on_meta(op: str, generated: bool) -> tuple[Call, ...]:
 def _call(case: Case, generated: bool) -> Call:
     if case.raises:
         return Call(case, skipped="is refused")
-    if not generated and "generated" in case.flags:  # an op's own cases have every option; tracing these takes minutes
+    # An op's own cases have every option, and to trace the generated cases takes minutes.
+    if not generated and "generated" in case.flags:
         return Call(case, skipped="is generated, and compiled where all cases are")
     return Call(case, [meta(arg) for arg in case.args()], {name: meta(arg) for name, arg in case.kwargs.items()})
 
 
 def calls(op: str, module: Any, names: Collection[str] | None = None, generated: bool = True) -> list[Call]:
-    """Every case of an op as its kernel module is called; with `names`, the others are skipped."""
+    """Every case of an op, as calls of its kernel module. With `names`, all other cases are skipped."""
     supports, shown = getattr(module, "supports", lambda *_, **__: None), "shows no options that other cases do not"
     chosen = []
     for call in _on_meta(op, generated and names is None):
@@ -85,19 +86,20 @@ def calls(op: str, module: Any, names: Collection[str] | None = None, generated:
 
 @functools.cache
 def plan(ops: tuple[str, ...], backend: str, target: str, together: int) -> dict[str, frozenset[str]]:
-    """The cases of each op, by name, that show whatever `together` options of a kernel all cases show (`covering`).
+    """The names of the cases of each op that together show what all cases show of `together` options (`covering`).
 
-    Ops share kernels. What the cases of one op show of a kernel, no other op shows again where its kernels are checked
-    for the same. Each op shows each of its kernels at least once.
+    Ops share kernels. If the cases of one op show something of a kernel, no other op has to show it again, provided
+    that its kernels pass the same checks. Each op shows each of its kernels at least once.
     """
-    modules = {op: kernel_module(op, backend) for op in ops}  # imported first: `fake_gpu` looks whether Helion is there
+    # Imported first, because `fake_gpu` tests whether Helion is imported.
+    modules = {op: kernel_module(op, backend) for op in ops}
     names, launches = [], []
     with fake_gpu(target), recorded() as seen:
         for op, module in modules.items():
             for call in [] if has_no_code(module) else calls(op, module, generated=False):
                 if not call.skipped:
                     seen.clear()
-                    with contextlib.suppress(Exception):  # it is raised again when the call is compiled
+                    with contextlib.suppress(Exception):  # the exception is raised again when the call is compiled
                         getattr(module, op)(*call.args, **call.kwargs)
                     names.append((op, call.case.name))
                     launches.append(_as_checked(op, call, seen, expected(module, target)))
@@ -109,7 +111,8 @@ def plan(ops: tuple[str, ...], backend: str, target: str, together: int) -> dict
 def _as_checked(op: str, call: Call, launches: Iterable[Launch], ptx: tuple[str, ...]) -> list[Launch]:
     """The launches of a call, under the name of each check that their machine code has to pass.
 
-    No check shows what another would find. An op by itself is a check that has a kernel for its only trait.
+    Different checks find different things, so the launches of one check do not replace those of another. The op itself
+    is one more check, with the kernel as its only trait.
     """
     checks, of_op = ["bytes" if promises_bytes(op) else "sums"], [op]
     if is_searched((*call.args, *call.kwargs.values()), is_edge(call.case)):
@@ -121,11 +124,11 @@ def _as_checked(op: str, call: Call, launches: Iterable[Launch], ptx: tuple[str,
 
 
 def worth_tracing(op: str, cases: Sequence[Case]) -> list[Case]:
-    """The cases that are worth a trace by Helion where Triton's interpreter runs what Helion generates.
+    """The cases that are worth a trace by Helion when Triton's interpreter runs the code that Helion generates.
 
-    A trace takes a second, and ref mode runs every case of these kernels. Tiles and masks are left for the interpreter
-    to show. So any two numbers of a kernel (tiles, layouts) meet in some case, and every other option (dtypes, rules)
-    is in some case. Cases that share what Helion generates with many others come first.
+    A trace takes a second, and ref mode runs every case of these kernels. Only tiles and masks are left for the
+    interpreter to show. So any two numbers of a kernel (tiles, layouts) meet in some case, and every other option
+    (dtypes, rules) is in some case. Cases that share their generated code with many others come first.
     """
     fn, generated = getattr(kernel_module(op, "helion"), op), []
     with recorded() as seen:

@@ -1,7 +1,8 @@
-"""FP8 blocks that lie across memory, as Triton holds them: they turn in registers, not through shared memory.
+"""FP8 blocks that lie across memory, held as in Triton's kernel: they are transposed in registers, not in shared
+memory.
 
-A thread has 16 elements of each of 8 neighbouring rows, which are columns of memory; a warp is 8 threads along a block
-by 4 across.
+A thread has 16 elements of each of 8 neighbouring rows, which are columns of memory. A warp is 8 threads along a block
+by 4 threads across.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mxspec.helion_kernels.common.runs import dimension, load_run
 
 
 def turned_index(cols: int) -> tuple[Tensor, Tensor]:
-    """The rows of a tile of `cols`, `(4, cols // 32, 1, 8)`, and the first of every 16 of a block, 5-D, (, 8, , , )."""
+    """The rows of a tile, `(4, cols // 32, 1, 8)`, and the first of every 16 elements of a block, `(1, 8, 1, 1, 1)`."""
     r = dimension(4, 0, 4) * 8 + dimension(cols // 32, 1, 4) * 32 + dimension(8, 3, 4)
     return r, dimension(8, 1, 5) * 16
 
@@ -25,11 +26,13 @@ def turn(
     x: Tensor, row: Tensor, k: Tensor, stride_k: int, qdata: Tensor, place: Tensor, inside: Tensor | None,
     owned: Tensor | None, left: Tensor | None, eps_bits: int, pow2: bool,
 ) -> Tensor:  # fmt: skip
-    """Quantize a tile, store its codes and give the factors back, `(4, cols // 32, blocks, 8)`.
+    """Quantize a tile, store its codes, and return the reciprocal factors, `(4, cols // 32, blocks, 8)`.
 
-    `row` is where a row of x begins and `k` which elements of it a thread has, the first of each 16; `place` is where
-    the codes of a block begin. `inside` says which blocks there are, `owned` of which codes are stored; with `left`, of
-    the elements from each k on only so many are there.
+    - `row`: the begin of a row of x.
+    - `k`: the elements of the row that a thread has, the first of each 16.
+    - `place`: the begin of a block's codes.
+    - `inside`: which blocks exist. `owned`: which blocks' codes are stored.
+    - `left`, if given: how many elements exist from each k on.
     """
     _, warps, _, _ = row.shape
     blocks = place.shape[2]

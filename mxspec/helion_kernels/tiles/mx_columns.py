@@ -1,14 +1,19 @@
-"""MX along the columns, or along columns and rows from one read: a program owns a tile of whole blocks.
+"""MX blocks along the columns, or along columns and rows from one read. A program owns a tile of whole blocks.
 
-A tile is held as `(runs, parts, part, run)`: row `run * r + i` at `[r, ..., i]`, the columns in parts of
-which a warp has whole 32x1 blocks. Each i is a load of its own, and `hl.join`, unlike `torch.stack`, leaves what was
-loaded in the thread that loaded it, beside the 8 columns of its 16-byte loads. So most of a column's maximum is taken
-in registers, and the codes of `run` rows of a column, which are consecutive bytes of the result, turn through shared
-memory together.
+A tile is held as `(runs, parts, part, run)`, with row `run * r + i` at `[r, ..., i]`. The columns are in parts, of
+which a warp has whole 32x1 blocks.
 
-The loop is an `hl.grid` and a tile's sizes are constants: reshapes need them, and scale tiles whole ones. Ref mode runs
-such programs one by one, so it tests their masks too. Indices are products of tensors, which are 64-bit where they
-have to be; a product of sizes alone, which Helion may form from an index that is a scalar, would be 32-bit.
+- Each i is a load of its own, and `hl.join` leaves a loaded value in the thread that loaded it, beside the 8 columns of
+  its 16-byte load. `torch.stack` does not.
+- So a thread computes most of a column's maximum in its registers.
+- The codes of `run` rows of a column are consecutive bytes of the result. They pass through shared memory together,
+  where the tile is transposed.
+
+The loop is an `hl.grid`, and the sizes of a tile are constants: reshapes need constants, and scale tiles need whole
+tiles. Ref mode runs such programs one by one, so it also tests their masks.
+
+Indices are products of tensors, which are 64-bit if they have to be. A product of sizes alone would be 32-bit. Helion
+may form such a product from a scalar index.
 """
 
 from __future__ import annotations
@@ -36,14 +41,14 @@ from mxspec.helion_kernels.common.runs import load_run, store_run
 class Tile(NamedTuple):
     rows: int
     cols: int
-    part: int  # columns of which a warp has whole 32x1 blocks
-    run: int  # rows that one thread holds of a column
+    part: int  # a warp has whole 32x1 blocks of this many columns
+    run: int  # the rows of a column that one thread holds
     num_warps: int
 
 
-# Triton's tiles. H200, as shares of its rate: along the columns 0.99 to 1.00.
+# The same tiles as Triton's. The race against Triton: benchmarks/results/decisions.md.
 _HOPPER = {
-    "col, small": Tile(128, 128, 128, 16, 4),  # and for token groups, one of which has all rows of a tile
+    "col, small": Tile(128, 128, 128, 16, 4),  # also for token groups, because one group has all rows of this tile
     "col, large": Tile(256, 128, 128, 16, 8),
     "rowcol": Tile(128, 128, 64, 8, 8),
 }
@@ -51,13 +56,13 @@ TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 
 
 def by_block(wide: Tensor) -> Tensor:
-    """A tile `(runs, parts, part, run)` with those of a 32x1 block apart: `(blocks, runs, parts, part, run)`."""
+    """A tile `(runs, parts, part, run)` with the rows of each 32x1 block apart: `(blocks, runs, parts, part, run)`."""
     runs, parts, part, run = wide.shape
     return wide.reshape(runs * run // 32, 32 // run, parts, part, run)
 
 
 def column_scale(wide: Tensor, elem_dtype: torch.dtype, scaling: str, dtype: torch.dtype) -> Tensor:
-    """32x1: the scale bytes, int32, of a tile: `(blocks, parts, part)`."""
+    """The 32x1 scale bytes of a tile, int32: `(blocks, parts, part)`."""
     largest = magnitude_bits(by_block(wide)).amax(-1).amax(1)
     return shared_exponent(largest, element(elem_dtype), scaling, dtype)
 
@@ -65,7 +70,7 @@ def column_scale(wide: Tensor, elem_dtype: torch.dtype, scaling: str, dtype: tor
 def column_codes(
     wide: Tensor, byte: Tensor, qdata: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int, even: bool
 ) -> Tensor:
-    """32x1: store the codes; the scale bytes as uint8, `(blocks, cols)`."""
+    """Store the 32x1 codes. Returns the scale bytes as uint8, `(blocks, cols)`."""
     blocks, _runs, parts, part, _run = by_block(wide).shape
     rows, cols = blocks * 32, parts * part
     factor = reciprocal_scale(byte).unsqueeze(1).unsqueeze(4)
@@ -95,7 +100,7 @@ def _rows(
     wide: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int, C: int,
     scaling: str, dtype: torch.dtype, blocked: bool, even: bool,
 ) -> None:  # fmt: skip
-    """1x32."""
+    """Store the 1x32 codes and scale bytes of a tile."""
     (runs, parts, part, run), fmt = wide.shape, element(qdata.dtype)
     rows, cols = runs * run, parts * part
     values = wide.reshape(runs, parts, part // 32, 32, run)
@@ -133,17 +138,18 @@ def _mx_tile(
     scaling: hl.constexpr, blocked: hl.constexpr, with_rows: hl.constexpr, even: hl.constexpr, strip: hl.constexpr,
     rows: hl.constexpr, cols: hl.constexpr, part: hl.constexpr, run: hl.constexpr,
 ) -> None:  # fmt: skip
-    m_blocks, k_blocks = M // 32, K // 32  # on the host, so that Triton knows of a multiple of 16 that it is one
+    # Computed on the host, so that Triton keeps its divisible-by-16 specialization.
+    m_blocks, k_blocks = M // 32, K // 32
     runs, parts, bit = rows // run, cols // part, strip.bit_length() - 1
-    # x and the results are flat: what an access may touch is said by its mask alone.
+    # x and the results are flat, so only the mask of an access limits what it touches.
     for e, k_strip, i in hl.grid([E, strips, (M + rows - 1) // rows * strip]):
-        m_tile, k_tile = i >> bit, k_strip * strip + (i & (strip - 1))  # `//` and `%` would cost a branch on the sign
+        m_tile, k_tile = i >> bit, k_strip * strip + (i & (strip - 1))  # `//` and `%` would need a branch on the sign
         m, k = tile_index(m_tile, k_tile, runs, parts, part, run)
         inside = None if even else (m < M) & (k < K)  # M is a multiple of 32
         values = load_run(x, m, stride_m, e * stride_e + k * stride_k, inside, run)
         wide = widened(values).reshape(runs, parts, part, run)
         byte = column_scale(wide, q_col.dtype, scaling, x.dtype)
-        if with_rows:  # after both maxima, so that the magnitudes no longer take registers
+        if with_rows:  # after both maxima, so that the magnitudes free their registers
             _rows(wide, q_row, s_row, e, m_tile, k_tile, M, K, k_blocks, scaling, x.dtype, blocked, even)
         _columns(wide, byte, q_col, s_col, e, m_tile, k_tile, M, K, m_blocks, blocked, even)
 
@@ -151,7 +157,9 @@ def _mx_tile(
 def mx_tile(
     x: Tensor, fmt: ElementFormat, scaling: str, scale_layout: str, with_rows: bool = False
 ) -> tuple[Tensor, ...]:
-    """`(q_col, s_col)` of x, its codes as those of the transpose, `(..., K, M)`; or `(q_row, s_row, q_col, s_col)`."""
+    """`(q_col, s_col)` of x, with codes stored as those of the transpose, `(..., K, M)`; or `(q_row, s_row, q_col,
+    s_col)`.
+    """
     *lead, M, K = x.shape
     E, blocked = lead[0] if lead else 1, scale_layout == "blocked"
     tiles = for_device(TILES, x.device)
@@ -168,9 +176,9 @@ def mx_tile(
     q_col, s_col = outputs(K, M)
     q_row, s_row = outputs(M, K) if with_rows else (q_col, s_col)
     if x.numel():
-        # Along the rows first: neighbouring programs then write neighbouring bytes of the columns' results; along a
-        # strip of tiles of a row before that, for the bytes of the rows' results. A grid of three dimensions saves the
-        # divisions that undo a flat one, but holds at most 65535 in two of them.
+        # Grid order: along the rows first, so that neighbouring programs write neighbouring bytes of the columns'
+        # results. Before that, along a strip of tiles of a row, for the bytes of the rows' results. A grid of three
+        # dimensions needs no divisions to find a program's place, but two of its dimensions hold at most 65535.
         pid_type = "xyz" if max(E, k_tiles // strip) < 65536 else "flat"
         launch(
             _mx_tile, {(9, 0): on_grid(3, num_warps, pid_type)}, x.as_strided((extent(x),), (1,)),

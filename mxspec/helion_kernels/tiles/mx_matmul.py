@@ -1,7 +1,7 @@
-"""What the MX matmuls share: the configurations, where a scale's byte lies, and one step along the sums.
+"""Code that the MX matmuls share: the configurations, the place of a scale's byte, and one step of the sums.
 
-Blackwell's tensor cores take the scales themselves: a step is four blocks. Hopper's do not; there a step is one block,
-whose sum is scaled on its way into the fp32 sums.
+Blackwell's tensor cores apply the scales themselves, and a step is four blocks. Hopper's do not. There a step is one
+block, and its sum is scaled before it is added to the fp32 sums.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PTX = {
     "sm100": (r"tcgen05\.mma.*kind::mxf8f6f4\.block_scale",),
 }
 STEP = {(9, 0): MX_BLOCK_SIZE, (10, 0): 4 * MX_BLOCK_SIZE}
-# Helion multiplies codes of one format, so two become fp16, which holds the values of both. But in ref mode, which has
-# no products of fp16 in fp32, and which multiplies any.
+# Helion multiplies codes of one format. Codes of two formats become fp16, which holds the values of both. Ref mode
+# needs no conversion: it multiplies any two formats, and it has no fp16 products with fp32 sums.
 _REF = os.environ.get("HELION_INTERPRET") == "1"
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -32,12 +32,12 @@ def step_for(device: torch.device) -> int:
 
 
 def scale_arguments(scale: Tensor, blocked: bool) -> tuple[Any, ...]:
-    """The bytes, and the strides of plain ones along rows and blocks."""
+    """The scale bytes, and the strides of plain scales along rows and blocks."""
     return flat(scale.view(torch.uint8)), *((0, 0) if blocked else scale.stride()[-2:])
 
 
 def scale_place(r: Tensor, c: Tensor, stride_r: int, stride_c: int, col_tiles: Tensor | int, blocked: bool) -> Tensor:
-    """At which byte the scale `(r, c)` lies; blocked, in 128x4 tiles, `col_tiles` in a row of them."""
+    """The byte that holds the scale `(r, c)`. Blocked scales are in 128x4 tiles, with `col_tiles` in a row of tiles."""
     if not blocked:
         return r * stride_r + c * stride_c
     return ((r >> 7) * col_tiles + (c >> 2)) * 512 + (r & 31) * 16 + ((r >> 5) & 3) * 4 + (c & 3)
@@ -48,17 +48,19 @@ def _power(field: Tensor, byte: Tensor) -> Tensor:
 
 
 def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Two powers of two whose product is `2^(byte - 127)`, the exponent halved, down and up; NaN for byte 255."""
+    """Two powers of two whose product is `2^(byte - 127)`. The exponent is halved down and up. Both are NaN for byte
+    255.
+    """
     byte = scale.to(torch.int32)
     return _power(((byte + 1) >> 1) + 63, byte), _power((byte >> 1) + 64, byte)
 
 
 def multiplied(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, step: int) -> Tensor:
-    """`acc` and the product of a `(M, step)` and the transpose of b `(N, step)`, with a scale for each block of both.
+    """`acc` plus a `(M, step)` times the transpose of b `(N, step)`, with one scale for each block of a and of b.
 
-    The product of two scales may lie beyond fp32 where what they scale does not. On Hopper a sum is therefore scaled
-    twice, by half of the exponent each time: between 2^-127 and 2^127, as one scale is halved down where the other is
-    halved up.
+    The product of two scales may be outside of the range of fp32, even if the scaled value is not. So on Hopper a sum
+    is scaled twice, by half of the exponent each time. A half is between 2^-127 and 2^127, because one scale is halved
+    down and the other is halved up.
     """
     if step != MX_BLOCK_SIZE:
         return hl.dot_scaled(a, a_scale, _FORMATS[a.dtype], b.t(), b_scale, _FORMATS[b.dtype], acc=acc)

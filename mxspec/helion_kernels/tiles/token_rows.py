@@ -1,6 +1,7 @@
-"""Rows moved by group: padded, placed and unpadded by one kernel, which asks of each row of the output where it lies.
+"""One kernel pads, places and unpads token groups. For each row of the output, it finds the row of x to copy.
 
-The loop is an `hl.grid`, so that a program has its rows whole: ref mode then runs them one by one and tests the masks.
+The loop is an `hl.grid`, so that a program has its rows whole. Ref mode then runs the programs one by one, and so tests
+the masks.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_gri
 
 
 class Part(NamedTuple):
-    rows: int  # a program
-    bytes: int  # of each row, at most
+    rows: int  # rows of a program
+    bytes: int  # bytes of each row, at most
     num_warps: int
 
 
-# Two 16-byte words a thread. benchmarks/tune.py on an H200, these and four, as fractions of a copy's rate: pad at
-# 16384 x 2048 0.96 and 0.93, at 131072 x 7168 1.00 and 0.99.
+# A thread moves two 16-byte words; four are slower (benchmarks/tune.py, benchmarks/results/decisions.md).
 _HOPPER = Part(4, 2048, 8)
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 
@@ -39,8 +39,8 @@ def _move_rows(
     for row_program, col_program in hl.grid([(rows_out + rows - 1) // rows, col_programs]):
         k = (col_program * cols + hl.arange(cols)).unsqueeze(0)
         row = row_program * rows + hl.arange(rows)
-        # The row of x for each row of the output, and whether the group has it.
-        if how == "pad":  # rows divides the alignment, so that all of them are in one group
+        # The row of x for each row of the output, and whether it exists in the group.
+        if how == "pad":  # `rows` divides the alignment, so that all of them belong to one group
             row0 = row_program * rows + hl.arange(1)
             group, begin = row0 * 0, row0 * 0
             before = hl.zeros([], dtype=torch.int32)
@@ -65,7 +65,7 @@ def _move_rows(
             token = hl.load(offs, [(count - 1) * stride_offs], extra_mask=count > 0)
             source = hl.load(start, [count * stride_start], extra_mask=count < G) + row - token
             there = count < G
-        there = there & (source >= 0) & (source < rows_in)  # also where offs is out of order
+        there = there & (source >= 0) & (source < rows_in)  # also if offs is out of order
         values = hl.load(x, [source.unsqueeze(1) * stride_m + k * stride_k], extra_mask=there.unsqueeze(1) & (k < K))
         owned = None if even else (row < rows_out).unsqueeze(1) & (k < K)
         hl.store(out, [row.unsqueeze(1) * K + k], values, extra_mask=owned)
@@ -80,13 +80,13 @@ def supports(x: Tensor, rows_out: int) -> str | None:
 def move_rows(
     how: str, x: Tensor, offs: Tensor, start: Tensor, end: Tensor, rows_out: int, alignment: int = 1
 ) -> Tensor:
-    """Rows of x where `how` says: `pad`, which writes `start` and `end`, or `place` or `unpad`, which read `start`."""
+    """Copy rows of x. `how` is `pad`, which writes `start` and `end`, or `place` or `unpad`, which read `start`."""
     rows_in, K = x.shape
     out = x.new_empty((rows_out, K))
     most, width, num_warps = for_device(CONFIGS, x.device)
     cols = min(helion.next_power_of_2(max(1, K)), width // x.element_size())
     rows = math.gcd(most, alignment) if how == "pad" else most
-    col_programs = max(1, -(-K // cols))  # one where there are no columns: start and end are still written
+    col_programs = max(1, -(-K // cols))  # at least one: with no columns, start and end are still written
     num_warps = max(1, min(num_warps, rows * cols * x.element_size() // 512))  # 16 bytes a thread
     if rows_out and (K or how == "pad"):
         bits, G = INT_OF_BYTES[x.element_size()], offs.shape[0]

@@ -42,7 +42,7 @@ def aggregate(cls: type[T]) -> type[T]:
         for name, value in {**dict(zip(names, values, strict=False)), **named}.items():
             setattr(self, name, value if isinstance(value, base_value | gl.constexpr) else gl.constexpr(value))
 
-    build.__triton_builtin__ = True  # Python's function, not part of a kernel's source
+    build.__triton_builtin__ = True  # type: ignore[attr-defined]  # Python's function, not a kernel's source
     cls.__init__ = build  # type: ignore[misc]
     return cast(type[T], _aggregate(cls))
 
