@@ -1,4 +1,4 @@
-"""Every kernel file compiles to sound machine code for Hopper and Blackwell; nothing here names an op."""
+"""Every kernel file compiles to correct machine code for Hopper and Blackwell. Nothing here names an op."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ each_target = pytest.mark.parametrize("target", TARGETS)
 
 
 def together(backend: str, target: str, module: Any) -> int:
-    """How many options of a kernel meet in what is compiled; `python -m mxspec compile` has all cases.
+    """How many options of a kernel are combined in the compiled cases. `python -m mxspec compile` compiles all cases.
 
-    What breaks two options of a Triton kernel breaks them, as a rule, on both targets and under every release of
-    Triton: any two are compiled for sm_90 alone. A case costs Helion seconds. What Helion generates for sm_100 is what
-    it generates for sm_90, but for the matmuls, whose instructions PTX names by target.
+    As a rule, two options that break a Triton kernel break it on both targets and under every release of Triton. So
+    pairs of options are compiled for sm_90 only. A case costs Helion seconds. Helion generates the same code for sm_100
+    as for sm_90, except for the matmuls: their PTX names other instructions for each target.
     """
     if backend == "helion" and target == "sm100":
         return 1 if isinstance(getattr(module, "PTX", None), dict) else 0
@@ -54,7 +54,7 @@ def planned(backend: str, target: str) -> dict[str, Collection[str]]:
     return {op: names for some, ops in every.items() for op, names in plan(tuple(ops), backend, target, some).items()}
 
 
-# What one release of Triton alone keeps in local memory; the others have the same kernels in registers.
+# Registers that only one release of Triton keeps in local memory. The same kernels use none under the other releases.
 KEPT = {
     ("3.6", "fp8_grouped_gemm_wgrad", "triton", "sm100"): "_tiles keeps 8 bytes a thread in local memory",
     ("3.6", "fp8_grouped_gemm_wgrad_", "helion", "sm90"): "_helion__wgrad keeps 48 bytes a thread in local memory",
@@ -66,7 +66,7 @@ KEPT = {
 @each_target
 @pytest.mark.parametrize(("op", "backend"), kernels())
 def test_machine_code(op: str, backend: str, target: str, monkeypatch) -> None:
-    monkeypatch.setattr("builtins._", None, raising=False)  # as a prompt or a doctest does; Helion then knows it
+    monkeypatch.setattr("builtins._", None, raising=False)  # a prompt or a doctest sets it, and then Helion finds it
     results = compile_op(op, backend, target, planned(backend, target)[op])
     kept = KEPT.get((triton.__version__.rpartition(".")[0], op, backend, target))
     wrong = [f"{r.case}: {problem}" for r in results for problem in r.problems if problem != kept]

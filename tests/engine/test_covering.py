@@ -1,4 +1,4 @@
-"""A covering leaves out no option, and no two options that meet."""
+"""A covering omits no option, and no two options that meet in a case."""
 
 import itertools
 
@@ -77,7 +77,7 @@ SHARING = ("mx_quantize", "mx_quantize_groups", "mx_quantize_rowcol")
 
 
 def shown(names, together):
-    """What the cases show of each kernel; what those whose instructions are searched show; the kernels of each op."""
+    """All that the cases show of each kernel, all that the searched cases show, and the kernels of each op."""
     every, searched, of_op = set(), set(), set()
     with fake_gpu("sm90"):
         for op in SHARING:

@@ -1,4 +1,4 @@
-"""Corrections to Triton's interpreter that no op's case would show by itself."""
+"""Corrections to Triton's interpreter that no case of an op shows by itself."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def test_a_fused_multiply_add_is_rounded_once():
 
 
 def test_a_sum_that_float64_would_round_onto_a_tie():
-    """1 + 2^-24 + 2^-60 is above the tie between 1 and its neighbour, and float64 rounds it onto the tie."""
+    """1 + 2^-24 + 2^-60 is above the tie between 1 and its neighbour, but float64 rounds it onto the tie."""
     x, y, z = np.float32([2.0**-24]), np.float32([1 + 2.0**-23]), np.float32([1.0])
     assert fused_multiply_add(x, y, z)[0] == np.float32(1 + 2.0**-23)
     y = np.float32([2.0**-24])

@@ -1,7 +1,7 @@
-"""Mistakes that authors of kernels make, put one by one into the quantizers here: `check` finds each.
+"""Mistakes that authors of kernels make, put into the quantizers one at a time. `check` must find each mistake.
 
-A mutant is the text of a backend's files with one replacement, imported as a package of its own. Of all the cases that
-turn red one small one is named, so that a reader sees which case guards against what.
+A mutant is a copy of a backend's files with one replacement, imported as a package of its own. It names one small case
+of all the cases that fail, so that a reader sees which case guards against which mistake.
 """
 
 import importlib
@@ -140,7 +140,9 @@ _packages = itertools.count()
 
 
 def write(folder, backend, mutant):
-    """A backend's files under another package's name, one of them changed if there is a mutant; that name."""
+    """Write a backend's files under another package name, with one file changed if there is a mutant. Returns that
+    name.
+    """
     name = f"mutant_{backend}_{next(_packages)}"
     (folder / name).mkdir()
     for path in (PACKAGE / f"{backend}_kernels").rglob("*.py"):
@@ -188,7 +190,7 @@ def test_the_kernel_as_it_is_passes_in_the_same_harness(folder, backend, op, cas
 
 @only_interpreted
 def test_an_index_that_passes_2_to_the_31_is_caught(tmp_path):
-    """In a process of its own: an index that wraps reads wherever it points to, and may end the process."""
+    """Runs in a process of its own: an index that wraps may read any address, and may end the process."""
     narrow = Mutant("", op := "mx_quantize_groups", case := "rows far apart, axis -1", op,
                     "(token.to(tl.int64) * stride_m)", "(token * stride_m)")  # fmt: skip
 
@@ -200,5 +202,6 @@ def test_an_index_that_passes_2_to_the_31_is_caught(tmp_path):
 
     assert run(None).returncode == 0
     done = run(narrow)
-    # A report, or the signal that ended it; an exception in the kernel is also exit code 1 and would say nothing.
+    # A report, or the signal that ended the process. An exception in the kernel also gives exit code 1, but proves
+    # nothing.
     assert done.returncode < 0 or "elements differ" in done.stdout, done.stdout + done.stderr

@@ -1,5 +1,8 @@
-"""The other releases of Triton that mxspec takes: kernels compile under them, and are the reference's in their
-interpreters. `make` puts each in a folder, which stands first on PYTHONPATH."""
+"""The other Triton releases that mxspec takes: kernels compile under them, and their interpreters give the reference's
+results.
+
+`make` installs each release in a folder. The tests put that folder first on PYTHONPATH.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ OTHERS = re.findall(r"^OTHER_TRITONS := (.*)$", (ROOT / "Makefile").read_text(),
 PINNED = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 OLDEST, *_, NEWEST = OTHERS
 TRITON_OPS = [op for op, backend in kernels() if backend == "triton"]
-TARGET = "sm90"  # where those releases are used; sm_100 is left to the pinned one
+TARGET = "sm90"  # mxspec uses those releases there; sm_100 is compiled under the pinned release
 
 
 def under(version: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -66,8 +69,11 @@ def test_gluon_is_offered_where_it_is_compiled_and_nowhere_else():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("version", "cover"), [(OLDEST, 0), (NEWEST, 1)])
 def test_machine_code(version: str, cover: int) -> None:
-    """All ops in one run: its processes import torch once, not once an op. What Helion generates is left to a GPU with
-    that release, where it runs, and so are the options under the oldest; Gluon's language differs between the two."""
+    """All ops in one run, because its processes then import torch once and not once for each op.
+
+    Helion's generated code is tested on a GPU with that release, where it runs. So are the options under the oldest
+    release. Gluon's language differs between the two releases.
+    """
     chosen = ["--cover", str(cover), "--target", TARGET, "--backend", "triton"]
     run = under(version, "-m", "mxspec", "compile", "--json", *chosen)
     assert run.returncode in (0, 1), run.stderr
@@ -88,8 +94,10 @@ def test_machine_code(version: str, cover: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", OTHERS[1:])
 def test_tiles_of_the_gluon_kernels(version: str) -> None:
-    """Which the ops' cases are too small to choose, with outputs of fp32, which take the most registers. The oldest
-    release is left to a GPU, where the same files run all of them."""
+    """The ops' cases are too small to choose these tiles. Outputs of fp32 take the most registers.
+
+    The oldest release is tested on a GPU, where the same files run all tiles.
+    """
     files = [f"tests/kernels/hopper/test_{name}_sm90.py" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm")]
     chosen = "without_spilling and not bfloat16"
     run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, cwd=ROOT)
@@ -176,9 +184,9 @@ print(json.dumps([triton.__version__, passed, wrong]))
 
 
 def shown_once(op: str, together: int) -> list[str]:
-    """The names of enough cases that each kernel, or every value of every option of a kernel, is in one."""
+    """The names of enough cases to show each kernel, or every value of every option of each kernel."""
     module = dispatch.kernel_module(op, "triton")
-    with fake_gpu("sm100"), recorded() as seen:  # whose matmuls are plain tiles, as on a CPU
+    with fake_gpu("sm100"), recorded() as seen:  # its matmuls are plain tiles, as on a CPU
         names, launches = [], []
         for call in calls(op, module, generated=False):
             if not call.skipped and "large" not in call.case.flags:

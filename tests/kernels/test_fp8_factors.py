@@ -26,7 +26,7 @@ def _both(out, back_out, POW2: tl.constexpr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 def test_every_mantissa(scale_format):
-    """amax from 1 to 2, from which all others follow by powers of two, against divisions of fp32 tensors."""
+    """amax from 1 to 2, compared with divisions of fp32 tensors. All other values follow by powers of two."""
     amax = (0x3F800000 + torch.arange(2**23)).to(torch.int32).view(torch.float32)
     s = torch.full_like(amax, 448.0) / amax
     if scale_format == "pow2":

@@ -35,7 +35,9 @@ def test_the_matrix_of_a_group_without_tokens_stays_as_it_is(backend):
 @runs_kernels
 @each_backend
 def test_tokens_and_experts_past_2_to_31(backend):
-    """Rows of a 2^24 elements apart, so that row 128 begins there, and matrices of b 2^30, so that the third does."""
+    """Rows of a are 2^24 elements apart, so row 128 begins past 2^31. Matrices of b are 2^30 apart, so the third
+    does.
+    """
     sizes, N, K = [70, 65, 40], 40, 128
     a = far_apart(sum(sizes), K, torch.float8_e4m3fn)
     b = torch.empty(2 * 2**30 + N * K, dtype=a.dtype).as_strided((3, N, K), (2**30, K, 1))
@@ -43,12 +45,12 @@ def test_tokens_and_experts_past_2_to_31(backend):
     a_scale, b_scale, offs = scales(sum(sizes), 1), scales(3, 1)[..., None], ends(70, 135, 175)
     got = run(backend, "fp8_grouped_gemm", a, a_scale, b, b_scale, offs, out_dtype=torch.float32)
     expected = dispatch.reference("fp8_grouped_gemm")(a, a_scale, b, b_scale, offs, out_dtype=torch.float32)
-    # Tensor cores keep about 14 bits of a sum; a wrong address would be wrong by the size of the values.
+    # Tensor cores keep only about 14 bits of a sum. A wrong address would cause an error as large as the values.
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 def last_programs(count, *rest):
-    """`range`, of a long one only the end."""
+    """`range`, but only the end of a long one."""
     return range(count, *rest) if rest or count < 2**10 else range(count - 64, count)
 
 
@@ -56,17 +58,17 @@ def last_programs(count, *rest):
 @each_backend
 @pytest.mark.parametrize("in_place", [False, True])
 def test_features_past_2_to_31(backend, in_place):
-    """dy of one block of 128 tokens and 2^24 features and a few: interpreted, only the programs of the last ones."""
+    """dy has one block of 128 tokens and a few more than 2^24 features. The interpreter runs only the last programs."""
     N, R = 2**24 + 40, 128
     dy = torch.zeros(N, R, dtype=torch.uint8).view(torch.float8_e4m3fn)
     dy[-64:] = codes(64, R)
     x, dy_scale, x_scale = codes(1, R, seed=2), torch.full((1, 1), 0.5).expand(N, 1), torch.full((1, 1), 3.0)
     args = dy, dy_scale, x, x_scale, ends(R)
     op = "fp8_grouped_gemm_wgrad_" if in_place else "fp8_grouped_gemm_wgrad"
-    with mock.patch("triton.runtime.interpreter.range", last_programs, create=True):  # a GPU runs them all
+    with mock.patch("triton.runtime.interpreter.range", last_programs, create=True):  # a GPU runs all programs
         got = run(backend, op, *([torch.ones(1, N, 1)] if in_place else []), *args)
     expected = dispatch.reference("fp8_grouped_gemm_wgrad")(dy[-64:], dy_scale[-64:], *args[2:]) + int(in_place)
-    # As above.
+    # The same tolerance as above.
     torch.testing.assert_close(got[:, -64:], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 

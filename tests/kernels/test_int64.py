@@ -1,6 +1,7 @@
-"""Index arithmetic past 2^31 elements, without the memory: only a grid's first and last programs are interpreted.
+"""Index arithmetic past 2^31 elements, without the memory. Only the first and the last programs of a grid are
+interpreted.
 
-The input is one row seen 2^20 times (stride 0), and pages of the outputs that no program writes are never touched.
+The input is one row, repeated 2^20 times with stride 0. Pages of the outputs that no program writes are never touched.
 """
 
 import os
@@ -27,7 +28,7 @@ LARGE = [
 
 
 def ends(last):
-    """`range`, of a long one only the first two and so many of the last."""
+    """`range`, but of a long one only the first two numbers and the last `last`."""
 
     def without_the_middle(count, *rest):
         return range(count, *rest) if rest or count < 64 else [0, 1, *range(count - last, count)]
@@ -40,7 +41,9 @@ def test_the_last_programs_write_the_last_rows(op, case):
     args = case.args()
     assert args[0].numel() > 2**31
     problem = problem_at_the_end(op, case, args, last=4)
-    if problem:  # they may not have written all that is compared; 36 have, which in two dimensions are thousands
+    # The last 4 programs may not have written everything that is compared. The last 36 have: in two dimensions they are
+    # thousands.
+    if problem:
         problem = problem_at_the_end(op, case, args, last=36)
     assert problem is None, problem
 
@@ -56,16 +59,18 @@ def problem_at_the_end(op, case, args, last):
     ):
         got = outputs_of(dispatch.public(op)(*args, backend="triton", **case.kwargs))
     assert filled.called  # otherwise every page was touched
-    # All rows are equal (of padded groups, zeros come last), so the last bytes are those of a small call that is ragged
-    # in the same way.
+    # All rows are equal, and padded groups end in zeros. So the last bytes are those of a small call with the same
+    # ragged end.
     small = [shortened(arg, length, length % 128 + 128) for arg in args]
     expected = outputs_of(dispatch.reference(op)(*small, **case.kwargs))
     for g, e in zip(got, expected, strict=True):
-        if e.dtype in (torch.int32, torch.int64):  # offsets: no shorter, and small enough to be compared everywhere
+        # Offsets have no shorter form, and are small enough to be compared in other tests.
+        if e.dtype in (torch.int32, torch.int64):
             continue
-        if not g.is_contiguous():  # column-major, in the order in which they lie
+        if not g.is_contiguous():  # column-major: compare in the order of memory
             g, e = g.mT, e.mT
-        equal = 512 if e.ndim == 1 else e.shape[-1]  # what ends as the large output ends: a tile, or a row
+        # The part that ends as the large output ends: a tile, or a row.
+        equal = 512 if e.ndim == 1 else e.shape[-1]
         tail = slice(-min(512, equal), None)
         if problem := check.difference((g.view(-1)[tail],), (e.reshape(-1)[tail],)):
             return problem
@@ -73,16 +78,16 @@ def problem_at_the_end(op, case, args, last):
 
 
 def fill_end(t, byte):
-    """Poison what is compared: of all else the pages are never touched."""
+    """Poison only the bytes that are compared. All other pages are never touched."""
     whole = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
     whole[-4096:].fill_(byte)
 
 
 def shortened(t, length, rows):
-    """The first of `length` rows; of blocked scales, which are flat, the row tiles that hold them."""
+    """The first rows of `length` rows. Blocked scales are flat: of them, the row tiles that hold these rows."""
     if not isinstance(t, torch.Tensor):
         return t
-    if t.dtype == torch.int32:  # one group, and it is all of the rows
+    if t.dtype == torch.int32:  # the only group, with all of the rows
         return t.new_full((1,), rows) if int(t) == length else t
     if t.ndim == 1:
         return t[: t.numel() // -(-length // 128) * -(-rows // 128)]

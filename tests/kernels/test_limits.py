@@ -1,4 +1,4 @@
-"""The yardsticks of the benchmarks, as kernels: over several programs and with a ragged end."""
+"""The benchmarks' yardsticks (a copy, a bare cast) as kernels: over several programs, and with a ragged end."""
 
 import pytest
 import torch

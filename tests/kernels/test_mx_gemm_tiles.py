@@ -1,4 +1,6 @@
-"""The plain tiles of the MX matmuls: single ones, offsets past 2^31, machine code that no case of the ops shows."""
+"""The plain tiles of the MX matmuls: single tiles, offsets past 2^31, and machine code that no case of the ops
+shows.
+"""
 
 from unittest import mock
 
@@ -27,7 +29,7 @@ def case_of(op, name):
 
 
 def operands(*shapes):
-    """Codes and plain scales of each shape, on the device that runs."""
+    """Codes and plain scales of each shape, on the device that runs the tests."""
     made = []
     for seed, (rows, K) in enumerate(shapes):
         generator = torch.Generator().manual_seed(seed)
@@ -39,7 +41,9 @@ def operands(*shapes):
 @runs_kernels
 @pytest.mark.parametrize("op", OPS)
 def test_only_marked_tiles_are_written(op):
-    """Two groups: 130 rows, so two row tiles, and 20, and 6 rows of none; of tokens, 32 and 64, with 150 rows each."""
+    """M-groups: 130 rows, which are two row tiles, then 20 rows, then 6 rows of no group. K-groups: 32 and 64
+    tokens, with 150 rows each.
+    """
     a, a_scale, b, b_scale = operands((156 if op == OPS[1] else 150, 96), (140, 96))
     reference, offs, groups, tops = dispatch.reference(op), None, "", [0, 128]
     if op == "mx_grouped_gemm":
@@ -68,7 +72,7 @@ def test_only_marked_tiles_are_written(op):
 @runs_kernels
 @pytest.mark.parametrize("op", OPS[:2])
 def test_only_flagged_tiles_are_written(op):
-    """Row tiles of 128, 2, 20 and, past the groups, 6 rows, and of 128 and 12 columns of either expert."""
+    """Row tiles of 128, 2 and 20 rows, and 6 rows past the groups. Tiles of 128 and 12 columns, for both experts."""
     a, a_scale, b, b_scale = operands((156, 96), (140, 96))
     options, offs, tops = {"out_dtype": torch.float32, "scale_layout": "plain"}, [], [0, 128]
     if op == "mx_grouped_gemm":
@@ -76,7 +80,8 @@ def test_only_flagged_tiles_are_written(op):
         offs = [offs_of([130, 20]).to(a.device)]
     only = {"offs": offs[0], "grouped": "M"} if offs else {}
     expected, bottoms = dispatch.reference(op)(a, a_scale, b, b_scale, *offs, **options), [*tops[1:], 156]
-    for raised in [[], [1], [3], [0, 3]] + ([[2], [6]] if offs else []):  # of 2 and 2, or of 4 and 4
+    # Flags: 2 of a and 2 of b, or 4 of a and 4 of b.
+    for raised in [[], [1], [3], [0, 3]] + ([[2], [6]] if offs else []):
         flags = torch.zeros(1 + (8 if offs else 4), dtype=torch.int32, device=a.device)
         flags[[1 + i for i in raised]], flags[0] = 1, len(raised)
         out = torch.full_like(expected, -1.0)
@@ -85,9 +90,9 @@ def test_only_flagged_tiles_are_written(op):
         for i in raised:
             if i < len(tops):
                 written[tops[i] : bottoms[i]] = True
-            elif i == 3:  # the second of the only matrix
+            elif i == 3:  # the second column tile of the only matrix
                 written[:, 128:] = True
-            else:  # the first of the second expert, whose rows are 130 to 150
+            else:  # the first column tile of the second expert, whose rows are 130 to 150
                 written[130:150, :128] = True
         if offs:
             written[150:] = True
@@ -99,7 +104,9 @@ def test_only_flagged_tiles_are_written(op):
 @runs_kernels
 @pytest.mark.parametrize("values", [(0.0, 0.0), (2.0**-9, -(2.0**-9)), (448.0, 448.0)], ids=str)
 def test_every_pair_of_scale_bytes(values):
-    """A single product under each pair, so that fp32 holds it exactly, rounds it once, or has Inf or 0 for it."""
+    """A single product under each pair of scales: fp32 holds it exactly, rounds it once, or overflows to Inf or
+    underflows to 0.
+    """
     device = check.default_device()
     byte = torch.arange(256, dtype=torch.uint8, device=device).view(E8M0FNU)[:, None]
     a, b = (torch.zeros(256, 32, device=device).index_fill_(1, torch.tensor(7, device=device), v) for v in values)
@@ -111,7 +118,7 @@ def test_every_pair_of_scale_bytes(values):
 
 
 def spread(t, stride):
-    """The same rows `stride` elements apart; pages in between are never touched."""
+    """The same rows, `stride` elements apart. The pages in between are never touched."""
     storage = torch.empty((t.shape[0] - 1) * stride + t.shape[1], dtype=t.dtype, device=t.device)
     return storage.as_strided(t.shape, (stride, 1)).copy_(t)
 
@@ -136,7 +143,7 @@ def test_rows_past_2_to_the_31_elements(op):
 
 @only_interpreted
 def test_blocked_scales_and_an_output_past_2_to_the_31():
-    """Only the first and the last programs run; all before the last rows is memory that nothing touches."""
+    """Only the first and the last programs run. No program touches the memory before the last rows."""
     from triton.runtime import interpreter
 
     def ends(count, *rest):
@@ -161,7 +168,7 @@ def test_blocked_scales_and_an_output_past_2_to_the_31():
 @compiles
 @each_target
 def test_column_major_operands_reach_the_tensor_cores(target):
-    """No case of wgrad is contiguous, so that none is searched for these instructions."""
+    """No case of wgrad is contiguous, so no case is searched for these instructions."""
     code = compile_case(OPS[2], "triton", case_of(OPS[2], "three groups, blocked, float32"), target)
     assert not problems(code, kernel.PTX[target], (), edge=False)
 

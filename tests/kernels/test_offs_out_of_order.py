@@ -1,4 +1,6 @@
-"""An offs out of order: values mean nothing, but nothing outside of the operands is read, and nothing else written."""
+"""An offs out of order: values have no meaning, but no kernel reads outside of the operands or writes outside of the
+result.
+"""
 
 import inspect
 
@@ -60,13 +62,13 @@ def calls(op, offs):
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """What is allocated from Python lies between bytes that must not change."""
+    """Each tensor that Python allocates lies between bytes that must not change."""
     buffers = []
 
     def guard(allocate):
         def allocated(*args, **options):
             out = allocate(*args, **options)
-            if type(out) is not torch.Tensor or out.is_meta:  # one that a compiler traces with
+            if type(out) is not torch.Tensor or out.is_meta:  # a tensor that a compiler traces with
                 return out
             buffers.append(torch.full((out.nbytes + 2 * MARGIN,), 0x5A, dtype=torch.uint8, device=out.device))
             return buffers[-1][MARGIN : MARGIN + out.nbytes].view(out.dtype).view(out.shape)

@@ -1,4 +1,4 @@
-"""The Helion kernels on Blackwell, tile by tile on the CPU, with scaled products in place of the hardware's."""
+"""The Helion kernels for Blackwell, tile by tile on the CPU. An emulation replaces the hardware's scaled products."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from tests.helpers import only_interpreted
 
 pytestmark = only_interpreted
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# K past whole steps, both layouts, two formats, every scale, NaN.
+# The cases have a K past whole steps, both layouts, two formats, every scale, and NaN.
 CASES = {
     "mx_gemm": ["150x136x160, blocked, float32", "e4m3fn by e5m2, plain", "scales from 2^-127 to 2^127, blocked"],
     "mx_grouped_gemm": [
@@ -32,7 +32,7 @@ def values(codes, scale, fmt):
 
 
 def dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, acc, *_options):
-    """`tl.dot_scaled` of the interpreter, which has none: exact products, fp32 sums."""
+    """A substitute for `tl.dot_scaled`, which the interpreter lacks: exact products, fp32 sums."""
     from triton.runtime.interpreter import TensorHandle
 
     left, right = (

@@ -1,4 +1,4 @@
-"""The Gluon kernel of fp8_gemm with each of its tiles, which the cases of the op are too small to choose."""
+"""The Gluon kernel of fp8_gemm with each of its tiles. The cases of the op are too small to choose them."""
 
 from functools import partial
 
@@ -37,7 +37,8 @@ def launch(a, a_scale, b, b_scale, tile, out_dtype):
 @each_output
 @each_tile
 def test_every_tile_compiles_without_spilling(tile, out_dtype, rows):
-    # Which way scales lie is how they are loaded: each way with each tile, output and granularity, not with all three.
+    # The order of the scales decides how they are loaded. Each order is tried with each tile, each output and each
+    # granularity, but not with every combination of the three.
     major = ("k", "mn")[([*TILES, NARROW].index(tile) + list(MIN_SQNR_DB).index(out_dtype) + rows // 128) % 2]
     made = operands(300, 264, 256, rows, major=major)
     code = compile_call(launch, *made, tile=tile, out_dtype=out_dtype, target="sm90")
@@ -76,7 +77,7 @@ def test_every_tile_adds_once(tile, rows, monkeypatch):
 @each_output
 @each_tile
 def test_stages_are_handed_round_for_any_number_of_blocks_and_tiles(tile, out_dtype, rows, monkeypatch):
-    """On three processors, so that each has several tiles; with fewer blocks of K than stages, as many, and more."""
+    """Three processors, so that each has several tiles. K has fewer blocks than stages, as many, and more."""
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
     for blocks in (
         1,
@@ -112,7 +113,7 @@ def test_the_tile_follows_the_shape(M, N, tile):
 @on_hopper
 @pytest.mark.parametrize("M", [1, 16, 17, 32, 33, 64])
 def test_of_few_rows_only_those_are_read(M):
-    """Whatever the rest of the tile holds: programs before this one may have left NaN there."""
+    """Stale contents of the tile do not matter: earlier programs may have left NaN there."""
     made = check.on_device(torch.device("cuda"), operands(M, 200, 4096, major="mn"))
     out = launch(*made, SMALL, torch.float32)
     assert check.difference((out,), (fp8_gemm(*made, out_dtype=torch.float32),), MIN_SQNR_DB) is None
@@ -128,5 +129,5 @@ def test_what_tma_does_not_read_takes_plain_tiles():
     names = [compile_call(fn, *onto(64, 128, 256, row=row), target="sm90")[0].kernel for row in (132, 129)]
     assert names == ["fp8_gemm_sm90", "_tiles"]
     column = onto(64, 1, 256)
-    column = torch.zeros(64, 8)[:, :1].as_strided((64, 1), (8, 3)), *column[1:]  # its columns are one
+    column = torch.zeros(64, 8)[:, :1].as_strided((64, 1), (8, 3)), *column[1:]  # all its columns are the same column
     assert compile_call(fn, *column, target="sm90")[0].kernel == "_tiles"

@@ -1,4 +1,4 @@
-"""The Gluon kernel on token groups, with each of its tiles, which the cases of the ops are too small to choose."""
+"""The Gluon kernel on token groups, with each of its tiles. The cases of the ops are too small to choose them."""
 
 from functools import partial
 
@@ -87,7 +87,7 @@ each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 @each_output
 @each_tile
 def test_tokens_of_any_groups(tile, out_dtype, sizes, monkeypatch):
-    """On three processors, so that each has tiles of several groups; what lies past the last group holds NaN."""
+    """Three processors, so that each has tiles of several groups. The rows past the last group hold NaN."""
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
     for blocks in (1, tile["NUM_STAGES"], 2 * tile["NUM_STAGES"] + 1):
         args = on_gpu(rows.made(sizes, 70, 264, 128 * blocks, 1, "mn"))
@@ -100,7 +100,7 @@ def test_tokens_of_any_groups(tile, out_dtype, sizes, monkeypatch):
 
 BLOCKS = {
     "some": [3, 0, 1, 5, 2],
-    "one each": [1] * 40,  # fewer than stages, so that descriptors are written over while loads are on their way
+    "one each": [1] * 40,  # fewer blocks than stages, so that descriptors are overwritten while loads are in flight
     "one group": [9],
     "none": [0, 0],
     "the last": [0, 0, 0, 7],
@@ -136,7 +136,9 @@ def test_sums_are_added_once(tile, blocks, monkeypatch):
 @on_hopper
 @pytest.mark.parametrize("ends", [[90, 30, 60], [-128, 640, 10**6], [10**6, -(10**6), 0]], ids=str)
 def test_offs_out_of_order_stay_inside(ends):
-    """Values mean nothing; no access is outside of the operands and the result, as compute-sanitizer would say."""
+    """The values have no meaning. No access is outside of the operands and the result: compute-sanitizer would
+    report it.
+    """
     for call, args in (
         (forward, rows.made([30, 30, 30], 30, 264, 256)),
         (wgrad, tokens.made([128, 256, 128], 128, 264, 144)),
@@ -161,7 +163,7 @@ def test_the_callers_allocator_is_left_alone():
 
 
 def test_what_tma_does_not_read_takes_plain_tiles():
-    """One block of K is a constant to the compiler."""
+    """With one block of K, its number is a constant to the compiler."""
     a, a_scale, b, b_scale, offs = rows.made([5, 30], 3, 40, 128)
     apart = torch.zeros(2, 41, 128, dtype=torch.uint8).view(b.dtype)[:, :40]
     fn = dispatch.kernel_module("fp8_grouped_gemm", "triton").fp8_grouped_gemm

@@ -1,4 +1,6 @@
-"""MX matmuls by way of bf16 values: which values bf16 has not, what is done over for them, when this way is taken."""
+"""MX matmuls by way of bf16 values: which values bf16 lacks, what is computed again for them, and when this way is
+taken.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ OPS = "mx_gemm", "mx_grouped_gemm"
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch):
-    """Three, so that each has several tiles; and a CPU's matmul gives no fp32 from bf16."""
+    """Three processors, so that each has several tiles. A CPU's matmul cannot return fp32 for bf16, so replace it."""
     if not unavailable():
         return
     mm = torch.mm
@@ -35,14 +37,16 @@ def _few_programs(monkeypatch):
 
 
 def multiply(*args, out_dtype=torch.bfloat16, scale_layout=None, check_offs=False):
-    """Either op, however small."""
+    """Either op, also for small sizes."""
     a, a_scale, b, b_scale, *offs = args
     scale_layout = scale_layout or ("blocked" if offs else "plain")
     return kernel.mx_bf16(a, a_scale, b, b_scale, out_dtype, scale_layout, *offs)
 
 
 def cases(op):
-    """Those with a sum to compute; of groups, where PyTorch's matmul takes them. The interpreter is slow: its edges."""
+    """The cases with a sum to compute. For groups, those that PyTorch's matmul takes. The slow interpreter gets
+    edges only.
+    """
     for case in dispatch.reference(op).spec.cases():
         if not case.raises and ("edge" in case.flags or not INTERPRETED):
             a, _, b, *_ = case.args()
@@ -68,7 +72,7 @@ def test_every_case_gives_the_reference(op, case):
 @runs_kernels
 @pytest.mark.parametrize("dtype", [E4M3FN, E5M2], ids=str)
 def test_flags_say_which_scales_lead_out_of_bf16(dtype):
-    """The 256 codes, which are the rows of two flags, under each scale: a flag for those only that bf16 has not."""
+    """The 256 codes, in rows of two flags, under each scale. A flag is raised only for scales that lead out of bf16."""
     device = check.default_device()
     codes = torch.zeros(256 * 256, 32, dtype=torch.uint8, device=device)
     codes[:, 7] = torch.arange(256, device=device).repeat(256)
@@ -79,7 +83,7 @@ def test_flags_say_which_scales_lead_out_of_bf16(dtype):
     given = codes.double()
     normal = (exact.abs() >= 2.0**-126) & (exact.abs() < 2.0**128)
     needed = ~normal & given.isfinite() & (given != 0) & ~exact.isnan()
-    of_scale = flags[2:-1].view(256, 2).amax(1)  # the codes of either sign come to the same
+    of_scale = flags[2:-1].view(256, 2).amax(1)  # codes of both signs give the same flag
     assert of_scale.bool().equal(needed.view(256, -1).any(1))
     assert flags[:2].tolist() == [1, 0]
     assert flags[-1] == 0
@@ -106,8 +110,8 @@ def test_blocks_of_zeros_raise_no_flag(layout, monkeypatch):
     assert flags() == []
     operands[0][7, 33], operands[0][140, 3] = 2.0**-9, torch.nan
     operands[1].view(torch.uint8)[140, 1] = 255
-    assert flags() == [0, 1]  # one for all; the first of five of tokens
-    operands[1].view(torch.uint8)[133, 2] = 254  # row 3 of the last group, before which are two tiles
+    assert flags() == [0, 1]  # the flag for all, and the first of the five flags of the tokens
+    operands[1].view(torch.uint8)[133, 2] = 254  # row 3 of the last group; two tiles come before it
     operands[2][2, 130, 5] = 1.0  # the second tile of the last expert
     assert flags() == [0, 1, 3, 11]
 
@@ -129,15 +133,16 @@ def test_offs_out_of_order_are_put_in_order(groups, monkeypatch):
 @on_gpu
 @pytest.mark.parametrize("op", OPS)
 def test_a_graph_replays_with_other_values(op):
-    """Nothing reads on the host; flags of one run are none of the next's."""
+    """Nothing is read on the host, and no flag of one run stays for the next."""
     made = dense.made(300, 528, 352) if op == "mx_gemm" else grouped.made([130, 0, 200], 20, 528, 352, "plain")
     args = check.on_device(torch.device("cuda"), made)
-    multiply(*args, scale_layout="plain")  # compiles
+    multiply(*args, scale_layout="plain")  # this call compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = multiply(*args, scale_layout="plain")
     byte, others = args[1].view(torch.uint8), args[3].view(torch.uint8)
-    for beyond, other in ((0, 200), (250, 80), (127, 127)):  # products of both are numbers again
+    # At the last, the products of both are ordinary numbers again.
+    for beyond, other in ((0, 200), (250, 80), (127, 127)):
         byte[129], others[:] = beyond, other
         graph.replay()
         expected = dispatch.reference(op)(*args, scale_layout="plain")
@@ -147,7 +152,7 @@ def test_a_graph_replays_with_other_values(op):
 
 
 def taken(op, *shapes, out_dtype=torch.bfloat16):
-    """Which kernels an op launches on Hopper for codes of two shapes."""
+    """The kernels that an op launches on Hopper for codes of two shapes."""
     codes = [torch.empty(shape, dtype=E4M3FN, device="meta") for shape in shapes]
     scales = [torch.empty(*c.shape[:-1], c.shape[-1] // 32, dtype=torch.float8_e8m0fnu, device="meta") for c in codes]
     offs = [offs_of([0] * shapes[1][0])] if op == "mx_grouped_gemm" else []
@@ -161,13 +166,14 @@ def taken(op, *shapes, out_dtype=torch.bfloat16):
 @compiles
 def test_large_outputs_take_this_way():
     by_bf16, itself = {"_prepare", "_bf16_values", "_flagged_tiles"}, {"mx_values", "mx_gemm_sm90", "_marked_tiles"}
-    for out_dtype in MIN_SQNR_DB:  # 264 tiles are two for each of 132 processors
+    for out_dtype in MIN_SQNR_DB:  # 264 tiles: two for each of 132 processors
         assert taken("mx_gemm", (128 * 24, 64), (128 * 11, 64), out_dtype=out_dtype) == by_bf16
     assert taken("mx_gemm", (128 * 24, 64), (128 * 10, 64)) == itself
     assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1024, 64)) == by_bf16
     assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1024, 64), out_dtype=torch.float32) == itself
-    assert taken("mx_grouped_gemm", (128 * 64, 64), (33, 1024, 64)) == itself  # the weights outweigh the tokens
-    assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1026, 64)) == {"_tiles"}  # whose rows TMA cannot write either
+    # There are too many weights for the tokens.
+    assert taken("mx_grouped_gemm", (128 * 64, 64), (33, 1024, 64)) == itself
+    assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1026, 64)) == {"_tiles"}  # TMA cannot write such rows, either
 
 
 @compiles

@@ -1,4 +1,4 @@
-"""The Gluon kernel of the MX matmuls with each of its tiles, and what it leaves to the exact one."""
+"""The Gluon kernel of the MX matmuls with each of its tiles, and the tiles that it leaves to the exact kernel."""
 
 from functools import partial
 
@@ -37,13 +37,13 @@ each_call = pytest.mark.parametrize("call", [*MADE, *SWAPPED])
 
 
 def made(call, layout, dtypes):
-    if call == "mx_grouped_gemm_wgrad swapped":  # b's features are whole tiles
+    if call == "mx_grouped_gemm_wgrad swapped":  # the features of b are whole tiles
         return wgrad.made([96, 0, 320, 32], 64, 512, 304, layout, dtypes)
     return MADE[call.removesuffix(" swapped")](layout, dtypes)
 
 
 def launch(*args, call, layout, out_dtype, **options):
-    """The op by the Gluon kernel, whichever operand is the larger."""
+    """The op by the Gluon kernel. Either operand may be the larger."""
     first, first_scale, second, second_scale, *offs = args
     if "wgrad" in call:
         first, second, kw = first.mT, second.mT, {"offs": offs[0], "grouped": "K"}
@@ -67,24 +67,28 @@ def reference(call, *args, **kwargs):
 @each_output
 @each_call
 def test_every_tile_compiles_without_spilling(call, out_dtype, tile):
-    # The layout is read by the small kernels beside: each layout with each tile, output and call, not with all three.
+    # The small kernels read the layout. Each layout is tried with each tile, each output and each call, but not with
+    # every combination of the three.
     places = (*MADE, *SWAPPED).index(call), list(MIN_SQNR_DB).index(out_dtype), TILES.index(tile)
     layout = ("plain", "blocked")[sum(places) % 2]
     args = made(call, layout, (E4M3FN, E5M2))
     code = compile_call(launch, *args, call=call, layout=layout, out_dtype=out_dtype, target="sm90", **tile)
     assert [c.kernel for c in code] == ["mx_values", "mx_gemm_sm90", "_marked_tiles"]
-    # Triton 3.8 alone keeps two registers of one tile in local memory, whether the kernel has more registers or fewer.
+    # Only Triton 3.8 keeps two registers of one tile in local memory, with more registers for the kernel or with fewer.
     one_pair = ["mx_gemm_sm90 keeps 8 bytes a thread in local memory"] if triton.__version__[:4] == "3.8." else []
     patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"
     assert problems(code, patterns, (), edge=False) in ([], one_pair)
 
 
 def test_codes_are_made_bf16_without_a_turn_through_shared_memory():
-    """A thread reads its codes 16 bytes at a time and has in its registers what the tensor cores take."""
+    """A thread reads its codes 16 bytes at a time, and then has the values that the tensor cores take in its
+    registers.
+    """
     args = made("mx_gemm", "plain", (E4M3FN, E4M3FN))
     options = {"call": "mx_gemm", "layout": "plain", "out_dtype": torch.bfloat16, "target": "sm90"}
     ptx = next(c.ptx for c in compile_call(launch, *args, **options) if c.kernel == "mx_gemm_sm90")
-    loop = ptx[ptx.index("wgmma.mma_async") :]  # one of the loop's turns: from a matmul to the wait for it, and back
+    # One turn of the loop: from a matmul to the wait for it, and back.
+    loop = ptx[ptx.index("wgmma.mma_async") :]
     loop = loop[: loop.index("wgmma.wait_group")] + ptx[: ptx.index("wgmma.mma_async")].rpartition("ld.shared.v4")[2]
     assert "ld.shared.v4.b32" in ptx
     assert not [line for line in loop.splitlines() if "st.shared" in line or "ldmatrix" in line]
@@ -96,7 +100,7 @@ def test_codes_are_made_bf16_without_a_turn_through_shared_memory():
 @each_format
 @each_call
 def test_every_tile_gives_the_reference(call, dtypes, layout, tile, monkeypatch):
-    """On three processors, so that each has several tiles."""
+    """Three processors, so that each has several tiles."""
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
     args = check.on_device(torch.device("cuda"), made(call, layout, dtypes))
     for out_dtype in MIN_SQNR_DB:
@@ -120,7 +124,9 @@ def test_stages_are_handed_round_for_any_number_of_blocks(blocks, monkeypatch):
 @on_hopper
 @pytest.mark.parametrize("dtype", [E4M3FN, E5M2], ids=str)
 def test_every_code_by_every_scale(dtype):
-    """Each of the 256 codes times each of the 256 scales, on either side, against a 1: exact, or done over exactly."""
+    """Each of the 256 codes times each of the 256 scales, on either side, against a 1: exact at once, or computed
+    again exactly.
+    """
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     a = codes.repeat_interleave(256)[:, None].view(torch.uint8) * torch.eye(32, dtype=torch.uint8)[:1]
     a, a_scale = a.view(dtype), torch.arange(256, dtype=torch.uint8).repeat(256)[:, None]
@@ -133,7 +139,7 @@ def test_every_code_by_every_scale(dtype):
         given = args if not swapped else (*args[2:], *args[:2])
         got = launch(*given, call=call, layout="plain", out_dtype=torch.float32)
         expected = reference("mx_gemm", *given, out_dtype=torch.float32)
-        assert check.difference((got,), (expected,)) is None  # byte for byte: one product, and zeros
+        assert check.difference((got,), (expected,)) is None  # byte for byte: there is one product, and zeros
 
 
 @on_hopper

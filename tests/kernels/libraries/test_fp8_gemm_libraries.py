@@ -1,4 +1,6 @@
-"""fp8_gemm in cuBLAS and DeepGEMM, without a GPU or either library: what each is given, and why it is not asked."""
+"""fp8_gemm in cuBLAS and DeepGEMM, without a GPU or either library: the arguments they get, and why calls are
+refused.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ BY_ROW = operands(132, 272, 1024, 1, major="mn")
 
 
 def fp8_gemm_nt(a, b, out, c=None, recipe=None):
-    """DeepGEMM's contract on Hopper, as its sources state it, on the reference."""
+    """DeepGEMM's contract on Hopper, as its sources state it, computed by the reference."""
     (a, a_scale), (b, b_scale) = a, b
     M, N = out.shape
     assert a_scale.stride() == (1, M + -M % 4)
@@ -77,8 +79,9 @@ def test_what_deepgemm_does_not_add_to_is_refused_with_the_reason(there):
 @pytest.mark.parametrize("rows", [128, 1])
 @pytest.mark.parametrize("M", [4, 132])
 def test_torch_takes_what_cublas_is_given(M, rows, K, there):
-    """The checks that torch makes of shapes and strides, on tensors that hold nothing."""
-    N = rows if rows > 1 else 16  # of 128x128 scales, torch 2.13 counts whole blocks only here, and the rest on a GPU
+    """torch's own checks of shapes and strides, on tensors without data."""
+    # For 128x128 scales, torch 2.13 counts only whole blocks here. It counts the rest on a GPU.
+    N = rows if rows > 1 else 16
     a, a_scale, b, b_scale = operands(M, N, K, rows, major="mn")
     b_scale = b_scale if rows == 1 else b_scale.contiguous()
     assert cublas.supports(a, a_scale, b, b_scale) is None

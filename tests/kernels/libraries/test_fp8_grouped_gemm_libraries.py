@@ -1,4 +1,6 @@
-"""The FP8 grouped matmuls in DeepGEMM, without a GPU or the library: what it is given, and why it is not asked."""
+"""The FP8 grouped matmuls in DeepGEMM, without a GPU or the library: the arguments it gets, and why calls are
+refused.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -21,7 +23,9 @@ def strides_for_tma(rows):
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout, recipe=None):
-    """DeepGEMM's contract on Hopper, as its sources state it, on the reference: a block is what its first row says."""
+    """DeepGEMM's contract on Hopper, as its sources state it, computed by the reference. A block has its first row's
+    expert.
+    """
     (a, a_scale), (b, b_scale) = a, b
     (M, K), (E, N, _) = a.shape, b.shape
     assert recipe == (1, 128, 128)
@@ -31,7 +35,8 @@ def m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout, recipe=None):
     assert b_scale.stride() == (-(-N // 128) * (K // 128), K // 128, 1)
     assert N % 8 == 0
     assert all(t.data_ptr() % 16 == 0 for t in (a, a_scale, b, b_scale, d))
-    last = grouped_layout.as_strided((1,), (1,), (M - 1) // 128 * 128 + 64)  # it is read, whether there or not
+    # DeepGEMM reads it, whether it exists or not.
+    last = grouped_layout.as_strided((1,), (1,), (M - 1) // 128 * 128 + 64)
     for block in range(0, M, 128):
         rows = slice(block, min(block + 128, M))
         experts = [*grouped_layout[rows], *([last] if rows.stop == M else [])]
@@ -52,7 +57,7 @@ def k_grouped_fp8_gemm_nt_contiguous(a, b, d, ks, ks_tensor, c=None, recipe=None
     for scale, rows in ((a_scale, M), (b_scale, N)):
         assert (scale.shape, scale.stride()) == ((rows, tokens // 128), strides_for_tma(rows))
     begin = 0
-    for e, k in enumerate(ks):  # each group a row-major matrix of its own
+    for e, k in enumerate(ks):  # each group is a row-major matrix of its own
         groups = (t[rows * begin : rows * (begin + k)].view(rows, k) for t, rows in ((a, M), (b, N)))
         blocks = slice(begin // 128, (begin + k) // 128)
         left, right = groups
@@ -87,7 +92,8 @@ def test_golden_grouped_layout():
     assert layout.tolist() == [0] * 128 + [2] * 256 + [-1] * 64
     assert fp8_grouped_gemm.grouped_layout(ends(0, 256), 256).tolist() == [1] * 256
     assert fp8_grouped_gemm.grouped_layout(ends(0, 0), 3).tolist() == [-1] * 3
-    assert fp8_grouped_gemm.grouped_layout(ends(100, 256), 256).tolist() == [0] * 128 + [1] * 128  # its first row's
+    # The group of its first row.
+    assert fp8_grouped_gemm.grouped_layout(ends(100, 256), 256).tolist() == [0] * 128 + [1] * 128
 
 
 @pytest.mark.parametrize(

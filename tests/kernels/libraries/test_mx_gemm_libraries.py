@@ -1,4 +1,4 @@
-"""The MX matmuls of PyTorch, without a Blackwell GPU: what they are given, and why they are not asked."""
+"""The MX matmuls of PyTorch, without a Blackwell GPU: the arguments they get, and why calls are refused."""
 
 from functools import partial
 
@@ -16,7 +16,9 @@ BLOCKED, BF16 = {"scale_layout": "blocked"}, {"out_dtype": torch.bfloat16}
 
 
 def scaled(mat_a, mat_b, offs=None, *, scale_a, scale_b, output_dtype, **recipe):
-    """PyTorch's contract, as its sources state it, on the references; what it does not write is NaN."""
+    """PyTorch's contract, as its sources state it, computed by the references. Places that it does not write are
+    NaN.
+    """
     blocks, tiles = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     assert recipe == {
         "scale_recipe_a": blocks, "scale_recipe_b": blocks, "swizzle_a": tiles, "swizzle_b": tiles
@@ -68,14 +70,14 @@ def test_what_is_given_is_what_the_op_means(module, reference, args, options, th
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_torch_takes_what_it_is_given(out_dtype, there):
-    """The checks that torch makes of shapes, strides and recipes, on tensors that hold nothing."""
+    """torch's own checks of shapes, strides and recipes, on tensors without data."""
     args = [t.to("meta") for t in dense.made(37, 48, 160, "blocked")]
     out = mx_gemm.mx_gemm(*args, out_dtype=out_dtype, **BLOCKED)
     assert (out.shape, out.stride(), out.dtype) == ((37, 48), (48, 1), out_dtype)
 
 
 def test_torch_takes_the_groups_that_it_is_given(there):
-    # torch 2.13 traces `_scaled_grouped_mm`, which checks the same as the newer call that is made.
+    # torch 2.13 can trace `_scaled_grouped_mm`. It makes the same checks as the newer function that the backend calls.
     a, a_scale, b, b_scale, offs = (t.to("meta") for t in grouped.made([5, 0, 150], 20, 48, 96))
     assert torch._scaled_grouped_mm(a, b.mT, a_scale, b_scale, offs).shape == (175, 48)
     dy, dy_scale, x, x_scale, offs = (t.to("meta") for t in wgrad.made([32, 0, 96], 32, 40, 48))
