@@ -94,7 +94,8 @@ def accelerate(interpreter: Any) -> None:
         vars(self).update(tensor_shapes[type.name], handle=handle)
 
     options = interpreter.interpreter_builder.options
-    # Overflow checks compute the operands of assertions that the interpreter then ignores. They are half of its time.
+    # Overflow checks compute the operands of assertions that the interpreter then ignores. They take a large part of
+    # its time (benchmarks/results/decisions.md).
     if not options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._LangPatchScope = Scope
