@@ -59,14 +59,13 @@ def mn_major(rows: int) -> tuple[int, int]:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """The number of streaming multiprocessors of a GPU, which is the number of programs that share the tiles of a
-    matmul.
-    """
+    """The number of streaming multiprocessors of a GPU: the programs that share the tiles of a matmul."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def given(t: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A tensor whose layout fits, with the strides that DeepGEMM expects. It also checks strides along dimensions of
-    1.
+    """A tensor whose layout fits, with the strides that DeepGEMM expects.
+
+    It also checks strides along dimensions of 1.
     """
     return t.as_strided(t.shape, strides)

@@ -1,5 +1,6 @@
-"""fp8_grouped_gemm_wgrad in DeepGEMM, to fp32: added to zeros. A call waits for the device, to read offs on the
-host.
+"""fp8_grouped_gemm_wgrad in DeepGEMM, to fp32: added to zeros.
+
+A call waits for the device, to read offs on the host.
 """
 
 from __future__ import annotations

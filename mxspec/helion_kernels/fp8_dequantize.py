@@ -1,5 +1,6 @@
-"""fp8_dequantize in Helion: contiguous tensors, any strides along axis -1, and axis -2, where threads transpose the
-codes.
+"""fp8_dequantize in Helion: contiguous tensors, any strides along axis -1, and axis -2.
+
+Along axis -2, threads transpose the codes.
 """
 
 from __future__ import annotations

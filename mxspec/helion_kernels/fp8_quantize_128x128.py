@@ -44,8 +44,9 @@ def _with_transpose(
     qdata: Tensor, scale: Tensor, qdata_t: Tensor, scale_t: Tensor,
     eps_bits: int, pow2: bool, even: bool, whole: bool, lanes: int, e: int, b: int, c: int,
 ) -> None:  # fmt: skip
-    """A thread has 16 rows by 8 columns. It loads 16 bytes of a row, and stores 8 bytes of a row and 16 bytes of a
-    column.
+    """A thread has 16 rows by 8 columns.
+
+    It loads 16 bytes of a row, and stores 8 bytes of a row and 16 bytes of a column.
     """
     across = 32 // lanes
     k = dimension(across, 0, 5) * 8 + dimension(16 // across, 2, 5) * (8 * across) + dimension(8, 4, 5)

@@ -1,5 +1,6 @@
-"""fp8_quantize_1x128 in Helion: contiguous tensors (in five lines), any other strides, and blocks that lie across
-memory.
+"""fp8_quantize_1x128 in Helion: contiguous tensors, any other strides, and blocks that lie across memory.
+
+The kernel for contiguous tensors has five lines.
 
 Blocks along the columns of x are blocks along the rows of its transpose, and both results are transposed in the same
 way.

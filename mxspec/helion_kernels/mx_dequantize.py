@@ -1,5 +1,6 @@
-"""mx_dequantize in Helion: contiguous tensors, any strides and layout along axis -1, and the transposition of axis
--2.
+"""mx_dequantize in Helion: contiguous tensors, any strides and layout along axis -1, and axis -2.
+
+Along axis -2, the kernel transposes the codes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def _wgrad(
         stop = hl.load(offs, [group * stride_offs]).sum(0)
         # The shifts tell Triton that both are multiples of 32.
         first, stop = torch.where(first > 0, first >> 5 << 5, 0), torch.where(stop < M, stop >> 5 << 5, M)
-        # The begin of a group's scales: its first column if they are plain, its first tile if they are blocked. A tile
+        # The start of a group's scales: its first column if they are plain, its first tile if they are blocked. A tile
         # has 128 tokens.
         start, before = hl.zeros([], dtype=torch.int32), hl.zeros([], dtype=torch.int32)
         for i in range(0, G if blocked else 0, chunk):

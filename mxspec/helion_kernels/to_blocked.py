@@ -1,5 +1,4 @@
-"""to_blocked in Helion: a program reads 128 rows in their own order, transposes them in shared memory, and writes whole
-tiles.
+"""to_blocked in Helion: a program reads 128 rows, transposes them in shared memory, and writes whole tiles.
 
 The loop is an `hl.grid`, so that a program has whole tiles to reorder.
 """

@@ -29,8 +29,9 @@ PTX = (r"st\.global\.v4\.b32",)
 
 
 def _load(x: Tensor, place: Tensor, mask: Tensor) -> Tensor:
-    """Load a matrix with neighbouring threads along a row. By default, Triton 3.6 lets the threads run down the
-    columns.
+    """Load a matrix with neighbouring threads along a row.
+
+    By default, Triton 3.6 lets the threads run down the columns.
     """
     return hl.load(x, [place.reshape(-1)], extra_mask=mask.expand(place.shape).reshape(-1)).reshape(place.shape)
 

@@ -13,8 +13,9 @@ from mxspec.interpreters.corrections import correct
 
 
 def install() -> None:
-    """Correct and accelerate the interpreters that this process uses. A kernel folder calls this when it is
-    imported.
+    """Correct and accelerate the interpreters that this process uses.
+
+    A kernel folder calls this when it is imported.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return

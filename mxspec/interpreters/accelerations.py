@@ -44,8 +44,9 @@ def accelerate(interpreter: Any) -> None:
         return [self.to_tensor(out if self.keep_dims else out.squeeze(self.axis), dtype)]
 
     def generic_scan(self: Any, input: tuple[Any, ...]) -> Any:
-        """Combine each element with the elements 1, 2, 4, ... before it, all at once. An associative function allows
-        that.
+        """Combine each element with the elements 1, 2, 4, ... before it, all at once.
+
+        An associative function allows that.
         """
         if len(input) != 1:
             return triton_generic_scan(self, input)

@@ -1,5 +1,4 @@
-"""Machine code without a GPU: the package compiles every kernel of an op for Hopper and Blackwell, and checks the
-result.
+"""Machine code without a GPU: every kernel of an op, compiled for Hopper and Blackwell, and checked.
 
 - `fake_gpu`: launches compile instead of running.
 - `measure`: the registers, memory and instructions of a compiled kernel.

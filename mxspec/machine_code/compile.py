@@ -35,8 +35,9 @@ def _compile(compiled: list[Any], target: str, fn: Callable[..., Any], args: Any
 
 
 def compile_call(fn: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> list[MachineCode]:
-    """Compile the kernels that `fn(*args, **kwargs)` would launch on a GPU. Only the metadata of the tensors is
-    read.
+    """Compile the kernels that `fn(*args, **kwargs)` would launch on a GPU.
+
+    Only the metadata of the tensors is read.
     """
     with fake_gpu(target) as compiled:
         return _compile(compiled, target, fn, map(meta, args), {name: meta(arg) for name, arg in kwargs.items()})

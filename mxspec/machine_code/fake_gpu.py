@@ -37,8 +37,9 @@ def unavailable() -> str | None:
 
 
 def meta(value: Any) -> Any:
-    """A tensor with the same shape, strides and place in its storage, without the storage. Any other value stays as
-    it is.
+    """A tensor with the same shape, strides and place in its storage, without the storage.
+
+    Any other value stays as it is.
     """
     if not isinstance(value, Tensor):
         return value

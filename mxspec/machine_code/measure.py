@@ -11,8 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MachineCode:
-    """One compiled kernel. `local_bytes` counts, for each thread, spilled registers and arrays that found no
-    register.
+    """One compiled kernel.
+
+    `local_bytes` counts, for each thread, spilled registers and arrays that found no register.
     """
 
     kernel: str

@@ -20,7 +20,7 @@ from mxspec.triton_kernels.common.runs import load8
 # Blackwell: compiled, not run. Measured on an H200: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
 # "flat": ROWS blocks a program, if everything is contiguous. "along": ROWS rows of one block. ROWS divides 128, so that
-# these rows share a scale if the scale is of a square. "turned": 128 rows by COLS columns of the output.
+# these rows share a scale if it is that of a square. "turned": 128 rows by COLS columns of the output.
 _HOPPER = {
     "flat": {"ROWS": 32, "num_warps": 4},
     "along": {"ROWS": 32, "num_warps": 4},

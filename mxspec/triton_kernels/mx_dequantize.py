@@ -114,8 +114,9 @@ def _mx_dequantize(
 
 @triton.jit
 def _values(codes, scale, in_rows, in_cols, in_blocks):
-    """The values of blocks in fp32. `codes` are pointers `(rows, 32 * blocks)`, and `scale` are pointers `(rows,
-    blocks)`.
+    """The values of blocks in fp32.
+
+    `codes` are pointers `(rows, 32 * blocks)`, and `scale` are pointers `(rows, blocks)`.
     """
     value = scale_value(tl.load(scale, mask=in_rows[:, None] & in_blocks[None, :]).to(tl.int32))
     value = tl.broadcast_to(value[:, :, None], (scale.shape[0], scale.shape[1], 32)).reshape(codes.shape)

@@ -1,5 +1,6 @@
-"""mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs on Hopper, `hopper/mx/` for small ones, else plain
-tiles.
+"""mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs, `hopper/mx/` for small ones, or plain tiles.
+
+The first two are for Hopper. Plain tiles run on any GPU.
 """
 
 from __future__ import annotations

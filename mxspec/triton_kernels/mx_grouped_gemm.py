@@ -1,5 +1,6 @@
-"""mx_grouped_gemm in Triton: the kernels of mx_gemm. A plan holds the rows of each tile, or each program finds its
-group.
+"""mx_grouped_gemm in Triton: the kernels of mx_gemm.
+
+A plan holds the rows of each tile, or each program finds its group.
 """
 
 from __future__ import annotations

@@ -59,8 +59,9 @@ def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch
 
 
 def _is_transposed(x: Tensor) -> bool:
-    """Whether consecutive elements in memory are those of a column. Blocks along a column are then blocks along the
-    rows of the transpose.
+    """Whether consecutive elements in memory are those of a column.
+
+    Blocks along a column are then blocks along the rows of the transpose.
     """
     return x.stride(-2) == 1 and x.stride(-1) != 1
 

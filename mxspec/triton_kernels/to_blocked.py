@@ -1,6 +1,4 @@
-"""to_blocked in Triton: a program reads 128 rows in their own order, transposes them in shared memory, and writes
-whole tiles.
-"""
+"""to_blocked in Triton: a program reads 128 rows, transposes them in shared memory, and writes whole tiles."""
 
 from __future__ import annotations
 

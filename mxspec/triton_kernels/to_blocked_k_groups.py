@@ -24,8 +24,9 @@ PTX = (r"st\.global\.v4\.b32",)
 
 @triton.jit
 def _load(x, place, mask):
-    """Load a matrix with neighbouring threads along a row. By default, Triton 3.6 lets the threads run down the
-    columns.
+    """Load a matrix with neighbouring threads along a row.
+
+    By default, Triton 3.6 lets the threads run down the columns.
     """
     mask = tl.broadcast_to(mask, place.shape).reshape(place.numel)
     return tl.load(x + place.reshape(place.numel), mask=mask, other=0).reshape(place.shape)

@@ -182,7 +182,7 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert cli.main([]) == 0
 
 
-# --- what is faked stays inside -----------------------------------------------------------------------------------
+# --- nothing of the fake GPU stays --------------------------------------------------------------------------------
 
 
 def test_nothing_of_the_fake_gpu_stays() -> None:

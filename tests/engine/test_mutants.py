@@ -140,8 +140,9 @@ _packages = itertools.count()
 
 
 def write(folder, backend, mutant):
-    """Write a backend's files under another package name, with one file changed if there is a mutant. Returns that
-    name.
+    """Write a backend's files under another package name, with one file changed if there is a mutant.
+
+    Returns that name.
     """
     name = f"mutant_{backend}_{next(_packages)}"
     (folder / name).mkdir()

@@ -1,5 +1,4 @@
-"""The other Triton releases that mxspec takes: kernels compile under them, and their interpreters give the reference's
-results.
+"""The other Triton releases that mxspec takes: kernels compile under them, and give the reference's results.
 
 `make` installs each release in a folder. The tests put that folder first on PYTHONPATH.
 """
@@ -39,7 +38,7 @@ OTHERS = re.findall(r"^OTHER_TRITONS := (.*)$", (ROOT / "Makefile").read_text(),
 PINNED = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 OLDEST, *_, NEWEST = OTHERS
 TRITON_OPS = [op for op, backend in kernels() if backend == "triton"]
-TARGET = "sm90"  # mxspec uses those releases there; sm_100 is compiled under the pinned release
+TARGET = "sm90"  # those releases are used on sm_90; sm_100 is compiled under the pinned release only
 
 
 def under(version: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -105,7 +104,7 @@ def test_tiles_of_the_gluon_kernels(version: str) -> None:
     assert " passed" in run.stdout
 
 
-# --- what no release is to change ---------------------------------------------------------------------------------
+# --- results that no release may change ---------------------------------------------------------------------------
 
 
 def test_every_launch_says_whether_sums_are_fused(monkeypatch):

@@ -35,8 +35,9 @@ def test_the_matrix_of_a_group_without_tokens_stays_as_it_is(backend):
 @runs_kernels
 @each_backend
 def test_tokens_and_experts_past_2_to_31(backend):
-    """Rows of a are 2^24 elements apart, so row 128 begins past 2^31. Matrices of b are 2^30 apart, so the third
-    does.
+    """Rows of a are 2^24 elements apart, so row 128 begins past 2^31.
+
+    Matrices of b are 2^30 apart, so the third does.
     """
     sizes, N, K = [70, 65, 40], 40, 128
     a = far_apart(sum(sizes), K, torch.float8_e4m3fn)

@@ -1,5 +1,4 @@
-"""Index arithmetic past 2^31 elements, without the memory. Only the first and the last programs of a grid are
-interpreted.
+"""Index arithmetic past 2^31 elements, without the memory: only a grid's first and last programs run.
 
 The input is one row, repeated 2^20 times with stride 0. Pages of the outputs that no program writes are never touched.
 """

@@ -1,6 +1,4 @@
-"""The plain tiles of the MX matmuls: single tiles, offsets past 2^31, and machine code that no case of the ops
-shows.
-"""
+"""The plain tiles of the MX matmuls: single tiles, offsets past 2^31, and code that no case of the ops shows."""
 
 from unittest import mock
 
@@ -41,8 +39,9 @@ def operands(*shapes):
 @runs_kernels
 @pytest.mark.parametrize("op", OPS)
 def test_only_marked_tiles_are_written(op):
-    """M-groups: 130 rows, which are two row tiles, then 20 rows, then 6 rows of no group. K-groups: 32 and 64
-    tokens, with 150 rows each.
+    """M-groups: 130 rows, which are two row tiles, then 20 rows, then 6 rows of no group.
+
+    K-groups: 32 and 64 tokens, with 150 rows each.
     """
     a, a_scale, b, b_scale = operands((156 if op == OPS[1] else 150, 96), (140, 96))
     reference, offs, groups, tops = dispatch.reference(op), None, "", [0, 128]
@@ -104,9 +103,7 @@ def test_only_flagged_tiles_are_written(op):
 @runs_kernels
 @pytest.mark.parametrize("values", [(0.0, 0.0), (2.0**-9, -(2.0**-9)), (448.0, 448.0)], ids=str)
 def test_every_pair_of_scale_bytes(values):
-    """A single product under each pair of scales: fp32 holds it exactly, rounds it once, or overflows to Inf or
-    underflows to 0.
-    """
+    """A single product under each pair of scales: fp32 holds it, rounds it once, or gives Inf or 0 for it."""
     device = check.default_device()
     byte = torch.arange(256, dtype=torch.uint8, device=device).view(E8M0FNU)[:, None]
     a, b = (torch.zeros(256, 32, device=device).index_fill_(1, torch.tensor(7, device=device), v) for v in values)

@@ -1,6 +1,4 @@
-"""An offs out of order: values have no meaning, but no kernel reads outside of the operands or writes outside of the
-result.
-"""
+"""An offs out of order: values have no meaning, but no access is outside of the operands and the result."""
 
 import inspect
 

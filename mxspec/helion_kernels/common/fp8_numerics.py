@@ -35,8 +35,9 @@ def fp8_factors(bits):
 
 
 def factors(amax_bits: Tensor, eps_bits: int, pow2: bool) -> tuple[Tensor, Tensor]:
-    """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once. Both are NaN for Inf and
-    NaN.
+    """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once.
+
+    Both are NaN for Inf and NaN.
     """
     bits = amax_bits.clamp(min=eps_bits)  # Inf and NaN are the largest, so they stay
     # The bits of 448 minus the bits of amax: the subtraction borrows one from the exponent if the mantissa of amax is

@@ -78,8 +78,9 @@ def tokens_of(group: Tensor, offs: Tensor, stride: int, G: int) -> tuple[Tensor,
 
 
 def tokens_left(token: Tensor, stop: Tensor, tokens: int) -> Tensor:
-    """The number of tokens from `token` to the end of a group that ends at `stop`. Any `offs` is safe: there are
-    `tokens` in all.
+    """The number of tokens from `token` to the end of a group that ends at `stop`.
+
+    Any `offs` is safe: there are `tokens` in all.
     """
     limit = torch.where(stop < tokens, stop, tokens).clamp(min=0).sum(0)  # a scalar fits masks of any layout
     return torch.where(token >= 0, limit - token, 0)
@@ -95,8 +96,9 @@ def at_or_before(ends: Tensor, stride: int, G: int, i: int, chunk: int, row: Ten
 def token_at(
     offs: Tensor, stride_offs: int, start: Tensor, stride_start: int, G: int, i: int, chunk: int, row: Tensor
 ) -> Tensor:
-    """The token of each row (N,) in the groups i .. i + chunk, or -1 if there is none. If groups share a row, the last
-    counts.
+    """The token of each row (N,) in the groups i .. i + chunk, or -1 if there is none.
+
+    If groups share a row, the last token counts.
 
     Groups may be in any order, so the program reads every group.
     """

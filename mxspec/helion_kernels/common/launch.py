@@ -1,6 +1,4 @@
-"""Runs every Helion kernel of this folder: a fixed configuration, dynamic shapes, and an index type wide enough for
-the strides.
-"""
+"""Run Helion kernels with a fixed configuration, dynamic shapes, and indices wide enough for the strides."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ Configs = Mapping[tuple[int, int], helion.Config]
 
 
 def config(block_sizes: list[int], num_warps: int, **options: Any) -> helion.Config:
-    """A configuration whose programs run along the last dimension first, as memory does. Helion's own order is the
-    opposite.
+    """A configuration whose programs run along the last dimension first, as memory does.
+
+    Helion's own order is the opposite.
     """
     order = [list(range(len(block_sizes)))[::-1]] if len(block_sizes) > 1 else []
     return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=order, **options)

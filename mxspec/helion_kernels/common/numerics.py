@@ -23,8 +23,9 @@ def supports(elem_dtype: torch.dtype | str) -> str | None:
 
 
 def widened(x: Tensor) -> Tensor:
-    """x as fp32, exactly. A bf16 is the upper half of an fp32, so one shift is enough. A conversion takes two
-    instructions.
+    """x as fp32, exactly.
+
+    A bf16 is the upper half of an fp32, so one shift is enough. A conversion takes two instructions.
     """
     if x.dtype != torch.bfloat16:
         return x.to(torch.float32)
@@ -68,8 +69,9 @@ def scale_value(byte: Tensor) -> Tensor:
 
 
 def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
-    """Round to nearest, ties to even, and saturate. `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is
-    needed.
+    """Round to nearest, ties to even, and saturate.
+
+    `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is needed.
 
     A clamp that keeps NaN would cost more than half of the kernel's instructions.
     """

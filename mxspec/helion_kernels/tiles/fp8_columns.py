@@ -1,5 +1,4 @@
-"""FP8 blocks that lie across memory, held as in Triton's kernel: they are transposed in registers, not in shared
-memory.
+"""FP8 blocks that lie across memory, transposed in registers and not in shared memory, as in Triton's kernel.
 
 A thread has 16 elements of each of 8 neighbouring rows, which are columns of memory. A warp is 8 threads along a block
 by 4 threads across.
@@ -28,9 +27,9 @@ def turn(
 ) -> Tensor:  # fmt: skip
     """Quantize a tile, store its codes, and return the reciprocal factors, `(4, cols // 32, blocks, 8)`.
 
-    - `row`: the begin of a row of x.
+    - `row`: the start of a row of x.
     - `k`: the elements of the row that a thread has, the first of each 16.
-    - `place`: the begin of a block's codes.
+    - `place`: the start of a block's codes.
     - `inside`: which blocks exist. `owned`: which blocks' codes are stored.
     - `left`, if given: how many elements exist from each k on.
     """

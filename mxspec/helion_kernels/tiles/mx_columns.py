@@ -157,8 +157,9 @@ def _mx_tile(
 def mx_tile(
     x: Tensor, fmt: ElementFormat, scaling: str, scale_layout: str, with_rows: bool = False
 ) -> tuple[Tensor, ...]:
-    """`(q_col, s_col)` of x, with codes stored as those of the transpose, `(..., K, M)`; or `(q_row, s_row, q_col,
-    s_col)`.
+    """`(q_col, s_col)` of x; or `(q_row, s_row, q_col, s_col)`, if `with_rows`.
+
+    The codes q_col are stored as those of the transpose, `(..., K, M)`.
     """
     *lead, M, K = x.shape
     E, blocked = lead[0] if lead else 1, scale_layout == "blocked"

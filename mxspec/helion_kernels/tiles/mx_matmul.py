@@ -48,8 +48,9 @@ def _power(field: Tensor, byte: Tensor) -> Tensor:
 
 
 def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Two powers of two whose product is `2^(byte - 127)`. The exponent is halved down and up. Both are NaN for byte
-    255.
+    """Two powers of two whose product is `2^(byte - 127)`.
+
+    The exponent is halved down and up. Both are NaN for byte 255.
     """
     byte = scale.to(torch.int32)
     return _power(((byte + 1) >> 1) + 63, byte), _power((byte >> 1) + 64, byte)

@@ -11,9 +11,7 @@ def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
 
 @triton.jit
 def turned(values, TILES: tl.constexpr):
-    """Arrange 128 rows of scales, 4 * TILES columns wide, as the bytes of TILES neighbouring tiles, one tile after the
-    other.
-    """
+    """Arrange 128 rows of scales, 4 * TILES columns wide, as the bytes of TILES tiles, one tile after the other."""
     # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
     return values.reshape(4, 32, TILES, 4).permute(2, 1, 0, 3).reshape(512 * TILES)
 

@@ -17,8 +17,7 @@ _TWO = tl.constexpr(fp32_bits(2.0))
 
 @triton.jit
 def factors(amax_bits, eps_bits, POW2: tl.constexpr):
-    """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once. Both are NaN if amax is Inf
-    or NaN.
+    """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once; NaN for Inf and NaN.
 
     The kernel computes both with fused multiply-adds on the mantissas. The results are exact for each of the 2^23
     mantissas: a test counts them. `eps` guarantees that both results are normal numbers. A division cannot assume that:

@@ -52,8 +52,9 @@ def tokens_of(group, offs, stride, G):
 
 @triton.jit
 def tokens_left(token, stop, tokens):
-    """The number of tokens from `token` to the end of a group that ends at `stop`. Any `offs` is safe: `tokens` is the
-    number of tokens in all.
+    """The number of tokens from `token` to the end of a group that ends at `stop`.
+
+    Any `offs` is safe: `tokens` is the number of tokens in all.
     """
     return tl.where(token >= 0, tl.maximum(tl.minimum(stop, tokens), 0) - token, 0)
 
@@ -95,8 +96,7 @@ def _later(a, b):
 
 @triton.jit
 def groups_of(tile, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
-    """The groups that hold TILES tiles of ALIGN padded rows, the first of which is `tile`, and the first padded row of
-    each group.
+    """The groups of TILES tiles of ALIGN padded rows, from `tile` on, and the first padded row of each group.
 
     A histogram counts how many groups end at each tile. To compare each tile with each end would be 16 times the work.
     """

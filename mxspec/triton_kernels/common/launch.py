@@ -31,8 +31,9 @@ def processors(device: torch.device) -> int:
 
 
 def for_device(configs: Mapping[tuple[int, int], T], device: torch.device) -> T:
-    """The configurations for a device's compute capability. A device without an entry, and the interpreter, get
-    Hopper's.
+    """The configurations for a device's compute capability.
+
+    A device without an entry, and the interpreter, get Hopper's.
     """
     return configs.get(capability(device), configs[9, 0])
 

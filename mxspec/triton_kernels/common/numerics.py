@@ -19,8 +19,9 @@ def supports(elem_dtype: torch.dtype | str) -> str | None:
 
 @triton.jit
 def widened(x):
-    """x as fp32, exactly. A bf16 is the upper half of an fp32, so one shift is enough. A conversion takes two
-    instructions.
+    """x as fp32, exactly.
+
+    A bf16 is the upper half of an fp32, so one shift is enough. A conversion takes two instructions.
     """
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -69,7 +70,8 @@ def scale_value(byte):
 
 @triton.jit
 def saturating_cast(x, DTYPE: tl.constexpr):
-    """Round to nearest, ties to even, and saturate. `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is
-    needed.
+    """Round to nearest, ties to even, and saturate.
+
+    `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is needed.
     """
     return x.to(DTYPE)

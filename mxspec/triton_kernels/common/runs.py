@@ -66,8 +66,9 @@ def store4(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr)
 
 @triton.jit
 def store8(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
-    """Cast and store 8 rows from each pointer on. The cast comes last: earlier, it would pair two rows instead of two
-    columns.
+    """Cast and store 8 rows from each pointer on.
+
+    The cast comes last: earlier, it would pair two rows instead of two columns.
     """
     even, odd = tl.split(values)
     store4(q, 2 * stride, even, mask, left, ROW, 2 * STEP)

@@ -72,9 +72,7 @@ class Scheduler:
 
     @gluon.jit
     def get_block(self, block, group):
-        """A block's expert, its row and column among blocks, its first row, the end of its group's rows, and its part
-        of K.
-        """
+        """A block's expert, row and column among blocks, first row, end of its group's rows, and part of K."""
         if self.GROUPED == "M":
             if self.PLANNED:
                 m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)

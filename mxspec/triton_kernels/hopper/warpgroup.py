@@ -49,8 +49,9 @@ def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
 
 @aggregate
 class Output:
-    """The destination of 64 rows of a block of the output. They pass through shared memory and TMA, whole or in CHUNKS
-    along N.
+    """The destination of 64 rows of a block of the output.
+
+    The rows pass through shared memory and TMA, whole or in CHUNKS along N.
 
     `pointer` and `stride` (of a row) are for rows that TMA must not write whole. Each warpgroup has BUFFERS tiles. With
     ACCUMULATE, the block is added to the output.
@@ -69,8 +70,8 @@ class Output:
     def write(self, row, column, acc, buffer):
         """Write 64 rows of the output by TMA. All of them are within the output, or past its end.
 
-        With ACCUMULATE, the L2 cache adds. To read the output first would take registers, and there are none, or it
-        would take time in the loop. The L2 cache flushes a sum that is a subnormal fp32 to 0.
+        With ACCUMULATE, the L2 cache adds. To read the output first would take time in the loop, or registers, and
+        no registers are left. The L2 cache flushes a sum that is a subnormal fp32 to 0.
         """
         WIDTH: gl.constexpr = self.desc.block_shape[1]
         parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()

@@ -17,8 +17,7 @@ from mxspec.triton_kernels.common.runs import load16
 
 @triton.jit
 def turned_index(WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr):
-    """The indices of a tile of BLOCKS blocks of each of COLS rows: the row, the begin of a block, the begin of a run in
-    a block.
+    """The indices of a tile of BLOCKS blocks of each of COLS rows: row, start of a block, start of a run in a block.
 
     Their shapes are `(4, COLS // 32, 1, 8)`, `(1, 1, BLOCKS, 1)` and `(1, 8, 1, 1, 1)`. A run is 16 elements, those of
     one thread.
@@ -36,11 +35,12 @@ def turn(
     x, qdata, r, k, run, stride_r, stride_k, K, inside, owned, left, eps_bits,
     POW2: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile that begins at x, store its codes from `qdata` on in rows of length K, and return the reciprocal
-    factors.
+    """Quantize a tile that begins at x, store its codes, and return the reciprocal factors.
+
+    The codes are stored from `qdata` on, in rows of length K.
 
     `inside` says which blocks are read, and `owned` which blocks are stored. `left`, if given, is the number of
-    elements that exist from the begin of each run on.
+    elements that exist from the start of each run on.
     """
     x += (r * stride_r + k * stride_k)[:, None, :, :, :] + run * stride_k
     wide = widened(load16(x, stride_k, inside[:, None, :, :, :], left)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)

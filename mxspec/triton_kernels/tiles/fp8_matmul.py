@@ -1,5 +1,6 @@
-"""FP8 matmuls in plain Triton: a program computes one tile of the output. Operands may have any strides, and token
-groups.
+"""FP8 matmuls in plain Triton: a program computes one tile of the output.
+
+Operands may have any strides, and token groups.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MX blocks along the columns, or along columns and rows from one read. A program owns a tile of whole blocks.
 
-A tile is RUNS runs of RUN rows each, by COLS columns. It is held as `(RUNS, COLS // PART, PART, RUN)`, with row `RUN *
-r + i` at `[r, ..., i]`.
+A tile is RUNS runs of RUN rows each, by COLS columns. It is held as `(RUNS, COLS // PART, PART, RUN)`. Row
+`RUN * r + i` is at `[r, ..., i]`.
 
 - Each of the RUN rows is a load of its own, and `tl.join` leaves a loaded value in the thread that loaded it, beside
   the 8 columns of its 16-byte load. With the rows as one dimension, Triton would spread them over the threads.
@@ -98,7 +98,7 @@ def _mx_tile(
     # Compute both maxima before any codes, so that the magnitudes free their registers.
     largest = tl.max(tl.max(magnitude_bits(wide).reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN), axis=4), axis=1)
     byte = shared_exponent(largest, EMAX, ROUND, EXCEPT)  # (BLOCKS, PARTS, PART)
-    # All loads come first: the compiler does not move a load past a store that may change its address.
+    # All loads come first: the compiler does not move a load past a store that may write to its address.
     if WITH_ROWS:
         tl.static_assert(RUN == 8)
         blocks = wide.reshape(RUNS, PARTS, PART // 32, 32, RUN)
@@ -145,8 +145,9 @@ def _mx_tile(
 def mx_tile(
     x: Tensor, fmt: ElementFormat, scaling: str, scale_layout: str, with_rows: bool = False
 ) -> tuple[Tensor, ...]:
-    """`(q_col, s_col)` of x, with codes stored as those of the transpose, `(..., K, M)`; or `(q_row, s_row, q_col,
-    s_col)`.
+    """`(q_col, s_col)` of x; or `(q_row, s_row, q_col, s_col)`, if `with_rows`.
+
+    The codes q_col are stored as those of the transpose, `(..., K, M)`.
     """
     *lead, M, K = x.shape
     E, blocked = lead[0] if lead else 1, scale_layout == "blocked"
@@ -179,8 +180,9 @@ def launch_groups(
     x: Tensor, q_col: Tensor, s_col: Tensor, start: Tensor, end: Tensor, offs: Tensor, pad_to: int, scaled_rows: int,
     constants: tuple[int, int, int, bool],
 ) -> None:  # fmt: skip
-    """Quantize the columns of token groups, padded. `scaled_rows` counts all rows with scales, which may be more
-    than q_col has.
+    """Quantize the columns of token groups, padded.
+
+    `scaled_rows` counts all rows with scales, which may be more than q_col has.
     """
     (tokens, K), R, G = x.shape, q_col.shape[1], offs.shape[0]
     chosen = for_device(CONFIGS, x.device)["col, small"]  # its rows belong to one group

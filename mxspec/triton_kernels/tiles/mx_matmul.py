@@ -40,8 +40,9 @@ def _scale_rows(row, stride_r, BLOCKED: tl.constexpr):
 
 @triton.jit
 def _factors(a_byte, b_byte):
-    """Two fp32 factors for the sum of each row and column. Their product is the product of both scales. A byte 255
-    gives NaN.
+    """Two fp32 factors for the sum of each row and column; NaN for a byte 255.
+
+    The product of the two factors is the product of both scales.
 
     A sum of 448 times 2^127, and then times 2^-127, would leave the range of fp32. So each factor has half of both
     exponents. If the first factor makes a sum too large or too small, the second does not bring it back.

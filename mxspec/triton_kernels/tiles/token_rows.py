@@ -31,8 +31,9 @@ def _ended_before(row, ends, stride, G, CHUNK: tl.constexpr):
 
 @triton.jit
 def _token_at(row, offs, stride_offs, start, stride_start, G, CHUNK: tl.constexpr):
-    """The token of each row (N,), or -1 if there is none. If groups share a row, the last token counts. Groups may be
-    in any order.
+    """The token of each row (N,), or -1 if there is none. Groups may be in any order.
+
+    If groups share a row, the last token counts.
 
     The program reads every group. That costs two loads more than to count starts that are in order, and no load after
     it.

@@ -136,8 +136,9 @@ def test_sums_are_added_once(tile, blocks, monkeypatch):
 @on_hopper
 @pytest.mark.parametrize("ends", [[90, 30, 60], [-128, 640, 10**6], [10**6, -(10**6), 0]], ids=str)
 def test_offs_out_of_order_stay_inside(ends):
-    """The values have no meaning. No access is outside of the operands and the result: compute-sanitizer would
-    report it.
+    """The values have no meaning.
+
+    No access is outside of the operands and the result: compute-sanitizer would report it.
     """
     for call, args in (
         (forward, rows.made([30, 30, 30], 30, 264, 256)),

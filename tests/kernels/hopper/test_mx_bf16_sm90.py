@@ -1,6 +1,4 @@
-"""MX matmuls by way of bf16 values: which values bf16 lacks, what is computed again for them, and when this way is
-taken.
-"""
+"""MX matmuls by way of bf16 values: values that bf16 lacks, tiles computed again, and when this way is taken."""
 
 import pytest
 import torch
@@ -44,8 +42,9 @@ def multiply(*args, out_dtype=torch.bfloat16, scale_layout=None, check_offs=Fals
 
 
 def cases(op):
-    """The cases with a sum to compute. For groups, those that PyTorch's matmul takes. The slow interpreter gets
-    edges only.
+    """The cases with a sum to compute.
+
+    For groups, those that PyTorch's matmul takes. The slow interpreter gets edges only.
     """
     for case in dispatch.reference(op).spec.cases():
         if not case.raises and ("edge" in case.flags or not INTERPRETED):

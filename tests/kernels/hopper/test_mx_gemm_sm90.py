@@ -81,9 +81,7 @@ def test_every_tile_compiles_without_spilling(call, out_dtype, tile):
 
 
 def test_codes_are_made_bf16_without_a_turn_through_shared_memory():
-    """A thread reads its codes 16 bytes at a time, and then has the values that the tensor cores take in its
-    registers.
-    """
+    """A thread reads its codes 16 bytes at a time, and then holds the values that the tensor cores take."""
     args = made("mx_gemm", "plain", (E4M3FN, E4M3FN))
     options = {"call": "mx_gemm", "layout": "plain", "out_dtype": torch.bfloat16, "target": "sm90"}
     ptx = next(c.ptx for c in compile_call(launch, *args, **options) if c.kernel == "mx_gemm_sm90")
@@ -124,9 +122,7 @@ def test_stages_are_handed_round_for_any_number_of_blocks(blocks, monkeypatch):
 @on_hopper
 @pytest.mark.parametrize("dtype", [E4M3FN, E5M2], ids=str)
 def test_every_code_by_every_scale(dtype):
-    """Each of the 256 codes times each of the 256 scales, on either side, against a 1: exact at once, or computed
-    again exactly.
-    """
+    """Each of the 256 codes times each of the 256 scales, on either side, against a 1: exact at once, or done again."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     a = codes.repeat_interleave(256)[:, None].view(torch.uint8) * torch.eye(32, dtype=torch.uint8)[:1]
     a, a_scale = a.view(dtype), torch.arange(256, dtype=torch.uint8).repeat(256)[:, None]

@@ -1,6 +1,4 @@
-"""fp8_gemm in cuBLAS and DeepGEMM, without a GPU or either library: the arguments they get, and why calls are
-refused.
-"""
+"""fp8_gemm in cuBLAS and DeepGEMM, without a GPU or either library: their arguments, and refused calls."""
 
 import sys
 from types import SimpleNamespace

@@ -1,6 +1,4 @@
-"""The FP8 grouped matmuls in DeepGEMM, without a GPU or the library: the arguments it gets, and why calls are
-refused.
-"""
+"""The FP8 grouped matmuls in DeepGEMM, without a GPU or the library: its arguments, and refused calls."""
 
 import sys
 from types import SimpleNamespace
@@ -23,8 +21,9 @@ def strides_for_tma(rows):
 
 
 def m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout, recipe=None):
-    """DeepGEMM's contract on Hopper, as its sources state it, computed by the reference. A block has its first row's
-    expert.
+    """DeepGEMM's contract on Hopper, as its sources state it, computed by the reference.
+
+    A block has its first row's expert.
     """
     (a, a_scale), (b, b_scale) = a, b
     (M, K), (E, N, _) = a.shape, b.shape
@@ -187,7 +186,7 @@ def test_auto_never_takes_sums_that_wait_for_the_device(end):
     assert dispatch.resolve.unranked(module, torch.device("cuda", 0)) == reason
 
 
-# --- what is not there --------------------------------------------------------------------------------------------
+# --- missing functions and GPUs -----------------------------------------------------------------------------------
 
 
 def test_a_build_without_a_function_is_refused_by_its_name(there, monkeypatch):

@@ -16,8 +16,9 @@ BLOCKED, BF16 = {"scale_layout": "blocked"}, {"out_dtype": torch.bfloat16}
 
 
 def scaled(mat_a, mat_b, offs=None, *, scale_a, scale_b, output_dtype, **recipe):
-    """PyTorch's contract, as its sources state it, computed by the references. Places that it does not write are
-    NaN.
+    """PyTorch's contract, as its sources state it, computed by the references.
+
+    Places that it does not write are NaN.
     """
     blocks, tiles = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     assert recipe == {

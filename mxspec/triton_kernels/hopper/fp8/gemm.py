@@ -133,8 +133,9 @@ def fp8_gemm_sm90(
     SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """`out` is a pointer and the stride of its rows. `scales` and `blocks` hold the first fields of `Scales` and
-    `Scheduler`, in order.
+    """`out` is a pointer and the stride of its rows.
+
+    `scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order.
     """
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8)

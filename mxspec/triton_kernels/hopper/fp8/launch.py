@@ -66,8 +66,9 @@ def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> 
 
 
 def _with_scratch(launch: Callable[[], T], device: torch.device) -> T:
-    """Launch a kernel that writes TMA descriptors to memory. Triton asks for that memory. The caller's allocator stays
-    set.
+    """Launch a kernel that writes TMA descriptors to memory.
+
+    Triton asks for that memory. The caller's allocator stays set.
     """
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -83,8 +84,9 @@ def fp8_sm90(
     *, offs: Tensor | None = None, grouped: str = "", accumulate: bool = False, tile: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """`fp8_tiles` by the Gluon kernel, with a tile of TILES. `options` override fields of the tile. Returns the
-    compiled kernel.
+    """`fp8_tiles` by the Gluon kernel, with a tile of TILES. Returns the compiled kernel.
+
+    `options` override fields of the tile.
 
     Several matrices of b or of out must lie one below the other.
     """

@@ -9,9 +9,7 @@ from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load, swi
 
 @aggregate
 class Tiles:
-    """The shared memory of the stages: the codes of 128 columns of K, and the factors of the product's rows and
-    columns.
-    """
+    """The shared memory of the stages: the codes of 128 columns of K, and the scales of the rows and columns."""
 
     a: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M, 128)
     b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 128)
@@ -55,8 +53,9 @@ def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, blocks):
 
 @gluon.jit
 def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last):
-    """Load the blocks of one expert. Its part of a and its part of b are matrices of their own, with descriptors of
-    their own.
+    """Load the blocks of one expert.
+
+    Its part of a and its part of b are matrices of their own, with descriptors of their own.
 
     The new descriptors overwrite those of the expert before the previous one. The last block of K that used the old
     descriptors has index `last - 1`.
@@ -112,8 +111,7 @@ def load(a, b, tiles, pipeline, scheduler):
 
 @gluon.jit
 def scale(scales, tiles, pipeline, scheduler):
-    """The scale warps: they read the scales, whatever their strides, and store them for the rows and columns of each
-    stage.
+    """The scale warps: they read the scales, with any strides, and store them for the rows and columns of a stage.
 
     Without VECTOR, they store one combined factor per row, the product of both scales. With VECTOR, they store the
     factors of the rows and of the columns apart.

@@ -1,5 +1,6 @@
-"""MX matmuls on Hopper by way of memory: both operands become bf16 values, which cuBLAS or PyTorch's grouped matmul
-multiplies.
+"""MX matmuls on Hopper by way of memory: cuBLAS or PyTorch's grouped matmul multiplies bf16 values.
+
+A kernel first writes the bf16 values of both operands to memory.
 
 This way writes and reads more bytes than the Gluon kernel. It pays for a large output: the power limit slows the tensor
 cores, and they multiply these values faster than other bf16 numbers, because the values have few mantissa bits.
@@ -61,14 +62,15 @@ def _prepare(flags, count, plan, tiles, offs, offs_stride, G, R, ends, CHUNK: tl
             tl.store(plan + 2 * tile + 1, tl.where(in_scale, tl.minimum(stop, R), 0))
 
 
-@triton.jit(do_not_specialize=["first_flag", "tiles", "all_tiles"])  # no other kernel for other values of these
+@triton.jit(do_not_specialize=["first_flag", "tiles", "all_tiles"])  # so that new values compile no new kernel
 def _bf16_values(
     codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, flags, first_flag,
     R, C, tiles, all_tiles, plan,
     BLOCKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The values of BLOCKS blocks of a tile of 128 rows, in the order of their scale bytes. A value that may be inexact
-    raises a flag.
+    """The values of BLOCKS blocks of a tile of 128 rows, in the order of their scale bytes.
+
+    A value that may be inexact raises a flag.
     """
     place = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     # A thread reads as many codes at once as make 16 bytes of values (see mx_dequantize).
@@ -104,8 +106,9 @@ def _bf16_values(
 def bf16_values(
     codes: Tensor, scale: Tensor, scale_layout: str, flags: Tensor, first_flag: int, plan: Tensor | None = None
 ) -> Tensor:
-    """The bf16 values of codes `(R, K)` or `(E, R, K)`. The kernel raises the flags from `first_flag` on, one for each
-    128 rows.
+    """The bf16 values of codes `(R, K)` or `(E, R, K)`.
+
+    The kernel raises the flags from `first_flag` on. There is one flag for each 128 rows.
 
     `plan` holds the first row and the end of each tile of 128 rows, if the rows are in token groups.
     """
@@ -131,8 +134,9 @@ def pays(M: int, N: int, device: torch.device) -> bool:
 
 
 def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torch.device) -> bool:
-    """As `pays`, for token groups, within the limits of PyTorch's grouped matmul: bf16, and rows of the output that
-    begin at multiples of 16 bytes.
+    """As `pays`, for token groups, within the limits of PyTorch's grouped matmul.
+
+    It returns bf16, and rows of the output must begin at multiples of 16 bytes.
     """
     takes = out_dtype == torch.bfloat16 and N % 8 == 0 and E <= MAX_GROUPS
     return takes and E * N <= WEIGHTS * M and pays(M, N, device)

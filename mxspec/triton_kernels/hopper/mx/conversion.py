@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 # - The first constant shifts the code to the place of the bits of a bf16.
 # - The second masks those bits.
 # - The third is a factor that turns this bf16 number into the code's value.
-# - The fourth is a factor that keeps finite codes finite and makes Inf and NaN overflow, which are ordinary numbers
-#   until then.
+# - The fourth is a factor under which finite codes stay finite. Inf and NaN, which are ordinary numbers until then,
+#   overflow.
 # The factors are pairs of bf16: 2^120 and 1.125 * 2^119; 2^112 and 2^112.
 E4M3 = gl.constexpr((4, 0x07F007F0, 0x7B807B80, 0x7B107B10))
 E5M2 = gl.constexpr((3, 0x0FE00FE0, 0x77807780, 0x77807780))

@@ -1,5 +1,4 @@
-"""MX matmuls on Hopper, in Gluon: bf16 tensor cores. The codes of one operand become bf16 in registers, on their way to
-the tensor cores.
+"""MX matmuls on Hopper, in Gluon, on bf16 tensor cores: the codes of one operand become bf16 in registers.
 
 Hopper cannot multiply MX codes, and sums of fp8 products would have to leave the tensor cores every 32 columns of K.
 But a code times a power of two is a bf16 number, and the tensor cores sum bf16 products in fp32.

@@ -42,8 +42,9 @@ WIDEST_TILE = 256
 
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read a and write out (rows at multiples of 16
-    bytes).
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read a and write out.
+
+    TMA needs rows that begin at multiples of 16 bytes.
     """
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
         return False

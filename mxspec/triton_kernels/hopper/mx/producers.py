@@ -1,6 +1,4 @@
-"""The producers of Hopper's MX matmuls: one warp loads tiles with TMA, two warps turn the scale bytes of a into
-factors.
-"""
+"""The producers of Hopper's MX matmuls: one warp loads tiles with TMA, two warps compute the factors of a's rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
