@@ -29,8 +29,8 @@ TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # not timed yet, so without a rank
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
-# `tokens_2` is the number of tokens plus 2, so that it is never 1: ptxas 12.8 then generates wrong code (see
-# mx_quantize_groups).
+# `tokens_2` is the number of tokens plus 2, so that it is never 1. With a constant 1, ptxas 12.8 generates wrong code
+# (see mx_quantize_groups).
 def _blocks(
     x: Tensor, stride_m: int, stride_d: int, tokens_2: int, D: int, qdata: Tensor, scale: Tensor, blocks: int,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,

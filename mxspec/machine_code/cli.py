@@ -30,7 +30,7 @@ def compile_all(jobs: Sequence[tuple[str, str, str, Collection[str] | None]]) ->
 def _table(results: Sequence[Result]) -> Any:
     from rich.table import Table
 
-    table = Table("kernel", "case", "target", title="machine code; bytes a thread, shared: bytes a program")
+    table = Table("kernel", "case", "target", title="machine code (bytes for each thread; shared: for each program)")
     for column in ("registers", "local", "shared", "load", "store"):
         table.add_column(column, justify="right")
     cases: dict[tuple[str, ...], list[str]] = {}

@@ -68,13 +68,13 @@ def _call(case: Case, generated: bool) -> Call:
         return Call(case, skipped="is refused")
     # An op's own cases have every option, and to trace the generated cases takes minutes.
     if not generated and "generated" in case.flags:
-        return Call(case, skipped="is generated, and compiled where all cases are")
+        return Call(case, skipped="is generated, and compiled only with all cases")
     return Call(case, [meta(arg) for arg in case.args()], {name: meta(arg) for name, arg in case.kwargs.items()})
 
 
 def calls(op: str, module: Any, names: Collection[str] | None = None, generated: bool = True) -> list[Call]:
     """Every case of an op, as calls of its kernel module. With `names`, all other cases are skipped."""
-    supports, shown = getattr(module, "supports", lambda *_, **__: None), "shows no options that other cases do not"
+    supports, shown = getattr(module, "supports", lambda *_, **__: None), "shows no option that other cases do not show"
     chosen = []
     for call in _on_meta(op, generated and names is None):
         skipped = call.skipped or supports(*call.args, **call.kwargs)

@@ -103,7 +103,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     strides, scale_strides = q.stride()[-2:], scale.stride()[-2:]
     config = launch.for_device(CONFIGS, q.device)
     if axis == -2:
-        q = q.view(torch.uint8)  # because a masked load of these can give 0
+        q = q.view(torch.uint8)  # as integers, so that a masked load can give 0
         even = R % config["turned"]["COLS"] == 0
         kernel, chosen = _turned, {**config["turned" if even else "turned, ragged"], "WHOLE": R % 8 == 0}
         across, tiles = -(-R // chosen["COLS"]), C

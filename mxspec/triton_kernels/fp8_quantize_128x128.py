@@ -28,9 +28,9 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m
 
 def supports(w: Tensor, **_: Any) -> str | None:
     if w.ndim == 3 and w.shape[0] > 65535:
-        return f"has a grid of up to 65535 experts; w has {w.shape[0]}"
+        return f"takes up to 65535 experts, the limit of its grid; w has {w.shape[0]}"
     if max(w.shape[-2:]) > 65535 * FP8_BLOCK_SIZE:
-        return f"has a grid of up to 65535 blocks, for N and K up to {65535 * FP8_BLOCK_SIZE}; w is {tuple(w.shape)}"
+        return f"takes N and K up to {65535 * FP8_BLOCK_SIZE}, the limit of its grid; w is {tuple(w.shape)}"
     return None
 
 

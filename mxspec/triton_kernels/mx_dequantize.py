@@ -52,7 +52,7 @@ def supports(qdata: Tensor, scale: Tensor, *, axis: int = -1, **_: Any) -> str |
         name = "K" if axis == -1 else "M"
         return f"counts the bytes of a row of tiles in 32 bits, so {name} may be up to 2^29; it is {qdata.shape[axis]}"
     if qdata.ndim == 3 and qdata.shape[0] > 65535:
-        return f"has a grid of up to 65535 experts; qdata has {qdata.shape[0]}"
+        return f"takes up to 65535 experts, the limit of its grid; qdata has {qdata.shape[0]}"
     return None
 
 

@@ -54,7 +54,7 @@ def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch
     if x.shape[-1] >= 2**29:
         return f"counts the bytes of a row of tiles in 32 bits, so K may be up to 2^29; it is {x.shape[-1]}"
     if x.ndim == 3 and x.shape[0] > 65535:
-        return f"has a grid of up to 65535 experts; x has {x.shape[0]}"
+        return f"takes up to 65535 experts, the limit of its grid; x has {x.shape[0]}"
     return None
 
 

@@ -80,7 +80,7 @@ def tokens_of(group: Tensor, offs: Tensor, stride: int, G: int) -> tuple[Tensor,
 def tokens_left(token: Tensor, stop: Tensor, tokens: int) -> Tensor:
     """The number of tokens from `token` to the end of a group that ends at `stop`.
 
-    Any `offs` is safe: there are `tokens` in all.
+    The result is safe for any `offs`, because `tokens`, the number of all tokens, limits it.
     """
     limit = torch.where(stop < tokens, stop, tokens).clamp(min=0).sum(0)  # a scalar fits masks of any layout
     return torch.where(token >= 0, limit - token, 0)

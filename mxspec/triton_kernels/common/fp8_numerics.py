@@ -20,8 +20,8 @@ def factors(amax_bits, eps_bits, POW2: tl.constexpr):
     """`s = 448 / max(amax, eps)` and `1 / s` from the fp32 bits of amax, each rounded once; NaN for Inf and NaN.
 
     The kernel computes both with fused multiply-adds on the mantissas. The results are exact for each of the 2^23
-    mantissas: a test counts them. `eps` guarantees that both results are normal numbers. A division cannot assume that:
-    it would be a function call, and would take more registers (measured: benchmarks/results/decisions.md).
+    mantissas: a test tries them all. `eps` guarantees that both results are normal numbers. A division cannot assume
+    that: it would be a function call, and would take more registers (benchmarks/results/decisions.md).
     """
     bits = tl.maximum(amax_bits, eps_bits)  # Inf and NaN are the largest, so they stay
     # The bits of 448 minus the bits of amax: the subtraction borrows one from the exponent if the mantissa of amax is

@@ -54,7 +54,7 @@ def tokens_of(group, offs, stride, G):
 def tokens_left(token, stop, tokens):
     """The number of tokens from `token` to the end of a group that ends at `stop`.
 
-    Any `offs` is safe: `tokens` is the number of tokens in all.
+    The result is safe for any `offs`, because `tokens`, the number of all tokens, limits it.
     """
     return tl.where(token >= 0, tl.maximum(tl.minimum(stop, tokens), 0) - token, 0)
 

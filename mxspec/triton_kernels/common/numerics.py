@@ -34,7 +34,7 @@ def magnitude_bits(x):
     """The bits of |x|, as fp32.
 
     As integers, the bits have the order of the magnitudes: Inf is larger than all numbers, and NaN is larger than Inf.
-    An integer maximum therefore cannot lose a NaN, as `max.f32` does.
+    An integer maximum therefore cannot lose a NaN. `max.f32` can.
     """
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 

@@ -50,9 +50,9 @@ def config(x: Tensor, with_rows: bool) -> dict[str, int]:
 
 def supports(x: Tensor) -> str | None:
     if x.shape[-1] > 65535 * 32:
-        return f"has a grid of up to 65535 tiles along K, which may be up to {65535 * 32}; it is {x.shape[-1]}"
+        return f"takes K up to {65535 * 32}, the limit of its grid; it is {x.shape[-1]}"
     if x.ndim == 3 and x.shape[0] > 65535:
-        return f"has a grid of up to 65535 experts; x has {x.shape[0]}"
+        return f"takes up to 65535 experts, the limit of its grid; x has {x.shape[0]}"
     return None
 
 
