@@ -182,7 +182,7 @@ def test_sums_that_do_not_fit_are_refused_with_the_reason(there, monkeypatch):
 @pytest.mark.parametrize("end", ["_wgrad", "_wgrad_"])
 def test_auto_never_takes_sums_that_wait_for_the_device(end):
     module = dispatch.kernel_module(f"fp8_grouped_gemm{end}", "deepgemm")
-    reason = "waits for the device (it needs the sizes of the groups on the host), so it is taken by name"
+    reason = "waits for the device (it needs the sizes of the groups on the host), so it is used only if chosen by name"
     assert dispatch.resolve.unranked(module, torch.device("cuda", 0)) == reason
 
 
