@@ -1,0 +1,609 @@
+"""The formats, implemented from docs/formats alone.
+
+Nothing of mxspec is imported here. torch only brings tensors and takes bytes: every number is made by numpy. Comments
+name the rules of the pages. Written to be compared with the pages and not to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Refused(Exception):
+    """COMMON-11: a call that the rules do not describe."""
+
+
+def need(condition: bool, words: str) -> None:
+    if not condition:
+        raise Refused(words)
+
+
+# --- COMMON: number formats
+
+
+@dataclass(frozen=True)
+class Elements:
+    """A row of the table of COMMON-1."""
+
+    dtype: torch.dtype
+    bits: int
+    W: int
+    bias: int
+    max: float
+    emax: int  # of the table of mx.md
+    inf: int | None
+    first_nan: int | None
+
+
+E4M3FN = Elements(torch.float8_e4m3fn, 8, 3, 7, 448.0, 8, None, 0x7F)
+E5M2 = Elements(torch.float8_e5m2, 8, 2, 15, 57344.0, 15, 0x7C, 0x7D)
+E2M1 = Elements(torch.float4_e2m1fn_x2, 4, 1, 1, 6.0, 2, None, None)
+BY_NAME = {"e4m3fn": E4M3FN, "e5m2": E5M2, "e2m1": E2M1}
+BY_DTYPE = {fmt.dtype: fmt for fmt in BY_NAME.values()}
+NAN = np.uint32(0x7FC00000).view(np.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+BYTES = (torch.float8_e8m0fnu, torch.uint8)
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def up(i: int, n: int) -> int:
+    return -(-i // n) * n
+
+
+def raw(t: Tensor) -> np.ndarray:
+    """The bits of a tensor as unsigned integers, row-major."""
+    integers = t.resolve_neg().view(INTEGERS[t.dtype.itemsize]).contiguous().numpy()
+    return integers.view(f"u{t.dtype.itemsize}")
+
+
+def tensor(bits: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor of these bits, in memory of its own."""
+    signed = np.array(bits, order="C").view("u1" if bits.itemsize == 1 else f"i{bits.itemsize}")
+    return torch.from_numpy(signed).view(dtype)
+
+
+def widened(x: Tensor) -> np.ndarray:
+    """COMMON-4."""
+    bits = raw(x)
+    if x.dtype == torch.bfloat16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16).astype(np.float32) if x.dtype == torch.float16 else bits.view(np.float32)
+
+
+def cast(v: np.ndarray, fmt: Elements) -> np.ndarray:
+    """COMMON-5, on the bits of fp32."""
+    bits = v.view(np.uint32)
+    sign, magnitude = bits >> 31, bits & 0x7FFFFFFF
+    t = np.minimum(magnitude, np.float32(fmt.max).view(np.uint32)).view(np.int32)
+    exponent = np.maximum(t >> 23, 1) - 127
+    significand = (t & 0x7FFFFF) | np.where(t >> 23 > 0, 0x800000, 0)  # t = significand * 2^(exponent - 23)
+    E = np.maximum(exponent, 1 - fmt.bias)
+    drop = np.minimum(23 - fmt.W + E - exponent, 30)
+    n, rest, half = significand >> drop, significand & ((1 << drop) - 1), 1 << (drop - 1)
+    n = n + ((rest > half) | ((rest == half) & (n % 2 == 1)))
+    code = ((E + fmt.bias - 1) << fmt.W) + n + (sign.view(np.int32) << (fmt.bits - 1))
+    nan = 0x7 if fmt is E2M1 else 0x7F
+    return np.where(magnitude > 0x7F800000, nan, code).astype(np.uint8)
+
+
+def value(fmt: Elements) -> np.ndarray:
+    """COMMON-1: the value of every code of a format, as fp32."""
+    values = []
+    for code in range(2**fmt.bits):
+        s, rest = divmod(code, 2 ** (fmt.bits - 1))
+        e, m = divmod(rest, 2**fmt.W)
+        size = 2.0 ** (e - fmt.bias) * (1 + m / 2**fmt.W) if e else 2.0 ** (1 - fmt.bias) * (m / 2**fmt.W)
+        if rest == fmt.inf:
+            size = float("inf")
+        if fmt.first_nan is not None and rest >= fmt.first_nan:
+            size = float("nan")
+        values.append(-size if s else size)
+    return np.array(values, np.float32)
+
+
+def power(exponent: np.ndarray) -> np.ndarray:
+    """2^exponent as fp32, down to the subnormal 2^-127."""
+    return np.ldexp(np.float32(1), exponent.astype(np.int32))
+
+
+def rounded(v: np.ndarray, out_dtype: torch.dtype) -> Tensor:
+    """fp32 numbers as fp32 or as bfloat16, to nearest, ties to even."""
+    bits = v.view(np.uint32)
+    if out_dtype == torch.float32:
+        return tensor(bits, torch.float32)
+    up_or_down = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return tensor(np.where(np.isnan(v), 0x7FC0, up_or_down).astype(np.uint16), torch.bfloat16)
+
+
+# --- COMMON-11: refusals
+
+
+def check_tensor(name: str, t: Any, dtypes: Collection[torch.dtype], ranks: Collection[int]) -> None:
+    need(isinstance(t, Tensor), f"{name} is no tensor")
+    need(t.layout == torch.strided, f"{name} is sparse")
+    need(t.dtype in dtypes, f"dtype of {name}")
+    need(t.ndim in ranks, f"dimensions of {name}")
+
+
+def check_device(*tensors: Tensor) -> None:
+    need(len({t.device for t in tensors}) == 1, "two devices")
+
+
+def check_choice(name: str, given: Any, allowed: Sequence[Any]) -> None:
+    need(any(type(given) is type(one) and given == one for one in allowed), f"{name} = {given!r}")
+
+
+def check_integer(name: str, given: Any, least: int) -> None:
+    need(type(given) is int and given >= least, f"{name} = {given!r}")
+
+
+def check_options(axis: Any, scaling: Any, scale_layout: Any) -> None:
+    check_choice("axis", axis, (-1, -2))
+    check_choice("scaling", scaling, ("rceil", "floor", "ceil", "even"))
+    check_choice("scale_layout", scale_layout, ("plain", "blocked"))
+
+
+def elements(elem_dtype: Any, *known: Elements) -> Elements:
+    for fmt in known:
+        if elem_dtype is fmt.dtype or (type(elem_dtype) is str and BY_NAME.get(elem_dtype) is fmt):
+            return fmt
+    raise Refused(f"elem_dtype = {elem_dtype!r}")
+
+
+# --- COMMON-12 and COMMON-13: token groups
+
+
+def check_offs(offs: Any, beside: Tensor, M: int, read: Any) -> None:
+    check_tensor("offs", offs, (torch.int32,), (1,))
+    check_device(offs, beside)
+    need(type(read) is bool, f"check_offs = {read!r}")
+    if read:
+        ends = offs.tolist()
+        need(all(a <= b for a, b in zip([0, *ends], ends, strict=False)), "offs decreases, or is negative")
+        need(not ends or ends[-1] <= M, "offs past the last row")
+
+
+def groups(offs: Sequence[int]) -> tuple[list[int], list[int]]:
+    """`first` and `m` of each group."""
+    first = [0, *offs][: len(offs)]
+    return first, [end - begin for begin, end in zip(first, offs, strict=True)]
+
+
+def starts(m: Sequence[int], multiple: int) -> list[int]:
+    """The sums of the sizes, rounded up, of the groups before each; G + 1 numbers, the last of all groups."""
+    found = [0]
+    for size in m:
+        found.append(found[-1] + up(size, multiple))
+    return found
+
+
+# --- MX
+
+
+def scale_bytes(a: np.ndarray, fmt: Elements, scaling: str) -> np.ndarray:
+    """MX-4 to MX-7: from the largest magnitudes, given as bits of fp32, finite."""
+    if scaling == "rceil":
+        d = (a.view(np.float32) / np.float32(fmt.max)).view(np.uint32).astype(np.int64)
+        field, mantissa = d >> 23, d % 2**23
+        return np.where(field == 0, mantissa > 0x400000, field + (mantissa > 0))
+    bits = a.astype(np.int64)
+    if scaling == "even":
+        bits = bits + 2 ** (22 - fmt.W)
+    byte = bits // 2**23 - fmt.emax
+    if scaling == "ceil":
+        byte = byte + (bits % 2**23 > 0)
+    return np.maximum(byte, 0)
+
+
+def mx_codes(x: np.ndarray, fmt: Elements, scaling: str) -> tuple[np.ndarray, np.ndarray]:
+    """MX-1 to MX-10, with blocks along the last dimension: the codes, a byte each, and the scale bytes."""
+    blocks = np.ascontiguousarray(x).reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
+    a = (blocks.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0)  # MX-2; NaN and Inf are largest as integers
+    special = a >= 0x7F800000
+    byte = np.where(special, 255, scale_bytes(np.where(special, 0, a).astype(np.uint32), fmt, scaling))
+    factor = np.where(special, NAN, power(127 - byte))  # MX-3, MX-9
+    return cast(blocks * factor[..., None], fmt).reshape(x.shape), byte.astype(np.uint8)
+
+
+def mx_both(x: np.ndarray, axis: int, fmt: Elements, scaling: str) -> tuple[Tensor, np.ndarray]:
+    """MX-11 and MX-13: the codes as they lie in memory; the plain scale bytes."""
+    codes, byte = mx_codes(x if axis == -1 else x.swapaxes(-1, -2), fmt, scaling)
+    if fmt is E2M1:
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    qdata = tensor(codes, fmt.dtype)
+    return qdata if axis == -1 else qdata.mT, byte
+
+
+def mx_quantize(
+    x: Any,
+    *,
+    axis: Any = -1,
+    elem_dtype: Any = "e4m3fn",
+    scaling: Any = "rceil",
+    scale_layout: Any = "plain",
+) -> tuple[Tensor, Tensor]:
+    """MX-12 to MX-14."""
+    check_tensor("x", x, FLOATS, (2, 3))
+    check_options(axis, scaling, scale_layout)
+    fmt = elements(elem_dtype, E4M3FN, E5M2, E2M1)
+    need(x.shape[axis] % 32 == 0, "no multiple of 32")
+    qdata, byte = mx_both(widened(x), axis, fmt, scaling)
+    return qdata, tensor(blocked_bytes(byte) if scale_layout == "blocked" else byte, torch.float8_e8m0fnu)
+
+
+def mx_quantize_rowcol(
+    x: Any, *, elem_dtype: Any = "e4m3fn", scaling: Any = "rceil", scale_layout: Any = "plain"
+) -> tuple[Tensor, ...]:
+    """MX-15."""
+    outputs: tuple[Tensor, ...] = ()
+    for axis in (-1, -2):
+        outputs += mx_quantize(x, axis=axis, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
+    return outputs
+
+
+def mx_quantize_groups(
+    x: Any,
+    offs: Any,
+    *,
+    axis: Any = -1,
+    pad_to: Any = 128,
+    elem_dtype: Any = "e4m3fn",
+    scaling: Any = "rceil",
+    scale_layout: Any = "blocked",
+    check_offs: Any = False,
+) -> tuple[Tensor, ...]:
+    """MX-16 to MX-19."""
+    check_tensor("x", x, FLOATS, (2,))
+    globals()["check_offs"](offs, x, x.shape[0], check_offs)
+    check_options(axis, scaling, scale_layout)
+    check_integer("pad_to", pad_to, 1)
+    need(pad_to % 128 == 0, "pad_to is no multiple of 128")
+    fmt = elements(elem_dtype, E4M3FN, E5M2)
+    need(axis == -2 or x.shape[1] % 32 == 0, "K is no multiple of 32")
+    G = len(offs)
+    need(up(x.shape[0] + G * pad_to, pad_to) + 128 * G < 2**31, "too many rows")
+    padded, start, end = padded_groups(widened(x), offs.tolist(), pad_to)
+    qdata, byte = mx_both(padded, axis, fmt, scaling)
+    if scale_layout == "blocked" and axis == -1:
+        byte, _ = blocked_m_groups(byte, end)
+    elif scale_layout == "blocked":
+        byte, _ = blocked_k_groups(byte, [row // 32 for row in end])
+    return qdata, tensor(byte, torch.float8_e8m0fnu), int32(start), int32(end)
+
+
+def mx_dequantize(
+    qdata: Any, scale: Any, *, axis: Any = -1, out_dtype: Any = torch.bfloat16, scale_layout: Any = "plain"
+) -> Tensor:
+    """MX-20 to MX-22."""
+    check_tensor("qdata", qdata, BY_DTYPE, (2, 3))
+    check_tensor("scale", scale, (torch.float8_e8m0fnu,), (1, 2, 3))
+    check_device(qdata, scale)
+    check_options(axis, "rceil", scale_layout)
+    check_choice("out_dtype", out_dtype, (torch.bfloat16, torch.float32))
+    fmt = BY_DTYPE[qdata.dtype]
+    codes = raw(qdata) if axis == -1 else raw(qdata).swapaxes(-1, -2)
+    if fmt is E2M1:
+        codes = np.stack([codes & 0xF, codes >> 4], -1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    *lead, R, n = codes.shape
+    need(n % 32 == 0, "no multiple of 32")
+    plain = (*lead, R, n // 32)
+    needed = plain if scale_layout == "plain" else (*lead, up(R, 128) * up(n // 32, 4))
+    need(tuple(scale.shape) == needed, "shape of scale")
+    byte = raw(scale)
+    if scale_layout == "blocked":
+        byte = byte[..., places(R, n // 32)].reshape(plain)
+    factor = np.where(byte == 255, NAN, power(byte.astype(np.int32) - 127))
+    out = (value(fmt)[codes].reshape(*plain, 32) * factor[..., None]).reshape(codes.shape)
+    return rounded(np.ascontiguousarray(out if axis == -1 else out.swapaxes(-1, -2)), out_dtype)
+
+
+# --- FP8
+
+
+def check_fp8(scale_format: Any, eps: Any) -> None:
+    """FP8-9."""
+    check_choice("scale_format", scale_format, ("fp32", "pow2"))
+    need(type(eps) in (int, float) and 1e-35 <= eps <= 1e35, f"eps = {eps!r}")
+
+
+def fp8_factor(amax: np.ndarray, scale_format: str, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """FP8-2, FP8-3, FP8-5 and FP8-7: the factor s, and the stored scale. amax as bits of fp32."""
+    special = amax >= 0x7F800000
+    finite = np.where(special, 0, amax).astype(np.uint32).view(np.float32)
+    s = np.float32(448) / np.maximum(finite, np.float32(eps))
+    if scale_format == "pow2":
+        s = (s.view(np.uint32) & 0x7F800000).view(np.float32)
+    s = np.where(special, NAN, s)
+    return s, np.float32(1) / s
+
+
+def fp8_codes(x: np.ndarray, scale_format: str, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """FP8-1 to FP8-8, with blocks of 128 along the last dimension."""
+    blocks = np.ascontiguousarray(x).reshape(*x.shape[:-1], x.shape[-1] // 128, 128)
+    amax = (blocks.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0)
+    s, scale = fp8_factor(amax, scale_format, eps)
+    return cast(blocks * s[..., None], E4M3FN).reshape(x.shape), scale
+
+
+def fp8_quantize_1x128(
+    x: Any, *, axis: Any = -1, scale_format: Any = "fp32", scale_major: Any = "k", eps: Any = 1e-12
+) -> tuple[Tensor, Tensor]:
+    """FP8-8 to FP8-10."""
+    check_tensor("x", x, FLOATS, (2,))
+    check_choice("axis", axis, (-1, -2))
+    check_choice("scale_major", scale_major, ("k", "mn"))
+    check_fp8(scale_format, eps)
+    need(x.shape[axis] % 128 == 0, "no multiple of 128")
+    codes, scale = fp8_codes(widened(x) if axis == -1 else widened(x).T, scale_format, eps)
+    qdata = tensor(codes, torch.float8_e4m3fn)
+    stored = tensor(scale.T, torch.float32).mT if scale_major == "mn" else tensor(scale, torch.float32)
+    return qdata if axis == -1 else qdata.mT, stored
+
+
+def fp8_quantize_128x128(
+    w: Any, *, scale_format: Any = "fp32", eps: Any = 1e-12, with_transpose: Any = False
+) -> tuple[Tensor, ...]:
+    """FP8-11 to FP8-13."""
+    check_tensor("w", w, FLOATS, (2, 3))
+    check_fp8(scale_format, eps)
+    need(type(with_transpose) is bool, f"with_transpose = {with_transpose!r}")
+    *lead, N, K = w.shape
+    need(K % 128 == 0, "no multiple of 128")
+    x = widened(w)
+    codes, scale = np.zeros(x.shape, np.uint8), np.zeros((*lead, up(N, 128) // 128, K // 128), np.float32)
+    for i in range(0, N, 128):
+        rows = x[..., i : i + 128, :]
+        blocks = rows.reshape(*lead, rows.shape[-2], K // 128, 128)
+        amax = (blocks.view(np.uint32) & 0x7FFFFFFF).max((-3, -1), initial=0)
+        s, scale[..., i // 128, :] = fp8_factor(amax, scale_format, eps)
+        codes[..., i : i + 128, :] = cast(blocks * s[..., None, :, None], E4M3FN).reshape(rows.shape)
+    outputs = tensor(codes, torch.float8_e4m3fn), tensor(scale, torch.float32)
+    if not with_transpose:
+        return outputs
+    turned = tensor(codes.swapaxes(-1, -2), torch.float8_e4m3fn), tensor(scale.swapaxes(-1, -2), torch.float32)
+    return (*outputs, *turned)
+
+
+def fp8_quantize_k_groups(
+    x: Any, offs: Any, *, scale_format: Any = "fp32", eps: Any = 1e-12, check_offs: Any = False
+) -> tuple[Tensor, ...]:
+    """FP8-14 to FP8-17."""
+    check_tensor("x", x, FLOATS, (2,))
+    globals()["check_offs"](offs, x, x.shape[0], check_offs)
+    check_fp8(scale_format, eps)
+    D, R = x.shape[1], up(x.shape[0] + 128 * len(offs), 128)
+    need(R < 2**31, "too many rows")
+    padded, start, end = padded_groups(widened(x), offs.tolist(), 128)
+    codes, scale = fp8_codes(padded.T, scale_format, eps)  # (D, R), (D, R / 128)
+    flat = np.zeros(D * R, np.uint8)
+    for begin, stop in zip(start, end, strict=True):
+        flat[D * begin : D * stop] = codes[:, begin:stop].reshape(-1)
+    scale[:, (end[-1] if end else 0) // 128 :] = 0
+    qdata = tensor(flat.reshape(D, R), torch.float8_e4m3fn)
+    return qdata, tensor(scale.T, torch.float32).mT, int32(start), int32(end)
+
+
+def fp8_dequantize(qdata: Any, scale: Any, *, axis: Any = -1, out_dtype: Any = torch.bfloat16) -> Tensor:
+    """FP8-18 to FP8-20."""
+    check_tensor("qdata", qdata, (torch.float8_e4m3fn,), (2, 3))
+    check_tensor("scale", scale, (torch.float32,), (2, 3))
+    check_device(qdata, scale)
+    check_choice("axis", axis, (-1, -2))
+    check_choice("out_dtype", out_dtype, (torch.bfloat16, torch.float32))
+    codes = raw(qdata) if axis == -1 else raw(qdata).swapaxes(-1, -2)
+    *lead, R, C = codes.shape
+    need(C % 128 == 0, "no multiple of 128")
+    factors = raw(scale).view(np.float32)
+    if factors.shape != (*lead, R, C // 128):
+        need(factors.shape == (*lead, up(R, 128) // 128, C // 128), "shape of scale")
+        factors = factors[..., np.arange(R) // 128, :]
+    out = (value(E4M3FN)[codes].reshape(*lead, R, C // 128, 128) * factors[..., None]).reshape(codes.shape)
+    return rounded(np.ascontiguousarray(out if axis == -1 else out.swapaxes(-1, -2)), out_dtype)
+
+
+# --- LAYOUT: blocked scales
+
+
+def places(R: int, C: int) -> np.ndarray:
+    """LAYOUT-2: the byte of each scale, row by row."""
+    r, c, Cp = np.arange(R)[:, None], np.arange(C), up(C, 4)
+    place = (r // 128) * 128 * Cp + (c // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + c % 4
+    return place.reshape(-1)
+
+
+def blocked_bytes(plain: np.ndarray) -> np.ndarray:
+    """LAYOUT-2 to LAYOUT-4."""
+    *lead, R, C = plain.shape
+    out = np.zeros((*lead, up(R, 128) * up(C, 4)), np.uint8)
+    out[..., places(R, C)] = plain.reshape(*lead, R * C)
+    return out
+
+
+def to_blocked(scale: Any) -> Tensor:
+    check_tensor("scale", scale, BYTES, (2, 3))
+    return tensor(blocked_bytes(raw(scale)), scale.dtype)
+
+
+def from_blocked(blocked: Any, rows: Any, cols: Any) -> Tensor:
+    """LAYOUT-5."""
+    check_tensor("blocked", blocked, BYTES, (1, 2))
+    check_integer("rows", rows, 0)
+    check_integer("cols", cols, 0)
+    need(blocked.shape[-1] == up(rows, 128) * up(cols, 4), "size of blocked")
+    out = raw(blocked)[..., places(rows, cols)]
+    return tensor(out.reshape(*blocked.shape[:-1], rows, cols), blocked.dtype)
+
+
+def blocked_m_groups(plain: np.ndarray, offs: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+    """LAYOUT-6 and LAYOUT-7."""
+    (R, C), (first, m) = plain.shape, groups(offs)
+    start, Cp = starts(m, 128), up(C, 4)
+    out = np.zeros((R + 128 * len(m)) * Cp, np.uint8)
+    for g, size in enumerate(m):
+        tiles = blocked_bytes(plain[first[g] : first[g] + size])
+        out[start[g] * Cp : start[g] * Cp + len(tiles)] = tiles
+    return out.reshape(R + 128 * len(m), Cp), start
+
+
+def blocked_k_groups(plain: np.ndarray, offs: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+    """LAYOUT-8 and LAYOUT-9."""
+    (R, C), (first, c) = plain.shape, groups(offs)
+    start, Rp = starts(c, 4), up(R, 128)
+    out = np.zeros(Rp * (C + 4 * len(c)), np.uint8)
+    for g, size in enumerate(c):
+        tiles = blocked_bytes(plain[:, first[g] : first[g] + size])
+        out[start[g] * Rp : start[g] * Rp + len(tiles)] = tiles
+    return out.reshape(Rp, C + 4 * len(c)), start
+
+
+def _to_blocked_groups(scale: Any, offs: Any, read: Any, along: int, multiple: int, move: Any) -> tuple[Tensor, Tensor]:
+    check_tensor("scale", scale, BYTES, (2,))
+    check_offs(offs, scale, scale.shape[along], read)
+    need(up(scale.shape[along] + multiple * len(offs), multiple) < 2**31, "too many rows or columns")
+    out, start = move(raw(scale), offs.tolist())
+    return tensor(out, scale.dtype), torch.from_numpy(np.array(start, np.int64))
+
+
+def to_blocked_m_groups(scale: Any, offs: Any, *, check_offs: Any = False) -> tuple[Tensor, Tensor]:
+    return _to_blocked_groups(scale, offs, check_offs, 0, 128, blocked_m_groups)
+
+
+def to_blocked_k_groups(scale: Any, offs: Any, *, check_offs: Any = False) -> tuple[Tensor, Tensor]:
+    return _to_blocked_groups(scale, offs, check_offs, 1, 4, blocked_k_groups)
+
+
+# --- LAYOUT: token groups
+
+
+def int32(numbers: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.array(numbers, np.int32))
+
+
+def placed(x: np.ndarray, offs: Sequence[int], start: Sequence[int], num_rows: int) -> np.ndarray:
+    """LAYOUT-11."""
+    out = np.zeros((num_rows, x.shape[1]), x.dtype)
+    for first, m, begin in zip(*groups(offs), start, strict=True):
+        i, stop = max(0, -begin), min(m, num_rows - begin)
+        if i < stop:
+            out[begin + i : begin + stop] = x[first + i : first + stop]
+    return out
+
+
+def padded_groups(x: np.ndarray, offs: Sequence[int], alignment: int) -> tuple[np.ndarray, list[int], list[int]]:
+    """LAYOUT-12 and LAYOUT-13: the padded matrix, `start` and `end`."""
+    _, m = groups(offs)
+    start = starts(m, alignment)[:-1]
+    end = [begin + up(size, alignment) for begin, size in zip(start, m, strict=True)]
+    return placed(x, offs, start, up(len(x) + len(m) * alignment, alignment)), start, end
+
+
+def check_rows(name: str, t: Any) -> None:
+    """LAYOUT-10."""
+    need(isinstance(t, Tensor), f"{name} is no tensor")
+    need(t.layout == torch.strided, f"{name} is sparse")
+    need(t.dtype.itemsize in INTEGERS and not t.is_complex(), f"dtype of {name}")
+    need(t.ndim == 2, f"dimensions of {name}")
+
+
+def check_places(x: Any, offs: Any, start: Any, num: Any, rows: int, read: Any) -> None:
+    check_integer("number of rows", num, 0)
+    need(num < 2**31, "too many rows")
+    check_offs(offs, x, rows, read)
+    check_tensor("start", start, (torch.int32,), (1,))
+    check_device(x, start)
+    need(start.shape == offs.shape, "start and offs differ in size")
+
+
+def place_token_groups(x: Any, offs: Any, start: Any, num_rows: Any, *, check_offs: Any = False) -> Tensor:
+    check_rows("x", x)
+    check_places(x, offs, start, num_rows, x.shape[0], check_offs)
+    return tensor(placed(raw(x), offs.tolist(), start.tolist(), num_rows), x.dtype)
+
+
+def pad_token_groups(
+    x: Any, offs: Any, alignment: Any, *, check_offs: Any = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_rows("x", x)
+    globals()["check_offs"](offs, x, x.shape[0], check_offs)
+    check_integer("alignment", alignment, 1)
+    need(up(x.shape[0] + len(offs) * alignment, alignment) < 2**31, "too many rows")
+    padded, start, end = padded_groups(raw(x), offs.tolist(), alignment)
+    return tensor(padded, x.dtype), int32(start), int32(end)
+
+
+def unpad_token_groups(padded: Any, offs: Any, start: Any, num_tokens: Any, *, check_offs: Any = False) -> Tensor:
+    """LAYOUT-15."""
+    check_rows("padded", padded)
+    check_places(padded, offs, start, num_tokens, num_tokens, check_offs)
+    x = raw(padded)
+    out = np.zeros((num_tokens, x.shape[1]), x.dtype)
+    for first, m, begin in zip(*groups(offs.tolist()), start.tolist(), strict=True):
+        i, stop = max(0, -begin), min(m, len(x) - begin)
+        if i < stop:
+            out[first + i : first + stop] = x[begin + i : begin + stop]
+    return tensor(out, padded.dtype)
+
+
+# --- LAYOUT: layouts of other libraries. name -> Rp, Cp, the places of a matrix, the place of scale (r, c)
+
+OTHER_LAYOUTS: dict[str, Any] = {
+    "blocked_5d": (128, 4, lambda R, C, Rp, Cp: (Rp * Cp, places(R, C))),
+    "te_rowwise": (128, 4, lambda R, C, Rp, Cp: (Rp * Cp, _grid(R, C, Cp, 1))),
+    "te_columnwise": (128, 4, lambda R, C, Rp, Cp: (Rp * Cp, _grid(R, C, 1, Rp))),
+    "mn_major": (1, 1, lambda R, C, Rp, Cp: (R * C, _grid(R, C, 1, R))),
+    "mn_major_tma_aligned": (4, 1, lambda R, C, Rp, Cp: (Rp * C, _grid(R, C, 1, Rp))),
+    "deepgemm_packed": (
+        4, 4, lambda R, C, Rp, Cp: (Rp * Cp, _grid(R, C, 4, 0) + _grid(R, C, 0, 1) // 4 * 4 * Rp + _grid(R, C, 0, 1) % 4),
+    ),
+    "cublas_128x128": (1, 4, lambda R, C, Rp, Cp: (R * Cp, _grid(R, C, Cp, 1))),
+}  # fmt: skip
+
+
+def _grid(R: int, C: int, of_row: int, of_column: int) -> np.ndarray:
+    return (of_row * np.arange(R)[:, None] + of_column * np.arange(C)).reshape(-1)
+
+
+def other_layout(plain: np.ndarray, name: str) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:
+    """LAYOUT-16 to LAYOUT-18: memory as numbers, and the shape and strides of the tensor in it.
+
+    plain: `(R, C)` or `(E, R, C)`, of uint8 for e8m0fnu and of uint32, the bits, for fp32.
+    """
+    *lead, R, C = plain.shape
+    row, col, find = OTHER_LAYOUTS[name]
+    Rp, Cp = up(R, row), up(C, col)
+    size, place = find(R, C, Rp, Cp)
+    memory = np.zeros((*lead, size), plain.dtype)
+    memory[..., place] = plain.reshape(*lead, R * C)
+    if name == "deepgemm_packed":
+        memory, size = memory.view(np.uint32), size // 4
+    shape: tuple[int, ...]
+    shape, strides = {
+        "blocked_5d": ((Rp // 128, Cp // 4, 32, 4, 4), (Cp // 4 * 512, 512, 16, 4, 1)),
+        "te_rowwise": ((Rp, Cp), (Cp, 1)),
+        "te_columnwise": ((Cp, Rp), (Rp, 1)),
+        "mn_major": ((R, C), (1, R)),
+        "mn_major_tma_aligned": ((R, C), (1, Rp)),
+        "deepgemm_packed": ((R, Cp // 4), (1, Rp)),
+        "cublas_128x128": ((R, Cp), (Cp, 1)),
+    }[name]
+    return memory.reshape(-1), (*lead, *shape), (*([size] if lead else []), *strides)
+
+
+def fp32_of(byte: np.ndarray) -> np.ndarray:
+    """LAYOUT-19: bytes of e8m0fnu as fp32."""
+    return np.where(byte == 255, NAN, power(byte.astype(np.int32) - 127))
+
+
+def e8m0_of(scale: np.ndarray) -> np.ndarray:
+    """LAYOUT-19: fp32 as bytes of e8m0fnu."""
+    bits = scale.view(np.uint32)
+    field, mantissa = bits >> 23, bits % 2**23
+    nan, normal = np.isnan(scale), (field > 0) & (field < 255) & (mantissa == 0)
+    need(bool((nan | normal | (bits == 0x400000)).all()), "no power of two")
+    return np.where(nan, 255, np.where(normal, field, 0)).astype(np.uint8)
