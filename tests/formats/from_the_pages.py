@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Refused(Exception):
-    """COMMON-11: a call that the rules do not describe."""
+    """COMMON-12: a call that the rules do not describe."""
 
 
 def need(condition: bool, words: str) -> None:
@@ -121,7 +121,7 @@ def rounded(v: np.ndarray, out_dtype: torch.dtype) -> Tensor:
     return tensor(np.where(np.isnan(v), 0x7FC0, up_or_down).astype(np.uint16), torch.bfloat16)
 
 
-# --- COMMON-11: refusals
+# --- COMMON-12: refusals
 
 
 def check_tensor(name: str, t: Any, dtypes: Collection[torch.dtype], ranks: Collection[int]) -> None:
@@ -156,10 +156,10 @@ def elements(elem_dtype: Any, *known: Elements) -> Elements:
     raise Refused(f"elem_dtype = {elem_dtype!r}")
 
 
-# --- COMMON-12 and COMMON-13: token groups
+# --- COMMON-13 and COMMON-14: token groups
 
 
-def check_offs(offs: Any, beside: Tensor, M: int, read: Any) -> None:
+def check_ends(offs: Any, beside: Tensor, M: int, read: Any) -> None:
     check_tensor("offs", offs, (torch.int32,), (1,))
     check_device(offs, beside)
     need(type(read) is bool, f"check_offs = {read!r}")
@@ -208,7 +208,14 @@ def mx_codes(x: np.ndarray, fmt: Elements, scaling: str) -> tuple[np.ndarray, np
     special = a >= 0x7F800000
     byte = np.where(special, 255, scale_bytes(np.where(special, 0, a).astype(np.uint32), fmt, scaling))
     factor = np.where(special, NAN, power(127 - byte))  # MX-3, MX-9
-    return cast(blocks * factor[..., None], fmt).reshape(x.shape), byte.astype(np.uint8)
+    return scaled_codes(blocks, factor, a > 0, fmt).reshape(x.shape), byte.astype(np.uint8)
+
+
+def scaled_codes(blocks: np.ndarray, factor: np.ndarray, some: np.ndarray, fmt: Elements) -> np.ndarray:
+    """`cast(fp32(x * factor))` with a factor for each block. Blocks without `some` are zeros: most of padding is."""
+    codes = (blocks.view(np.uint32) >> 31 << (fmt.bits - 1)).astype(np.uint8)  # MX-8, FP8-6
+    codes[some] = cast(blocks[some] * factor[some][:, None], fmt)
+    return codes
 
 
 def mx_both(x: np.ndarray, axis: int, fmt: Elements, scaling: str) -> tuple[Tensor, np.ndarray]:
@@ -260,7 +267,7 @@ def mx_quantize_groups(
 ) -> tuple[Tensor, ...]:
     """MX-16 to MX-19."""
     check_tensor("x", x, FLOATS, (2,))
-    globals()["check_offs"](offs, x, x.shape[0], check_offs)
+    check_ends(offs, x, x.shape[0], check_offs)
     check_options(axis, scaling, scale_layout)
     check_integer("pad_to", pad_to, 1)
     need(pad_to % 128 == 0, "pad_to is no multiple of 128")
@@ -328,7 +335,7 @@ def fp8_codes(x: np.ndarray, scale_format: str, eps: float) -> tuple[np.ndarray,
     blocks = np.ascontiguousarray(x).reshape(*x.shape[:-1], x.shape[-1] // 128, 128)
     amax = (blocks.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0)
     s, scale = fp8_factor(amax, scale_format, eps)
-    return cast(blocks * s[..., None], E4M3FN).reshape(x.shape), scale
+    return scaled_codes(blocks, s, amax > 0, E4M3FN).reshape(x.shape), scale
 
 
 def fp8_quantize_1x128(
@@ -375,7 +382,7 @@ def fp8_quantize_k_groups(
 ) -> tuple[Tensor, ...]:
     """FP8-14 to FP8-17."""
     check_tensor("x", x, FLOATS, (2,))
-    globals()["check_offs"](offs, x, x.shape[0], check_offs)
+    check_ends(offs, x, x.shape[0], check_offs)
     check_fp8(scale_format, eps)
     D, R = x.shape[1], up(x.shape[0] + 128 * len(offs), 128)
     need(R < 2**31, "too many rows")
@@ -464,7 +471,7 @@ def blocked_k_groups(plain: np.ndarray, offs: Sequence[int]) -> tuple[np.ndarray
 
 def _to_blocked_groups(scale: Any, offs: Any, read: Any, along: int, multiple: int, move: Any) -> tuple[Tensor, Tensor]:
     check_tensor("scale", scale, BYTES, (2,))
-    check_offs(offs, scale, scale.shape[along], read)
+    check_ends(offs, scale, scale.shape[along], read)
     need(up(scale.shape[along] + multiple * len(offs), multiple) < 2**31, "too many rows or columns")
     out, start = move(raw(scale), offs.tolist())
     return tensor(out, scale.dtype), torch.from_numpy(np.array(start, np.int64))
@@ -514,7 +521,7 @@ def check_rows(name: str, t: Any) -> None:
 def check_places(x: Any, offs: Any, start: Any, num: Any, rows: int, read: Any) -> None:
     check_integer("number of rows", num, 0)
     need(num < 2**31, "too many rows")
-    check_offs(offs, x, rows, read)
+    check_ends(offs, x, rows, read)
     check_tensor("start", start, (torch.int32,), (1,))
     check_device(x, start)
     need(start.shape == offs.shape, "start and offs differ in size")
@@ -526,11 +533,9 @@ def place_token_groups(x: Any, offs: Any, start: Any, num_rows: Any, *, check_of
     return tensor(placed(raw(x), offs.tolist(), start.tolist(), num_rows), x.dtype)
 
 
-def pad_token_groups(
-    x: Any, offs: Any, alignment: Any, *, check_offs: Any = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def pad_token_groups(x: Any, offs: Any, alignment: Any, *, check_offs: Any = False) -> tuple[Tensor, Tensor, Tensor]:
     check_rows("x", x)
-    globals()["check_offs"](offs, x, x.shape[0], check_offs)
+    check_ends(offs, x, x.shape[0], check_offs)
     check_integer("alignment", alignment, 1)
     need(up(x.shape[0] + len(offs) * alignment, alignment) < 2**31, "too many rows")
     padded, start, end = padded_groups(raw(x), offs.tolist(), alignment)
@@ -558,15 +563,18 @@ OTHER_LAYOUTS: dict[str, Any] = {
     "te_columnwise": (128, 4, lambda R, C, Rp, Cp: (Rp * Cp, _grid(R, C, 1, Rp))),
     "mn_major": (1, 1, lambda R, C, Rp, Cp: (R * C, _grid(R, C, 1, R))),
     "mn_major_tma_aligned": (4, 1, lambda R, C, Rp, Cp: (Rp * C, _grid(R, C, 1, Rp))),
-    "deepgemm_packed": (
-        4, 4, lambda R, C, Rp, Cp: (Rp * Cp, _grid(R, C, 4, 0) + _grid(R, C, 0, 1) // 4 * 4 * Rp + _grid(R, C, 0, 1) % 4),
-    ),
+    "deepgemm_packed": (4, 4, lambda R, C, Rp, Cp: (Rp * Cp, _words(R, C, Rp))),
     "cublas_128x128": (1, 4, lambda R, C, Rp, Cp: (R * Cp, _grid(R, C, Cp, 1))),
 }  # fmt: skip
 
 
 def _grid(R: int, C: int, of_row: int, of_column: int) -> np.ndarray:
     return (of_row * np.arange(R)[:, None] + of_column * np.arange(C)).reshape(-1)
+
+
+def _words(R: int, C: int, Rp: int) -> np.ndarray:
+    r, c = np.arange(R)[:, None], np.arange(C)
+    return ((c // 4) * 4 * Rp + 4 * r + c % 4).reshape(-1)
 
 
 def other_layout(plain: np.ndarray, name: str) -> tuple[np.ndarray, tuple[int, ...], tuple[int, ...]]:

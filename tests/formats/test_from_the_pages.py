@@ -56,7 +56,7 @@ def test_every_case_that_is_generated(op):
 SHAPES = [(1, 1), (5, 6), (128, 4), (129, 5), (260, 13), (3, 5, 6), (2, 130, 9)]
 
 
-@pytest.mark.parametrize(("name", "shape"), product(pages.OTHER_LAYOUTS, SHAPES))
+@pytest.mark.parametrize(("name", "shape"), [*product(pages.OTHER_LAYOUTS, SHAPES)])
 def test_other_layouts(name, shape):
     in_fp32 = torch.float32 in layouts.LAYOUTS[name].dtypes
     bits = np.random.default_rng(0).integers(1, 2**32 if in_fp32 else 256, shape)
