@@ -53,6 +53,18 @@ def test_every_case_that_is_generated(op):
     assert refused > 5
 
 
+@pytest.mark.parametrize("eps", [1e-35, 3e-7, 0.3, 1, 1e35])
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+def test_fp8_at_the_bounds_of_eps(eps, scale_format):
+    """Subnormal elements reach codes only under the smallest eps, and eps is rounded to fp32 before its use."""
+    x = torch.tensor([[1.1e-38, -5e-39, 3e-40, 1e-45], [0.0, -0.0, 1e-3, -1e34]]).repeat(1, 32)
+    got = pages.fp8_quantize_1x128(x, eps=eps, scale_format=scale_format)
+    reference = dispatch.reference("fp8_quantize_1x128")
+    assert check.difference(got, answer_of(reference, (x,), {"eps": eps, "scale_format": scale_format})) is None
+    if eps == 1e-35:
+        assert pages.raw(got[0])[0, :2].tolist() == ([0x30, 0xA6] if scale_format == "fp32" else [0x2F, 0xA6])
+
+
 SHAPES = [(1, 1), (5, 6), (128, 4), (129, 5), (260, 13), (3, 5, 6), (2, 130, 9)]
 
 
