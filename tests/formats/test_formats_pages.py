@@ -12,7 +12,7 @@ from tests.helpers import ROOT
 
 PAGES = {"README": "COMMON", "mx": "MX", "fp8_blocks": "FP8", "scale_layouts": "LAYOUT"}
 RULE = re.compile(r"^\*\*([A-Z0-9]+)-(\d+)\.\*\* (.*?)(?=^\*\*[A-Z0-9]+-\d+\.\*\*|^## |\Z)", re.MULTILINE | re.DOTALL)
-WITNESSES = re.compile(r"^(Cases|Tests): (.*)$", re.MULTILINE)
+WITNESSES = re.compile(r"^(Cases|Tests): `(.*)`$", re.MULTILINE)
 NAMED = re.compile(r"([\w*/.]+)((?: \"[^\"]+\")+)(?:; |$)")
 
 
@@ -75,6 +75,9 @@ def test_the_word_must_stands_in_rules_alone_and_in_each(page):
 def test_a_rule_names_cases_and_tests_that_exist(page, prefix, number, words):
     cases, tests = list(named_in("Cases", words)), list(named_in("Tests", words))
     assert cases or tests, "no witness"
+    assert len(WITNESSES.findall(words)) == len(re.findall("^(?:Cases|Tests)", words, re.MULTILINE)), (
+        "not in backquotes"
+    )
     problems = [problem for op, pattern in cases if (problem := unmatched(op, pattern))]
     for file, pattern in tests:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
@@ -82,6 +85,16 @@ def test_a_rule_names_cases_and_tests_that_exist(page, prefix, number, words):
         if not any(fnmatchcase(name, pattern) and name.startswith("test_") for name in functions):
             problems.append(f"{file} has no test {pattern!r}")
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_a_paragraph_begins_as_a_list_does(page):
+    """A formula that is broken before its `+` or `*` would be a list on the site."""
+    list_item = re.compile(r"([-+*]|\d+[.)]) ")
+    for paragraph in text_of(page).split("\n\n"):
+        lines = paragraph.splitlines()
+        if lines and not list_item.match(lines[0]):
+            assert not any(map(list_item.match, lines)), paragraph
 
 
 def test_a_rule_that_is_referred_to_exists():
@@ -109,4 +122,4 @@ def test_a_page_that_names_no_case_is_found():
     assert "has no case" in unmatched("*", "edge blocks, *")
     assert "no op" in unmatched("mx_quantise", "*")
     with pytest.raises(AssertionError, match="not of the form"):
-        list(named_in("Cases", 'Cases: mx_quantize "edge blocks", "every exponent"'))
+        list(named_in("Cases", 'Cases: `mx_quantize "edge blocks", "every exponent"`'))
