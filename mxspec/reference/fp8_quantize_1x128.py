@@ -37,8 +37,8 @@ def fp8_quantize_1x128(
 ) -> tuple[Tensor, Tensor]:
     """Quantize to e4m3fn with one scale for 128 elements along `axis`.
 
-    `s = 448 / max(amax, eps)`, rounded once to fp32, and `q = e4m3fn(clamp(fp32(x) * s, -448, 448))`. The stored scale
-    reads elements back: `scale = fp32(1 / s)`.
+    `s = 448 / max(amax, eps)`, rounded once to fp32, and `q = e4m3fn(clamp(p, -448, 448))` with
+    `p = fp32(x * s)`. The stored scale reads elements back: `scale = fp32(1 / s)`.
 
     Args:
         x: `(M, K)`; bfloat16, float16 or float32; any strides.

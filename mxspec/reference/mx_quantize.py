@@ -57,11 +57,12 @@ def mx_quantize(
     `emax = exponent(max)`:
 
     - rceil: `ceil(log2(fp32(a / max))) + 127`, at least 0. The quotient is rounded to fp32 first, then up to a power of
-      two.
+      two. A subnormal quotient keeps its value; it is not flushed to zero.
     - floor (OCP): `exponent(a) - emax + 127`, clamped to 0..254. Elements whose mantissa exceeds that of `max`
       saturate.
     - ceil: floor's value before the clamp, plus 1 if the mantissa of a is not 0; then clamped to 0..254.
-    - even: floor's rule on a changed a: half a unit of the element's last mantissa bit is added to the bits of a.
+    - even: floor's rule on a changed a: half a unit of the element's last mantissa bit is added to the bits of a, so
+      that a tie goes up.
 
     Args:
         x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides.
