@@ -19,9 +19,11 @@ extensions = [
 ]
 root_doc = "README"
 # The navigation: what is below a page that has no list of its own.
-api = [f"docs/api/{page}" for page in ("ops", "notebooks", "reference", "figures")]
+pages = {"Ops": "ops", "Notebooks": "notebooks", "Reference": "reference", "Figures": "figures"}
 trees = {
-    "README": ["Guides <docs/guides/README>", "Formats <docs/formats/README>", *api, "CONTRIBUTING"],
+    "README": ["Guides <docs/guides/README>", "Formats <docs/formats/README>"]
+    + [f"{title} <docs/api/{page}>" for title, page in pages.items()]
+    + ["CONTRIBUTING"],
     "CONTRIBUTING": ["docs/house", "docs/api/internals", "CHANGELOG"],
 }
 include_patterns = ["*.md", "docs/**.md", "docs/api/*.rst", "notebooks/*.ipynb", "benchmarks/**.md"]
@@ -43,7 +45,7 @@ napoleon_custom_sections = ["Returns", "Yields", "Shapes", "Special values", "So
 intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable/", (None, "docs/torch.inv"))}
 intersphinx_timeout = 5
 
-suppress_warnings = ["myst.header"]  # the pages of stored runs go from # to ###
+suppress_warnings = ["myst.header", "toc.empty_glob"]  # runs go from # to ###; a README may name all pages
 nb_execution_mode = "off"
 nb_execution_cache_path = "build/jupyter_cache"
 myst_heading_anchors = 4
@@ -53,8 +55,8 @@ html_title = "mxspec"
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {
     "header_links_before_dropdown": 7,
-    "navigation_with_keys": True,
-    "show_prev_next": True,
+    "navbar_align": "left",
+    "navbar_persistent": ["search-button"],
     "secondary_sidebar_items": ["page-toc"],
     "footer_end": [],
 }

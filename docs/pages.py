@@ -37,8 +37,7 @@ def write_pages(app: Sphinx) -> None:
     jinja = Environment(loader=FileSystemLoader(HERE / "templates"), undefined=StrictUndefined, trim_blocks=True)
     pages = {path.stem: path.name for path in HERE.glob("templates/*.rst")}
     pages |= {f"mxspec.{name}": "each/module.rst" for name in MODULES}
-    for module in (mxspec, nn, layouts):
-        pages |= {f"{module.__name__}.{name}": "each/name.rst" for name in module.__all__}
+    pages |= {f"{m.__name__}.{name}": "each/name.rst" for m in (mxspec, nn, layouts) for name in m.__all__}
     for page, template in pages.items():
         (HERE / f"api/{page}.rst").write_text(jinja.get_template(template).render(page=page, **globals()))
 
@@ -46,21 +45,19 @@ def write_pages(app: Sphinx) -> None:
 def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
     """A Python file becomes a page. The pages of a folder are in the order in which its README links to them."""
     if app.env.doc2path(docname).suffix == ".py":
-        head = f":orphan:\n:nosearch:\n\n``{docname}.py``\n{'=' * 99}\n\n.. code-block:: python\n\n"
-        source[0] = head + indent(source[0], "   ")
-    links = re.findall(r"\]\((\w+)\.md", source[0]) if re.fullmatch(r"docs/\w+/README", docname) else []
-    if entries := app.config.trees.get(docname) or (links and [*dict.fromkeys(links), "*"]):
-        source[0] += "\n\n".join(("", "```{toctree}\n:hidden:\n:glob:\n", *entries, "```\n"))
+        source[0] = f":orphan:\n:nosearch:\n\n``{docname}.py``\n{'=' * 99}\n\n::\n\n{indent(source[0], '   ')}"
+    found = re.findall(r"\]\((\w+)\.md", source[0]) + [Path(f).name for f in files(f"{Path(docname).parent}/[!R]*.md")]
+    if entries := app.config.trees.get(docname) or (re.fullmatch(r"docs/\w+/README", docname) and dict.fromkeys(found)):
+        source[0] += "\n\n".join(("", "```{toctree}\n:hidden:\n", *entries, "```\n"))
 
 
 def link_names(app: Sphinx, doctree: nodes.document) -> None:
-    for node in list(doctree.findall(nodes.literal)):
-        name, parent = node.astext().removeprefix("mxspec."), node.parent
-        if name in mxspec.__all__ and isinstance(parent, nodes.paragraph):
-            parent = pending_xref("", node.deepcopy(), refdomain="py", reftype="obj", refdoc=app.env.docname)
-            node.replace_self(parent)
-        if name in mxspec.__all__ and parent.get("reftype") == "obj":
-            parent["reftarget"] = f"mxspec.{name}"
+    for node in [n for n in doctree.findall(nodes.literal) if n.astext().removeprefix("mxspec.") in mxspec.__all__]:
+        link = pending_xref("", node.deepcopy(), refdomain="py", reftype="obj", refdoc=app.env.docname)
+        link["reftarget"] = f"mxspec.{node.astext().removeprefix('mxspec.')}"
+        old = node.parent if node.parent.get("reftype") == "obj" else node
+        if isinstance(old.parent, nodes.paragraph):
+            old.replace_self(link)
 
 
 def read_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
@@ -76,5 +73,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_pages)
     app.connect("source-read", read_source)
     app.connect("doctree-read", link_names)
+    kept = re.compile("function|method|property").search  # and no fields of a class, which its signature has
+    app.connect("autodoc-skip-member", lambda _, of, n, o, *x: (of == "class" and not kept(str(type(o)))) or None)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
     return {"parallel_read_safe": True}
