@@ -48,6 +48,7 @@ intersphinx_timeout = 5
 suppress_warnings = ["myst.header", "toc.empty_glob"]  # runs go from # to ###; a README may name all pages
 nb_execution_mode = "off"
 nb_execution_cache_path = "build/jupyter_cache"
+nb_render_image_options = {"alt": "What this cell draws. The cell or the next one prints the same as text."}
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]
 
