@@ -45,7 +45,7 @@ napoleon_custom_sections = ["Returns", "Yields", "Shapes", "Special values", "So
 intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable/", (None, "docs/torch.inv"))}
 intersphinx_timeout = 5
 
-suppress_warnings = ["myst.header", "toc.empty_glob"]  # runs go from # to ###; a README may name all pages
+suppress_warnings = ["myst.header"]  # the pages of stored runs go from # to ###
 nb_execution_mode = "off"
 nb_execution_cache_path = "build/jupyter_cache"
 nb_render_image_options = {"alt": "What this cell draws. The cell or the next one prints the same as text."}
