@@ -1,16 +1,27 @@
-"""What the lessons share, notebooks 10 to 15: where they run, what the checker says, how fast a kernel is.
+"""The tools that the lessons share (notebooks 10 to 15 and 17).
 
 device = course.start()                          # the GPU, or an interpreter
-course.verdict(my_quantize, op="mx_quantize")    # is it right?
-course.race({"mine": my_quantize}, x)            # how close to the memory's speed?
+course.verdict(my_quantize, op="mx_quantize")    # is my function right?
+course.race({"mine": my_quantize}, x)            # how close is it to the memory's speed?
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import functools
+import inspect
+import json
+import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,19 +29,23 @@ from torch import Tensor
 from mxspec import dispatch, interpreters
 from mxspec.spec import Case
 
+FAR = 2**31  # the first offset that does not fit into a signed integer of 32 bits
+# The stored runs of `benchmarks/lessons.py`. An installed package has no such folder.
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
 
 def start() -> torch.device:
-    """Choose where kernels run: on the GPU, or, where there is none or an interpreter is asked for, on the CPU.
+    """Choose where kernels run: on the GPU, or on the CPU if there is no GPU or an interpreter is asked for.
 
-    There Triton's interpreter runs Triton's kernels and the Triton that Helion generates, tile by tile. Helion's own
-    knows no tiles, and Helion refuses both in one process. Triton is told by an environment variable that it reads
-    when it is imported.
+    On the CPU, Triton's interpreter runs Triton kernels and the Triton kernels that Helion generates, tile by tile.
+    Helion's own interpreter has no tiles, and Helion refuses both interpreters in one process. Triton reads the
+    environment variable that selects its interpreter when Triton is imported.
 
     Returns:
         The device for the tensors of a lesson.
 
     Raises:
-        RuntimeError: Triton was imported before, to compile, and there is nothing to compile for.
+        RuntimeError: Triton was imported before this call, so it compiles, and there is no GPU to compile for.
     """
     if torch.cuda.is_available() and not dispatch.interpreters():
         return torch.device("cuda")
@@ -42,43 +57,360 @@ def start() -> torch.device:
     return torch.device("cpu")
 
 
-def verdict(fn: Callable[..., Any], *, op: str, case: str | None = None) -> None:
-    """Run the conformance engine on a function, and print what it says in words that are the same on every machine.
+def start_compiler() -> None:
+    """Let Triton compile in this process, with a GPU or without one: no interpreter runs.
 
-    A function may raise NotImplementedError, with its reason, for what it does not take: those cases are left out. If
-    it takes none, nobody has done the exercise yet. The first failure is shown. The verdict leaves three kinds
-    of cases to `check.assert_conforms` and `python -m mxspec check`: calls that must be refused, tensors of more than
-    2^31 elements, and generated cases of more than 2^18 elements, for which an interpreter takes many seconds.
+    Raises:
+        RuntimeError: Triton was imported before this call, to interpret.
+    """
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("start_compiler: triton was imported before, to interpret; call it in a fresh process")
+    for name in ("TRITON_INTERPRET", "HELION_INTERPRET", "MXSPEC_BACKEND"):
+        os.environ.pop(name, None)
+
+
+def verdict(fn: Callable[..., Any], *, op: str, case: str | None = None) -> None:
+    """Check a function with the conformance engine, and print the result in words that are the same on every machine.
+
+    The function may raise NotImplementedError, with its reason, for arguments that it does not take. Those cases are
+    left out. A function with a `...`, or one that raises another error, is unfinished: the verdict is then `not yet`
+    and a sentence that names the missing part. Only the first failure is shown.
+
+    A Triton or Helion kernel that passes all cases is also run on tensors whose last elements lie more than 2^31
+    elements behind their first. The verdict leaves three kinds of cases to `check.assert_conforms` and
+    `python -m mxspec check`: calls that must be refused, tensors of more than 2^31 elements, and generated cases of more
+    than 2^18 elements, for which an interpreter takes many seconds.
 
     Args:
         fn: a function with the op's signature.
-        op: the op whose contract it is to keep.
-        case: the name of the one case to run; all by default.
+        op: the op whose contract the function must keep.
+        case: the name of one case to run. By default all cases run.
 
     Raises:
-        ValueError: op, or a name that no case has.
+        ValueError: op is unknown, or no case has this name.
     """
     from mxspec.check import cases_of, check_case, default_device  # triton is interpreted from this import on, or not
 
-    left_out, passed = dict[str, None](), 0
-    for each in cases_of(op, case):
-        if case is None and (each.raises or "large" in each.flags or _is_slow(each)):
-            continue
-        result = check_case(op, each, fn, default_device(), name=fn.__name__)
-        if result.status == "failed":
-            print(f"wrong in the case {each.name!r}")
-            print("\n".join(line for line in result.message.splitlines() if not line.startswith("reproduce: ")))
-            return
-        if result.status == "skipped":
-            left_out[result.message.removeprefix(f"{fn.__name__}: ")] = None
-        passed += result.status == "passed"
-    if not passed:
+    cases = [c for c in cases_of(op, case) if not (c.raises or "large" in c.flags or (case is None and _is_slow(c)))]
+    device = default_device()
+    if missing := blanks(fn):
+        print(f"not yet: {missing}")
+        return
+    watched = _Watched(fn, dispatch.reference(op))
+    left_out, taken = dict[str, None](), list[dict[str, Any]]()
+    with _counted_launches() as launches:
+        for each in cases:
+            result = check_case(op, each, watched, device, name=fn.__name__)
+            if watched.unfinished:
+                print(f"not yet: {watched.unfinished}")
+                return
+            if result.status == "failed":
+                print(f"wrong in the case {each.name!r}")
+                print("\n".join(line for line in result.message.splitlines() if not line.startswith("reproduce: ")))
+                return
+            if result.status == "skipped":
+                left_out[result.message.removeprefix(f"{fn.__name__}: ")] = None
+            else:
+                taken.append(dict(each.kwargs))
+    if not taken:
         print(f"not yet: {'; '.join(left_out)}")
         return
+    if case is None and launches:
+        try:
+            problem = _far_problem(fn, op, taken, device)
+        except Exception as error:
+            problem = in_words(error, fn)
+        if problem:
+            print(f"wrong where offsets pass 2^31: are they 64-bit?\n{problem}")
+            return
     where = "in every case that it takes" if case is None else f"in the case {case!r}"
     print(f"right: {fn.__name__} keeps the contract of {op} {where}")
     if left_out:
         print(f"left out, as it says: {'; '.join(left_out)}")
+
+
+# --- an exercise that is not finished ---------------------------------------------------------------------------
+
+
+def blanks(fn: Callable[..., Any]) -> str | None:
+    """Which function still has a `...`: fn, or a function or kernel of the same module that fn uses; None if none has.
+
+    A `...` inside an index with other parts, such as `x[..., None]`, is no blank.
+    """
+    for each in _used_by(fn):
+        try:
+            lines = textwrap.dedent(inspect.getsource(each)).splitlines()
+            tree = ast.parse("\n".join(lines))
+        except (OSError, TypeError, SyntaxError):  # a function without a source, or a lambda in the middle of a line
+            continue
+        in_index = {id(e) for t in ast.walk(tree) if isinstance(t, ast.Subscript) for e in _parts_of_index(t)}
+        found = sorted(
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and node.value is ... and id(node) not in in_index
+        )
+        if found:
+            count = f"{len(found)} blanks" if len(found) > 1 else "a blank"
+            return f"{each.__name__} still has {count} (`...`); the first: {lines[found[0] - 1].strip()}"
+    return None
+
+
+def _parts_of_index(index: ast.Subscript) -> list[ast.expr]:
+    """The `...` of an index that mean what they mean in Python: beside other parts, or where something is stored."""
+    if isinstance(index.slice, ast.Tuple):
+        return index.slice.elts
+    return [] if isinstance(index.ctx, ast.Load) else [index.slice]
+
+
+def _used_by(fn: Callable[..., Any]) -> list[Any]:
+    """fn and the functions and kernels of its module that it uses, through globals and closures."""
+    found, todo = dict[int, Any](), [fn]
+    while todo:
+        each: Any = todo.pop()
+        for attribute in ("__wrapped__", "fn", "func"):  # of a cached function; of a kernel; of a partial
+            while callable(getattr(each, attribute, None)):
+                each = getattr(each, attribute)
+        if not inspect.isfunction(each) or each.__module__ != getattr(fn, "__module__", None) or id(each) in found:
+            continue
+        found[id(each)] = each
+        cells = [cell.cell_contents for cell in each.__closure__ or () if cell != type(cell)()]
+        names = _names(each.__code__)
+        todo += [value for value in [*cells, *(each.__globals__.get(name) for name in names)] if callable(value)]
+    return list(found.values())
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return [*code.co_names, *(name for each in inner for name in _names(each))]
+
+
+def in_words(error: BaseException, fn: Callable[..., Any]) -> str:
+    """An error that fn raised, in one sentence that names the function, the line and the reason."""
+    while type(error).__name__ in ("InterpreterError", "InternalError") and error.__cause__ is not None:
+        error = error.__cause__  # the interpreter's, and Helion's, envelope of the error itself
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if type(error).__name__ == "CompilationError":  # Triton's: it shows the source, a mark below it, and the reason
+        return f"Triton does not compile {_at_line(error, fn)}: {str(error).strip().splitlines()[-1]}"
+    names = {each.__name__: each for each in _used_by(fn)}
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.name in names]
+    if not frames:
+        return f"{fn.__name__} raises {type(error).__name__}: {reason}"
+    where = f"{frames[-1].name}, at `{(frames[-1].line or '').strip()}`,"
+    if isinstance(error, NameError):
+        return f"{where} uses a name that nothing defines: {getattr(error, 'name', None) or reason}"
+    return f"{where} raises {type(error).__name__}: {reason}"
+
+
+def _at_line(error: Any, fn: Callable[..., Any]) -> str:
+    """The kernel and the line of a CompilationError, as far as it names them."""
+    source, line = getattr(error, "src", None), getattr(getattr(error, "node", None), "lineno", None)
+    if not source or not line:
+        return fn.__name__
+    lines = source.splitlines()
+    name = next((text.split("(")[0].removeprefix("def ") for text in lines if text.startswith("def ")), fn.__name__)
+    return f"{name}, at `{lines[line - 1].strip()}`"
+
+
+class _Watched:
+    """fn, and why it is unfinished, once a call has shown it: it raised, or what it returned is no answer."""
+
+    def __init__(self, fn: Callable[..., Any], reference: Any):
+        self.fn, self.reference, self.unfinished = fn, reference, ""
+        self.__name__ = fn.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from mxspec.check._answers import returned_problem
+
+        try:
+            answer = self.fn(*args, **kwargs)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            self.unfinished = in_words(error, self.fn)
+            raise
+        if problem := returned_problem(self.reference, answer):
+            self.unfinished = f"{self.fn.__name__} {problem}"
+            raise TypeError(self.unfinished)
+        return answer
+
+
+# --- offsets of more than 31 bits -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _counted_launches() -> Iterator[list[None]]:
+    """Inside, the list grows by one element with every launch of a Triton kernel, Helion's included."""
+    launches: list[None] = []
+    if "triton" not in sys.modules:
+        yield launches
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def counting(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            launches.append(None)
+            return run(*args, **kwargs)
+
+        return counted
+
+    with contextlib.ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(mock.patch.object(kind, "run", counting(kind.run)))
+        yield launches
+
+
+@contextlib.contextmanager
+def _only_the_ends(count: int = 16) -> Iterator[None]:
+    """Inside, Triton's interpreter runs the first two programs of a long grid and the last `count`."""
+    from triton.runtime import interpreter
+
+    def ends(length: int, *rest: int) -> Any:
+        return range(length, *rest) if rest or length < 64 else [0, 1, *range(length - count, length)]
+
+    def keep(*_: Any) -> None:
+        """Nothing is copied back: on the CPU the interpreter works on the arguments themselves."""
+
+    with (
+        mock.patch.object(interpreter, "range", ends, create=True),
+        mock.patch.object(interpreter.GridExecutor, "_restore_args_dev", keep),
+    ):
+        yield
+
+
+def _behind_a_margin(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+    """A tensor with 2^31 elements of memory in front, so that an offset that turned negative stays in that memory.
+
+    On the CPU the system gives a page of memory its bytes when a program first touches it, and few pages are touched.
+    """
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    memory = _empty(FAR + extent, dtype=dtype, device=device)
+    return memory.as_strided(shape, stride, FAR)
+
+
+_empty = torch.empty
+
+
+@contextlib.contextmanager
+def _margins() -> Iterator[None]:
+    """Inside, large tensors that torch hands out uninitialised have a margin, and the end of each holds 0x5a."""
+
+    def marked(out: Tensor) -> Tensor:
+        if type(out) is Tensor and out.numel() and out.device.type != "meta":
+            if out.numel() >= FAR:
+                out = _behind_a_margin(tuple(out.shape), out.stride(), out.dtype, out.device)
+            flat = _empty(0, dtype=torch.uint8, device=out.device).set_(out.untyped_storage())  # type: ignore[call-overload]
+            flat[-min(4096, out.nbytes) :].fill_(0x5A)
+        return out
+
+    def marking(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(allocate)
+        def allocated(*args: Any, **kwargs: Any) -> Tensor:
+            return marked(allocate(*args, **kwargs))
+
+        return allocated
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            stack.enter_context(mock.patch.object(owner, name, marking(getattr(owner, name))))
+        yield
+
+
+def far_copy_problem(copy: Callable[[Tensor, Tensor], Any], device: torch.device, columns: int = 0) -> str | None:
+    """What is wrong with `copy(x, out)` of more than 2^31 elements; the last 4096 are compared.
+
+    Args:
+        copy: the function. It writes x to `out`, which is contiguous.
+        device: where the tensors are.
+        columns: 0 for a vector. Otherwise x is a matrix with so many columns, which lie one after the other in memory.
+
+    Returns:
+        The difference, or None if there is none.
+    """
+    from mxspec.check import difference
+
+    n = FAR // max(1, columns) + 5000
+    shape, stride = ((n, columns), (1, n + 3)) if columns else ((n,), (1,))
+    x = _behind_a_margin(shape, stride, torch.uint8, device)
+    flat = _behind_a_margin((n * max(1, columns),), (1,), torch.uint8, device)
+    end = torch.arange(4096 * max(1, columns), device=device).remainder(251).view(-1, *shape[1:])
+    x[-4096:] = end
+    flat[-4096:].fill_(0x5A)
+    with _only_the_ends() if device.type == "cpu" else contextlib.nullcontext():
+        copy(x, flat.view(shape))
+    return difference((flat[-4096:],), (end.to(torch.uint8).view(-1)[-4096:],))
+
+
+# Rows of a tall tensor, and the elements from one row to the next of a wide one. 32 rows lie in the last tile of 128.
+_TALL, _ROWS, _STEP = 2**25 + 32, 2**16 + 32, 2**15
+_SMALL = 160  # the rows of the small call with which the last rows are compared
+
+
+def _tall_and_wide(of: Tensor, tall: int = _TALL) -> list[tuple[Tensor, Tensor]]:
+    """Two tensors and the small tensor that each ends with: one row seen very often, and rows that lie far apart."""
+    many = of[:1].expand(tall, -1), of[:1].expand(_SMALL, -1)
+    wide = _behind_a_margin((_ROWS, of.shape[1]), (_STEP, 1), of.dtype, of.device)
+    raw, end = wide.view(_INTS[of.element_size()]), of.view(_INTS[of.element_size()])
+    raw[-_SMALL:] = end
+    return [many, (wide, of)]
+
+
+_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _far_calls(op: str, device: torch.device) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """Arguments whose offsets, or whose outputs' offsets, pass 2^31, and those of a small call that ends alike."""
+    generator = torch.Generator().manual_seed(10)
+
+    def codes(rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
+        values = torch.randint(low, high, (rows, columns), generator=generator, dtype=torch.uint8)
+        return values.to(device).view(dtype)
+
+    if op in ("mx_quantize", "mx_quantize_rowcol"):
+        x = torch.randn(_SMALL, 64, generator=generator).to(device, torch.bfloat16)
+        return [((large,), (small,)) for large, small in _tall_and_wide(x)]
+    if op == "to_blocked":
+        scale = codes(_SMALL, 8, 0, 255, torch.float8_e8m0fnu)
+        return [((large,), (small,)) for large, small in _tall_and_wide(scale, 2**28 + 32)]
+    if op == "mx_gemm":
+        a, b = (codes(rows, 32, 0x30, 0x40, torch.float8_e4m3fn) for rows in (_SMALL, 64))  # 0.5 to 1.875
+        a_scale, b_scale = (codes(rows, 1, 127, 128, torch.float8_e8m0fnu) for rows in (_ROWS, 64))
+        calls = []
+        for large, small in _tall_and_wide(a):
+            scales = [a_scale[:1].expand(len(t), -1) for t in (large, small)]
+            calls.append(((large, scales[0], b, b_scale), (small, scales[1], b, b_scale)))
+        return calls
+    return []
+
+
+def _far_problem(fn: Callable[..., Any], op: str, taken: list[dict[str, Any]], device: torch.device) -> str | None:
+    """What is wrong with fn where offsets pass 2^31; None if nothing is. The end of each output is compared."""
+    from mxspec.check import difference
+    from mxspec.spec import outputs_of
+
+    reference = dispatch.reference(op)
+    by_layout = {(k.get("axis"), k.get("scale_layout")): k for k in reversed(taken)}
+    for kwargs in by_layout.values() if op != "mx_gemm" else taken[:1]:
+        for large, small in _far_calls(op, device):
+            try:
+                with _only_the_ends() if device.type == "cpu" else contextlib.nullcontext(), _margins():
+                    got = outputs_of(fn(*large, **kwargs))
+            except NotImplementedError:
+                continue
+            expected = outputs_of(reference(*small, **kwargs))
+            for g, e in zip(got, expected, strict=True):
+                g, e = (g, e) if g.is_contiguous() else (g.mT, e.mT)  # column-major, in the order in which they lie
+                if not (g.is_contiguous() and e.is_contiguous()):
+                    continue
+                equal = 512 if e.ndim == 1 else min(512, e.shape[-1])  # a tile of scales, or the end of a row
+                tails = (g.view(-1)[-equal:],), (e.view(-1)[-equal:],)
+                if problem := difference(*tails, reference.spec.min_sqnr_db):
+                    return f"of the last {equal} elements, {problem}"
+    return None
+
+
+# --- speed ------------------------------------------------------------------------------------------------------
 
 
 def _is_slow(case: Case) -> bool:
@@ -86,17 +418,21 @@ def _is_slow(case: Case) -> bool:
     return sum(sizes) > 2**18
 
 
-def race(contenders: Mapping[str, Callable[[Tensor], Any]], x: Tensor, *, flops: int = 0) -> None:
+def race(contenders: Mapping[str, Callable[[Tensor], Any]], x: Tensor, *, flops: int = 0) -> dict[str, float]:
     """Time functions of one tensor in turn, and print how fast they are.
 
-    Each is a CUDA graph over inputs that pass the L2, as `python -m mxspec bench` times a kernel; two poisons must
-    have left the same bytes in all of its outputs first. What is right is the verdict's to say.
+    Each call is a CUDA graph over inputs that are larger than the L2, as `python -m mxspec bench` times a kernel.
+    Before a function is timed, it must leave the same bytes in its outputs over two poisons. The verdict says whether
+    these bytes are right.
 
     Args:
         contenders: the functions, by the names that are printed.
         x: their argument.
-        flops: of a matmul, to print TFLOP/s; else it is GB/s of bytes read and written, beside those of a copy of x
-            and, for bfloat16, of its bare cast to FP8.
+        flops: the operations of a matmul, to print TFLOP/s. By default GB/s of bytes read and written are printed,
+            beside the rates of a copy of x and, for bfloat16, of a bare cast to FP8.
+
+    Returns:
+        Microseconds of a call, by name.
 
     Raises:
         AssertionError: a function leaves bytes of its outputs unwritten, or changes its input.
@@ -118,3 +454,56 @@ def race(contenders: Mapping[str, Callable[[Tensor], Any]], x: Tensor, *, flops:
     for racer in racers:
         rate = f"{flops / racer.us / 1e6:.0f} TFLOP/s" if flops else f"{bytes_of_call(racer) / racer.us / 1e3:.0f} GB/s"
         print(f"{racer.name:<24}{racer.us:>10.1f} us {rate:>14}")
+    return {racer.name: racer.us for racer in racers}
+
+
+def stored(lesson: str, folder: Path = RESULTS) -> None:
+    """Print what a lesson's kernels reached in the newest stored run of `benchmarks/lessons.py`.
+
+    Args:
+        lesson: the number of the notebook, such as "10".
+        folder: where the runs are stored, as `lessons-*.json`.
+    """
+    runs = sorted(folder.glob("lessons-*.json"))
+    if not runs:
+        print("no run is stored yet; `python benchmarks/lessons.py` on a GPU stores one")
+        return
+    run = json.loads(runs[-1].read_text())
+    print(f"{run['device']}, {run['date']}, " + ", ".join(f"{k} {v}" for k, v in run["versions"].items()))
+    for entry in run["entries"]:
+        if entry["lesson"] == lesson:
+            rate = f"{entry['rate']:.0f} {entry['unit']}"
+            print(f"{entry['shape']:<20}{entry['name']:<24}{entry['us']:>10.1f} us {rate:>14}")
+
+
+# --- the lessons as files ---------------------------------------------------------------------------------------
+
+
+def definitions(lesson: Path) -> dict[str, Any]:
+    """The functions that a notebook defines and its imports, without its calls.
+
+    Args:
+        lesson: the notebook.
+
+    Returns:
+        Functions, kernels and modules by their names.
+    """
+    found: dict[str, Any] = {"__name__": lesson.stem}
+    for i, cell in enumerate(json.loads(lesson.read_text(encoding="utf-8"))["cells"]):
+        if cell["cell_type"] == "code":
+            define("".join(cell["source"]), f"<{lesson.stem}, cell {i}>", found)
+    return found
+
+
+def define(source: str, name: str, found: dict[str, Any]) -> None:
+    """Add the functions and the imports of a cell to what is found already.
+
+    Args:
+        source: the cell's code.
+        name: what a traceback calls it.
+        found: where the functions look for each other, and where they are put.
+    """
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # Triton reads it there
+    tree = ast.parse(source)
+    tree.body = [s for s in tree.body if isinstance(s, (ast.FunctionDef, ast.Import, ast.ImportFrom))]
+    exec(compile(tree, name, "exec"), found)
