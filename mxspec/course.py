@@ -376,7 +376,7 @@ def _far_calls(op: str, device: torch.device) -> list[tuple[tuple[Tensor, ...], 
     if op == "mx_gemm":
         a, b = (codes(rows, 32, 0x30, 0x40, torch.float8_e4m3fn) for rows in (_SMALL, 64))  # 0.5 to 1.875
         a_scale, b_scale = (codes(rows, 1, 127, 128, torch.float8_e8m0fnu) for rows in (_ROWS, 64))
-        calls = []
+        calls: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         for large, small in _tall_and_wide(a):
             scales = [a_scale[:1].expand(len(t), -1) for t in (large, small)]
             calls.append(((large, scales[0], b, b_scale), (small, scales[1], b, b_scale)))
