@@ -359,7 +359,9 @@ def _tall_and_wide(of: Tensor, tall: int = _TALL) -> list[tuple[Tensor, Tensor]]
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _far_calls(op: str, device: torch.device) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+def _far_calls(
+    op: str, kwargs: Mapping[str, Any], device: torch.device
+) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
     """Arguments whose offsets, or whose outputs' offsets, pass 2^31, and those of a small call that ends alike."""
     generator = torch.Generator().manual_seed(10)
 
@@ -375,11 +377,14 @@ def _far_calls(op: str, device: torch.device) -> list[tuple[tuple[Tensor, ...], 
         return [((large,), (small,)) for large, small in _tall_and_wide(scale, 2**28 + 32)]
     if op == "mx_gemm":
         a, b = (codes(rows, 32, 0x30, 0x40, torch.float8_e4m3fn) for rows in (_SMALL, 64))  # 0.5 to 1.875
-        a_scale, b_scale = (codes(rows, 1, 127, 128, torch.float8_e8m0fnu) for rows in (_ROWS, 64))
+
+        def scale(rows: int) -> Tensor:  # all are 1, in either layout
+            ones = torch.full((512 * -(-rows // 128),), 127, dtype=torch.uint8, device=device)
+            return (ones if kwargs.get("scale_layout") == "blocked" else ones[:rows, None]).view(torch.float8_e8m0fnu)
+
         calls: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
         for large, small in _tall_and_wide(a):
-            scales = [a_scale[:1].expand(len(t), -1) for t in (large, small)]
-            calls.append(((large, scales[0], b, b_scale), (small, scales[1], b, b_scale)))
+            calls.append(((large, scale(len(large)), b, scale(64)), (small, scale(_SMALL), b, scale(64))))
         return calls
     return []
 
@@ -392,7 +397,7 @@ def _far_problem(fn: Callable[..., Any], op: str, taken: list[dict[str, Any]], d
     reference = dispatch.reference(op)
     by_layout = {(k.get("axis"), k.get("scale_layout")): k for k in reversed(taken)}
     for kwargs in by_layout.values() if op != "mx_gemm" else taken[:1]:
-        for large, small in _far_calls(op, device):
+        for large, small in _far_calls(op, kwargs, device):
             try:
                 with _only_the_ends() if device.type == "cpu" else contextlib.nullcontext(), _margins():
                     got = outputs_of(fn(*large, **kwargs))
@@ -418,7 +423,9 @@ def _is_slow(case: Case) -> bool:
     return sum(sizes) > 2**18
 
 
-def race(contenders: Mapping[str, Callable[[Tensor], Any]], x: Tensor, *, flops: int = 0) -> dict[str, float]:
+def race(
+    contenders: Mapping[str, Callable[[Tensor], Any]], x: Tensor, *, flops: int = 0
+) -> dict[str, tuple[float, float]]:
     """Time functions of one tensor in turn, and print how fast they are.
 
     Each call is a CUDA graph over inputs that are larger than the L2, as `python -m mxspec bench` times a kernel.
@@ -432,7 +439,7 @@ def race(contenders: Mapping[str, Callable[[Tensor], Any]], x: Tensor, *, flops:
             beside the rates of a copy of x and, for bfloat16, of a bare cast to FP8.
 
     Returns:
-        Microseconds of a call, by name.
+        Microseconds of a call and the printed rate, by name.
 
     Raises:
         AssertionError: a function leaves bytes of its outputs unwritten, or changes its input.
@@ -451,10 +458,12 @@ def race(contenders: Mapping[str, Callable[[Tensor], Any]], x: Tensor, *, flops:
             raise AssertionError(f"{racer.name}: {problem}")
     racers += [] if flops else baselines(inputs)
     take_turns(racers, MATMUL if flops else MEMORY)
+    figures, unit = dict[str, tuple[float, float]](), "TFLOP/s" if flops else "GB/s"
     for racer in racers:
-        rate = f"{flops / racer.us / 1e6:.0f} TFLOP/s" if flops else f"{bytes_of_call(racer) / racer.us / 1e3:.0f} GB/s"
-        print(f"{racer.name:<24}{racer.us:>10.1f} us {rate:>14}")
-    return {racer.name: racer.us for racer in racers}
+        rate = flops / racer.us / 1e6 if flops else bytes_of_call(racer) / racer.us / 1e3
+        print(f"{racer.name:<24}{racer.us:>10.1f} us {f'{rate:.0f} {unit}':>14}")
+        figures[racer.name] = racer.us, rate
+    return figures
 
 
 def stored(lesson: str, folder: Path = RESULTS) -> None:
