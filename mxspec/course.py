@@ -228,7 +228,8 @@ class _Watched:
         except Exception as error:
             self.unfinished = in_words(error, self.fn)
             raise
-        if problem := returned_problem(self.reference, answer):
+        problem = "returns None" if answer is None else returned_problem(self.reference, answer)
+        if problem:
             self.unfinished = f"{self.fn.__name__} {problem}"
             raise TypeError(self.unfinished)
         return answer
@@ -359,9 +360,10 @@ def _tall_and_wide(of: Tensor, tall: int = _TALL) -> list[tuple[Tensor, Tensor]]
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _far_calls(
-    op: str, kwargs: Mapping[str, Any], device: torch.device
-) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+_Call = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the large arguments and the small ones
+
+
+def _far_calls(op: str, kwargs: Mapping[str, Any], device: torch.device) -> list[_Call]:
     """Arguments whose offsets, or whose outputs' offsets, pass 2^31, and those of a small call that ends alike."""
     generator = torch.Generator().manual_seed(10)
 
@@ -378,13 +380,13 @@ def _far_calls(
     if op == "mx_gemm":
         a, b = (codes(rows, 32, 0x30, 0x40, torch.float8_e4m3fn) for rows in (_SMALL, 64))  # 0.5 to 1.875
 
-        def scale(rows: int) -> Tensor:  # all are 1, in either layout
+        def of_ones(rows: int) -> Tensor:  # all are 1, in either layout
             ones = torch.full((512 * -(-rows // 128),), 127, dtype=torch.uint8, device=device)
             return (ones if kwargs.get("scale_layout") == "blocked" else ones[:rows, None]).view(torch.float8_e8m0fnu)
 
-        calls: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+        calls: list[_Call] = []
         for large, small in _tall_and_wide(a):
-            calls.append(((large, scale(len(large)), b, scale(64)), (small, scale(_SMALL), b, scale(64))))
+            calls.append(((large, of_ones(len(large)), b, of_ones(64)), (small, of_ones(_SMALL), b, of_ones(64))))
         return calls
     return []
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import linecache
 import os
 import subprocess
 import sys
@@ -55,6 +53,22 @@ def test_verdict_shows_the_first_wrong_block_and_nothing_of_this_machine(capsys)
     assert not any("reproduce" in line for line in lines)
 
 
+def test_verdict_of_a_function_that_returns_nothing_or_raises(capsys):
+    def nothing(scale):
+        return None
+
+    def unlucky(scale):
+        return scale.unheard_of
+
+    course.verdict(nothing, op="to_blocked", case="128x4")
+    course.verdict(unlucky, op="to_blocked", case="128x4")
+    assert capsys.readouterr().out.splitlines() == [
+        "not yet: nothing returns None",
+        "not yet: unlucky, at `return scale.unheard_of`, raises AttributeError: "
+        "'Tensor' object has no attribute 'unheard_of'",
+    ]
+
+
 def test_verdict_refuses_an_unknown_case():
     with pytest.raises(ValueError, match=r"to_blocked has no case named '128x5'"):
         course.verdict(mxspec.to_blocked, op="to_blocked", case="128x5")
@@ -82,19 +96,6 @@ def test_race_times_only_what_writes_all_of_its_outputs(capsys):
         course.race({"half": half}, x)
 
 
-def definitions(lesson: Path) -> dict[str, Any]:
-    """The functions that a lesson defines and what it imports, without its calls."""
-    found: dict[str, Any] = {"__name__": lesson.stem}
-    for i, cell in enumerate(json.loads(lesson.read_text())["cells"]):
-        if cell["cell_type"] == "code":
-            source, name = "".join(cell["source"]), f"<{lesson.stem}, cell {i}>"
-            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # Triton reads it there
-            tree = ast.parse(source)
-            tree.body = [s for s in tree.body if isinstance(s, (ast.FunctionDef, ast.Import, ast.ImportFrom))]
-            exec(compile(tree, name, "exec"), found)
-    return found
-
-
 def bf16() -> torch.Tensor:
     return torch.zeros(1024, 2048, dtype=torch.bfloat16)
 
@@ -104,7 +105,7 @@ def operands() -> tuple[torch.Tensor, ...]:
 
 
 # What the interpreter cannot show: that a solution is machine code, keeps to its registers and moves 16 bytes at once.
-SOLUTIONS = {
+SOLUTIONS: dict[str, Any] = {
     "10": lambda of: [(of["copy"], (bf16().flatten(), bf16().flatten()), {})],
     "12": lambda of: [(of[name], (bf16(),), {}) for name in ("triton_quantize", "helion_quantize")],
     "13": lambda of: [(of["columns"], (bf16(),), {"axis": -2})],
@@ -116,8 +117,147 @@ SOLUTIONS = {
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @pytest.mark.parametrize("lesson", [path for path in LESSONS if path.name[:2] in SOLUTIONS], ids=lambda path: path.stem)
 def test_a_lessons_solution_is_sound_machine_code(lesson):
-    for fn, args, kwargs in SOLUTIONS[lesson.name[:2]](definitions(lesson)):
+    for fn, args, kwargs in SOLUTIONS[lesson.name[:2]](course.definitions(lesson)):
         (code,) = compile_call(fn, *args, target="sm90", **kwargs)
         assert (code.local_bytes, code.load_bytes, code.store_bytes) == (0, 16, 16)
         if fn.__name__ == "columns":  # the lesson says so: 128 x 64 codes of one byte, and no fp32
             assert code.shared_bytes == 128 * 64
+
+
+# --- the exercises ----------------------------------------------------------------------------------------------
+
+
+def cells(lesson: Path) -> Any:
+    return json.loads(lesson.read_text())["cells"]
+
+
+def tagged(lesson: Path, tag: str) -> list[str]:
+    return ["".join(cell["source"]) for cell in cells(lesson) if tag in cell["metadata"].get("tags", ())]
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_has_a_picture_in_words_too_and_an_exercise_whose_solution_is_collapsed_and_right(lesson):
+    outputs: list[list[dict[str, Any]]] = [cell.get("outputs", []) for cell in cells(lesson)]
+    pictures = [i for i, of_cell in enumerate(outputs) if any("image/png" in o.get("data", {}) for o in of_cell)]
+    assert pictures
+    for i in pictures:
+        assert "".join(cells(lesson)[i + 1]["source"]).startswith("*The picture in words.*")
+    assert len(tagged(lesson, "exercise")) == 2
+    (solution,) = [cell for cell in cells(lesson) if "hide-input" in cell["metadata"].get("tags", ())]
+    assert solution["metadata"]["jupyter"]["source_hidden"]
+    printed = "".join("".join(output["text"]) for output in solution["outputs"])
+    assert printed.startswith("right: ")
+    assert not any(word in printed for word in ("wrong", "not yet"))
+
+
+# An exercise in each state of a reader's work: as it stands, with a name that nothing defines in place of every `...`.
+# "32 bits" is the worked solution without its 64-bit offsets.
+SCRIPT = """
+import contextlib, io, json, sys
+from pathlib import Path
+from mxspec import course
+device = course.start()
+said = {}
+for lesson, cell_states in json.load(open(sys.argv[1])).items():
+    said[lesson] = {}
+    for state, sources in cell_states.items():
+        found = {"__name__": f"{lesson} {state}", "device": device}
+        printed = io.StringIO()
+        for i, source in enumerate(sources):
+            course.define(source, f"<{lesson}, {state}, {i}>", found)
+        with contextlib.redirect_stdout(printed):
+            for line in sources[-1].splitlines():
+                if line.startswith(("course.verdict", "check_copy")):
+                    exec(line, found)
+        said[lesson][state] = printed.getvalue()
+json.dump(said, open(sys.argv[2], "w"))
+"""
+NARROW = {"10": "def copy_kernel", "13": "def columns_kernel", "14": "def tiles_kernel"}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What the lessons' checks say of their exercises in each state, by one process that interprets Triton."""
+    folder, states = tmp_path_factory.mktemp("course"), dict[str, dict[str, list[str]]]()
+    for lesson in LESSONS:
+        code = ["".join(cell["source"]) for cell in cells(lesson) if cell["cell_type"] == "code"]
+        exercises = [code.index(source) for source in tagged(lesson, "exercise")]
+        states[lesson.name[:2]] = of = dict[str, list[str]]()
+        for which, at in zip(("worked", "alone"), exercises, strict=True):
+            before, source = code[:at], code[at]
+            of[f"{which}, as it stands"] = [*before, source]
+            of[f"{which}, a name"] = [*before, source.replace("...", "unheard_of")]
+        if (name := NARROW.get(lesson.name[:2])) is not None:
+            at = next(i for i, source in enumerate(code) if name in source)
+            of["32 bits"] = [*code[:at], code[at].replace(".to(tl.int64)", "")]
+    (folder / "states.json").write_text(json.dumps(states))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    for name in ("TRITON_INTERPRET", "HELION_INTERPRET"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", SCRIPT, str(folder / "states.json"), str(folder / "said.json")]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads((folder / "said.json").read_text())
+
+
+@pytest.mark.parametrize("lesson", [path.name[:2] for path in LESSONS])
+def test_an_unfinished_exercise_gets_a_sentence_and_no_traceback(said, lesson):
+    for state, printed in said[lesson].items():
+        if state != "32 bits":
+            assert printed.startswith("not yet: "), (state, printed)
+            assert printed.count("\n") == 1, (state, printed)
+            assert "Traceback" not in printed
+    for which in ("worked", "alone"):
+        assert "(`...`); the first: " in said[lesson][f"{which}, as it stands"]
+        assert "unheard_of" in said[lesson][f"{which}, a name"]
+
+
+@pytest.mark.parametrize("lesson", NARROW)
+def test_a_kernel_with_offsets_of_32_bits_is_wrong(said, lesson):
+    assert said[lesson]["32 bits"].startswith("wrong where offsets pass 2^31: are they 64-bit?\n")
+
+
+BROKEN = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def broken_kernel(x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), tl.unheard_of(BLOCK))
+
+
+def broken(x):
+    broken_kernel[(1,)](x, BLOCK=32)
+"""
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_what_triton_does_not_compile_is_named():
+    import triton
+
+    found: dict[str, Any] = {"__name__": "broken"}
+    course.define(BROKEN, "<broken>", found)
+    with pytest.raises(triton.CompilationError) as caught:
+        compile_call(found["broken"], bf16(), target="sm90")
+    words = course.in_words(caught.value, found["broken"])
+    assert words.startswith("Triton does not compile broken_kernel, at `tl.store(x + tl.arange(0, BLOCK), ")
+    assert "unheard_of" in words
+
+
+def test_the_newest_stored_run_is_printed(tmp_path, capsys):
+    course.stored("10", tmp_path)
+    assert capsys.readouterr().out.startswith("no run is stored yet; ")
+    entry = {"lesson": "10", "shape": "2 x 3", "name": "copy", "us": 1.25, "rate": 4000.4, "unit": "GB/s"}
+    for date in ("2026-01-01", "2026-01-02"):
+        run = {
+            "device": "a GPU",
+            "date": date,
+            "versions": {"triton": "3.7"},
+            "entries": [entry, {**entry, "lesson": "11"}],
+        }
+        (tmp_path / f"lessons-gpu-{date}.json").write_text(json.dumps(run))
+    course.stored("10", tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "a GPU, 2026-01-02, triton 3.7"
+    assert [line.split() for line in lines[1:]] == [["2", "x", "3", "copy", "1.2", "us", "4000", "GB/s"]]
