@@ -78,8 +78,8 @@ def verdict(fn: Callable[..., Any], *, op: str, case: str | None = None) -> None
 
     A Triton or Helion kernel that passes all cases is also run on tensors whose last elements lie more than 2^31
     elements behind their first. The verdict leaves three kinds of cases to `check.assert_conforms` and
-    `python -m mxspec check`: calls that must be refused, tensors of more than 2^31 elements, and generated cases of more
-    than 2^18 elements, for which an interpreter takes many seconds.
+    `python -m mxspec check`: calls that must be refused, tensors of more than 2^31 elements, and generated cases of
+    more than 2^18 elements, for which an interpreter takes many seconds.
 
     Args:
         fn: a function with the op's signature.
