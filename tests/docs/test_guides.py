@@ -24,7 +24,7 @@ from tests.helpers import ROOT, plain_environment
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDES]
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
-WITHOUT_CODE = {"README", "glossary", "read_the_figures", "support"}
+WITHOUT_CODE = {ROOT / "docs" / "guides" / name for name in ("README.md", "glossary.md")}
 
 
 class Block(NamedTuple):
@@ -75,7 +75,7 @@ def run(page: Path) -> int:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(page) or page.stem in WITHOUT_CODE, "no block ran"
+    assert run(page) or page in WITHOUT_CODE, "no block ran"
 
 
 def test_a_wrong_output_a_raising_block_and_a_failing_command_are_found(tmp_path, monkeypatch):
