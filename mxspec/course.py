@@ -129,6 +129,11 @@ def verdict(fn: Callable[..., Any], *, op: str, case: str | None = None) -> None
         print(f"left out, as it says: {'; '.join(left_out)}")
 
 
+def _is_slow(case: Case) -> bool:
+    sizes = (x.numel() for x in case.args() if isinstance(x, Tensor)) if "generated" in case.flags else ()
+    return sum(sizes) > 2**18
+
+
 # --- an exercise that is not finished ---------------------------------------------------------------------------
 
 
@@ -418,11 +423,6 @@ def _far_problem(fn: Callable[..., Any], op: str, taken: list[dict[str, Any]], d
 
 
 # --- speed ------------------------------------------------------------------------------------------------------
-
-
-def _is_slow(case: Case) -> bool:
-    sizes = (x.numel() for x in case.args() if isinstance(x, Tensor)) if "generated" in case.flags else ()
-    return sum(sizes) > 2**18
 
 
 def race(
