@@ -16,7 +16,7 @@ import mxspec
 from mxspec import course
 from mxspec.machine_code.compile import compile_call
 from mxspec.machine_code.fake_gpu import unavailable
-from tests.helpers import ROOT
+from tests.helpers import ROOT, plain_environment
 
 LESSONS = sorted((ROOT / "notebooks").glob("1[0-5]_*.ipynb"))
 
@@ -191,9 +191,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
             at = next(i for i, source in enumerate(code) if name in source)
             of["32 bits"] = [*code[:at], code[at].replace(".to(tl.int64)", "")]
     (folder / "states.json").write_text(json.dumps(states))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    for name in ("TRITON_INTERPRET", "HELION_INTERPRET"):
-        environment.pop(name, None)
+    environment = plain_environment(CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, "-c", SCRIPT, str(folder / "states.json"), str(folder / "said.json")]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
