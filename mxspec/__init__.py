@@ -20,6 +20,7 @@ from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.fp8_quantize_k_groups import fp8_quantize_k_groups
+from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_groups
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import mx_dequantize
 from mxspec.reference.mx_gemm import mx_gemm
@@ -30,6 +31,8 @@ from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.place_token_groups import place_token_groups
+from mxspec.reference.swiglu_backward_fp8_quantize_rowcol_groups import swiglu_backward_fp8_quantize_rowcol_groups
+from mxspec.reference.swiglu_fp8_quantize_rowcol_groups import swiglu_fp8_quantize_rowcol_groups
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
@@ -66,6 +69,7 @@ __all__ = [
     "fp8_quantize_1x128",
     "fp8_quantize_128x128",
     "fp8_quantize_k_groups",
+    "fp8_quantize_rowcol_groups",
     "from_blocked",
     "mx_dequantize",
     "mx_gemm",
@@ -77,6 +81,8 @@ __all__ = [
     "pad_token_groups",
     "place_token_groups",
     "set_backend",
+    "swiglu_backward_fp8_quantize_rowcol_groups",
+    "swiglu_fp8_quantize_rowcol_groups",
     "to_blocked",
     "to_blocked_k_groups",
     "to_blocked_m_groups",

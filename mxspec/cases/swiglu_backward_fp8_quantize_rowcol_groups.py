@@ -1,0 +1,101 @@
+"""The cases of swiglu_backward_fp8_quantize_rowcol_groups: calls written by hand, calls worth timing, and dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mxspec.cases.common.groups import offsets
+from mxspec.cases.common.impossible import PADDED_GROUPS
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.quantizers import REPEATED, fits, made, shape_of
+from mxspec.cases.common.rowcol_groups import ALSO, BEYOND, dimensions, grouped_cases, possible, refused_offs
+from mxspec.cases.common.space import Space
+from mxspec.cases.common.swiglu import every_gate, gates
+from mxspec.cases.common.tensors import BEGINS, STRIDES, VALUES
+from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
+from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
+from mxspec.spec import Case, Shapes, random_bits, random_normal, these
+
+
+def cases() -> Iterator[Case]:
+    def tokens(M: int, columns: int = 256) -> tuple[Tensor, ...]:
+        return gates(M, columns), random_normal(M, columns // 2, seed=3)
+
+    yield from grouped_cases(tokens)
+    gradient = (1 + torch.arange(512)[:, None] * torch.arange(3, 131) % 128 / 128).bfloat16()
+    yield Case("every gate", lambda: (every_gate(), gradient, offs_of([130, 382])), flags={"edge"})
+    for scale_format in SCALE_FORMATS:
+        bits = [random_bits(200, columns, dtype=torch.bfloat16, seed=columns) for columns in (512, 256)]
+        name = f"random bit patterns, {scale_format}"
+        yield Case(name, these(*bits, offs_of([140, 50])), {"scale_format": scale_format}, flags={"edge"})
+    yield Case("no columns", lambda: (*tokens(139, 0), offs_of([130, 9])), flags={"edge"})
+    yield Case("transposed input", lambda: (*(t.mT for t in (gates(256, 210), gates(128, 210))), offs_of([130, 70])))
+    yield Case("every second row", lambda: (*(t[::2] for t in tokens(300)), offs_of([130, 9])))
+    yield Case("every second column", lambda: (*(t[:, ::2] for t in tokens(150, 512)), offs_of([130, 9])))
+    far = lambda: (far_apart(140, 256), far_apart(140, 128), offs_of([100, 39]))  # noqa: E731
+    yield Case("rows far apart", far, flags={"edge"})
+    yield Case("zeros", lambda: (*(-torch.zeros_like(t) for t in tokens(150)), offs_of([140, 9])), flags={"edge"})
+    large = [random_normal(1, columns, seed=columns).expand(2**20 + 256, columns) for columns in (2048, 1024)]
+    yield Case("2^31 elements and more", these(*large, offs_of([2**20 + 256])), flags={"large"})
+
+    yield from refused_offs(tokens)
+    (gate_up, dh), offs = tokens(50, 512), offs_of([5, 0, 40])
+
+    def refused(name: str, error: type[Exception], match: str, gate_up: Tensor = gate_up, dh: Tensor = dh) -> Case:
+        return Case(name, these(gate_up, dh, offs), raises=error, match=match)
+
+    yield refused("2I = 384", ValueError, "2I = 384 is not a multiple of block_size 256", gate_up[:, :384])
+    yield refused("float32", TypeError, "gate_up has dtype torch.float32", gate_up.float())
+    yield refused("a float32 gradient", TypeError, "dh has dtype torch.float32", dh=dh.float())
+    yield refused("3-D", ValueError, "2-D", gate_up[None])
+    yield refused("a gradient as wide as gate_up", ValueError, "dh has shape (50, 512); needs (50, 256)", dh=gate_up)
+    yield refused("a gradient elsewhere", ValueError, "one device", dh=dh.to("meta"))
+
+
+def bench_cases(shapes: Shapes) -> Iterator[Case]:
+    def args(M: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.randn(M, 2 * D, dtype=torch.bfloat16), torch.randn(M, D, dtype=torch.bfloat16), random_offs(M, 8)
+
+    for M, D in shapes.matrices:
+        if M >= 1024 and M * D < 2**29:
+            yield Case(f"{M}x{D}, G 8", partial(args, M, D))
+
+
+def _of_dh(choice: Choice) -> Choice:
+    """The choice of dh's strides, values and place, under the names of a matrix."""
+    own = {name.removeprefix("dh "): value for name, value in choice.items() if name.startswith("dh ")}
+    sizes = {"rows": choice["rows"]} if "rows" in choice else {}
+    half = {"cols": choice["cols"] // 2} if "cols" in choice else {}
+    return {"experts": None, "negated": False, "dtype": torch.bfloat16, **sizes, **half, **own}
+
+
+def _make(choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
+    of_dh = _of_dh(choice)
+    return made(choice, shape_of(choice)), made(of_dh, shape_of(of_dh)), offsets(choice, choice["rows"])
+
+
+def _possible(choice: Choice) -> bool:
+    return possible(choice, cols=256) and fits(_of_dh(choice))
+
+
+SPACE = Space(
+    {
+        **dimensions((0, 256, 1280, 4352), (torch.bfloat16,)),
+        "dh strides": STRIDES,
+        "dh values": VALUES,
+        "dh begins": BEGINS,
+        "dh negated": (False, True),
+    },
+    _make,
+    {"scale_format": SCALE_FORMATS, "check_offs": (False, True)},
+    _possible,
+    [*(part for part in REPEATED if part.get("cols") not in (1, 1056)), *ALSO],
+    beyond=[{"dh strides": "row-major", "dh values": "finite", "dh begins": "at 0", **choice} for choice in BEYOND],
+)
+TOKENS = "gate_up.rows"
+TOLD_BEFORE = ("dh.rows", "dh.cols")
+IMPOSSIBLE = PADDED_GROUPS

@@ -1,0 +1,48 @@
+"""SwiGLU in bfloat16, `silu(gate) * up`, and its gradient. Each rounding is the one that PyTorch makes.
+
+PyTorch's eager kernels compute `silu(gate)` and its derivative in fp32 and round each result to bfloat16. The last bits
+of their exponential differ from machine to machine. So `sigmoid` is defined here as a rounded exact value. A test shows
+that no bfloat16 result can tell the difference, except for three gates between -88.5 and -87.5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The exact `1 / (1 + e^-x)`, rounded to fp32; 0 where it is below the smallest normal number, 2^-126."""
+    s = (1.0 / (1.0 + torch.exp(-x.double()))).float()
+    return torch.where(s < torch.finfo(torch.float32).tiny, 0.0, s)  # False for NaN, so NaN stays
+
+
+def silu(gate: Tensor) -> Tensor:
+    """`gate * sigmoid(gate)`, rounded to fp32 and then to bfloat16."""
+    return (gate.float() * sigmoid(gate)).bfloat16()
+
+
+def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gate and the up of `(M, 2I)`: each `(M, I)`."""
+    gate, up = gate_up.chunk(2, -1)
+    return gate, up
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `(M, 2I)` bfloat16, rounded to bfloat16: `(M, I)`."""
+    gate, up = halves(gate_up)
+    return silu(gate) * up
+
+
+def swiglu_backward(gate_up: Tensor, dh: Tensor) -> Tensor:
+    """The gradient of gate and up, `(M, 2I)` bfloat16, from the gradient of `swiglu`, `(M, I)`.
+
+    `d_up = dh * silu(gate)` and `d_silu = dh * up`, each rounded to bfloat16. Then
+    `d_gate = ((d_silu * s) * (1 + gate * (1 - s)))` with `s = sigmoid(gate)`: each operation is rounded to fp32, and the
+    result to bfloat16.
+    """
+    gate, up = halves(gate_up)
+    d_up, d_silu = dh * silu(gate), dh * up
+    s = sigmoid(gate)
+    d_gate = (d_silu.float() * s) * (1.0 + gate.float() * (1.0 - s))
+    return torch.cat([d_gate.bfloat16(), d_up], -1)
