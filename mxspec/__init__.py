@@ -1,8 +1,9 @@
 """mxspec: low-precision block formats, as a specification that runs.
 
-Each op below is a readable PyTorch reference (`mxspec/reference/<op>.py`) behind a switch. The switch can run a
-bit-identical kernel instead. Choose a backend with `set_backend`, `with use_backend(...)`, the argument `backend=` of a
-call, or the environment variable MXSPEC_BACKEND.
+Each op below is a readable PyTorch reference (`mxspec/reference/<op>.py`) behind a switch. The switch can run a kernel
+instead. A kernel gives the same bits as the reference; the kernel of a matmul gives its sums with a stated accuracy. A
+backend is a set of such implementations. Choose a backend with `set_backend`, `with use_backend(...)`, the argument
+`backend=` of a call, or the environment variable MXSPEC_BACKEND.
 """
 
 import importlib as _importlib

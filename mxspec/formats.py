@@ -33,7 +33,7 @@ __all__ = [
     "same_bits",
 ]
 
-SCALINGS = ("floor", "rceil", "ceil", "even")  # the rules that turn the amax of an MX block into its scale
+SCALINGS = ("floor", "rceil", "ceil", "even")  # the rules that give the scale of an MX block from its largest magnitude
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
 FP8_BLOCK_SIZE = 128  # DeepSeek-V3 technical report, section 3.3.2: 1x128 activations, 128x128 weights
@@ -52,7 +52,7 @@ class ElementFormat:
     bias: int
     largest_code: int
     inf_code: int | None
-    nan_code: int | None  # a positive NaN; no contract here specifies the payload of a NaN
+    nan_code: int | None  # a positive NaN; the sign and the payload of a NaN are free
     dtype: torch.dtype | None  # None if torch has no such dtype; its codes are then uint8
     per_byte: int = 1  # elements per byte of storage; the first lies in the lowest bits
 
@@ -165,10 +165,15 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
 def exponent_rule(fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> tuple[int, int, int]:
     """A scaling rule as integer arithmetic on the fp32 bits of amax.
 
-    The E8M0 byte is the exponent field of `bits + added` minus `emax`, at least 0. The addition rounds up by its carry
-    into the exponent. rceil rounds amax / max up: that quotient exceeds a power of two exactly if the mantissa of amax
-    exceeds the mantissa of max. There is one exception. A quotient just above 2^-127 is itself rounded down to 2^-127,
-    so the byte of its amax is 0; only fp32 can hold this amax.
+    The E8M0 byte is the exponent field of `bits + added` minus `emax`, at least 0. The addition rounds up if it carries
+    into the exponent field. rceil rounds amax / max up to a power of two: the byte rises by 1 exactly if the mantissa
+    of amax exceeds the mantissa of max. There is one exception. A quotient just above 2^-127 is itself rounded down to
+    2^-127, so the byte of its amax is 0. Among the input dtypes, only fp32 can hold this amax.
+
+    Args:
+        fmt: the element format.
+        scaling: a rule in `SCALINGS`.
+        dtype: the dtype of the tensor that is quantized.
 
     Returns:
         `(emax, added, exception)`: the number to subtract, the number to add, and the bits of the amax whose byte is 0,

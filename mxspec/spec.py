@@ -1,7 +1,8 @@
 """The declaration of an op: its cases, how it is judged, what it costs.
 
-`@spec(...)` stands on the reference function of an op. The switch, the checker, the benchmarks and the command line
-read it there. It does not change the function.
+`@spec(...)` stands on the reference function of an op. The switch (`mxspec.dispatch`), the checker (`mxspec.check`),
+the benchmarks and the command line read the declaration there. It does not change what the function computes. The
+contract of an op is what the docstring of its reference function promises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mxspec.shapes import Shapes
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
-MinSqnr = float | Mapping[torch.dtype, float]  # in dB, for every output or by the dtype of an output
+MinSqnr = float | Mapping[torch.dtype, float]  # in dB: one number for all outputs, or one for each output dtype
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Case:
     - Flag `edge`: a value or a shape at a limit of the contract.
     - Flag `invalid`: the call must be refused. A case with `raises` has it automatically.
     - Flag `large`: more than 2^31 elements. Shapes are checked everywhere, bytes only on machines with enough memory.
+    - Flag `generated`: made by a program and not written by hand.
     """
 
     name: str
@@ -78,7 +80,7 @@ class Spec:
     in_place: bool  # the op returns None and changes its first argument
 
     def outputs(self, args: tuple[Any, ...], result: Any) -> tuple[Tensor, ...]:
-        """The outputs of a call. An op in place has its first argument as output; a returned tensor is an extra."""
+        """The outputs of a call. For an op in place: its first argument, then any tensor that it returns."""
         if not self.in_place:
             return outputs_of(result)
         return args[:1] if result is None else (args[0], *outputs_of(result))
@@ -146,10 +148,10 @@ def spec(
         min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB, or one number per
             output dtype. The default `inf` requires equal bytes, where any NaN equals any NaN.
         bytes_moved, flops: the bytes and flops of one call, from its arguments and outputs; for the benchmarks.
-        peer_rules: the section of `rules/peers.json` that has blocks for this op; `mxspec.rules` has the rules of
-            peers.
+        peer_rules: the section of `rules/peers.json` that has test blocks for this op. A peer is another library;
+            `mxspec.rules` has the rules of the peers.
         gradient: how gradients flow. Without it, asking for a gradient raises.
-        inf_is_free: whether an output that an Inf among the operands reaches may be Inf of either sign or NaN.
+        inf_is_free: whether an output that depends on an Inf of an operand may be Inf of either sign or NaN.
     """
 
     def declare(fn: Callable[P, R]) -> Reference[P, R]:

@@ -45,8 +45,8 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
         out_dtype: torch.bfloat16 or torch.float32.
 
     Returns:
-        qdata's shape, out_dtype, contiguous. The product is rounded twice: to fp32 and then to out_dtype. Every kernel
-        of the field does so; a single rounding would sometimes give another value.
+        qdata's shape, out_dtype, contiguous. The product is rounded twice: to fp32 and then to out_dtype. The kernels
+        of other libraries do so too; a single rounding would sometimes give another value.
 
     Special values: a NaN code or scale gives NaN. Minus zero stays minus zero.
 

@@ -86,7 +86,7 @@ def fp8_gemm(
         either sign or NaN: a kernel scales the sum of a block and the reference scales each product, so the contract
         does not specify which. A kernel multiplies the two scales of a block in fp32 and sums in fp32. Therefore a
         product of two scales must be 0 or a normal number of fp32. If the magnitudes of an output's products add up to
-        2^127 or more, its sum is right, and so is any value that is not finite.
+        2^127 or more, a kernel may give the sum or any value that is not finite.
 
     Raises:
         TypeError: an operand, a scale or out_dtype has a dtype that is not listed above.

@@ -79,7 +79,7 @@ def fp8_grouped_gemm(
     """Multiply the tokens of each group by the weights of its expert, FP8 with scales in blocks of 128.
 
     `out[m] = fp8_gemm(a[m], b[g])`, where g is the group of row m: `offs[g-1] <= m < offs[g]`. Rows that belong to no
-    group are 0. dgrad is the same op: it multiplies dy by the transpose `(E, K, N)` that
+    group are 0. dgrad, the gradient of the tokens, is the same op: it multiplies dy by the transpose `(E, K, N)` that
     `fp8_quantize_128x128(w, with_transpose=True)` gives.
 
     Args:
@@ -99,7 +99,7 @@ def fp8_grouped_gemm(
             meaning, but no access outside the operands and the result.
 
     Returns:
-        `(M, N)` of out_dtype, contiguous. Rows from `offs[-1]` on are 0, whatever a and a_scale hold there. Rounding
+        `(M, N)` of out_dtype, contiguous. Rows from the last end on are 0, whatever a and a_scale hold there. Rounding
         and the judgement of kernels are as for `fp8_gemm`.
 
     Special values: as for `fp8_gemm`, within a group: a NaN in an expert's weights reaches only the tokens of that

@@ -51,8 +51,8 @@ def fp8_quantize_128x128(
           back.
         - qdata_t, scale_t: `(..., K, N)` and `(..., K/128, ceil(N/128))`, contiguous: the same numbers, transposed.
 
-    Special values: as for `fp8_quantize_1x128`. A block of zeros gives scale 2.23214294e-15. A NaN or an Inf makes its
-        block's scale and elements NaN.
+    Special values: as for `fp8_quantize_1x128`. A block of zeros gives scale 2.23214294e-15 for the default options. A
+        NaN or an Inf makes its block's scale and elements NaN.
 
     Raises:
         TypeError: w has a dtype that is not listed above, eps is not a number, or with_transpose is not a bool.
@@ -81,6 +81,6 @@ def fp8_quantize_128x128(
     scaled = blocks * s.unsqueeze(-1).unsqueeze(-3)
     qdata = saturating_cast(scaled, E4M3FN).reshape(*lead, row_blocks * FP8_BLOCK_SIZE, K)[..., :N, :].contiguous()
     outputs: tuple[Tensor, ...] = qdata, s.reciprocal()
-    if with_transpose:  # clone, because outputs never share memory; contiguous() alone makes no copy where it need not
+    if with_transpose:  # clone, because outputs never share memory; contiguous() alone may return its input
         outputs += tuple(t.mT.clone(memory_format=torch.contiguous_format) for t in outputs)
     return outputs

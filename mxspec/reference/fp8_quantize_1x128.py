@@ -53,8 +53,8 @@ def fp8_quantize_1x128(
         - qdata: `(M, K)` float8_e4m3fn; row-major for axis -1, column-major with strides `(1, M)` for axis -2.
         - scale: float32, `(M, K/128)` for axis -1 and `(K, M/128)`, the scale of the transpose, for axis -2.
 
-    Special values: a block of zeros has elements 0 and scale 2.23214294e-15 (`eps / 448`). A NaN or an Inf makes its
-        block's scale and elements NaN.
+    Special values: a block of zeros has elements 0, with their signs, and the scale of `amax = eps`: 2.23214294e-15
+        (about `eps / 448`) for the default options. A NaN or an Inf makes its block's scale and elements NaN.
 
     Raises:
         TypeError: x has a dtype that is not listed above, or eps is not a number.

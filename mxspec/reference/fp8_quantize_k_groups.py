@@ -48,7 +48,7 @@ def fp8_quantize_k_groups(
     Args:
         x: `(M, D)`, the tokens of each group together; bfloat16, float16 or float32; any strides.
         offs: `(G,)` int32 on x's device: the exclusive end of each group, of any alignment. The ends never decrease,
-            and the last is at most M. Rows from `offs[-1]` on belong to no group and are dropped.
+            and the last is at most M. Rows from the last end on belong to no group and are dropped.
         scale_format, eps: as for `fp8_quantize_1x128`.
         check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
             waits for nothing; an offs out of order then gives bytes without meaning, but no access outside x and the
@@ -57,12 +57,13 @@ def fp8_quantize_k_groups(
     Returns:
         `(qdata, scale, start, end)`. Below, `R` is the smallest multiple of 128 that is at least `M + G*128`.
 
-        - qdata: `(D, R)` float8_e4m3fn, contiguous. Its rows and columns only give the number of codes: the first
-          `D * end[-1]` codes hold the groups, the rest are 0. Codes of padding are 0, except beside a NaN or an Inf.
-        - scale: `(D, R/128)` float32, MN-major (strides `(1, D)`), as DeepGEMM needs it; 0 from column `end[-1] / 128`
+        - qdata: `(D, R)` float8_e4m3fn, contiguous. Its shape only gives the number of codes. With `end[G-1]` for the
+          last end, the first `D * end[G-1]` codes hold the groups, and the rest are 0. Codes of padding are 0, but
+          padding in the same block as a NaN or an Inf is NaN.
+        - scale: `(D, R/128)` float32, MN-major (strides `(1, D)`), as DeepGEMM needs it; 0 from column `end[G-1] / 128`
           on.
-        - start, end: `(G,)` int32. Group g and its padding take the tokens `start[g] .. end[g]`; an empty group takes
-          none.
+        - start, end: `(G,)` int32. Group g and its padding take the rows from `start[g]` up to, but without, `end[g]`;
+          an empty group takes none.
 
     Special values: as for `fp8_quantize_1x128`. Padding never changes a scale, because a zero is never larger than the
         tokens of its block. Padding is quantized like any zero: a NaN in its block makes it NaN.

@@ -27,7 +27,8 @@ def check_args(blocked: Tensor, rows: int, cols: int) -> None:
 def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
     """Rearrange scales from 128x4 tiles into row-major order.
 
-    `out[r, c] = blocked[offset(r, c)]`, with the offset that `to_blocked` defines.
+    `out[r, c] = blocked[place(r, c)]`. `place(r, c)` is the number of the byte to which `to_blocked` moves scale
+    `(r, c)`.
 
     Args:
         blocked: `(Rp*Cp,)` or `(E, Rp*Cp)`, with `Rp = 128*ceil(rows/128)` and `Cp = 4*ceil(cols/4)`; float8_e8m0fnu or

@@ -74,8 +74,8 @@ def mx_grouped_gemm(
     """Multiply the tokens of each group by the weights of its expert, MXFP8 with blocks of 32 along K.
 
     `out[m] = mx_gemm(a[m], b[g])`, where g is the group of row m: `offs[g-1] <= m < offs[g]`. Rows that belong to no
-    group are 0. dgrad is the same op: it multiplies dy by w quantized along N, whose `qdata.mT` is a K-major
-    `(E, K, N)`.
+    group are 0. dgrad, the gradient of the tokens, is the same op: it multiplies dy by w quantized along N, whose
+    `qdata.mT` is a K-major `(E, K, N)`.
 
     Args:
         a: `(M, K)` float8_e4m3fn or float8_e5m2, the tokens of each group together, K-major: `stride(1) = 1`. K is a
@@ -96,7 +96,7 @@ def mx_grouped_gemm(
             operands and the result.
 
     Returns:
-        `(M, N)` of out_dtype, contiguous. Rows from `offs[-1]` on are 0, whatever a and a_scale hold there. Rounding
+        `(M, N)` of out_dtype, contiguous. Rows from the last end on are 0, whatever a and a_scale hold there. Rounding
         and the judgement of kernels are as for `mx_gemm`.
 
     Special values: as for `mx_gemm`, within a group: a NaN in an expert's weights reaches only the tokens of that

@@ -91,8 +91,8 @@ def mx_grouped_gemm_wgrad(
             access outside the operands and the result.
 
     Returns:
-        `(E, N, K)` of out_dtype, contiguous. A group without tokens gives zeros. Tokens from `offs[-1]` on never count,
-        whatever codes and scales hold there. Rounding and the judgement of kernels are as for `mx_gemm`.
+        `(E, N, K)` of out_dtype, contiguous. A group without tokens gives zeros. Tokens from the last end on never
+        count, whatever codes and scales hold there. Rounding and the judgement of kernels are as for `mx_gemm`.
 
     Special values: as for `mx_gemm`, within a group: a NaN reaches only the gradient of its own expert.
 

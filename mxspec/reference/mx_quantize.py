@@ -61,8 +61,8 @@ def mx_quantize(
     - floor (OCP): `exponent(a) - emax + 127`, clamped to 0..254. Elements whose mantissa exceeds that of `max`
       saturate.
     - ceil: floor's value before the clamp, plus 1 if the mantissa of a is not 0; then clamped to 0..254.
-    - even: floor's rule on a changed a: half a unit of the element's last mantissa bit is added to the bits of a, so
-      that a tie goes up.
+    - even: floor's rule on a rounded a. Half a unit of the element's last mantissa bit is added to the bits of a. This
+      rounds a to the mantissa width of the element, and a tie goes up.
 
     Args:
         x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides.
@@ -84,8 +84,8 @@ def mx_quantize(
           of the transpose; row-major. Blocked: `to_blocked` of the plain scale, with padding bytes 0.
 
     Special values: a block of zeros has byte 0, and its zeros keep their signs. A NaN or an Inf makes its block's byte
-        255 and all 32 elements NaN. e2m1 has no NaN: there only the byte shows the NaN, and all 32 codes are 7, the
-        code of the largest value, as PTX's `cvt` gives for NaN (torchao's main branch leaves 3). Byte 0 means 2^-127: a
+        255 and all 32 elements NaN. e2m1 has no NaN: only the byte shows the NaN, and all 32 codes are 7, the code of
+        the largest value. PTX's `cvt` gives this code for NaN (torchao's main branch gives 3). Byte 0 means 2^-127: a
         block of 2^-126 gives elements 2.0.
 
     Raises:

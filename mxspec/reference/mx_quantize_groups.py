@@ -72,7 +72,7 @@ def mx_quantize_groups(
         x: `(M, K)`, the tokens of each group together; bfloat16, float16 or float32; any strides. For axis -1, K must
             be a multiple of 32.
         offs: `(G,)` int32 on x's device: the exclusive end of each group. The ends never decrease, and the last is at
-            most M. Rows from `offs[-1]` on belong to no group and are dropped.
+            most M. Rows from the last end on belong to no group and are dropped.
         axis: -1 for 1x32 blocks along K, -2 for 32x1 blocks along the tokens, padding included.
         pad_to: the multiple of rows that each group is padded to; itself a multiple of 128.
         elem_dtype, scaling: as for `mx_quantize`; elem_dtype is torch.float8_e4m3fn, torch.float8_e5m2, "e4m3fn" or
@@ -86,12 +86,13 @@ def mx_quantize_groups(
         `(qdata, scale, start, end)`. Below, `R` is the smallest multiple of pad_to that is at least `M + G*pad_to`.
 
         - qdata: `(R, K)`, elem_dtype; contiguous for axis -1, column-major with strides `(1, R)` for axis -2. Codes of
-          padding are 0, except beside a NaN or an Inf in a block along the tokens.
+          padding are 0. For axis -2, padding in the same block as a NaN or an Inf is NaN.
         - scale: float8_e8m0fnu. Blocked: `(R + 128*G, Cp)` with `Cp = 4*ceil(K/128)` for axis -1, and
           `(Kp, R/32 + 4*G)` with `Kp = 128*ceil(K/128)` for axis -2; in both, the bytes of group g begin at byte
           `start[g] * Cp`. Plain: `(R, K/32)` for axis -1 and `(K, R/32)` for axis -2. Bytes of blocks without a token
           are 0.
-        - start, end: `(G,)` int32. Group g and its padding take the rows `start[g] .. end[g]` of qdata.
+        - start, end: `(G,)` int32. Group g and its padding take the rows of qdata from `start[g]` up to, but without,
+          `end[g]`.
 
     Special values: as for `mx_quantize`. Padding never changes a scale, because a zero is never larger than the tokens
         of its block. Padding is quantized like any zero: a NaN in its block makes it NaN.

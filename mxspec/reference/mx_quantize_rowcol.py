@@ -61,8 +61,8 @@ def mx_quantize_rowcol(
         - s_row, s_col: float8_e8m0fnu. Plain: s_row `(..., M, K/32)` and s_col `(..., K, M/32)`, row-major. Blocked:
           `to_blocked` of the plain scales, with padding bytes 0.
 
-    Special values: as for `mx_quantize`, in each direction on its own. A NaN makes the block of 32 in its row NaN, and
-        the block of 32 in its column.
+    Special values: as for `mx_quantize`, in each direction on its own. A NaN makes its block of 32 along the row NaN,
+        and its block of 32 along the column.
 
     Raises:
         TypeError: x has a dtype that is not listed above, or elem_dtype is not in the list above.

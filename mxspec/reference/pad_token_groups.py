@@ -38,14 +38,14 @@ def pad_token_groups(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pad every group of rows with zeros to a multiple of `alignment`, without reading the group sizes on the host.
 
-    Group g has the rows `offs[g-1] .. offs[g]` of x, `m` of them. In the result the group begins at `start[g]`, the sum
-    of `alignment * ceil(m / alignment)` over the groups before, and ends with its padding at `end[g]`. An empty group
-    stays empty.
+    Group g has the rows t of x with `offs[g-1] <= t < offs[g]` (group 0 begins at row 0), `m` of them. In the result
+    the group begins at row `start[g]`, the sum of `alignment * ceil(m / alignment)` over the groups before. `end[g]` is
+    the row after its padding. An empty group stays empty.
 
     Args:
         x: `(M, K)`, the tokens of each group together; real numbers of 1, 2 or 4 bytes; any strides.
         offs: `(G,)` int32 on x's device: the exclusive end of each group. The ends never decrease, and the last is at
-            most M. Rows from `offs[-1]` on belong to no group and are dropped.
+            most M. Rows from the last end on belong to no group and are dropped.
         alignment: in rows; an int of at least 1, not necessarily a power of two.
         check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
             waits for nothing; an offs out of order then gives rows without meaning, but no access outside x and the

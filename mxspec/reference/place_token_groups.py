@@ -43,9 +43,10 @@ def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *,
     Args:
         x: `(M, K)`, the rows of each group together; real numbers of 1, 2 or 4 bytes; any strides.
         offs: `(G,)` int32 on x's device: the exclusive end of each group in x. The ends never decrease, and the last is
-            at most M. Rows from `offs[-1]` on belong to no group.
+            at most M. Rows from the last end on belong to no group.
         start: `(G,)` int32 on x's device: the row of the result at which each group begins. Groups may come in any
-            order and with any gaps, and should share no row. In a row that groups share, the later token stands.
+            order and with any gaps, and should share no row. If several tokens have the same row, the result holds the
+            token that comes last in x.
         num_rows: the number of rows of the result, 0 to 2^31 - 1.
         check_offs: True reads offs (not start) on the host, which waits for the device, and raises if offs is not in
             order. False waits for nothing; an offs out of order then gives rows without meaning, but no access outside
@@ -53,8 +54,8 @@ def place_token_groups(x: Tensor, offs: Tensor, start: Tensor, num_rows: int, *,
 
     Returns:
         `(num_rows, K)`, x's dtype, contiguous. Rows without a token are zeros. Tokens whose row lies before row 0 or
-        past num_rows are dropped. The gradient of x is `unpad_token_groups` of the result's gradient; a token that lost
-        its row to another token also gets the gradient of that row.
+        past row num_rows - 1 are dropped. The gradient of x is `unpad_token_groups` of the result's gradient; a token
+        that lost its row to another token also gets the gradient of that row.
 
     Special values: the op moves rows as bytes. Zeros are the byte 0 (in float8_e8m0fnu that is 2^-127).
 

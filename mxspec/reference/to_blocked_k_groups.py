@@ -42,15 +42,15 @@ def tile_places(end: Tensor, row_tiles: int, col_tiles: int) -> Tensor:
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     """Rearrange the scales of each group of columns into its own 128x4 tiles: the operands of the weight gradient.
 
-    Group g has the columns `offs[g-1] .. offs[g]`, `c` of them. Its bytes are `to_blocked` of the group alone:
-    `Rp * 4*ceil(c/4)` consecutive bytes, with `Rp = 128*ceil(R/128)`. They begin at byte `start[g] * Rp` of the result;
-    `start[g]` is the sum of `4*ceil(c/4)` over the groups before. The rows and columns of the result only give the
-    number of bytes.
+    Group g has the columns k with `offs[g-1] <= k < offs[g]` (group 0 begins at column 0), `c` of them. Its bytes are
+    `to_blocked` of the group alone: `Rp * 4*ceil(c/4)` consecutive bytes, with `Rp = 128*ceil(R/128)`. They begin at
+    byte `start[g] * Rp` of the result; `start[g]` is the sum of `4*ceil(c/4)` over the groups before. The shape of the
+    result only gives the number of bytes.
 
     Args:
         scale: `(R, C)`; float8_e8m0fnu or uint8; any strides.
         offs: `(G,)` int32 on scale's device: the exclusive end of each group, in columns of scale (tokens / 32). The
-            ends never decrease, and the last is at most C. Columns from `offs[-1]` on are dropped.
+            ends never decrease, and the last is at most C. Columns from the last end on are dropped.
         check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
             waits for nothing; an offs out of order then gives bytes without meaning, but no access outside scale and
             the result.

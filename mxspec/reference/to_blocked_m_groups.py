@@ -27,14 +27,14 @@ def check_args(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> None
 def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     """Rearrange the scales of each group of rows into its own 128x4 tiles.
 
-    Group g has the rows `offs[g-1] .. offs[g]`, `m` of them, and takes `128*ceil(m/128)` rows of the result. The bytes
-    of these rows are `to_blocked` of the group alone. They begin at row `start[g]`, the sum of `128*ceil(m/128)` over
-    the groups before.
+    Group g has the rows r with `offs[g-1] <= r < offs[g]` (group 0 begins at row 0), `m` of them, and takes
+    `128*ceil(m/128)` rows of the result. The bytes of these rows are `to_blocked` of the group alone. They begin at row
+    `start[g]`, the sum of `128*ceil(m/128)` over the groups before.
 
     Args:
         scale: `(M, C)`; float8_e8m0fnu or uint8; any strides.
         offs: `(G,)` int32 on scale's device: the exclusive end of each group. The ends never decrease, and the last is
-            at most M. Rows from `offs[-1]` on are dropped.
+            at most M. Rows from the last end on are dropped.
         check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
             waits for nothing; an offs out of order then gives bytes without meaning, but no access outside scale and
             the result.

@@ -44,8 +44,8 @@ def unpad_token_groups(
 ) -> Tensor:
     """Remove the padding: the inverse of `pad_token_groups` on the rows that belong to a group.
 
-    Group g holds the tokens `first = offs[g-1] .. offs[g]`. Row `t` of the result, a token of group g, is row
-    `start[g] + t - first` of padded.
+    Group g holds the tokens t with `first <= t < offs[g]`, where `first` is `offs[g-1]`, or 0 for group 0. Row `t` of
+    the result, a token of group g, is row `start[g] + t - first` of padded.
 
     Args:
         padded: `(R, K)`; real numbers of 1, 2 or 4 bytes; any strides.

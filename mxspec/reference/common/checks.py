@@ -1,4 +1,4 @@
-"""Argument checks that contracts share. Each error is one sentence: the op, the argument that came, and the need."""
+"""Argument checks that several ops share. Each error is one sentence: the op, the argument as given, and the need."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Token groups: where each group begins and ends, and which token each padded row holds.
 
-The tokens of group g are the rows `offs[g-1] .. offs[g]`. After padding they begin at row `start[g]`. The functions
-compute everything from these tensors on the device and read no value on the host. The index of a row's group is the
-number of groups that end at or before the row.
+The tokens of group g are the rows t with `offs[g-1] <= t < offs[g]`; group 0 begins at row 0. After padding they begin
+at row `start[g]`. The functions compute everything from these tensors on the device and read no value on the host. The
+index of a row's group is the number of groups that end at or before the row.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def padded_rows(M: int, G: int, alignment: int) -> int:
-    """The number of rows that hold M tokens in G groups of any sizes. The host knows it without asking the device."""
+    """A number of rows that is enough for M tokens in G padded groups of any sizes. It needs no value of the device."""
     return round_up(M + G * alignment, alignment)
 
 
 def each_group(offs: Tensor) -> range:
     """The indices of all groups; for tensors without values only the first.
 
-    A fake or meta tensor needs one group alone, because that group shows the shapes of all groups. A loop over 128
-    groups of fake tensors is slow (see benchmarks/results/decisions.md).
+    A fake or meta tensor has a shape but no values. One group is enough for it, because that group shows the shapes of
+    all groups. A loop over 128 groups of fake tensors is slow (see benchmarks/results/decisions.md).
     """
     G = offs.shape[0]
     return range(min(G, 1) if offs.is_meta or isinstance(offs, FakeTensor) else G)

@@ -16,7 +16,8 @@ from mxspec.reference.unpad_token_groups import unpad_token_groups
 
 # The thresholds for kernels. Dequantized operands are exact in bfloat16 unless their exponents are extreme, so a kernel
 # loses precision only in its sums. Emulations of fp32 sums, and of sums with the 14 bits that Hopper's fp8 tensor cores
-# keep, pass both thresholds. One wrong scale among 4096 fails them (see benchmarks/results/decisions.md).
+# keep, pass both thresholds. An output with one wrong scale among 4096 fails them (see
+# benchmarks/results/decisions.md).
 MIN_SQNR_DB = {torch.float32: 70.0, torch.bfloat16: 55.0}
 
 

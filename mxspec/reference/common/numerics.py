@@ -2,7 +2,7 @@
 
 Compare it with `triton_kernels/common/numerics.py` and `helion_kernels/common/numerics.py`, which compute the same. The
 functions read fp32 by its bits (sign 1, exponent field 8, mantissa 23), because `log2` in fp32 is wrong by one near
-powers of two: `ceil(log2(0x48e00001 / 448))` gives the exponent 10, but 11 is right.
+powers of two. For the number with the bits 0x48e00001, `ceil(log2(a / 448))` gives the exponent 10, but 11 is right.
 """
 
 from __future__ import annotations
