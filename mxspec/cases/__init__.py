@@ -7,8 +7,8 @@
 - `SPACE`: the dimensions of a call. Cases are generated from it so that every two facts of a call meet in a case;
 - `IMPOSSIBLE`: pairs of facts that no valid call has, as patterns, each with the reason;
 - `TOKENS`: the size that is divided into token groups;
-- `TOLD_BEFORE`: sizes that the contract makes equal to a size of an earlier tensor;
-- `ACROSS`: True if blocks lie along rows; `MOVES_BYTES`: True if the op never reads a value.
+- `TOLD_BEFORE`: sizes that must equal a size of an earlier tensor of the call;
+- `ACROSS`: True if blocks lie down the columns, as for axis -2; `MOVES_BYTES`: True if the op never reads a value.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def of_tokens(op: str) -> str:
 
 
 def across(op: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the blocks of a call lie along the rows of a tensor (True) or along its columns."""
+    """Whether the blocks of a call lie down the columns of a tensor, as for axis -2, and not along its rows."""
     return getattr(of(op), "ACROSS", False) or kwargs.get("axis") == -2
 
 
@@ -74,7 +74,7 @@ def moves_bytes(op: str) -> bool:
 
 
 def told_before(op: str) -> Collection[str]:
-    """The sizes of an op's tensors that the contract makes equal to a size of an earlier tensor."""
+    """The sizes of an op's tensors that must equal a size of an earlier tensor of the call."""
     return getattr(of(op), "TOLD_BEFORE", ())
 
 

@@ -19,7 +19,7 @@ from mxspec.spec import Case, Shapes, normal
 
 
 def onto(M: int, N: int, *args: Any, row: int = 0, **options: Any) -> Any:
-    """The five operands of a call. The rows of acc lie `row` elements apart, and acc is as large as the products.
+    """The five operands of a call. The rows of acc lie `row` elements apart. Its values are as large as the products.
 
     Scales stay within a factor of two of 1, so that every wrong element shows in the SQNR.
     """

@@ -18,8 +18,9 @@ from mxspec.spec import Case, Shapes, normal, these
 
 
 def onto(*args: Any, row: int = 0, **options: Any) -> Any:
-    """The six operands of a call: acc, as large as the products, with rows `row` elements apart, and those of
-    `made`.
+    """The six operands of a call: acc and the operands of `made`.
+
+    acc has values as large as the products, and its rows lie `row` elements apart.
     """
     operands = made(*args, **options)
     E, N, K = operands[4].shape[0], operands[0].shape[0], operands[2].shape[0]

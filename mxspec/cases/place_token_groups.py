@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"K = {K}", partial(args, [5, 40], 45, K), flags={"edge"})
     x, offs, start, rows = args([5, 0, 40], 50, 256)
     yield Case("a gap before the first group", these(x, offs, start + 3, rows + 8), flags={"edge"})
-    # The last group comes first, and the empty group begins where the first does.
+    # The last group comes first in the result, and the empty group begins at the same row as group 0.
     turned = torch.tensor([45, 45, 0], dtype=torch.int32)
     yield Case("groups in another order", these(x, offs, turned, rows))
     yield Case("300 groups in another order", partial(shuffled, 300), flags={"edge"})

@@ -40,7 +40,7 @@ def cases() -> Iterator[Case]:
     padded, offs, start, M = args([5, 0, 40], 50, 256)
     yield Case("padded is too short", these(padded[:60], offs, start, M), flags={"edge"})
     yield Case("a gap before the first group", these(padded, offs, start + 3, M), flags={"edge"})
-    # The last group comes first, and the empty group begins where the first does.
+    # The last group comes first in padded, and the empty group begins at the same row as group 0.
     turned = torch.tensor([45, 45, 0], dtype=torch.int32)
     yield Case("groups in another order", these(padded, offs, turned, M))
     yield Case("groups that share rows", these(padded, offs, start // 8, M), flags={"edge"})

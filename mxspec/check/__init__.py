@@ -1,6 +1,7 @@
 """The conformance engine: does a backend, or any function, give the same bytes as the reference?
 
-pytest, the command line and the notebooks use this one engine. It reads each op's `@spec` and names no op itself.
+For a matmul it asks whether the sums are near enough to the reference's. pytest, the command line and the notebooks use
+this one engine. It reads each op's `@spec` and names no op itself.
 """
 
 from mxspec.check._compare import difference, form_difference, sqnr_db

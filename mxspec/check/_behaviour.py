@@ -220,7 +220,7 @@ def waits_for_nothing(trial: Trial) -> str | None:
 
 
 def gradients_flow(trial: Trial) -> str | None:
-    """If the op has gradients, a candidate gives the same gradients as the op, for all token groups."""
+    """If the op has gradients, a candidate gives the same gradients as the op, in the hand-written cases."""
     op = trial.reference.__name__
     public = dispatch.public(op)
     for case in dispatch.reference(op).spec.cases():

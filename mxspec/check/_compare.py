@@ -50,7 +50,7 @@ def difference(
 
     min_sqnr_db: the bound, or a bound for each dtype.
     magnitudes: for each output, the sums of the magnitudes of its products. They bound the error of each element.
-    inf_is_free: whether a result that depends on an Inf operand may be Inf of either sign or NaN.
+    inf_is_free: whether an output that depends on an Inf of an operand may be Inf of either sign or NaN.
     """
     got = tuple(t.resolve_neg() if isinstance(t, Tensor) else t for t in got)
     if problem := form_difference(got, expected):
@@ -181,7 +181,7 @@ def _rounded_once(got: Tensor, expected: Tensor, min_sqnr_db: float) -> bool:
 
 
 def magnitude_of(t: Tensor) -> Tensor:
-    """The magnitudes of an operand. The sign goes, Inf becomes the largest number, and NaN stays.
+    """The magnitudes of an operand, in its dtype. Inf becomes the largest number, and NaN stays.
 
     The result has the operand's order of dimensions in memory.
     """

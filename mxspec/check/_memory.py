@@ -123,8 +123,8 @@ def memory_of_inputs(reference: Reference[..., Any], args: tuple[Any, ...]) -> d
 def _touched(t: Tensor) -> Tensor:
     """The memory that a tensor is a view of. If its rows lie gigabytes apart, only the pages that hold an element.
 
-    A page has 4096 bytes. To read all pages between the rows would take seconds, and to keep a copy of them gigabytes.
-    So a write to one of these pages goes unnoticed.
+    A page has 4096 bytes. To read all pages between the rows would take seconds, and a copy of them would take
+    gigabytes. So a write to a page that holds no element goes unnoticed.
     """
     memory = _bytes(t)
     if memory.numel() - t.numel() * t.element_size() < 2**28:

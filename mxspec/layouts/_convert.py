@@ -22,7 +22,7 @@ def _converted(plain: Tensor, dtype: torch.dtype, to: str) -> Tensor:
         return plain
     if dtype in FP32:
         return plain.to(dtype)
-    scales = plain.to(torch.float8_e8m0fnu)  # rounds other numbers than powers of two; E8M0 has no 0 and no infinity
+    scales = plain.to(torch.float8_e8m0fnu)  # rounds numbers that E8M0 does not have: those are found below
     wrong = (scales.float() != plain) & ~plain.isnan()
     if not wrong.is_meta and wrong.any():
         at = wrong.nonzero()[0].tolist()
@@ -87,9 +87,11 @@ def convert(
 ) -> Tensor:
     """Return the same scales in another layout.
 
-    `write_to(read_from(scale))`, with the functions of `LAYOUTS`. Converting back gives the original scale. Values do
-    not change: float32 becomes E8M0 if the target layout holds nothing else, and E8M0 becomes float32, exactly or with
-    an error. The conversion calls mxspec's ops, so it runs on the current backend.
+    The function `read` of the layout `from_` gives the plain scales, and the function `write` of the layout `to` writes
+    them. Converting back gives the original scale, except what a layout loses (see `explain`). If the layout `to` holds
+    only E8M0, float32 becomes E8M0. If it holds only float32, E8M0 becomes float32. The values never change: a value
+    that the other dtype does not have raises an error. The conversion calls mxspec's ops, so it runs on the current
+    backend.
 
     Args:
         scale: scales in the layout `from_`; float32, float8_e8m0fnu, or uint8 (the bytes of E8M0); int32 for
@@ -104,8 +106,9 @@ def convert(
     Returns:
         A tensor in the layout `to`. Every byte of it is defined: padding is 0.
 
-    Special values: an E8M0 NaN becomes an fp32 NaN and back; its payload is lost. 2^-127 is subnormal in fp32, and
-        DeepGEMM's own packing refuses it. Layouts with groups drop the scales past offs[-1] and read them back as 0.
+    Special values: an E8M0 NaN becomes an fp32 NaN. An fp32 NaN becomes the byte 255, so its payload is lost. 2^-127 is
+        subnormal in fp32, and DeepGEMM's own packing refuses it. Layouts with groups drop the scales after the last
+        group and read them back as bytes 0.
 
     Raises:
         TypeError: the layout does not have this dtype.

@@ -138,10 +138,10 @@ def draw(
         by: `memory` or `matrix`.
         lines: the lines to draw of each tile; None in the list draws a gap. By default all lines.
         owner: integers in the shape of the scales: the owner of each scale, which gives its colour; -1 is drawn as
-            padding. By default the scale's row, or, in tiled layouts, its group of 32 rows. More than five owners
-            repeat colours.
+            padding. By default the owner is the scale's row, or, in tiled layouts, its group of 32 rows. There are five
+            colours: with more than five owners, some owners have the same colour.
         labels: the names of the owners 0, 1, ..., for a legend.
-        text: whether cells have a text. By default they have if there are at most 512 cells.
+        text: whether cells have a text. By default they have a text if there are at most 512 cells.
         ax: matplotlib axes to draw on; by default new axes.
 
     Returns:

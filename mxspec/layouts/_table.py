@@ -234,7 +234,7 @@ def layout_named(op: str, argument: str, name: str) -> Layout:
 
 
 def explain(layout: str | None = None) -> str:
-    """The table of one layout, or of all: who reads it, its shape and strides, the place of a scale, its dtypes."""
+    """The text of one layout, or of all layouts: who reads it, its shape, the place of a scale, its dtypes, padding."""
     lines = []
     for name in LAYOUTS if layout is None else [layout]:
         entry = layout_named("layouts.explain", "layout", name)

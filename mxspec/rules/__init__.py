@@ -1,15 +1,17 @@
 """The rules of other libraries, as presets on the reference: what they compute differently under the same names.
 
-`rules.<peer>.<op>` is an op with a peer's arithmetic. It has the op's signature and layouts, and the peer's scales and
-codes. A peer is a file in this folder; its ops are the functions in the file that have the names of our ops. Each file
-has
+A peer is another library that has a format of the same name. `rules.<peer>.<op>` is an op with a peer's arithmetic. It
+has the op's signature and layouts, and the peer's scales and codes. Each peer is a file in this folder; its ops are the
+functions in the file that have the names of mxspec's ops. Each file has
 
 - `NAME`: the name of the peer;
 - `RECORDED`: the entries of `rules/peers.json` that it reproduces bit for bit, each with its options;
-- `SOURCE_DIFFERS`, if needed: the blocks for which a transcribed entry (one that was not run) differs from the source.
+- `SOURCE_DIFFERS`, if needed: the blocks for which a transcribed entry differs from the peer's source. A transcribed
+  entry was worked out from the source and not run.
 
-If a peer has one rule only, its default is the default here. A preset raises NotImplementedError for options that the
-peer does not have, and ValueError for values that the peer refuses. The contract itself is in `mxspec/reference/`.
+If a peer has only one rule, the options have this rule as their default here. A preset raises NotImplementedError for
+options that the peer does not have, and ValueError for values that the peer refuses. The contract is what mxspec's own
+op computes, as `mxspec/reference/` defines it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ __all__ = ["Probe", "explaining", "matches", "peers", "probes", "report"]
 # The options that change numbers. All other options choose a layout, and probe blocks are compared in the plain layout.
 _RULES = ("scaling", "scale_format", "eps")
 _NUMERIC = ("elem_dtype", *_RULES)
-_CONTRACT = "contract"  # listed beside the peers, because a call may have got another rule than it asked for
+_CONTRACT = "contract"  # listed beside the peers, because an implementation may use another rule than the call asks for
 
 
 @functools.cache
@@ -118,7 +120,8 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         name
         for source in (_CONTRACT, *peers())
         for name, theirs in _on_probes(op, source, tuple(numeric.items()))
-        # A block that the peer refuses is no evidence; it cannot explain a block that leaves the contract.
+        # A block that the peer refuses is no evidence. But if the call leaves the contract on such a block, this rule
+        # cannot explain it.
         if leaving
         and all(
             probe.name not in leaving if t is None else _same(t, g)

@@ -29,7 +29,8 @@ def quantize(
     """`mx_quantize` with a peer's rule, in the contract's layouts.
 
     `recorded` is the section mx of the peer's RECORDED. The function refuses a scaling or an element format that no
-    recorded entry shows, because nothing proves the peer's result there. None is for a rule that exists only as a text.
+    recorded entry shows, because nothing proves the peer's result there. `recorded` is None if the peer is a text, such
+    as a standard, and has no code.
     """
     check_args(x, axis=axis, elem_dtype=elem_dtype, scale_layout=scale_layout)
     if recorded is not None:

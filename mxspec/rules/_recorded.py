@@ -1,10 +1,11 @@
 """The recorded results of peers' code on probe blocks, `rules/peers.json`, as tensors.
 
-Section `mx` has an entry per block and element format, named `name|format`: the fp32 bits of element 0, and the
-elements that follow. Section `blk`, FP8 with 128-blocks of e4m3fn, has the first elements of each block. All other
-elements are 0. Both sections have, for each peer and rule, the stored scale and the codes of those elements; null means
-that it was not run, and "ERR" that it raised an error. An entry whose name has a `*` was transcribed from the peer's
-source; all others were run. `given` is the dtype in which a peer got the blocks, if it was not the block's own dtype.
+Section `mx` has an entry for each block and element format, named `name|format`. The entry holds the fp32 bits of
+element 0, and the elements that follow. Section `blk` is FP8 with 128-blocks of e4m3fn. Its entries hold the first
+elements of each block. All elements that are not given are 0. Both sections have, for each peer and rule, the stored
+scale and the codes of the given elements. null means that the peer's code was not run, and "ERR" that it raised an
+error. If the name of a result has a `*`, the result was transcribed from the peer's source; all other results come from
+runs. `given` is the dtype in which a peer got the blocks, if it was not the block's own dtype.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ RECORDED = {"blk": {f"dgemm.ue8m0={i}": {"scale_format": name} for i, name in en
 def fp8_quantize_1x128(
     x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 1e-4
 ) -> tuple[Tensor, Tensor]:
-    """Stores `amax / 448`, rounded, and multiplies by its rounded reciprocal; the contract does the reverse.
+    """Stores `amax / 448`, rounded, and multiplies by its rounded reciprocal. The contract rounds `448 / amax` first.
 
     pow2 rounds the stored scale up to an exponent field from 1 to 254: a block with an Inf has the finite scale 2^127
     and saturates, and a NaN stays in its element. Under fp32 a block with an Inf stores the scale Inf, and its finite

@@ -23,9 +23,9 @@ def mx_quantize(
 ) -> tuple[Tensor, Tensor]:
     """The contract's scales, with two exceptions: rceil if amax / max is subnormal, and floor for Inf.
 
-    If amax / max is subnormal, rceil gives byte 1. Under floor, Inf counts as 2^128 and saturates. Under floor, byte 0
-    divides by 2^-126 although it means 2^-127, which halves the elements. In a block with a NaN, or with an Inf under
-    rceil, the finite elements become zeros.
+    If amax / max is subnormal, rceil gives byte 1. Under floor, Inf counts as 2^128 and saturates. Under floor, a block
+    with byte 0 is divided by 2^-126 although the byte means 2^-127. This halves the elements. In a block with a NaN, or
+    with an Inf under rceil, the finite elements become zeros.
 
     Source: quack/blockscaled/quantize.py (`to_mx`, `_compute_e8m0_scale_rceil`, `_compute_e8m0_scale_floor`).
     """

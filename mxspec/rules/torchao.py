@@ -26,7 +26,7 @@ def mx_quantize(
 ) -> tuple[Tensor, Tensor]:
     """The contract, except that `even` makes a finite block NaN if its amax rounds beyond fp32, such as bf16 max.
 
-    In a block of NaN, the codes of fp4 elements are those of 1.5. They do not count, because the scale is NaN.
+    In a NaN block, each fp4 element has the code of 1.5. The codes do not count, because the scale is NaN.
 
     Source: torchao/prototype/mx_formats/mx_tensor.py (`to_mx`), 36027d8.
     """

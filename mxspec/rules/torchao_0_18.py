@@ -22,12 +22,14 @@ def mx_quantize(
     scaling: str = "rceil",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """The contract's scales, except for Inf and, under rceil, one ulp above a power of two; byte 0 has other codes.
+    """The contract's scales, with two exceptions: Inf, and, under rceil, amax / max just above a power of two.
+
+    A block with byte 0 also has other codes.
 
     - Inf: byte 254 under rceil, otherwise 247 (e4m3) or 240 (e5m2). It saturates.
-    - Byte 0: floor, ceil and even divide by 2^-126 although the byte means 2^-127, which halves the elements. rceil
-      does not scale the block at all, which loses it.
-    - NaN: as the contract under rceil. Otherwise the finite elements of its block become zeros.
+    - Byte 0: floor, ceil and even divide by 2^-126 although the byte means 2^-127. This halves the elements. rceil does
+      not scale the block at all, so its elements become zeros.
+    - NaN: under rceil as in the contract. Under the other rules, the finite elements of its block become zeros.
 
     Source: torchao 0.18.0, prototype/mx_formats/mx_tensor.py (`to_mx`, `_to_mx_rceil`).
     """

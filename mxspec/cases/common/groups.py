@@ -1,4 +1,4 @@
-"""Token groups in every arrangement: empty groups at any place, all tokens in one group, more groups than a chunk."""
+"""Token groups in every arrangement: empty groups at any place, all tokens in one group, hundreds of groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ARRANGEMENTS = (
     "three hundred",
 )  # fmt: skip
 GROUPS = {"groups": ARRANGEMENTS, "rest": (False, True), "offs": ("dense", "apart"), "offs begin": ("at 0", "later")}
-# For matmuls, whose operands are grouped in one way only: the arrangements that each show a fact of their own.
+# For matmuls: only the arrangements that each show a fact that no other arrangement shows.
 OF_EXPERTS = {
     **GROUPS,
     "groups": (

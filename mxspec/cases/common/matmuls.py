@@ -2,7 +2,7 @@
 
 A matmul is judged by the SQNR of its finite outputs, so most of every output must be finite: special values stand in
 one or two rows. All other codes are normally distributed, and all other scales are within a factor of two of 1. A wrong
-element then shows in the SQNR.
+element then shows in the SQNR, the ratio of signal to error in dB.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def poison(choice: Choice, name: str, operand: Operand, tokens: int, blocks: int
 
 
 def summed(choice: Choice, name: str, *shape: int) -> Tensor:
-    """A matrix that a product is added to: as large as the product, or zeros, or with special values (none huge)."""
+    """A matrix that a product is added to: as large as the product, or zeros, or with special values."""
     x = normal(*shape, seed=4) * (0 if choice[f"{name} values"] == "zeros" else 2**18)
     if x.numel() > 1:
         x.view(-1)[-2] = 2.0**-140
@@ -263,7 +263,7 @@ def impossible(
 ) -> tuple[tuple[str, str], ...]:
     """The pairs of facts of two operands that cannot meet. `cols` is their common dimension, which the sum runs over.
 
-    padded: sizes that leave the padding of scales in place when they are 0.
+    padded: sizes for which the scales still hold padding if the size is 0.
     """
     either = f"(?:{first}|{second})"
     one, other = rf"{first}\.{rows}", rf"{second}\.{rows}"

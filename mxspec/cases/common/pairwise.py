@@ -31,7 +31,7 @@ def pairwise(
         also: parts of choices, each with some dimensions, that must appear too.
         blind: whether a choice, or a part of a choice, hides the effect of its other values, for example because its
             whole output is NaN. Such a choice is made only for pairs that no other choice has.
-        implied: values that follow from values of other dimensions; nobody needs their pairs.
+        implied: values that follow from values of other dimensions; their pairs need not appear.
 
     >>> sizes = {"axis": (-1, -2), "rows": (1, 32), "cols": (1, 32)}
     >>> for choice in pairwise(sizes, lambda c: c.get("rows") != c.get("cols")):

@@ -46,7 +46,7 @@ PAST_A_GRID = [
     {**PLAIN, "rows": 32, "cols": 65600},
 ]
 # More than 256 rows with more than 4096 columns, and the reverse; and a matrix of one column whose rows have gaps. An
-# op with an axis takes that matrix along the rows.
+# op with an axis takes the matrix of one column with axis -2.
 LARGE_BOTH_WAYS = [{**PLAIN, "rows": 4128, "cols": 288}, {**PLAIN, "rows": 288, "cols": 4128}]
 WHOLE_BOTH_WAYS = [{**PLAIN, "rows": 4224, "cols": 384}, {**PLAIN, "rows": 384, "cols": 4224}]  # multiples of 128
 ONE_COLUMN_APART = {**PLAIN, "rows": 256, "cols": 1, "strides": "rows apart", "axis": -2}

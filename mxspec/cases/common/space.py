@@ -27,7 +27,7 @@ class Space:
     beyond: choices with values that no dimension has, such as more rows than a grid has programs. Dimensions that such
     a choice leaves open take the value of the first choice.
     blind: whether a choice, or a part of a choice, hides the effect of most of its values.
-    implied: values that follow from values of other dimensions; nobody needs their pairs.
+    implied: values that follow from values of other dimensions; their pairs need not appear.
     decisive: the options that limit other dimensions, and therefore come first.
     """
 

@@ -108,7 +108,7 @@ def small_enough(*sizes: int) -> bool:
 def float_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, across: bool = False) -> Tensor:
     """Floats: all finite; with every special value in the first and the last row; any bits; or zeros of both signs.
 
-    across: whether blocks lie along the rows, so that the special values go into the first and the last column.
+    across: whether blocks lie down the columns. The special values then go into the first and the last column.
     """
     if values == "bits":
         return random_bits(*shape, dtype=dtype)

@@ -42,7 +42,7 @@ def start_of(sizes: list[int], alignment: int) -> Tensor:
 
 
 def grouped() -> Iterator[tuple[str, list[int], int, int, frozenset[str]]]:
-    """`(name, sizes, M, K, flags)` of every arrangement above. K fills 16-byte words, except where rows are many."""
+    """`(name, sizes, M, K, flags)` of every arrangement above. K is 256, or 16 if there are 300 groups or more."""
     for name, (sizes, rest, edge) in SIZES.items():
         yield name, sizes, sum(sizes) + rest, 256 if len(sizes) < 300 else 16, frozenset({"edge"} if edge else ())
 
