@@ -9,8 +9,8 @@ aligned tensors and no flag `edge`. A module without machine code of its own say
 Two more rules hold for all cases:
 
 - No kernel may use local memory, because spilled registers go there.
-- A kernel that promises bytes may not have a sum of floats: its rounding would depend on whether the compiler fuses it
-  with a product.
+- A kernel that promises bytes may not add a product of floats to another float: the rounding would depend on whether
+  the compiler fuses the sum with the product.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compile_op(op: str, backend: str, target: str, names: Collection[str] | None
                 results.append(result(problems=tuple(f"{type(e).__name__}: {e}" for e in causes)))
                 continue
             wrong = problems(code, regexes, [*call.args, *call.kwargs.values()], is_edge(call.case))
-            wrong += [f"{c.kernel} has a sum of floats, and promises bytes" for c in code if exact and c.has_float_sum]
+            wrong += [f"{c.kernel} adds a product of floats, and promises bytes" for c in code if exact and c.has_sum_of_product]
             results.append(result(code=tuple(code), problems=tuple(wrong)))
     return results
 

@@ -23,13 +23,14 @@ class MachineCode:
     shared_bytes: int
     load_bytes: int  # the widest access to global memory by one thread
     store_bytes: int
-    has_float_sum: bool  # a sum outside of matrix instructions
+    has_sum_of_product: bool  # outside of matrix instructions
     instructions: tuple[str, ...]  # the instructions that convert to narrow floats, multiply matrices or copy tiles
     ptx: str = field(repr=False)
 
 
-# In LLVM's code. LLVM negates by a difference to 0, which does not count.
-_FLOAT_SUM = re.compile(r"= f(?:add|sub) (?!float -?0\.0+e\+00,)")
+# In LLVM's code. LLVM negates by a difference to 0, which is no sum: `-0.0 - x`.
+_PRODUCT = re.compile(r"(%[\w.]+) = fmul ")
+_SUM = re.compile(r"= f(?:add|sub) [a-z ]*?(?:float|<\d+ x float>) (?!-?0\.0+e\+00,)(\S+), (\S+)")
 _INSTRUCTION = re.compile(r"\b(?:cvt\.r\w+\.satfinite|wgmma\.mma|tcgen05|mma\.sync|cp\.async\.bulk)[.\w:]*")
 
 
@@ -40,6 +41,15 @@ def _widest(access: str, ptx: str) -> int:
     if access == "ld":
         sizes += [int(size, 16) for size in re.findall(r"\bcp\.async\.c[ag]\..*?\], 0x(\w+)", ptx)]
     return max(sizes, default=0)
+
+
+def _has_sum_of_product(llir: str) -> bool:
+    """Whether a sum has a product as a term, so that a compiler that fuses the two would round once and not twice."""
+    for function in llir.split("\ndefine "):
+        products = set(_PRODUCT.findall(function))
+        if any(products & set(terms) for terms in _SUM.findall(function)):
+            return True
+    return False
 
 
 _measured: dict[str, MachineCode] = {}
@@ -58,7 +68,7 @@ def measure(kernel: Any, target: str) -> MachineCode:
         ptx = kernel.asm["ptx"]
         _measured[kernel.hash] = MachineCode(
             kernel.metadata.name, target, most["REG"], most["STACK"] + most["LOCAL"], kernel.metadata.shared,
-            _widest("ld", ptx), _widest("st", ptx), bool(_FLOAT_SUM.search(kernel.asm["llir"])),
+            _widest("ld", ptx), _widest("st", ptx), _has_sum_of_product(kernel.asm["llir"]),
             tuple(sorted(set(_INSTRUCTION.findall(ptx)))), ptx,
         )  # fmt: skip
     return _measured[kernel.hash]

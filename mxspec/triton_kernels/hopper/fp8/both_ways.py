@@ -1,0 +1,320 @@
+"""FP8 codes of token groups in both directions for Hopper, at the memory's speed, in Gluon.
+
+`tiles/fp8_both_ways.py` computes the same bytes in plain Triton. A program holds a tile of 128 tokens by 128 features.
+A thread keeps 8 rows by 8 columns of it as words of two bf16 values, so that most steps serve two values at once:
+
+- `max.u16x2` takes the maximum of two magnitudes. The bits of a bf16 magnitude have the order of the magnitudes.
+- `cvt.e4m3x2` makes two codes: of two neighbouring columns for the row codes, of two neighbouring rows for the column
+  codes.
+- SwiGLU's products of two bf16 values are `mul.bf16x2`, which rounds once, as a product in fp32 that is then rounded.
+
+A small kernel first writes a table of the blocks of 128 padded tokens: the first token, the end of the tokens, the
+first block of the group and the number of its blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, fp32_bits
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.groups import chunk, group_of
+from mxspec.triton_kernels.tiles.fp8_both_ways import EPS, GRADIENT, SWIGLU, TOKENS, Results, allocated
+
+_MANTISSA = gl.constexpr(E4M3FN.max / 2.0**E4M3FN.emax)  # 448 is 1.75 * 2^8
+_INVERSE = gl.constexpr(2.0**E4M3FN.emax / E4M3FN.max)
+_EXPONENT = gl.constexpr(fp32_bits(2.0**E4M3FN.emax))
+_HALF = gl.constexpr(fp32_bits(E4M3FN.max / 2))
+_TWO = gl.constexpr(fp32_bits(2.0))
+# The registers of a thread for each kind of values. With fewer programs on a multiprocessor, the loads of one program
+# do not hide behind the arithmetic of the others.
+REGISTERS = {0: 80, 1: 128, 2: 128}
+
+_DECLARED = "{ .reg .b32 a, b, c; .reg .f32 x, y, u, v, p, q, t, l; .reg .pred z; "
+_WIDENED = "shl.b32 a, $G, 16; and.b32 b, $G, 0xffff0000; mov.b32 x, a; mov.b32 y, b; "
+# common/swiglu.py has the same steps with names.
+_SIGMOID = (
+    "min.f32 $S, $X, 0f42FC0000; mul.rn.f32 t, $S, 0fBFB8AA3B; neg.f32 l, t; fma.rn.f32 l, $S, 0fBFB8AA3B, l;"
+    " fma.rn.f32 l, $S, 0fB2A57060, l; ex2.approx.ftz.f32 t, t; mul.rn.f32 l, l, 0f3F317218; fma.rn.f32 t, t, l, t;"
+    " add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; neg.f32 t, t; fma.rn.f32 t, t, $S, 0f3F800000;"
+    " fma.rn.f32 $S, t, $S, $S; setp.lt.f32 z, $X, 0fC2AE8000; selp.f32 $S, 0f00000000, $S, z; "
+)
+
+
+def _sigmoids() -> str:
+    return "".join(_SIGMOID.replace("$S", s).replace("$X", x) for s, x in ("ux", "vy"))
+
+
+def _forward() -> str:
+    """$0 is silu($1) * $2, for words of two bf16."""
+    return (
+        _DECLARED + _WIDENED.replace("$G", "$1") + _sigmoids() + "mul.rn.f32 x, x, u; mul.rn.f32 y, y, v;"
+        " cvt.rn.bf16x2.f32 a, y, x; mul.rn.bf16x2 $0, a, $2; }"
+    )
+
+
+def _backward() -> str:
+    """$0 and $1 are the gradients of the gate $2 and of up, $3, from the gradient $4."""
+    gate = (
+        " mov.f32 t, 0f3F800000; sub.rn.f32 t, t, $S; fma.rn.f32 t, $X, t, 0f3F800000; mul.rn.f32 $P, $P, $S;"
+        " mul.rn.f32 $P, $P, t;"
+    )
+    return (
+        _DECLARED + _WIDENED.replace("$G", "$2") + _sigmoids() + "mul.rn.f32 p, x, u; mul.rn.f32 q, y, v;"
+        " cvt.rn.bf16x2.f32 a, q, p; mul.rn.bf16x2 $1, a, $4; mul.rn.bf16x2 c, $3, $4;"
+        " shl.b32 a, c, 16; and.b32 b, c, 0xffff0000; mov.b32 p, a; mov.b32 q, b;"
+        + "".join(gate.replace("$S", s).replace("$X", x).replace("$P", p) for s, x, p in ("uxp", "vyq"))
+        + " cvt.rn.bf16x2.f32 $0, q, p; }"
+    )
+
+
+_FORWARD, _BACKWARD = gl.constexpr(_forward()), gl.constexpr(_backward())
+# $0 has the codes of the four values in the words $1 and $2 of a row with the factor $3.
+_ROW_CODES = gl.constexpr(
+    "{ .reg .b32 a, b; .reg .f32 x, y; .reg .b16 h, k;"
+    " shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; mov.b32 x, a; mov.b32 y, b;"
+    " mul.rn.f32 x, x, $3; mul.rn.f32 y, y, $3; cvt.rn.satfinite.e4m3x2.f32 h, y, x;"
+    " shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 x, a; mov.b32 y, b;"
+    " mul.rn.f32 x, x, $4; mul.rn.f32 y, y, $4; cvt.rn.satfinite.e4m3x2.f32 k, y, x; mov.b32 $0, {h, k}; }"
+)
+# $0 and $1 have the codes of the lower and of the upper column in the words $2 to $5 of four rows. $6 and $10 are the
+# factors of the two columns.
+_COLUMN_CODES = gl.constexpr(
+    "{ .reg .b32 a; .reg .f32 x, y, u, v; .reg .b16 h, k, m, n;"
+    " shl.b32 a, $2, 16; mov.b32 x, a; shl.b32 a, $3, 16; mov.b32 y, a;"
+    " and.b32 a, $2, 0xffff0000; mov.b32 u, a; and.b32 a, $3, 0xffff0000; mov.b32 v, a;"
+    " mul.rn.f32 x, x, $6; mul.rn.f32 y, y, $6; mul.rn.f32 u, u, $10; mul.rn.f32 v, v, $10;"
+    " cvt.rn.satfinite.e4m3x2.f32 h, y, x; cvt.rn.satfinite.e4m3x2.f32 m, v, u;"
+    " shl.b32 a, $4, 16; mov.b32 x, a; shl.b32 a, $5, 16; mov.b32 y, a;"
+    " and.b32 a, $4, 0xffff0000; mov.b32 u, a; and.b32 a, $5, 0xffff0000; mov.b32 v, a;"
+    " mul.rn.f32 x, x, $6; mul.rn.f32 y, y, $6; mul.rn.f32 u, u, $10; mul.rn.f32 v, v, $10;"
+    " cvt.rn.satfinite.e4m3x2.f32 k, y, x; cvt.rn.satfinite.e4m3x2.f32 n, v, u;"
+    " mov.b32 $0, {h, k}; mov.b32 $1, {m, n}; }"
+)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _blocks_of_tokens(table, start, end, offs, stride_offs, tokens, G, blocks, CHUNK: tl.constexpr):
+    """Write the table: for each block of padded tokens, its first token, the end, the group's first block, its blocks.
+
+    A block past the last group holds rows without a group, and its number of blocks is written as -1 - number.
+    """
+    block = tl.program_id(0)
+    group, token0, stop, begin = group_of(block * 128, offs, stride_offs, G, start, end, block == 0, 128, CHUNK)
+    first = begin // 128
+    grouped = group < G
+    count = (stop - token0 + 127) // 128
+    last = tl.load(offs + (G - 1) * stride_offs, mask=G > 0, other=0)
+    token0, stop = tl.where(grouped, token0, last), tl.where(grouped, tl.minimum(stop, tokens), tokens)
+    token = token0 + (block - first) * 128
+    # If offs is out of order, a place may be invalid: such a block has no rows and no columns.
+    wrong = (first < 0) | (first > block) | (first + count > blocks) | (grouped & (count <= block - first))
+    wrong = grouped & wrong | (token < 0)
+    tl.store(table + block * 4, tl.where(wrong, 0, token))
+    tl.store(table + block * 4 + 1, tl.where(wrong, 0, stop))
+    tl.store(table + block * 4 + 2, first)
+    tl.store(table + block * 4 + 3, tl.where(wrong, 0, tl.where(grouped, count, -1 - (blocks - first))))
+
+
+@gluon.jit
+def _factors(amax_bits, eps_bits, POW2: gl.constexpr):
+    """`common/fp8_numerics.factors`, with Gluon's functions."""
+    bits = gl.maximum(amax_bits, eps_bits)
+    if POW2:
+        s = (_HALF - (bits - _TWO)) & 0x7F800000
+        back = 0x7F000000 - s
+    else:
+        m = (bits & 0x7FFFFF | 0x3F800000).to(gl.float32, bitcast=True)
+        y = gl.fma(gl.fma(m, -32 / 99, 16 / 11), m, -70 / 33)
+        y = gl.fma(gl.fma(m, y, 1.0), y, y)
+        y = gl.fma(gl.fma(m, y, 1.0), y, y)
+        q = y * _MANTISSA
+        q = gl.fma(gl.fma(m, q, _MANTISSA), y, q)
+        z = m * _INVERSE
+        error = gl.fma(q, z, 1.0)
+        z = gl.fma(gl.fma(error, error, error), z, z)
+        exponent = _EXPONENT - (bits & 0x7F800000)
+        s = (-q).to(gl.int32, bitcast=True) + exponent
+        back = z.to(gl.int32, bitcast=True) - exponent
+    finite = amax_bits < 0x7F800000
+    s, back = gl.where(finite, s, 0x7FC00000), gl.where(finite, back, 0x7FC00000)
+    return s.to(gl.float32, bitcast=True), back.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _store_rows(
+    w, largest, token, stop, d0, D, tokens, q_row, s_row, eps_bits,
+    POW2: gl.constexpr, WORD: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    """Store the row codes and the row scales of a tile of words."""
+    of_rows = gl.convert_layout(gl.reduce(largest, 1, _larger), FLAT)
+    s, back = _factors(gl.maximum((of_rows & 0xFFFF) << 16, of_rows & 0x7FFF0000), eps_bits, POW2)
+    flat = gl.arange(0, 128, layout=FLAT)
+    gl.store(s_row + (d0 // 128).to(gl.int64) * tokens + token + flat, back, mask=token + flat < stop)
+    s = gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(1, WORD)), 1)
+    s, _ = gl.broadcast(s, w)
+    q = gl.inline_asm_elementwise(_ROW_CODES, "=r,r,r,f,f", [w, s], dtype=gl.int16, is_pure=False, pack=2)
+    r = gl.arange(0, 128, layout=gl.SliceLayout(1, WORD))
+    d = gl.arange(0, 64, layout=gl.SliceLayout(0, WORD))
+    to = q_row + (token.to(gl.int64) * D + d0) // 2 + (gl.expand_dims(r, 1) * (D // 2) + gl.expand_dims(d, 0))
+    gl.store(to, q, mask=gl.expand_dims(token + r < stop, 1))
+
+
+@gluon.jit
+def _store_columns(
+    w, largest, d0, D, q_col, s_col, first, count, block, eps_bits,
+    POW2: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    """Store the column codes and the column scales of a tile of words."""
+    of_columns = gl.reduce(largest, 0, _larger)
+    lower = gl.convert_layout((of_columns & 0xFFFF) << 16, FLAT)
+    upper = gl.convert_layout(of_columns & 0x7FFF0000, FLAT)
+    s, back = _factors(gl.join(lower, upper), eps_bits, POW2)  # (64, 2)
+    pair = gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))
+    which = gl.arange(0, 2, layout=gl.SliceLayout(0, s.type.layout))
+    gl.store(s_col + block.to(gl.int64) * D + d0 + (gl.expand_dims(pair, 1) * 2 + gl.expand_dims(which, 0)), back)
+    s_lower, s_upper = gl.split(s)
+    w = gl.convert_layout(w, TURNED)  # the same registers in another order
+    s_lower = gl.expand_dims(gl.convert_layout(s_lower, gl.SliceLayout(0, TURNED)), 0)
+    s_upper = gl.expand_dims(gl.convert_layout(s_upper, gl.SliceLayout(0, TURNED)), 0)
+    s_lower, _ = gl.broadcast(s_lower, w)
+    s_upper, _ = gl.broadcast(s_upper, w)
+    lower, upper = gl.inline_asm_elementwise(
+        _COLUMN_CODES, "=r,=r,r,r,r,r,f,f,f,f,f,f,f,f", [w, s_lower, s_upper], dtype=(gl.int8, gl.int8),
+        is_pure=False, pack=4,
+    )  # fmt: skip
+    _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED)
+
+
+@gluon.jit
+def _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED: gl.constexpr):
+    r = gl.arange(0, 128, layout=gl.SliceLayout(1, TURNED))
+    d = gl.arange(0, 64, layout=gl.SliceLayout(0, TURNED))
+    to = q_col + (first.to(gl.int64) * D + d0.to(gl.int64) * count + (block - first)) * 128
+    to = to + (gl.expand_dims(d, 0).to(gl.int64) * (count * 256) + gl.expand_dims(r, 1))
+    gl.store(to, lower)
+    gl.store(to + count * 128, upper)
+
+
+@gluon.jit
+def _emit(
+    w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
+    POW2: gl.constexpr, WORD: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    largest = w & 0x7FFF7FFF
+    _store_rows(w, largest, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, WORD, FLAT)
+    if count > 0:
+        _store_columns(w, largest, d0, D, q_col, s_col, first, count, block, eps_bits, POW2, TURNED, FLAT)
+
+
+@gluon.jit
+def _zeros(d0, D, q_col, s_col, first, count, block, TURNED: gl.constexpr, FLAT: gl.constexpr):
+    """Store zeros as column codes and column scales of a block past the last group."""
+    zero = gl.zeros((128, 64), gl.int8, TURNED)
+    _store_turned(zero, zero, d0, D, q_col, first, count, block, TURNED)
+    flat = gl.arange(0, 128, layout=FLAT)
+    gl.store(s_col + block.to(gl.int64) * D + d0 + flat, gl.zeros((128,), gl.float32, FLAT))
+
+
+@gluon.jit(do_not_specialize=["tokens", "eps_bits"])
+def _both_ways(
+    x, stride_m, dh, dh_stride_m, q_row, s_row, q_col, s_col, table, tokens, D, half, eps_bits,
+    VALUES: gl.constexpr, POW2: gl.constexpr,
+):  # fmt: skip
+    lane: gl.constexpr = [[0, 4], [0, 8], [0, 16], [8, 0], [16, 0]]
+    warp: gl.constexpr = [[0, 32], [32, 0], [64, 0]]
+    WORD: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], lane, warp, [], [128, 64]
+    )
+    TURNED: gl.constexpr = gl.DistributedLinearLayout(
+        [[1, 0], [2, 0], [4, 0], [0, 1], [0, 2]], lane, warp, [], [128, 64]
+    )
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    d0, block = gl.program_id(0) * 128, gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
+    token, stop = gl.load(table + block * 4), gl.load(table + block * 4 + 1)
+    first, count = gl.load(table + block * 4 + 2), gl.load(table + block * 4 + 3)
+    if token < stop:
+        r = gl.arange(0, 128, layout=gl.SliceLayout(1, WORD))
+        d = gl.arange(0, 64, layout=gl.SliceLayout(0, WORD))
+        there = gl.expand_dims(token + r < stop, 1)
+        at = x + token.to(gl.int64) * stride_m + d0 // 2 + (gl.expand_dims(r, 1) * stride_m + gl.expand_dims(d, 0))
+        w = gl.load(at, mask=there, other=0)
+        if VALUES == TOKENS:
+            _emit(
+                w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
+                POW2, WORD, TURNED, FLAT,
+            )  # fmt: skip
+        else:
+            up = gl.load(at + half // 2, mask=there, other=0)
+            if VALUES == SWIGLU:
+                h = gl.inline_asm_elementwise(_FORWARD, "=r,r,r", [w, up], dtype=gl.int32, is_pure=True, pack=1)
+                _emit(
+                    h, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
+                    POW2, WORD, TURNED, FLAT,
+                )  # fmt: skip
+            else:
+                at = dh + token.to(gl.int64) * dh_stride_m + d0 // 2
+                at = at + (gl.expand_dims(r, 1) * dh_stride_m + gl.expand_dims(d, 0))
+                d_gate, d_up = gl.inline_asm_elementwise(
+                    _BACKWARD, "=&r,=&r,r,r,r", [w, up, gl.load(at, mask=there, other=0)],
+                    dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+                )  # fmt: skip
+                _emit(
+                    d_gate, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
+                    POW2, WORD, TURNED, FLAT,
+                )  # fmt: skip
+                _emit(
+                    d_up, token, stop, d0 + half, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
+                    POW2, WORD, TURNED, FLAT,
+                )  # fmt: skip
+    if count < 0:
+        _zeros(d0, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT)
+        if VALUES == GRADIENT:
+            _zeros(d0 + half, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT)
+
+
+def reads(*tensors: Tensor | None) -> bool:
+    """Whether the kernel reads these tensors: bfloat16, rows that begin at 16 bytes and lie within 2^31 bytes."""
+    return all(
+        t is None
+        or (
+            t.dtype == torch.bfloat16
+            and t.stride(1) == 1
+            and t.stride(0) % 8 == 0
+            and t.data_ptr() % 16 == 0
+            and 0 < t.stride(0) < 2**23
+        )
+        for t in tensors
+    )
+
+
+def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_format: str, eps: float = EPS) -> Results:
+    """Launch, for tensors that `reads` accepts. The arguments are those of `tiles.fp8_both_ways.both_ways`."""
+    M, G = x.shape[0], offs.shape[0]
+    D = x.shape[1] // 2 if values == SWIGLU.value else x.shape[1]
+    results = allocated(x, offs, M, D)
+    q_row, s_row, q_col, s_col, start, end = results
+    blocks = s_col.shape[1]
+    table = offs.new_empty((blocks, 4))
+    _blocks_of_tokens[(blocks,)](table, start, end, offs, offs.stride(0), M, G, blocks, chunk(G), num_warps=4)
+    across = x.shape[1] if values == TOKENS.value else x.shape[1] // 2
+    options: dict[str, Any] = {"num_warps": 8, "maxnreg": REGISTERS[values], **launch.UNFUSED}
+    _both_ways[launch.grid(across // FP8_BLOCK_SIZE, blocks)](
+        x.view(torch.int32), x.stride(0) // 2,
+        *((None, 0) if dh is None else (dh.view(torch.int32), dh.stride(0) // 2)),
+        q_row.view(torch.int16), s_row, q_col.view(torch.int8), s_col, table, M, D, x.shape[1] // 2, fp32_bits(eps),
+        values, scale_format == "pow2", **options,
+    )  # fmt: skip
+    return results

@@ -1,0 +1,118 @@
+"""FP8 codes of token groups along the features and along the tokens, from one read of the tokens, in plain Triton.
+
+A program holds 128 padded tokens of one group by 128 features. The row of a tile has its scale in a block of 128
+features, and the column of a tile has its scale in a block of 128 tokens. So both maxima lie inside the tile. Rows
+without a group follow the last group: a program writes their row codes, and zeros as column codes.
+
+The values of a tile are those of x, or SwiGLU's, or the gradient of SwiGLU's. On Hopper, `hopper/fp8/both_ways.py`
+computes the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.fp8_numerics import factors
+from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
+from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cast, widened
+from mxspec.triton_kernels.common.swiglu import swiglu, swiglu_backward
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+EPS = 1e-12
+TOKENS, SWIGLU, GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the values that a tile quantizes
+CONFIGS = {(9, 0): {"num_warps": 8}, (10, 0): {"num_warps": 8}}
+
+
+# `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
+@triton.jit(do_not_specialize=["tokens", "eps_bits"])
+def _both_ways(
+    x, dh, q_row, s_row, q_col, s_col, start, end, offs,
+    tokens, D, blocks, stride_m, stride_d, dh_stride_m, dh_stride_d, G, stride_offs, eps_bits,
+    VALUES: tl.constexpr, POW2: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    column, block = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    group, token0, stop, begin = group_of(
+        block * 128, offs, stride_offs, G, start, end, (block == 0) & (column == 0), 128, CHUNK
+    )
+    first = begin // 128  # block of the group; the group has `count` blocks
+    grouped = group < G
+    count = tl.where(grouped, (stop - token0 + 127) // 128, blocks - first)
+    # The rows after the last group count as one more group.
+    last = tl.load(offs + (G - 1) * stride_offs, mask=G > 0, other=0)
+    token0, stop = tl.where(grouped, token0, last), tl.where(grouped, tl.minimum(stop, tokens), tokens)
+    place = block - first
+    token = token0 + place * 128
+    r, d = tl.arange(0, 128), tl.arange(0, 128)
+    # A row that offs out of order names twice, or outside of x, is not touched outside of x.
+    there = (token + r >= 0) & (token + r < stop) & (block < blocks)
+    mask, row = there[:, None], (token + r).to(tl.int64)[:, None]
+    if VALUES == GRADIENT:  # neighbouring programs read the same values, one for d_gate and one for d_up
+        half = D // 2
+        of_up, d0 = column % 2 == 1, (column // 2).to(tl.int64) * 128
+        inside = mask & (d0 + d < half)[None, :]
+    else:
+        half = D
+        d0 = column.to(tl.int64) * 128
+        inside = mask & (d0 + d < D)[None, :]
+    x += row * stride_m + (d0 + d)[None, :] * stride_d
+    v = tl.load(x, mask=inside, other=0)
+    if VALUES != TOKENS:
+        up = tl.load(x + tl.cast(half, tl.int64) * stride_d, mask=inside, other=0)
+        if VALUES == SWIGLU:
+            v = swiglu(v, up)
+        else:
+            dh += row * dh_stride_m + (d0 + d)[None, :] * dh_stride_d
+            d_gate, d_up = swiglu_backward(v, up, tl.load(dh, mask=inside, other=0))
+            v = tl.where(of_up, d_up, d_gate)
+            d0 += tl.where(of_up, half, 0)
+    there = there & (d0 < D)
+
+    wide = widened(v)
+    bits = magnitude_bits(wide)
+    s, back = factors(tl.max(bits, 1), eps_bits, POW2)
+    tl.store(s_row + (d0 // 128) * tokens + token + r, back, mask=there)
+    q = saturating_cast(wide * s[:, None], q_row.dtype.element_ty)
+    tl.store(q_row + row * D + (d0 + d)[None, :], q, mask=there[:, None])
+
+    s, back = factors(tl.max(bits, 0), eps_bits, POW2)
+    # True for all blocks if offs is in order.
+    owned = (d0 + d < D) & (place >= 0) & (count > place) & (count <= blocks - first) & (first >= 0)
+    tl.store(s_col + block.to(tl.int64) * D + d0 + d, tl.where(grouped, back, 0.0), mask=owned)
+    q = saturating_cast(tl.where(grouped, wide * s[None, :], 0.0), q_col.dtype.element_ty)
+    to = q_col + (first.to(tl.int64) * D + d0 * count + place) * 128
+    tl.store(to + d.to(tl.int64)[:, None] * count * 128 + r[None, :], tl.trans(q), mask=owned[:, None])
+
+
+def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_format: str, eps: float = EPS) -> Results:
+    """Launch. `values` is 0 for x, 1 for SwiGLU of x, 2 for the gradient of SwiGLU from x and dh."""
+    M, G = x.shape[0], offs.shape[0]
+    D = x.shape[1] // 2 if values == SWIGLU.value else x.shape[1]
+    results = allocated(x, offs, M, D)
+    q_row, s_row, q_col, s_col, start, end = results
+    blocks = s_col.shape[1]
+    if blocks:
+        # At least one program across: with no features, start and end are still written.
+        grid = launch.grid(max(1, D // FP8_BLOCK_SIZE), blocks)
+        _both_ways[grid](
+            x, dh, q_row, s_row, q_col, s_col, start, end, offs, M, D, blocks, *x.stride(),
+            *((0, 0) if dh is None else dh.stride()), G, offs.stride(0), fp32_bits(eps),
+            values, scale_format == "pow2", chunk(G), **launch.for_device(CONFIGS, x.device), **launch.UNFUSED,
+        )  # fmt: skip
+    return results
+
+
+def allocated(x: Tensor, offs: Tensor, M: int, D: int) -> Results:
+    """The tensors of the results for M tokens of D features."""
+    G = offs.shape[0]
+    R = padded_rows(M, G, FP8_BLOCK_SIZE)
+    q_row, q_col = (x.new_empty(shape, dtype=torch.float8_e4m3fn) for shape in ((M, D), (D, R)))
+    s_row, s_col = (
+        x.new_empty(shape, dtype=torch.float32).mT for shape in ((D // FP8_BLOCK_SIZE, M), (R // FP8_BLOCK_SIZE, D))
+    )
+    start, end = (offs.new_empty(G) for _ in range(2))
+    return q_row, s_row, q_col, s_col, start, end
