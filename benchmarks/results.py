@@ -67,7 +67,7 @@ HEADLINES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "32768x2048x7168, E 8, even",
         ("DeepGEMM", "torch bf16"),
     ),
-    "their weights' gradient": (
+    "the same, weight gradient": (
         "fp8_grouped_gemm_wgrad",
         "32768x2048x7168, E 8, even, padded, bfloat16",
         ("torch bf16",),
@@ -112,7 +112,7 @@ GROUPED = {
 def headline_table(quantizers: Run, matmuls: Run) -> Iterator[str]:
     """The README's table, each row from the newest run of its part."""
     of = {(r.op, r.case): (r, run) for run in (quantizers, matmuls) for r in run.races}
-    yield "| operation | op | kernel | plain call | rate | times the speed of |"
+    yield "| operation | op | kernel | plain call | rate | speed divided by that of |"
     yield "|---|---|---|---|---|---|"
     for row, (op, case, others) in HEADLINES.items():
         race, run = of[op, case]
@@ -127,8 +127,8 @@ def headline_table(quantizers: Run, matmuls: Run) -> Iterator[str]:
     yield f"| 64 x 128 to MXFP8: host time | `mx_quantize` | | {call:.0f} us | | bare launch {launch / call:.2f} |"
     dates = " and ".join(dict.fromkeys((quantizers.date, matmuls.date)))
     yield "\n" + _paragraph(f"""
-        One {quantizers.device}, the Triton backend, stored runs of {dates}. "Kernel" leaves the host out; "plain call"
-        is a call in a program. A bare cast writes no scales: it shows the memory's limit, compared by GB/s.
+        One {quantizers.device}, the Triton backend, stored runs of {dates}. "Kernel" is the GPU's time alone, "plain call"
+        the time of a call in a program. A bare cast writes no scales, so its GB/s are the memory's limit.
         """)
 
 
@@ -154,7 +154,7 @@ def quantizer_table(run: Run) -> Iterator[str]:
     yield "\n" + _paragraph(f"""
         GB/s of bytes read and written on one {run.device}. The number in brackets is the share of the rate of a bare
         cast from bfloat16 to e4m3, which writes no scales. `to_mx` of torchao has blocks along rows only. Its figures
-        along columns are a transpose and that cast, compiled together. {_run_of(run)} On that host a call of 64 x 128
+        along columns are a transpose and `to_mx`, compiled together. {_run_of(run)} On that host a call of 64 x 128
         takes {host["the op, auto"]:.0f} us, and the bare Triton launch in it takes {host["bare launch"]:.0f} us.
         """)
     yield f"\n| cases that move more than {LARGE / 1e6:.0f} MB | Triton's share of the bare cast's rate |\n|---|---|"
