@@ -127,8 +127,8 @@ def headline_table(quantizers: Run, matmuls: Run) -> Iterator[str]:
     yield f"| 64 x 128 to MXFP8: host time | `mx_quantize` | | {call:.0f} us | | bare launch {launch / call:.2f} |"
     dates = " and ".join(dict.fromkeys((quantizers.date, matmuls.date)))
     yield "\n" + _paragraph(f"""
-        One {quantizers.device}, the Triton backend, stored runs of {dates}. "Kernel" is the GPU's time alone, "plain call"
-        the time of a call in a program. A bare cast writes no scales, so its GB/s are the memory's limit.
+        One {quantizers.device}, the Triton backend, stored runs of {dates}. "Kernel" is the GPU's time alone, "plain
+        call" the time of a call in a program. A bare cast writes no scales, so its GB/s are the memory's limit.
         """)
 
 

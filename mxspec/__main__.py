@@ -269,7 +269,7 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         choices = {"--op": dispatch.ops(), "--backend": dispatch.backends()}
         helps = {
-            "--case": "run only the case with this name; --list and the reports show the names",
+            "--case": "run only the case with this name; check --list and the reports show the names",
             "--device": "the device of the tensors, such as cpu or cuda:0; default: the GPU if there is one",
         }
         for flag in flags:
@@ -278,8 +278,14 @@ def parser() -> argparse.ArgumentParser:
 
     command(run_list).add_argument("--json", action="store_true")
     sub = command(run_check, "--op", "--backend", "--case", "--device")
-    sub.add_argument("function", nargs="?", help="your own function, as module:function; it has the signature of --op")
-    sub.add_argument("--facts", action="store_true", help="list the pairs of facts of --op that no case shows, and why")
+    sub.add_argument(
+        "function", nargs="?", help="your own function, as module:function; needs --op, and has its signature"
+    )
+    sub.add_argument(
+        "--facts",
+        action="store_true",
+        help="list the pairs of facts (sizes, strides, options) that no case of --op has, and why",
+    )
     sub.add_argument("--list", action="store_true", help="list the cases of --op and run none of them")
     sub.add_argument("--json", action="store_true")
     sub = command(run_vectors, "--op")

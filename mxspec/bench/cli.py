@@ -1,7 +1,8 @@
 """`python -m mxspec bench`: time the ops, and compare the times with the machine's limits and with other libraries.
 
-On a GPU, an op is timed only if it has overwritten all of a poisoned output with the reference's bytes. If one has not,
-the exit code is 1. Without a GPU, only the references are timed; their times say nothing about a kernel.
+On a GPU, a kernel is timed only if it has written every byte of its outputs and has given the right results. If a
+kernel has not, the exit code is 1. Without a GPU, only the references are timed. Their times say nothing about a
+kernel.
 """
 
 from __future__ import annotations
@@ -43,13 +44,16 @@ def parser() -> argparse.ArgumentParser:
         "--shapes",
         nargs="+",
         metavar="SET",
-        help=f"{', '.join(SETS)}, or a JSON file with an object that has some of {kinds}; default: {', '.join(SETS)}",
+        help=f"{', '.join(SETS)}, or a JSON file with an object that has some of {kinds}; default: {', '.join(SETS)}; "
+        "without a GPU: small",
     )
     p.add_argument(
-        "--peers", action="store_true", help="time the kernels of other libraries too, if they can be imported"
+        "--peers",
+        action="store_true",
+        help="time the kernels of other libraries too, if they can be imported; needs a GPU",
     )
     what = p.add_mutually_exclusive_group()
-    what.add_argument("--moe", action="store_true", help="time each kernel of a grouped linear of an MoE layer")
+    what.add_argument("--moe", action="store_true", help="time each kernel of a grouped linear (of MoE experts)")
     what.add_argument("--model", action="store_true", help="print the expected times on each GPU, from its data sheet")
     what.add_argument(
         "--complete",
@@ -57,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         const="everything",
         choices=("everything", *PARTS),
         metavar="PART",
-        help=f"time all shapes, peers, host time and MoE: everything, or only the part {' or '.join(PARTS)}",
+        help=f"time all ops, shapes and peers, the host and --moe; PART: {' or '.join(PARTS)}; default: everything",
     )
     what.add_argument("--from", dest="stored", type=Path, metavar="FILE", help="show a run that --json stored")
     p.add_argument("--json", type=Path, metavar="FILE", help="store the run in this file")

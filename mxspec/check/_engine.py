@@ -247,7 +247,7 @@ def _too_large(device: torch.device, args: tuple[Any, ...]) -> str | None:
     needed = 24 * max(arg.numel() for arg in args if isinstance(arg, Tensor))  # the reference's fp32 temporaries
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > needed:
         return None
-    return f"needs a GPU with {needed / 2**30:.0f} GiB free; only its shapes were checked"
+    return f"needs a GPU with {needed / 2**30:.0f} GiB free; only the shapes of the outputs were checked"
 
 
 def _refusal_problem(

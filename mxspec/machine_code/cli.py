@@ -1,4 +1,4 @@
-"""Compile every kernel of an op for Hopper and Blackwell, without a GPU, and check the machine code."""
+"""Compile the kernels of one op, or of all ops, for Hopper and Blackwell, and check the machine code. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=ops())
     parser.add_argument("--backend", choices=[b for b in backends() if b != "reference"])
     parser.add_argument("--target", choices=TARGETS)
-    cover_help = "only cases that show each kernel (0), each option (1) or any two options (2)"
+    cover_help = "compile only enough cases to have each kernel (0), each option (1) or every two options (2) once"
     parser.add_argument("--cover", type=int, choices=(0, 1, 2), help=cover_help)
-    parser.add_argument("--json", action="store_true", help="everything but the PTX, as JSON")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON, without the PTX")
     asked = parser.parse_args(argv)
     if reason := unavailable():
         parser.error(reason)

@@ -50,7 +50,8 @@ def check_features(name: str, block_size: int, **sizes: int) -> None:
             raise ValueError(
                 f"{name}: {what} = {size} must be a {'positive ' if size <= 0 else ''}multiple of {block_size}"
                 f"{' for the recipe fp8_128' if block_size == 128 else ''}. "
-                f"Use {'mxfp8_rceil (multiples of 32)' if block_size == 128 else 'a PyTorch layer'}, or pad the model."
+                f"Use {'mxfp8_rceil, which needs a multiple of 32' if block_size == 128 else 'a PyTorch layer'}, "
+                "or pad the model."
             )
 
 
