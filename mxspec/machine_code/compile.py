@@ -89,7 +89,11 @@ def compile_op(op: str, backend: str, target: str, names: Collection[str] | None
                 results.append(result(problems=tuple(f"{type(e).__name__}: {e}" for e in causes)))
                 continue
             wrong = problems(code, regexes, [*call.args, *call.kwargs.values()], is_edge(call.case))
-            wrong += [f"{c.kernel} adds a product of floats, and promises bytes" for c in code if exact and c.has_sum_of_product]
+            wrong += [
+                f"{c.kernel} adds a product of floats, and promises bytes"
+                for c in code
+                if exact and c.has_sum_of_product
+            ]
             results.append(result(code=tuple(code), problems=tuple(wrong)))
     return results
 

@@ -1,16 +1,22 @@
-"""swiglu_fp8_quantize_rowcol_groups in Triton: the tiles of `tiles/fp8_both_ways.py`."""
+"""swiglu_fp8_quantize_rowcol_groups in Triton: on Hopper the Gluon kernel of `hopper/fp8/`, otherwise plain tiles."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from mxspec.triton_kernels.tiles.fp8_both_ways import SWIGLU, Results, both_ways
+from mxspec.triton_kernels.hopper.fp8 import quantize
+from mxspec.triton_kernels.hopper.releases import note
+from mxspec.triton_kernels.tiles import fp8_both_ways
+from mxspec.triton_kernels.tiles.fp8_both_ways import SWIGLU, Results
+
+__all__ = ["PTX", "RANK", "note", "swiglu_fp8_quantize_rowcol_groups"]
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
 def swiglu_fp8_quantize_rowcol_groups(
     gate_up: Tensor, offs: Tensor, *, scale_format: str = "fp32", check_offs: bool = False
 ) -> Results:
-    return both_ways(SWIGLU.value, gate_up, None, offs, scale_format)
+    by = quantize if quantize.reads(gate_up) else fp8_both_ways
+    return by.both_ways(SWIGLU.value, gate_up, None, offs, scale_format)

@@ -10,23 +10,27 @@ from mxspec.triton_kernels.common.numerics import widened
 
 _LOG2_E = tl.constexpr(1.4426950216293335)  # log2(e), rounded to fp32
 _REST = tl.constexpr(1.925963033500545e-08)  # log2(e) - _LOG2_E
-_LN_2 = tl.constexpr(0.6931471805599453)
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a small number rounds that number to an integer
 
 
 @triton.jit
 def sigmoid(x):
     """`1 / (1 + e^-x)` of a widened bfloat16, within a rounding of fp32; 0 where it is below 2^-126.
 
-    The product `x * log2(e)` loses bits, and exp2 would multiply their loss by up to 128. So the lost part becomes a
-    factor `1 + lost * ln(2)` of the power.
+    Each step is an operation that IEEE 754 defines, so the bits are the same on every machine. `exp2` of a GPU and of
+    the interpreter give other last bits, and a few gradients would show them.
     """
+    # 2^t with t = -x * log2(e). The product loses bits, which `lost` holds. An infinite t has no such bits.
     t = x * -_LOG2_E
     lost = tl.fma(x, -_REST, tl.fma(x, -_LOG2_E, -t))
-    # The part that is lost of an infinite t is NaN, so such a gate skips it.
-    lost = tl.where(tl.abs(t) < 256.0, lost, 0.0)
-    power = tl.exp2(t)
-    y = 1.0 + tl.fma(power, lost * _LN_2, power)
-    return tl.where(x < -87.25, 0.0, 1.0 / y)
+    lost = tl.where(tl.abs(t) < 126.0, lost, 0.0)
+    t = tl.minimum(tl.maximum(t, -126.0), 126.0)
+    whole = (t + _MAGIC) - _MAGIC
+    rest = (t - whole) + lost  # between -0.5 and 0.5
+    power = tl.fma(tl.fma(0.0013390866806730628, rest, 0.009666373953223228), rest, 0.055503569543361664)
+    power = tl.fma(tl.fma(tl.fma(power, rest, 0.2402234822511673), rest, 0.6931471824645996), rest, 1.0)
+    power = (power.to(tl.int32, bitcast=True) + (whole.to(tl.int32) << 23)).to(tl.float32, bitcast=True)
+    return tl.where(x < -87.25, 0.0, tl.div_rn(1.0, 1.0 + power))
 
 
 @triton.jit

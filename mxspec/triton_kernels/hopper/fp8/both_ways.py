@@ -14,48 +14,47 @@ first block of the group and the number of its blocks.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, fp32_bits
-from mxspec.triton_kernels.common import launch
-from mxspec.triton_kernels.common.groups import chunk, group_of
-from mxspec.triton_kernels.tiles.fp8_both_ways import EPS, GRADIENT, SWIGLU, TOKENS, Results, allocated
+from mxspec.formats import E4M3FN, fp32_bits
+from mxspec.triton_kernels.common.groups import group_of
+from mxspec.triton_kernels.tiles.fp8_both_ways import GRADIENT, SWIGLU, TOKENS
 
 _MANTISSA = gl.constexpr(E4M3FN.max / 2.0**E4M3FN.emax)  # 448 is 1.75 * 2^8
 _INVERSE = gl.constexpr(2.0**E4M3FN.emax / E4M3FN.max)
 _EXPONENT = gl.constexpr(fp32_bits(2.0**E4M3FN.emax))
 _HALF = gl.constexpr(fp32_bits(E4M3FN.max / 2))
 _TWO = gl.constexpr(fp32_bits(2.0))
-# The registers of a thread for each kind of values. With fewer programs on a multiprocessor, the loads of one program
-# do not hide behind the arithmetic of the others.
-REGISTERS = {0: 80, 1: 128, 2: 128}
-
 _DECLARED = "{ .reg .b32 a, b, c; .reg .f32 x, y, u, v, p, q, t, l; .reg .pred z; "
 _WIDENED = "shl.b32 a, $G, 16; and.b32 b, $G, 0xffff0000; mov.b32 x, a; mov.b32 y, b; "
-# common/swiglu.py has the same steps with names.
+# Approximations of 2^t and 1 / y with errors of two units in the last place. They suffice for silu in bfloat16: a test
+# tries every gate.
 _SIGMOID = (
+    "mul.rn.f32 t, $X, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; "
+)
+# The gradient needs more. t = -x * log2(e) loses bits, which l holds, times ln(2). The bias -2^-25 of l balances the
+# errors of ex2.approx: with it, every pair of a gate and a mantissa of d_silu gives the right bits, and a test tries
+# them all. A step of Newton makes the reciprocal right. Gates below -87.25 have the sigmoid 0.
+_EXACT_SIGMOID = (
     "min.f32 $S, $X, 0f42FC0000; mul.rn.f32 t, $S, 0fBFB8AA3B; neg.f32 l, t; fma.rn.f32 l, $S, 0fBFB8AA3B, l;"
-    " fma.rn.f32 l, $S, 0fB2A57060, l; ex2.approx.ftz.f32 t, t; mul.rn.f32 l, l, 0f3F317218; fma.rn.f32 t, t, l, t;"
-    " add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; neg.f32 t, t; fma.rn.f32 t, t, $S, 0f3F800000;"
-    " fma.rn.f32 $S, t, $S, $S; setp.lt.f32 z, $X, 0fC2AE8000; selp.f32 $S, 0f00000000, $S, z; "
+    " fma.rn.f32 l, $S, 0fB2A57060, l; ex2.approx.ftz.f32 t, t; fma.rn.f32 l, l, 0f3F317218, 0fB3000000;"
+    " fma.rn.f32 t, t, l, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; neg.f32 t, t;"
+    " fma.rn.f32 t, t, $S, 0f3F800000; fma.rn.f32 $S, t, $S, $S; setp.lt.f32 z, $X, 0fC2AE8000;"
+    " selp.f32 $S, 0f00000000, $S, z; "
 )
 
 
-def _sigmoids() -> str:
-    return "".join(_SIGMOID.replace("$S", s).replace("$X", x) for s, x in ("ux", "vy"))
+def _sigmoids(of: str) -> str:
+    return "".join(of.replace("$S", s).replace("$X", x) for s, x in ("ux", "vy"))
 
 
 def _forward() -> str:
     """$0 is silu($1) * $2, for words of two bf16."""
     return (
-        _DECLARED + _WIDENED.replace("$G", "$1") + _sigmoids() + "mul.rn.f32 x, x, u; mul.rn.f32 y, y, v;"
+        _DECLARED + _WIDENED.replace("$G", "$1") + _sigmoids(_SIGMOID) + "mul.rn.f32 x, x, u; mul.rn.f32 y, y, v;"
         " cvt.rn.bf16x2.f32 a, y, x; mul.rn.bf16x2 $0, a, $2; }"
     )
 
@@ -67,7 +66,7 @@ def _backward() -> str:
         " mul.rn.f32 $P, $P, t;"
     )
     return (
-        _DECLARED + _WIDENED.replace("$G", "$2") + _sigmoids() + "mul.rn.f32 p, x, u; mul.rn.f32 q, y, v;"
+        _DECLARED + _WIDENED.replace("$G", "$2") + _sigmoids(_EXACT_SIGMOID) + "mul.rn.f32 p, x, u; mul.rn.f32 q, y, v;"
         " cvt.rn.bf16x2.f32 a, q, p; mul.rn.bf16x2 $1, a, $4; mul.rn.bf16x2 c, $3, $4;"
         " shl.b32 a, c, 16; and.b32 b, c, 0xffff0000; mov.b32 p, a; mov.b32 q, b;"
         + "".join(gate.replace("$S", s).replace("$X", x).replace("$P", p) for s, x, p in ("uxp", "vyq"))
@@ -101,7 +100,7 @@ _COLUMN_CODES = gl.constexpr(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _blocks_of_tokens(table, start, end, offs, stride_offs, tokens, G, blocks, CHUNK: tl.constexpr):
+def blocks_of_tokens(table, start, end, offs, stride_offs, tokens, G, blocks, CHUNK: tl.constexpr):
     """Write the table: for each block of padded tokens, its first token, the end, the group's first block, its blocks.
 
     A block past the last group holds rows without a group, and its number of blocks is written as -1 - number.
@@ -155,11 +154,11 @@ def _larger(a, b):
 
 @gluon.jit
 def _store_rows(
-    w, largest, token, stop, d0, D, tokens, q_row, s_row, eps_bits,
+    w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits,
     POW2: gl.constexpr, WORD: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     """Store the row codes and the row scales of a tile of words."""
-    of_rows = gl.convert_layout(gl.reduce(largest, 1, _larger), FLAT)
+    of_rows = gl.convert_layout(of_rows, FLAT)
     s, back = _factors(gl.maximum((of_rows & 0xFFFF) << 16, of_rows & 0x7FFF0000), eps_bits, POW2)
     flat = gl.arange(0, 128, layout=FLAT)
     gl.store(s_row + (d0 // 128).to(gl.int64) * tokens + token + flat, back, mask=token + flat < stop)
@@ -174,11 +173,10 @@ def _store_rows(
 
 @gluon.jit
 def _store_columns(
-    w, largest, d0, D, q_col, s_col, first, count, block, eps_bits,
+    w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits,
     POW2: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     """Store the column codes and the column scales of a tile of words."""
-    of_columns = gl.reduce(largest, 0, _larger)
     lower = gl.convert_layout((of_columns & 0xFFFF) << 16, FLAT)
     upper = gl.convert_layout(of_columns & 0x7FFF0000, FLAT)
     s, back = _factors(gl.join(lower, upper), eps_bits, POW2)  # (64, 2)
@@ -203,7 +201,7 @@ def _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED: gl.co
     r = gl.arange(0, 128, layout=gl.SliceLayout(1, TURNED))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, TURNED))
     to = q_col + (first.to(gl.int64) * D + d0.to(gl.int64) * count + (block - first)) * 128
-    to = to + (gl.expand_dims(d, 0).to(gl.int64) * (count * 256) + gl.expand_dims(r, 1))
+    to = to + (gl.expand_dims(d, 0) * (count * 256) + gl.expand_dims(r, 1))
     gl.store(to, lower)
     gl.store(to + count * 128, upper)
 
@@ -214,9 +212,11 @@ def _emit(
     POW2: gl.constexpr, WORD: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     largest = w & 0x7FFF7FFF
-    _store_rows(w, largest, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, WORD, FLAT)
+    # Both maxima come first, so that `largest` needs registers for a short time only.
+    of_rows, of_columns = gl.reduce(largest, 1, _larger), gl.reduce(largest, 0, _larger)
+    _store_rows(w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, WORD, FLAT)
     if count > 0:
-        _store_columns(w, largest, d0, D, q_col, s_col, first, count, block, eps_bits, POW2, TURNED, FLAT)
+        _store_columns(w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits, POW2, TURNED, FLAT)
 
 
 @gluon.jit
@@ -229,15 +229,13 @@ def _zeros(d0, D, q_col, s_col, first, count, block, TURNED: gl.constexpr, FLAT:
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps_bits"])
-def _both_ways(
+def fp8_both_ways_sm90(
     x, stride_m, dh, dh_stride_m, q_row, s_row, q_col, s_col, table, tokens, D, half, eps_bits,
     VALUES: gl.constexpr, POW2: gl.constexpr,
 ):  # fmt: skip
     lane: gl.constexpr = [[0, 4], [0, 8], [0, 16], [8, 0], [16, 0]]
     warp: gl.constexpr = [[0, 32], [32, 0], [64, 0]]
-    WORD: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], lane, warp, [], [128, 64]
-    )
+    WORD: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], lane, warp, [], [128, 64])
     TURNED: gl.constexpr = gl.DistributedLinearLayout(
         [[1, 0], [2, 0], [4, 0], [0, 1], [0, 2]], lane, warp, [], [128, 64]
     )
@@ -283,38 +281,3 @@ def _both_ways(
         _zeros(d0, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT)
         if VALUES == GRADIENT:
             _zeros(d0 + half, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT)
-
-
-def reads(*tensors: Tensor | None) -> bool:
-    """Whether the kernel reads these tensors: bfloat16, rows that begin at 16 bytes and lie within 2^31 bytes."""
-    return all(
-        t is None
-        or (
-            t.dtype == torch.bfloat16
-            and t.stride(1) == 1
-            and t.stride(0) % 8 == 0
-            and t.data_ptr() % 16 == 0
-            and 0 < t.stride(0) < 2**23
-        )
-        for t in tensors
-    )
-
-
-def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_format: str, eps: float = EPS) -> Results:
-    """Launch, for tensors that `reads` accepts. The arguments are those of `tiles.fp8_both_ways.both_ways`."""
-    M, G = x.shape[0], offs.shape[0]
-    D = x.shape[1] // 2 if values == SWIGLU.value else x.shape[1]
-    results = allocated(x, offs, M, D)
-    q_row, s_row, q_col, s_col, start, end = results
-    blocks = s_col.shape[1]
-    table = offs.new_empty((blocks, 4))
-    _blocks_of_tokens[(blocks,)](table, start, end, offs, offs.stride(0), M, G, blocks, chunk(G), num_warps=4)
-    across = x.shape[1] if values == TOKENS.value else x.shape[1] // 2
-    options: dict[str, Any] = {"num_warps": 8, "maxnreg": REGISTERS[values], **launch.UNFUSED}
-    _both_ways[launch.grid(across // FP8_BLOCK_SIZE, blocks)](
-        x.view(torch.int32), x.stride(0) // 2,
-        *((None, 0) if dh is None else (dh.view(torch.int32), dh.stride(0) // 2)),
-        q_row.view(torch.int16), s_row, q_col.view(torch.int8), s_col, table, M, D, x.shape[1] // 2, fp32_bits(eps),
-        values, scale_format == "pow2", **options,
-    )  # fmt: skip
-    return results

@@ -1,0 +1,60 @@
+"""The launch of the Gluon kernel of `both_ways.py`: FP8 codes of token groups in both directions on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
+from mxspec.triton_kernels.common.groups import chunk
+from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid
+from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.tiles.fp8_both_ways import EPS, SWIGLU, TOKENS, Results, allocated
+
+if releases.refusal() is None:
+    from mxspec.triton_kernels.hopper.fp8.both_ways import blocks_of_tokens, fp8_both_ways_sm90
+
+# The registers of a thread for each kind of values. With fewer programs on a multiprocessor, the loads of one program
+# do not hide behind the arithmetic of the others.
+REGISTERS = {0: 80, 1: 128, 2: 128}
+
+
+def reads(*tensors: Tensor | None) -> bool:
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and rows of bfloat16 begin at multiples of 16 bytes."""
+    x = tensors[0]
+    if x is None or x.device.type == "cpu" or capability(x.device) != (9, 0) or releases.refusal() or not x.numel():
+        return False
+    return all(
+        t is None
+        or (
+            t.dtype == torch.bfloat16
+            and t.stride(1) == 1
+            and t.stride(0) % 8 == 0
+            and t.data_ptr() % 16 == 0
+            and 0 < t.stride(0) < 2**23  # offsets in a tile have 32 bits
+            and t.shape[0] < 2**23
+        )
+        for t in tensors
+    )
+
+
+def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_format: str, eps: float = EPS) -> Results:
+    """Launch, for tensors that `reads` accepts. The arguments are those of `tiles.fp8_both_ways.both_ways`."""
+    M, G = x.shape[0], offs.shape[0]
+    D = x.shape[1] // 2 if values == SWIGLU.value else x.shape[1]
+    results = allocated(x, offs, M, D)
+    q_row, s_row, q_col, s_col, start, end = results
+    blocks = s_col.shape[1]
+    table = offs.new_empty((blocks, 4))
+    blocks_of_tokens[(blocks,)](table, start, end, offs, offs.stride(0), M, G, blocks, chunk(G), num_warps=4)
+    across = x.shape[1] if values == TOKENS.value else x.shape[1] // 2
+    options: dict[str, Any] = {"num_warps": 8, "maxnreg": REGISTERS[values], **UNFUSED}
+    fp8_both_ways_sm90[grid(across // FP8_BLOCK_SIZE, blocks)](
+        x.view(torch.int32), x.stride(0) // 2,
+        *((None, 0) if dh is None else (dh.view(torch.int32), dh.stride(0) // 2)),
+        q_row.view(torch.int16), s_row, q_col.view(torch.int8), s_col, table, M, D, x.shape[1] // 2, fp32_bits(eps),
+        values, scale_format == "pow2", **options,
+    )  # fmt: skip
+    return results
