@@ -71,11 +71,20 @@ class _Block:
         self._entered.pop().__exit__(*exc_info)
 
 
-def keep(ctx: Any, x: Tensor, w: Tensor, name: str, backend: str | None, *tensors: Tensor | None) -> None:
-    """Save tensors for the backward of a function of x and w. `name` is the layer's name, for error texts."""
+def keep(
+    ctx: Any, x: Tensor, w: Tensor | tuple[Tensor, ...], name: str, backend: str | None, *tensors: Tensor | None
+) -> None:
+    """Save tensors for the backward of a function of x and w. `name` is the layer's name, for error texts.
+
+    The gradient of a product `x @ w^T` for x depends on w, and the gradient for w on x. A function of several weights
+    is no product: the gradient for each argument depends on all of them.
+    """
     ctx.name, ctx.backend = name, backend
+    inputs = (x, w) if isinstance(w, Tensor) else (x, *w)
+    ctx.is_product = isinstance(w, Tensor)
     if not torch.compiler.is_compiling():
-        ctx.varies_outside = _outside(x).requires_grad, _outside(w).requires_grad
+        ctx.varies_outside = tuple(_outside(tensor).requires_grad for tensor in inputs)
+    ctx.inputs = len(inputs)
     run_by = None if backend is None else _INDEX[backend]
     ctx.save_for_backward(*tensors, run_by)
 
@@ -94,7 +103,9 @@ def kept(ctx: Any) -> tuple[Any, ...]:
 
 
 def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """Make the results of a backward raise when they are differentiated. Its first two results are grad_x and grad_w.
+    """Make the results of a backward raise when they are differentiated.
+
+    The first results are the gradients for the tensors that `keep` was given: for x, and for each weight.
 
     torch's `once_differentiable` is not enough: it does not see that grad_x depends on w, and grad_w on x.
     """
@@ -106,16 +117,16 @@ def first_derivative_only(backward: Callable[..., tuple[Tensor | None, ...]]) ->
         if (transforms := len(torch._C._functorch.get_interpreter_stack() or ())) > 1:
             raise RuntimeError(_refusal(ctx.name))  # torch.func transforms are nested: this is a second derivative
         with torch.no_grad():
-            grad_x, grad_w, *rest = backward(ctx, *gradients)
+            results = list(backward(ctx, *gradients))
         if not torch.is_grad_enabled():  # create_graph=True enables it, and torch.func always does
-            return grad_x, grad_w, *rest
-        x_varies, w_varies = ctx.varies_outside if transforms else ctx.needs_input_grad[:2]
-        varies = any(_outside(gradient).requires_grad for gradient in gradients)
-        if grad_x is not None and (varies or w_varies):
-            grad_x = _Underivable.apply(grad_x, _NEEDS_GRADIENT, ctx.name)
-        if grad_w is not None and (varies or x_varies):
-            grad_w = _Underivable.apply(grad_w, _NEEDS_GRADIENT, ctx.name)
-        return grad_x, grad_w, *rest
+            return tuple(results)
+        varies = ctx.varies_outside if transforms else ctx.needs_input_grad[: ctx.inputs]
+        from_above = any(_outside(gradient).requires_grad for gradient in gradients if gradient is not None)
+        for i in range(ctx.inputs):
+            others = any(varies[:i] + varies[i + 1 :]) if ctx.is_product else any(varies)
+            if results[i] is not None and (from_above or others):
+                results[i] = _Underivable.apply(results[i], _NEEDS_GRADIENT, ctx.name)
+        return tuple(results)
 
     return wrapper
 

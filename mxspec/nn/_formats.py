@@ -86,6 +86,18 @@ class Format:
         """Whether one op makes the codes of both directions from one read."""
         return False
 
+    def fuses_swiglu(self, x: Tensor) -> bool:
+        """Whether `swiglu` and `swiglu_backward` exist for experts with these tokens: ops that write no values."""
+        return False
+
+    def swiglu(self, gate_up: Tensor, offs: Tensor) -> Tokens:
+        """The codes of `silu(gate) * up` in both directions."""
+        raise NotImplementedError
+
+    def swiglu_backward(self, gate_up: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
+        """The codes of the gradient of gate and up in both directions."""
+        raise NotImplementedError
+
     def activations(self, x: Tensor, offs: Tensor | None, weight_needs_grad: bool) -> Tokens:
         """The codes of x for the forward, and those for wgrad if the forward saves them."""
         along_tokens = torch.is_grad_enabled() and weight_needs_grad and self.saves_codes(offs)
@@ -160,6 +172,8 @@ class FP8Blocks(Format):
         self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
     ) -> Tokens:
         rows = columns = None
+        if along_features and along_tokens and offs is not None:
+            return _both_ways(mxspec.fp8_quantize_rowcol_groups(x, offs, backend=self.backend))
         # The matmuls read MN-major scales directly; K-major scales would need a transpose first.
         if along_features:
             rows = Operand(*mxspec.fp8_quantize_1x128(x, scale_major="mn", backend=self.backend))
@@ -186,6 +200,24 @@ class FP8Blocks(Format):
 
     def saves_codes(self, offs: Tensor | None) -> bool:
         return offs is not None
+
+    def reads_once(self, offs: Tensor | None) -> bool:
+        return offs is not None
+
+    def fuses_swiglu(self, x: Tensor) -> bool:
+        return x.dtype == torch.bfloat16
+
+    def swiglu(self, gate_up: Tensor, offs: Tensor) -> Tokens:
+        return _both_ways(mxspec.swiglu_fp8_quantize_rowcol_groups(gate_up, offs, backend=self.backend))
+
+    def swiglu_backward(self, gate_up: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
+        options: Any = {"backend": self.backend}
+        return _both_ways(mxspec.swiglu_backward_fp8_quantize_rowcol_groups(gate_up, grad_hidden, offs, **options))
+
+
+def _both_ways(quantized: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]) -> Tokens:
+    q_row, s_row, q_col, s_col, start, end = quantized
+    return Tokens(Operand(q_row, s_row), Operand(q_col, s_col, start, end))
 
 
 _OF_NAME: dict[str, type[Format]] = {"mxfp8": MX, "fp8_128": FP8Blocks}

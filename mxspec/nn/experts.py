@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from mxspec.nn._autograd import backend_now
 from mxspec.nn._cache import QuantizesWeights
@@ -20,6 +19,7 @@ from mxspec.nn._checks import (
     check_tensors,
 )
 from mxspec.nn._product import grouped_product
+from mxspec.nn._swiglu import Swiglu, swiglu_experts
 from mxspec.nn.grouped_mm import check_offs
 from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
 
@@ -27,9 +27,12 @@ from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
 class GroupedExperts(QuantizesWeights):
     """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
 
-    The layer runs three grouped matmuls, as `mx_grouped_mm` or `fp8_grouped_mm` does. The gate matmul and the up matmul
-    read the same codes of x. Each forward quantizes the weights once. Inside a `cache_weights` block, they are
-    quantized once for all forwards. The host never waits for the device.
+    The gate's and the up's weights are one parameter, so that one grouped matmul computes both, and each gradient is
+    one matmul too. The matmuls are those of `mx_grouped_mm` and `fp8_grouped_mm`. With fp8_128 and bfloat16 tokens,
+    SwiGLU and its gradient are computed by the ops that quantize them
+    (`swiglu_fp8_quantize_rowcol_groups`, `swiglu_backward_fp8_quantize_rowcol_groups`). Each forward quantizes the
+    weights once. Inside a `cache_weights` block, they are quantized once for all forwards. The host never waits for the
+    device.
 
     Args:
         num_experts: the number of experts, E.
@@ -38,8 +41,10 @@ class GroupedExperts(QuantizesWeights):
         recipe: a `Recipe` or its name, as for `mx_grouped_mm` and `fp8_grouped_mm`. `set_recipe` changes it later.
         device, dtype: the device and dtype of the parameters; bfloat16 or float32.
 
-    Parameters: `w_gate` and `w_up`, `(E, hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`. They start with the
-        same random distribution as the weight of an `nn.Linear` of the same width.
+    Parameters: `w_gate_up`, `(E, 2 * hidden_dim, dim)`, the rows of the gate before those of up, and `w_down`,
+        `(E, dim, hidden_dim)`. They start with the same random distribution as the weight of an `nn.Linear` of the same
+        width. `w_gate` and `w_up` are views of the halves of `w_gate_up`. A state dict of a version before 0.3, which
+        has `w_gate` and `w_up`, loads.
 
     Shapes:
         x: `(M, dim)`, bfloat16 or float32. The tokens of each expert lie together. Under autocast, x is cast first.
@@ -62,7 +67,7 @@ class GroupedExperts(QuantizesWeights):
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; torchtitan, `GroupedExperts` (w1, w3, w2).
     """
 
-    weight_names: ClassVar[tuple[str, ...]] = ("w_gate", "w_up", "w_down")
+    weight_names: ClassVar[tuple[str, ...]] = ("w_gate_up", "w_down")
 
     def __init__(
         self,
@@ -81,16 +86,31 @@ class GroupedExperts(QuantizesWeights):
         super().__init__()
         self.num_experts, self.dim, self.hidden_dim = num_experts, dim, hidden_dim
         self.set_recipe(recipe)
-        wide, narrow = (num_experts, hidden_dim, dim), (num_experts, dim, hidden_dim)
-        self.w_gate, self.w_up, self.w_down = (
-            nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for shape in (wide, wide, narrow)
-        )
+        shapes = (num_experts, 2 * hidden_dim, dim), (num_experts, dim, hidden_dim)
+        self.w_gate_up, self.w_down = (nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) for shape in shapes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for weight in self._weights():
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
+
+    @property
+    def w_gate(self) -> Tensor:
+        """The first half of `w_gate_up`, `(E, hidden_dim, dim)`: a view, not a parameter."""
+        return self.w_gate_up[:, : self.hidden_dim]
+
+    @property
+    def w_up(self) -> Tensor:
+        """The second half of `w_gate_up`, `(E, hidden_dim, dim)`: a view, not a parameter."""
+        return self.w_gate_up[:, self.hidden_dim :]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load `w_gate` and `w_up` of an older state dict as the halves of `w_gate_up`."""
+        halves = [f"{prefix}{name}" for name in ("w_gate", "w_up")]
+        if f"{prefix}w_gate_up" not in state_dict and all(name in state_dict for name in halves):
+            state_dict[f"{prefix}w_gate_up"] = torch.cat([state_dict.pop(name) for name in halves], 1)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Train with this recipe from now on. The parameters stay. Raises inside a `cache_weights` block."""
@@ -116,11 +136,15 @@ class GroupedExperts(QuantizesWeights):
         check_offs(name, offs, self.num_experts)
         check_devices(name, x, offs=offs, **dict(zip(self.weight_names, weights, strict=True)))
         backend = backend_now(self)
-        (gate_codes, up_codes, down_codes), by = self._quantized(backend), self._format(backend)
-        up_needs_grad = self.w_gate.requires_grad or self.w_up.requires_grad
-        tokens = None if by is None else by.activations(x, offs, up_needs_grad)
-        gate = grouped_product(x, self.w_gate, offs, tokens, gate_codes, by, name)
-        up = grouped_product(x, self.w_up, offs, tokens, up_codes, by, name)
-        hidden = silu(gate) * up
-        tokens = None if by is None else by.activations(hidden, offs, self.w_down.requires_grad)
+        codes, by = self._quantized(backend), self._format(backend)
+        if by is None:
+            gate_up = grouped_product(x, self.w_gate_up, offs, None, (), None, name)
+            return grouped_product(Swiglu.apply(gate_up, name), self.w_down, offs, None, (), None, name)
+        tokens = by.activations(x, offs, self.w_gate_up.requires_grad)
+        gate_up_codes, down_codes = codes
+        if by.fuses_swiglu(x):
+            return swiglu_experts(x, self.w_gate_up, self.w_down, offs, tokens, (gate_up_codes, down_codes), by)
+        gate_up = grouped_product(x, self.w_gate_up, offs, tokens, gate_up_codes, by, name)
+        hidden = Swiglu.apply(gate_up, name)
+        tokens = by.activations(hidden, offs, self.w_down.requires_grad)
         return grouped_product(hidden, self.w_down, offs, tokens, down_codes, by, name)

@@ -17,8 +17,9 @@ K, N = 128, 256  # dim and hidden_dim
 FORMATS = ["mxfp8_rceil", "fp8_128"]
 QUANTIZERS = {  # the ops that quantize weights, tokens along the features, and tokens along the tokens
     "mxfp8_rceil": ["mx_quantize_rowcol", "mx_quantize_groups", "mx_quantize_groups"],
-    "fp8_128": ["fp8_quantize_128x128", "fp8_quantize_1x128", "fp8_quantize_k_groups"],
+    "fp8_128": ["fp8_quantize_128x128", "fp8_quantize_1x128", "fp8_quantize_rowcol_groups"],
 }
+SWIGLU, GRADIENT = "swiglu_fp8_quantize_rowcol_groups", "swiglu_backward_fp8_quantize_rowcol_groups"
 
 
 def experts(recipe="mxfp8_rceil") -> GroupedExperts:
@@ -26,9 +27,9 @@ def experts(recipe="mxfp8_rceil") -> GroupedExperts:
     return GroupedExperts(3, K, N, recipe, device=DEVICE)
 
 
-def tokens(sizes=(33, 0, 30), rest=4):
+def tokens(sizes=(33, 0, 30), rest=4, dtype=torch.float32):
     torch.manual_seed(0)
-    x = torch.randn(sum(sizes) + rest, K, device=DEVICE, requires_grad=True)
+    x = torch.randn(sum(sizes) + rest, K, device=DEVICE, dtype=dtype, requires_grad=True)
     return x, torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
 
 
@@ -40,18 +41,40 @@ def trained(module, x, offs):
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["mxfp8_rceil_wgrad_bf16", "fp8_128", "bf16"])
-def test_experts_are_three_grouped_matmuls(recipe):
-    module, (x, offs) = experts(recipe), tokens()
+def test_experts_are_two_grouped_matmuls_and_swiglu(recipe, dtype):
+    module, (x, offs) = experts(recipe), tokens(dtype=dtype)
     got = trained(module, x, offs)
     grouped_mm = fp8_grouped_mm if recipe == "fp8_128" else mx_grouped_mm
 
     def by_hand(x, offs):
-        gate, up = (grouped_mm(x, w, offs, recipe) for w in (module.w_gate, module.w_up))
+        gate, up = grouped_mm(x, module.w_gate_up, offs, recipe).chunk(2, -1)
         return grouped_mm(silu(gate) * up, module.w_down, offs, recipe)
 
     module.forward = by_hand
     assert all(map(torch.equal, got, trained(module, x, offs)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["mxfp8_rceil", "fp8_128"])
+def test_one_weight_for_gate_and_up_changes_the_rounding_of_the_tokens_gradient_alone(recipe, dtype):
+    """With two weights, the gradients of the tokens through each are rounded, added, and rounded once more."""
+    module, (x, offs) = experts(recipe), tokens(dtype=dtype)
+    out, grad_x, *grads = trained(module, x, offs)
+    grouped_mm = fp8_grouped_mm if recipe == "fp8_128" else mx_grouped_mm
+    halves = [w.detach().clone().requires_grad_() for w in (module.w_gate, module.w_up)]
+
+    def apart(x, offs):
+        gate, up = (grouped_mm(x, w, offs, recipe) for w in halves)
+        return grouped_mm(silu(gate) * up, module.w_down, offs, recipe)
+
+    module.forward = apart
+    other, other_grad_x, _, grad_down = trained(module, x, offs)
+    assert torch.equal(out, other)
+    assert torch.equal(grads[0], torch.cat([w.grad for w in halves], 1))
+    assert torch.equal(grads[1], grad_down)
+    assert sqnr_db(grad_x, other_grad_x.float()) >= (40 if dtype == torch.bfloat16 else 100)
 
 
 def test_experts_are_swiglu():
@@ -66,16 +89,24 @@ def test_experts_are_swiglu():
         assert sqnr_db(experts(recipe)(x, offs).detach(), out) >= 22  # the noise of three matmuls
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", FORMATS)
-def test_gate_and_up_read_the_same_codes_and_weights_are_held(recipe, monkeypatch):
-    module, (x, offs) = experts(recipe), tokens()
+def test_what_is_quantized_and_that_weights_are_held(recipe, dtype, monkeypatch):
+    module, (x, offs) = experts(recipe), tokens(dtype=dtype)
     once, ran = trained(module, x, offs), []
     weights, rows, columns = QUANTIZERS[recipe]
-    for name in {weights, rows, columns}:
+    for name in {weights, rows, columns, SWIGLU, GRADIENT}:
         op = getattr(mxspec, name)
         monkeypatch.setattr(mxspec, name, lambda *a, op=op, name=name, **kw: ran.append(name) or op(*a, **kw))
-    module(x, offs)
-    assert ran == [weights] * 3 + [rows, columns] * 2
+    fused = recipe == "fp8_128" and dtype == torch.bfloat16
+    module.zero_grad()  # the gradients in `once` stay
+    module(x, offs).sum().backward()
+    if fused:
+        assert ran == [weights] * 2 + [columns, SWIGLU, columns, GRADIENT]
+    elif recipe == "fp8_128":
+        assert ran == [weights] * 2 + [columns] * 4
+    else:
+        assert ran == [weights] * 2 + [rows, columns] * 4
     with cache_weights(module):
         ran.clear()
         assert all(map(torch.equal, trained(module, x, offs), once))
@@ -84,7 +115,35 @@ def test_gate_and_up_read_the_same_codes_and_weights_are_held(recipe, monkeypatc
         module.w_up.mul_(2)
     ran.clear()
     module.requires_grad_(False)(x, offs)
-    assert ran == [weights] * 3 + [rows] * 2
+    assert ran == [weights] * 2 + [rows] + ([SWIGLU] if fused else [rows])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("frozen", ["x", "w_gate_up", "w_down", "x and w_gate_up", "weights"])
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(recipe, frozen):
+    module, (x, offs) = experts(recipe), tokens(dtype=torch.bfloat16)
+    everything = trained(module, x, offs)
+    names = {"weights": ["w_gate_up", "w_down"]}.get(frozen, frozen.split(" and "))
+    x.requires_grad_("x" not in names)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in names)
+    for name, before, now in zip(
+        ("out", "x", "w_gate_up", "w_down"), everything, trained(module, x, offs), strict=True
+    ):
+        assert (now is None) == (name in names)
+        assert now is None or torch.equal(before, now), name
+
+
+def test_a_state_dict_with_two_weights_loads():
+    module, other = experts(), GroupedExperts(3, K, N, device=DEVICE)
+    state = {"w_gate": module.w_gate.clone(), "w_up": module.w_up.clone(), "w_down": module.w_down.clone()}
+    outer = torch.nn.ModuleDict({"experts": other})
+    outer.load_state_dict({f"experts.{name}": value for name, value in state.items()})
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+    with pytest.raises(RuntimeError, match=r'Missing key.*"w_gate_up"[\s\S]*Unexpected key.*"w_up"'):
+        other.load_state_dict({name: state[name] for name in ("w_up", "w_down")})
+    with pytest.raises(AttributeError, match="w_gate"):
+        other.w_gate = module.w_up
 
 
 def test_another_recipe_may_be_set_but_not_while_codes_are_held():
@@ -102,10 +161,11 @@ def test_another_recipe_may_be_set_but_not_while_codes_are_held():
         pass
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", FORMATS)
-def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe):
+def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe, dtype):
     torch._dynamo.reset()
-    module, (x, offs) = experts(recipe), tokens()
+    module, (x, offs) = experts(recipe), tokens(dtype=dtype)
     once = trained(module, x, offs)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert all(map(torch.equal, trained(compiled, x, offs), once))
@@ -117,8 +177,7 @@ def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe):
 def test_experts_state_and_what_they_refuse():
     module = experts()
     assert {name: tuple(p.shape) for name, p in module.state_dict().items()} == {
-        "w_gate": (3, N, K),
-        "w_up": (3, N, K),
+        "w_gate_up": (3, 2 * N, K),
         "w_down": (3, K, N),
     }
     for arguments, error, words in (
@@ -187,8 +246,8 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
     out = capsys.readouterr().out
     for line in (
         "fp8_quantize_128x128 2x256x128 -> 2x256x128",
-        "fp8_quantize_1x128 40x128 -> 40x128",
-        "fp8_quantize_k_groups 40x256 -> 256x384",
+        "fp8_quantize_rowcol_groups 40x128 -> 40x128",
+        "fp8_quantize_rowcol_groups 40x256 -> 40x256",
         "fp8_grouped_gemm 40x256 -> 40x128",
         "fp8_grouped_gemm_wgrad 256x384 -> 2x256x128",
     ):

@@ -167,7 +167,14 @@ def test_compiled_pytorch_refuses(made):
 # --- checkpointing -----------------------------------------------------------------------------------------------
 
 LOW = [made for made in MAKE if "bf16" not in made]
-QUANTIZERS = ["mx_quantize_rowcol", "mx_quantize_groups", "fp8_quantize_1x128", "fp8_quantize_k_groups", "fp8_gemm"]
+QUANTIZERS = [
+    "mx_quantize_rowcol",
+    "mx_quantize_groups",
+    "fp8_quantize_1x128",
+    "fp8_quantize_rowcol_groups",
+    "swiglu_fp8_quantize_rowcol_groups",
+    "fp8_gemm",
+]
 
 
 @pytest.fixture

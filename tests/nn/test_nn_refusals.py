@@ -20,11 +20,11 @@ def x() -> torch.Tensor:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_on_another_device_than_the_tokens(recipe):
-    words = "GroupedExperts: w_gate is on meta, but the input is on cpu; needs one device"
+    words = "GroupedExperts: w_gate_up is on meta, but the input is on cpu; needs one device"
     with pytest.raises(ValueError, match=words):
         GroupedExperts(2, W, W, recipe, device="meta")(x(), OFFS)
     experts = GroupedExperts(2, W, W, recipe)
-    for name in ("w_up", "w_down"):
+    for name in ("w_gate_up", "w_down"):
         weight = getattr(experts, name)
         setattr(experts, name, nn.Parameter(weight.to("meta")))
         with pytest.raises(
@@ -55,7 +55,7 @@ def test_a_linears_parameters_on_another_device_than_the_input(kind, name):
         layer(x())
 
 
-@pytest.mark.parametrize("name", ["w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("name", ["w_gate_up", "w_down"])
 def test_one_of_the_experts_weights_of_another_dtype(name):
     experts = GroupedExperts(2, W, W, "bf16")
     setattr(experts, name, nn.Parameter(getattr(experts, name).half()))

@@ -214,9 +214,9 @@ def _emit(
     largest = w & 0x7FFF7FFF
     # Both maxima come first, so that `largest` needs registers for a short time only.
     of_rows, of_columns = gl.reduce(largest, 1, _larger), gl.reduce(largest, 0, _larger)
-    _store_rows(w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, WORD, FLAT)
     if count > 0:
         _store_columns(w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits, POW2, TURNED, FLAT)
+    _store_rows(w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, WORD, FLAT)
 
 
 @gluon.jit

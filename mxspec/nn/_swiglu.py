@@ -1,0 +1,125 @@
+"""SwiGLU experts as one differentiable function, for a format whose ops write codes of SwiGLU and no values.
+
+| step | forward | backward |
+|---|---|---|
+| 1 | codes of x, both ways | codes of grad_out, both ways |
+| 2 | `gate_up = x @ w_gate_up^T` | `grad_hidden = grad_out @ w_down`; the gradient of w_down |
+| 3 | codes of `silu(gate) * up`, both ways | codes of the gradient of gate_up, both ways |
+| 4 | `out = hidden @ w_down^T` | `grad_x = grad_gate_up @ w_gate_up`; the gradient of w_gate_up |
+
+The forward saves gate_up in bfloat16, and the codes along the tokens that the gradients of the weights need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.nn._autograd import first_derivative_only, keep, kept
+from mxspec.nn._cache import Quantized
+from mxspec.nn._formats import Format, Operand, Tokens, Weight
+
+
+def swiglu_experts(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, offs: Tensor, tokens: Tokens, codes: tuple[Quantized, Quantized],
+    by: Format,
+) -> Tensor:  # fmt: skip
+    """The experts' output for tokens x. The caller has checked all arguments, and has quantized x and the weights."""
+    of_gate_up, of_down = (Weight(*quantized) for quantized in codes)
+    out, *_ = _SwigluExperts.apply(x, w_gate_up, w_down, offs, tokens, of_gate_up, of_down, by)
+    return out
+
+
+class _SwigluExperts(torch.autograd.Function):
+    """The outputs after the first are what the backward needs of the forward. They have no gradient."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, w_gate_up: Tensor, w_down: Tensor, offs: Tensor, tokens: Tokens, of_gate_up: Weight, of_down: Weight,
+        by: Format,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert tokens.rows is not None
+        gate_up = by.gemm(tokens.rows, of_gate_up.codes, of_gate_up.scale, offs, x.shape[0], x.dtype)
+        rows, columns = by.swiglu(gate_up, offs)
+        assert rows is not None
+        assert columns is not None
+        assert columns.end is not None
+        out = by.gemm(rows, of_down.codes, of_down.scale, offs, x.shape[0], x.dtype)
+        return out, gate_up, columns.codes, columns.scale, columns.end
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, w_gate_up, w_down, offs, tokens, of_gate_up, of_down, by = inputs
+        _, gate_up, codes, scale, end = output
+        ctx.mark_non_differentiable(gate_up, codes, scale, end)
+        ctx.set_materialize_grads(False)
+        dgrad, wgrad, wgrad_down = ctx.needs_input_grad[:3]
+        x_codes, x_scale, *_ = tokens.columns or (None, None)
+        inner = dgrad or wgrad  # the gradient goes on below w_down
+        keep(
+            ctx,
+            x,
+            (w_gate_up, w_down),
+            by.name,
+            by.backend,
+            offs,
+            gate_up if inner else None,
+            codes if wgrad_down else None,
+            scale if wgrad_down else None,
+            x_codes if wgrad else None,
+            x_scale if wgrad else None,
+            of_down.codes_t if inner else None,
+            of_down.scale_t if inner else None,
+            of_gate_up.codes_t if dgrad else None,
+            of_gate_up.scale_t if dgrad else None,
+        )
+        ctx.by, ctx.dtypes = by, (x.dtype, w_gate_up.dtype, w_down.dtype)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_out, by, (x_dtype, dtype, dtype_down) = gradients[0], ctx.by, ctx.dtypes
+        offs, gate_up, codes, scale, x_codes, x_scale, down_t, down_scale_t, up_t, up_scale_t = kept(ctx)
+        dgrad, wgrad, wgrad_down = ctx.needs_input_grad[:3]
+        if grad_out is None:
+            return None, None, None, None, None, None, None, None
+        inner, elem_dtype = dgrad or wgrad, by.recipe.grad_dtype
+        grad_x = grad_w = grad_w_down = grad_hidden = None
+        rows, columns = by.tokens(grad_out, offs, elem_dtype, inner, wgrad_down)
+        if inner:
+            grad_hidden = by.gemm(rows, down_t, down_scale_t, offs, grad_out.shape[0], x_dtype)
+        if wgrad_down:
+            grad_w_down = by.wgrad(columns, Operand(codes, scale), offs, dtype_down)
+        rows = columns = None  # free the memory
+        if inner:
+            rows, columns = by.swiglu_backward(gate_up, grad_hidden, offs)
+        grad_hidden = None
+        if dgrad:
+            grad_x = by.gemm(rows, up_t, up_scale_t, offs, grad_out.shape[0], x_dtype)
+        if wgrad:
+            grad_w = by.wgrad(columns, Operand(x_codes, x_scale), offs, dtype)
+        return grad_x, grad_w, grad_w_down, None, None, None, None, None
+
+
+class Swiglu(torch.autograd.Function):
+    """`silu(gate) * up` of `(M, 2I)` by PyTorch's kernels. Its backward writes both halves in place of a `cat`."""
+
+    @staticmethod
+    def forward(gate_up: Tensor, name: str) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        gate_up, name = inputs
+        keep(ctx, gate_up, (), name, None, gate_up)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_hidden,), (gate_up,) = gradients, kept(ctx)
+        gate, up = gate_up.chunk(2, -1)
+        d_up, d_silu = grad_hidden * torch.nn.functional.silu(gate), grad_hidden * up
+        return torch.cat([torch.ops.aten.silu_backward(d_silu, gate), d_up], -1), None
