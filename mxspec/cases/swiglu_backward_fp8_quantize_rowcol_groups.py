@@ -1,4 +1,4 @@
-"""The cases of swiglu_backward_fp8_quantize_rowcol_groups: calls written by hand, calls worth timing, and dimensions."""
+"""The cases of swiglu_backward_fp8_quantize_rowcol_groups: written by hand, worth timing, and dimensions."""
 
 from __future__ import annotations
 

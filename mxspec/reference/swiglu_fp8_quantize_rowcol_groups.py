@@ -1,4 +1,4 @@
-"""swiglu_fp8_quantize_rowcol_groups: SwiGLU of token groups, quantized in both directions; no kernel writes its values."""
+"""swiglu_fp8_quantize_rowcol_groups: SwiGLU of token groups, quantized in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""swiglu_backward_fp8_quantize_rowcol_groups in Triton: on Hopper the Gluon kernel of `hopper/fp8/`, otherwise plain tiles."""
+"""swiglu_backward_fp8_quantize_rowcol_groups in Triton: the Gluon kernel of `hopper/fp8/`, or plain tiles."""
 
 from __future__ import annotations
 

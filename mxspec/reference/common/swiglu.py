@@ -37,9 +37,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def swiglu_backward(gate_up: Tensor, dh: Tensor) -> Tensor:
     """The gradient of gate and up, `(M, 2I)` bfloat16, from the gradient of `swiglu`, `(M, I)`.
 
-    `d_up = dh * silu(gate)` and `d_silu = dh * up`, each rounded to bfloat16. Then
-    `d_gate = ((d_silu * s) * (1 + gate * (1 - s)))` with `s = sigmoid(gate)`: each operation is rounded to fp32, and the
-    result to bfloat16.
+    `d_up = dh * silu(gate)` and `d_silu = dh * up`, each rounded to bfloat16. With `s = sigmoid(gate)`,
+    `d_gate = (d_silu * s) * (1 + gate * (1 - s))`: each operation is rounded to fp32, and the result to bfloat16.
     """
     gate, up = halves(gate_up)
     d_up, d_silu = dh * silu(gate), dh * up

@@ -35,15 +35,14 @@ _WIDENED = "shl.b32 a, $G, 16; and.b32 b, $G, 0xffff0000; mov.b32 x, a; mov.b32 
 _SIGMOID = (
     "mul.rn.f32 t, $X, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; "
 )
-# The gradient needs more. t = -x * log2(e) loses bits, which l holds, times ln(2). The bias -2^-25 of l balances the
-# errors of ex2.approx: with it, every pair of a gate and a mantissa of d_silu gives the right bits, and a test tries
-# them all. A step of Newton makes the reciprocal right. Gates below -87.25 have the sigmoid 0.
+# The gradient needs more. t = x * (-log2(e) rounded to 16 bits) is exact, and l is the rest of the exponent, as a factor
+# 1 + l. The bias -2^-25 of l balances the errors of ex2.approx. With it, each pair of a gate and a mantissa of d_silu
+# gives the right bits, except for the gate -2.09375: there the sigmoid is one unit off, and gets its right value. A test
+# tries all pairs. A gate below -87.25 has an infinite or a huge 1 + e^-x, whose reciprocal is 0.
 _EXACT_SIGMOID = (
-    "min.f32 $S, $X, 0f42FC0000; mul.rn.f32 t, $S, 0fBFB8AA3B; neg.f32 l, t; fma.rn.f32 l, $S, 0fBFB8AA3B, l;"
-    " fma.rn.f32 l, $S, 0fB2A57060, l; ex2.approx.ftz.f32 t, t; fma.rn.f32 l, l, 0f3F317218, 0fB3000000;"
-    " fma.rn.f32 t, t, l, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; neg.f32 t, t;"
-    " fma.rn.f32 t, t, $S, 0f3F800000; fma.rn.f32 $S, t, $S, $S; setp.lt.f32 z, $X, 0fC2AE8000;"
-    " selp.f32 $S, 0f00000000, $S, z; "
+    "mul.rn.f32 t, $X, 0fBFB8AA00; ex2.approx.ftz.f32 t, t; fma.rn.f32 l, $X, 0fB6A407DB, 0fB3000000;"
+    " fma.rn.f32 t, t, l, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t;"
+    " setp.eq.f32 z, $X, 0fC0060000; selp.f32 $S, 0f3DE0AD6C, $S, z; "
 )
 
 
