@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 
 def is_plain_eager(values: Iterable[Any]) -> bool:
     """Whether a call can skip the torch.library operator, which saves the dispatcher's time.
 
     The call then runs under no tracing mode, no dispatch mode and no functorch transform. None of its tensors is a
-    subclass, lies on the meta device, requires a gradient, or is a view with a pending negation (`is_neg`).
+    subclass other than a parameter, lies on the meta device, requires a gradient while gradients are recorded, or is a
+    view with a pending negation (`is_neg`).
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     for value in values:
-        if type(value) is Tensor:
-            if value.is_meta or value.requires_grad or value.is_neg():
+        if type(value) is Tensor or type(value) is Parameter:
+            if value.is_meta or (value.requires_grad and torch.is_grad_enabled()) or value.is_neg():
                 return False
         elif isinstance(value, Tensor):
             return False

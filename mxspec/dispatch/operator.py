@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mxspec.dispatch import resolve
+from mxspec.dispatch import planned
 from mxspec.dispatch.choice import current_backend, known
 from mxspec.dispatch.modes import is_differentiated_by_functorch, is_plain_eager
 from mxspec.dispatch.schema import PYTHON_TYPES, SCHEMA_TYPES, annotated, dtype_of, schema
+from mxspec.plans import Description
 from mxspec.reference.common import checks
 from mxspec.spec import P, R, Reference, outputs_of
 
@@ -55,8 +56,8 @@ class Operator:
                 kwargs[key] = dtype_of(kwargs[key])
         return kwargs
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Any:
-        result = resolve.run(self.fn, args, self.with_dtypes(kwargs), backend)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None, call: Description | None) -> Any:
+        result = planned.run(self.fn, args, self.with_dtypes(kwargs), backend, call)
         if self.in_place:  # autograd does not see a kernel's write: tell it that a tensor it saved may have changed
             torch.autograd.graph.increment_version(args[0])
         return result
@@ -81,7 +82,7 @@ class Operator:
             raise RuntimeError(self.no_transform)
 
     def implementation(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
-        result = self.run(args, kwargs, backend)
+        result = self.run(args, kwargs, backend, planned.describe(self.name, args, kwargs, backend))
         return list(result) if self.as_list else result
 
     def fake(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
@@ -123,10 +124,12 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
     @functools.wraps(fn)
     def public(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
         for flag in flags:  # must be a real bool: to an `if`, the string "no" is true
-            checks.boolean(name, flag, kwargs.get(flag, False))
+            if flag in kwargs:
+                checks.boolean(name, flag, kwargs[flag])
         if not torch.compiler.is_compiling():
-            if args and is_plain_eager((*args, *kwargs.values())):
-                return run(args, kwargs, backend)
+            call = planned.describe(name, args, kwargs, backend)
+            if call is not None or (args and is_plain_eager((*args, *kwargs.values()))):
+                return run(args, kwargs, backend, call)
             refuse(args, kwargs, backend)
         elif misfit(args, kwargs):
             refuse(args, kwargs, backend)

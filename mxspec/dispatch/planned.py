@@ -1,0 +1,43 @@
+"""A call by its launch plan, if it has one. Otherwise the ordinary path, which a recorder may watch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from mxspec.dispatch import resolve
+from mxspec.dispatch.choice import current_backend
+from mxspec.plans import PLANS, Description, Plan, described, record
+from mxspec.spec import Reference
+
+
+def describe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str | None) -> Description | None:
+    """The description of a call on a GPU, or None if the call cannot have a plan."""
+    if not args or not getattr(args[0], "is_cuda", False) or not isinstance(backend, str | None):
+        return None
+    return described(name, backend or current_backend(), args, kwargs)
+
+
+def run(
+    fn: Reference[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: str | None,
+    call: Description | None,
+) -> Any:
+    """Run a call of this description."""
+    if call is None:
+        return resolve.run(fn, args, kwargs, backend)
+    facts, addresses = call
+    plan = PLANS.find(facts)
+    if type(plan) is Plan and not plan.watched():
+        return plan.run(addresses)
+    if plan is not None or not PLANS.is_due(facts):
+        return resolve.run(fn, args, kwargs, backend)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    result, made = record(functools.partial(resolve.run, fn, args, kwargs, backend), tensors)
+    if made is not None:
+        PLANS.keep(facts, made)
+    return result

@@ -1,0 +1,93 @@
+"""A plan: the memory, the launches and the results of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# A launch gets a stream and the addresses: first those of the inputs, then those of the plan's memory.
+Launch = Callable[[int, list[int]], Any]
+
+
+class Memory(NamedTuple):
+    """A tensor that the call allocates."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Pointer(NamedTuple):
+    """A place in the list of addresses, and the bytes from that address on."""
+
+    place: int
+    offset: int
+
+
+class Descriptor(NamedTuple):
+    """A tensor descriptor of Triton, and the pointer of its tensor."""
+
+    descriptor: Any
+    pointer: Pointer
+
+
+class Refused(Exception):
+    """Why a call has no plan."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """An output: a tensor of the plan's memory, or a view of it if `view` has a shape, strides and an offset."""
+
+    memory: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+    def of(self, memory: list[Tensor]) -> Tensor:
+        tensor = memory[self.memory]
+        return tensor if self.view is None else tensor.as_strided(*self.view)
+
+
+class Device:
+    """The functions of torch that a plan calls. A test replaces them to run plans without a GPU."""
+
+    current: Callable[[], int] = staticmethod(getattr(torch._C, "_cuda_getDevice", lambda: -1))
+    stream: Callable[[int], int] = staticmethod(getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0))
+
+    @staticmethod
+    def empty(memory: Memory) -> Tensor:
+        """Uninitialized memory on the current GPU. This function of torch skips torch's dispatcher."""
+        return torch._C._dynamo.guards._empty_strided_cuda(*memory)  # type: ignore[attr-defined, no-any-return]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call does, apart from the addresses of its tensors and the stream."""
+
+    device: int
+    memory: tuple[Memory, ...]
+    launches: tuple[Launch, ...]
+    results: tuple[Result, ...] | None  # None: the call returns None
+    alone: bool  # whether the call returns its only output, and no tuple
+    watched: Callable[[], bool]  # whether the launches must take the ordinary path, for a profiler or a debugger
+
+    def run(self, addresses: list[int]) -> Any:
+        """Do the call for tensors at these addresses, on the current stream."""
+        if Device.current() != self.device:  # a kernel launches on the current device, so make it the tensors'
+            with torch.cuda.device(self.device):
+                return self.run(addresses)
+        memory = []
+        for needed in self.memory:
+            tensor = Device.empty(needed)
+            memory.append(tensor)
+            addresses.append(tensor.data_ptr())
+        stream = Device.stream(self.device)
+        for launch in self.launches:
+            launch(stream, addresses)
+        if self.results is None:
+            return None
+        results = [result.of(memory) for result in self.results]
+        return results[0] if self.alone else tuple(results)
