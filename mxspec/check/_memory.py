@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import INT_OF_BYTES
+from mxspec.plans import PLANS, Device
 from mxspec.spec import Reference
 
 
@@ -68,6 +69,7 @@ _ALLOCATORS = (
     (torch, "empty_strided"),
     (Tensor, "new_empty"),
     (Tensor, "new_empty_strided"),
+    (Device, "empty"),  # the memory of a call with a launch plan
 )
 _GUARD_BYTES = 1024  # a multiple of every alignment that a kernel needs, so that a guarded tensor stays as aligned
 
@@ -76,7 +78,7 @@ _GUARD_BYTES = 1024  # a multiple of every alignment that a kernel needs, so tha
 def poisoned(byte: int) -> Iterator[Callable[[], str | None]]:
     """Inside the block, uninitialized memory from torch is filled with `byte` and has guards of `byte` around it.
 
-    Yields a function that says whether the guards were written.
+    Yields a function that says whether the guards were written. Inside, calls use launch plans and record none.
     """
     empty, guarded = torch.empty, list[tuple[Tensor, int]]()
 
@@ -105,6 +107,7 @@ def poisoned(byte: int) -> Iterator[Callable[[], str | None]]:
     with contextlib.ExitStack() as patches:
         for place, name in _ALLOCATORS:
             patches.enter_context(mock.patch.object(place, name, filling(getattr(place, name))))
+        patches.enter_context(mock.patch.object(PLANS, "is_due", return_value=False))  # or it records the filling
         yield overrun
 
 

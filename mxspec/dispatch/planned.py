@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -34,10 +35,21 @@ def run(
     plan = PLANS.find(facts)
     if type(plan) is Plan and not plan.watched():
         return plan.run(addresses)
-    if plan is not None or not PLANS.is_due(facts):
-        return resolve.run(fn, args, kwargs, backend)
+    ordinary = functools.partial(resolve.run, fn, args, kwargs, backend)
+    if plan is not None:
+        return ordinary()
+    if not PLANS.is_due(facts):
+        result = ordinary()
+        PLANS.see(facts)
+        return result
+    taken = backend or current_backend()
+    if taken == "auto":
+        taken = resolve.taken_by_auto(fn.__name__, args, kwargs)
+    if not getattr(sys.modules.get(f"mxspec.{taken}_kernels"), "PLANNED", False):
+        PLANS.keep(facts, f"the kernels of {taken!r} have no plans")
+        return ordinary()
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    result, made = record(functools.partial(resolve.run, fn, args, kwargs, backend), tensors)
+    result, made = record(ordinary, tensors)
     if made is not None:
         PLANS.keep(facts, made)
     return result

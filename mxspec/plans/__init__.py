@@ -16,7 +16,7 @@ The environment variable MXSPEC_LAUNCH_PLANS=0 turns plans off. `turned_off` doe
 """
 
 from mxspec.plans.calls import PLANS, Description, Plans, described, turned_off
-from mxspec.plans.plan import Plan
+from mxspec.plans.plan import Device, Plan
 from mxspec.plans.recording import record
 
-__all__ = ["PLANS", "Description", "Plan", "Plans", "described", "record", "turned_off"]
+__all__ = ["PLANS", "Description", "Device", "Plan", "Plans", "described", "record", "turned_off"]

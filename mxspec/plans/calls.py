@@ -99,13 +99,14 @@ class Plans:
 
         The first call is not recorded, because sizes that never come again would each pay for a recording.
         """
-        if facts in self._seen:
-            return True
+        return facts in self._seen
+
+    def see(self, facts: Hashable) -> None:
+        """Remember that a call of this description was made and was not refused."""
         with self._lock:
             if len(self._seen) >= self.most:
                 self._seen.clear()
             self._seen.add(facts)
-        return False
 
     def keep(self, facts: Hashable, plan: Plan | str) -> None:
         """Remember a plan, or the reason why there is none."""
