@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxspec.plans.plan import Descriptor, Memory, Plan, Pointer, Refused, Result
@@ -26,6 +27,8 @@ _ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     )
 )
+# Methods that give the host a value. Some of them read the memory of a tensor without a call that a mode would see.
+_READS = frozenset(("tolist", "item", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"))
 _one_at_a_time = threading.Lock()
 
 
@@ -39,7 +42,7 @@ def record(call: Callable[[], T], inputs: list[Tensor]) -> tuple[T, Plan | str |
         return call(), None
     try:
         recorder = Recorder(inputs)
-        with recorder, _launches_of_this_thread(recorder):
+        with recorder.watching(), _launches_of_this_thread(recorder):
             result = call()
         try:
             return result, recorder.plan(result)
@@ -70,6 +73,19 @@ def _launches_of_this_thread(recorder: Recorder) -> Iterator[None]:
         JITFunction.run = ordinary
 
 
+class _Reads(TorchFunctionMode):
+    """It tells the recorder of each method that reads values."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READS:
+            self.recorder.refusal = self.recorder.refusal or f"the call reads values by {func.__name__}"
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(TorchDispatchMode):
     """It sees each call of torch, and keeps all tensors that are allocated, so that no two of them share an address."""
 
@@ -78,6 +94,11 @@ class Recorder(TorchDispatchMode):
         self.inputs, self.memory = inputs, list[Tensor]()
         self.launches: list[tuple[Any, Any, tuple[Any, ...], Any, dict[str, Any], range]] = []
         self.refusal = ""
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        with self, _Reads(self):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -93,7 +114,7 @@ class Recorder(TorchDispatchMode):
             raise Refused(self.refusal)
         if not self.launches:
             raise Refused("the call launches no kernel of Triton")
-        devices = {tensor.get_device() for tensor in (*self.inputs, *self.memory)}
+        devices = {tensor.device for tensor in (*self.inputs, *self.memory)}
         if len(devices) > 1 or not all(tensor.numel() for tensor in (*self.inputs, *self.memory)):
             raise Refused("a tensor is empty or on another device")
         from mxspec.plans import launchers
@@ -102,7 +123,8 @@ class Recorder(TorchDispatchMode):
             raise Refused(f"plans are tested under Triton {', '.join(launchers.RELEASES)}")
         made = tuple(self._launch(*launch) for launch in self.launches)
         memory, results = self._results(result)
-        return Plan(devices.pop(), memory, made, results, isinstance(result, Tensor), launchers.watched)
+        device = self.inputs[0].get_device()
+        return Plan(device, memory, made, results, isinstance(result, Tensor), launchers.watched)
 
     def _place(self, address: int) -> tuple[int, int] | None:
         """The tensor whose memory holds an address, and the bytes before the address. None if no tensor does."""
