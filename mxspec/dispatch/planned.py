@@ -38,6 +38,8 @@ def run(
     ordinary = functools.partial(resolve.run, fn, args, kwargs, backend)
     if plan is not None:
         return ordinary()
+    if len(set(addresses)) < len(addresses):  # the recorder could not tell two tensors at one address apart
+        return ordinary()
     if not PLANS.is_due(facts):
         result = ordinary()
         PLANS.see(facts)

@@ -19,7 +19,7 @@ _functorch_transform = torch._C._functorch.peek_interpreter_stack
 _deterministic = torch._C._get_deterministic_algorithms  # torch.empty then fills the memory
 # Options of these types are part of a description. A call with any other option has no plan.
 _OPTIONS = frozenset((int, bool, str, torch.dtype, type(None)))
-_off = threading.local()
+_off, _blocks = threading.local(), list[None]()  # whether a thread is in a block of `turned_off`, and all blocks
 _enabled = os.environ.get("MXSPEC_LAUNCH_PLANS", "1") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
 Description = tuple[tuple[Hashable, ...], list[int]]
 
@@ -29,9 +29,11 @@ def turned_off() -> Iterator[None]:
     """Inside the block, this thread records no plan and uses none."""
     before = getattr(_off, "on", False)
     _off.on = True
+    _blocks.append(None)
     try:
         yield
     finally:
+        _blocks.pop()
         _off.on = before
 
 
@@ -47,7 +49,7 @@ def described(name: str, asked: str, args: tuple[Any, ...], kwargs: Mapping[str,
     """
     if not _enabled or _dispatch_modes() or _functorch_transform() is not None:
         return None
-    if _deterministic() or getattr(_off, "on", False):
+    if _deterministic() or (_blocks and getattr(_off, "on", False)):
         return None
     facts: list[Any] = [name, asked]
     addresses: list[int] = []
@@ -67,8 +69,6 @@ def described(name: str, asked: str, args: tuple[Any, ...], kwargs: Mapping[str,
             else:
                 return None
     except RuntimeError:  # a tensor without strides or without memory
-        return None
-    if len(set(addresses)) < len(addresses):  # the recorder could not tell two tensors at one address apart
         return None
     if kwargs:
         facts += kwargs

@@ -120,7 +120,8 @@ def launcher(kernel: Any, grid: tuple[int, int, int], values: tuple[Any, ...], s
     descriptors = sum(type(value) is Descriptor for value in values)
     if len(metas) != descriptors or any(meta is None or meta["fp4_padded"] for meta in metas):
         raise Refused("a descriptor is no descriptor of TMA")
-    source = _Source(function=kernel.function, packed=kernel.packed_metadata, launch=None, run=run)
+    # `kernel` is among the names because Triton unloads the code of a kernel that nobody holds.
+    source = _Source(function=kernel.function, packed=kernel.packed_metadata, launch=None, kernel=kernel)
     head = f"{', '.join(map(str, grid))}, stream, function, {run.launch_cooperative_grid}, {run.launch_pdl}"
     memory = "None" if scratch is None else source.pointer(scratch)
     arguments = source.arguments(values, metas)
