@@ -118,7 +118,8 @@ def pretend() -> None:
 def take() -> bytes:
     """What was launched since the last call."""
     buffer = ctypes.create_string_buffer(1 << 20)
-    return buffer.raw[: stub.stub_take(buffer)]
+    length = stub.stub_take(buffer)
+    return buffer.raw[:length]
 
 
 def comparable(launched: bytes, inputs: list[Tensor]) -> list[Any]:
