@@ -3,10 +3,18 @@
 import pytest
 import torch
 
+from mxspec.plans import PLANS
+
 
 @pytest.fixture(autouse=True)
 def _torch_in_doctests(doctest_namespace):
     doctest_namespace["torch"] = torch
+
+
+@pytest.fixture(autouse=True)
+def _no_launch_plans_of_other_tests():
+    """A test may change a table of a kernel. A plan of another test would not follow."""
+    PLANS.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import mxspec
-from mxspec import dispatch
+from mxspec import dispatch, plans
 from mxspec.bench.timing import Contender, baselines, bytes_of_call, input_sets, race
 from mxspec.check import default_device
 from mxspec.helion_kernels import fp8_dequantize as helion_fp8_dequantize
@@ -239,7 +239,8 @@ def tune(op: str, case: Case, choices: Iterator[Choice], device: torch.device) -
 def main(op: str, shapes: list[str]) -> None:
     defaults, spaces = SPACES[op]
     for shape, (options, choices) in product(shapes or defaults, spaces):
-        tune(op, case_of(op, shape, options), choices(), default_device())
+        with plans.turned_off():  # a launch plan keeps the configuration with which it was recorded
+            tune(op, case_of(op, shape, options), choices(), default_device())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

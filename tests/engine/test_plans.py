@@ -32,13 +32,6 @@ needs_triton = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable())
 compiled_only = pytest.mark.skipif(INTERPRETED, reason="plans are off under the interpreter")
 
 
-@pytest.fixture(autouse=True)
-def _no_plans():
-    plans.PLANS.clear()
-    yield
-    plans.PLANS.clear()
-
-
 # --- the description of a call ------------------------------------------------------------------------------------
 
 

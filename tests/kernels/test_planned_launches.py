@@ -21,13 +21,6 @@ DEVICE = torch.device("cuda", torch.cuda.current_device())
 OPS = [op for op in dispatch.ops() if dispatch.has_kernel(op, "triton")]
 
 
-@pytest.fixture(autouse=True)
-def _no_plans():
-    PLANS.clear()
-    yield
-    PLANS.clear()
-
-
 @pytest.fixture
 def runs(monkeypatch):
     """The plans that ran."""
