@@ -1,8 +1,14 @@
 """Times grouped matmuls that train, and compares them with bfloat16.
 
+    python benchmarks/experts.py --model mixtral|deepseek-v3|qwen3-30b|all [--json FILE]
     python benchmarks/experts.py [--recipe fp8_128] [--even] [MxNxKxE ...]
 
-The calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width N. There are M
+With `--model`, the call is one step, forward and backward, of the SwiGLU experts of a real model. The experts get uneven
+numbers of tokens, which fall as rank^-0.3. All contenders take turns in one loop, as plain eager calls. PyTorch's
+`grouped_mm` in bfloat16 with three weights is the reference for speed. Each contender's output and gradients are first
+compared with it, and with a second step in poisoned memory. Then each kernel of the fp8_128 step is timed alone.
+
+Without `--model`, the calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width N. There are M
 tokens of width K, E experts, and weights `(E, N, K)`.
 
 1. The outputs and gradients are compared with the outputs and gradients of bfloat16.
@@ -15,9 +21,15 @@ tokens of width K, E experts, and weights `(E, N, K)`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import datetime
+import json
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +40,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxspec.bench.timing import Contender, Pace, race
 from mxspec.cases.common.mx_operands import bench_sizes
-from mxspec.check import sqnr_db
+from mxspec.check import poisoned, sqnr_db
 from mxspec.console import console
-from mxspec.nn import RECIPES, GroupedExperts, Recipe, fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn import RECIPES, GroupedExperts, Recipe, cache_weights, fp8_grouped_mm, mx_grouped_mm
 
+# Tokens, hidden width, intermediate width, experts. DeepSeek-V3: the 32 experts of one rank.
+MODELS = {
+    "mixtral": (16384, 4096, 14336, 8),
+    "deepseek-v3": (32768, 7168, 2048, 32),
+    "qwen3-30b": (65536, 2048, 768, 128),
+}
+KEPT = ", weights' codes kept"
 SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two shapes of torchao: DeepSeek-V3, Llama 4 (also 128000 tokens)
 MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # against bfloat16; in experts the noise of matmuls adds up
 STEPS, PARTS = Pace(0.3, 60_000, 1_000, 60_000), Pace(0.3, 30_000, 500, 30_000, rounds=3)
@@ -50,8 +69,13 @@ def linear(mm: GroupedMM, weights: list[Tensor]) -> Layer:
 
 
 def experts(mm: GroupedMM, weights: list[Tensor]) -> Layer:
-    gate, up, down = weights
-    return lambda x, offs: mm(silu(mm(x, gate, offs)) * mm(x, up, offs), down, offs)
+    gate_up, down = weights
+
+    def layer(x: Tensor, offs: Tensor) -> Tensor:
+        gate, up = mm(x, gate_up, offs).chunk(2, -1)
+        return mm(silu(gate) * up, down, offs)
+
+    return layer
 
 
 def bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -160,7 +184,8 @@ def measure(
     torch.manual_seed(0)
     dtype, is_linear = torch.bfloat16, kind == "grouped linear"
     module = GroupedExperts(E, K, N, recipe, device, dtype)
-    weights: list[Tensor] = [module.w_gate] if is_linear else list(module.parameters())
+    first = module.w_gate.detach().clone().requires_grad_()
+    weights: list[Tensor] = [first] if is_linear else list(module.parameters())
     x = torch.randn(M, K, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn(M, N if is_linear else K, device=device, dtype=dtype)
     offs = torch.tensor(bench_sizes(M, E, ragged)[0], device=device).cumsum(0, dtype=torch.int32)
@@ -184,13 +209,16 @@ def measure(
         race(kernels, paces[1])
 
     title = f"{kind}, {shape}, {'ragged' if ragged else 'even'}"
-    return report(title, steps, kernels, calls, 2 * M * N * K, len(weights))
+    return report(title, steps, kernels, calls, 2 * M * N * K, 1 if is_linear else 3)
 
 
 def report(
     title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, flops: int, weights: int
 ) -> Result:
-    """Print each kernel's share of the step, and the steps. A matmul takes `flops`; each weight has three matmuls."""
+    """Print each kernel's share of the step, and the steps. A matmul of one `(E, N, K)` weight takes `flops`.
+
+    `weights` is the number of such weights, with three matmuls each. In experts, w_gate_up counts as two.
+    """
     table, us = Table("kernel", "calls", "us", "share", "TFLOP/s", title=title), steps["mxspec"]
     for column in table.columns[1:]:
         column.justify = "right"
@@ -214,12 +242,153 @@ def report(
     return result
 
 
+def uneven(M: int, E: int) -> Tensor:
+    """The ends of E groups of M tokens whose sizes fall as rank^-0.3, in a fixed random order."""
+    shares = torch.arange(1, E + 1).float()[torch.randperm(E, generator=torch.Generator().manual_seed(1))] ** -0.3
+    offs = (shares.cumsum(0) / shares.sum() * M).to(torch.int32)
+    offs[-1] = M
+    return offs
+
+
+class StepOf:
+    """One step of a layer: its output and the gradients of x and of the weights, w_gate and w_up as one."""
+
+    def __init__(self, layer: Layer, x: Tensor, weights: list[Tensor], offs: Tensor, dy: Tensor) -> None:
+        self.layer, self.x, self.weights, self.offs, self.dy = layer, x, weights, offs, dy
+
+    def __call__(self, _: Tensor | None = None) -> Tensor:
+        return step(self.layer, self.x, self.weights, self.offs, self.dy)[0]
+
+    def all(self) -> list[Tensor]:
+        out, grad_x, *grads = step(self.layer, self.x, self.weights, self.offs, self.dy)
+        return [out, grad_x, torch.cat(grads[:-1], 1), grads[-1]]
+
+    def saved_bytes(self) -> int:
+        """The bytes that the forward saves for the backward, without x and the weights themselves."""
+        known = {t.untyped_storage().data_ptr() for t in (self.x, *self.weights)}
+        saved: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in known:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            self.layer(self.x, self.offs)
+        return sum(saved.values())
+
+    def host_us(self, steps: int = 5) -> float:
+        """The time in which the host issues one step. It never waits for the device."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self()
+        return (time.perf_counter() - start) / steps * 1e6
+
+
+def measure_model(
+    name: str, shape: tuple[int, int, int, int], device: torch.device, pace: Pace
+) -> list[dict[str, Any]]:
+    """Race the steps of a model's experts, and print the table. Gives a row for each contender."""
+    M, H, I, E = shape
+    torch.manual_seed(0)
+    module = GroupedExperts(E, H, I, "fp8_128", device, torch.bfloat16)
+    apart = [w.detach().clone().requires_grad_() for w in (module.w_gate, module.w_up)]
+    x = torch.randn(M, H, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy, offs = torch.randn(M, H, device=device, dtype=torch.bfloat16), uneven(M, E).to(device)
+
+    def own(recipe: str) -> GroupedExperts:
+        other = copy.copy(module)  # the same parameters
+        other.set_recipe(recipe)
+        return other
+
+    def three(x: Tensor, offs: Tensor) -> Tensor:
+        return bf16(silu(bf16(x, apart[0], offs)) * bf16(x, apart[1], offs), module.w_down, offs)
+
+    steps = {"PyTorch bf16": StepOf(three, x, [*apart, module.w_down], offs, dy)}
+    modules = {"bf16": own("bf16"), "fp8_128": own("fp8_128"), "mxfp8": own("mxfp8_rceil")}
+    modules |= {recipe + KEPT: copy.copy(modules[recipe]) for recipe in ("fp8_128", "mxfp8")}
+    steps |= {what: StepOf(m, x, list(module.parameters()), offs, dy) for what, m in modules.items()}
+    with contextlib.ExitStack() as held:
+        for what, m in modules.items():
+            if what.endswith(KEPT):
+                held.enter_context(cache_weights(m))
+        expected = steps["PyTorch bf16"].all()
+        for run in steps.values():
+            got = run.all()
+            compare(got, expected, MIN_SQNR_DB["SwiGLU experts"])
+            with poisoned(0xFF):
+                if not all(map(torch.equal, run.all(), got)):
+                    raise AssertionError(f"{name}: a step in poisoned memory gives other values")
+        del expected, got
+        contenders = [Contender(what, run, [(dy,)], waits=True) for what, run in steps.items()]
+        race(contenders, pace)
+        rows, first = [], contenders[0].us
+        for contender, run in zip(contenders, steps.values(), strict=True):
+            peak = peak_bytes(run) if device.type == "cuda" else 0
+            rows.append(
+                {
+                    "model": name, "shape": list(shape), "contender": contender.name, "us": contender.us,
+                    "times PyTorch bf16": first / contender.us, "host us": run.host_us(), "peak bytes": peak,
+                    "saved bytes": run.saved_bytes(),
+                }
+            )  # fmt: skip
+    title = f"{name}: {M} tokens x {H} x {I}, {E} experts"
+    table = Table("step", "us", "times PyTorch", "host us", "peak GiB", "saved GiB", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        gib = [f"{row[what] / 2**30:.2f}" for what in ("peak bytes", "saved bytes")]
+        table.add_row(
+            row["contender"], f"{row['us']:.0f}", f"{row['times PyTorch bf16']:.3f}", f"{row['host us']:.0f}", *gib
+        )
+    console.print(table)
+    with Calls() as calls:
+        steps["fp8_128"]()
+    with torch.no_grad():
+        kernels = list(parts(calls, x))
+        race(kernels, Pace(0.1, 20_000, 500, 20_000, rounds=3) if device.type == "cuda" else pace)
+    us = {row["contender"]: row["us"] for row in rows}
+    report(f"{name}: the step of fp8_128", {"mxspec": us.pop("fp8_128"), **us}, kernels, calls, 2 * M * H * I, 3)
+    return rows
+
+
+def peak_bytes(run: StepOf) -> int:
+    """The most memory that a step takes beside the memory that is taken before it."""
+    for leaf in (run.x, *run.weights):
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure_models(names: list[str], device: torch.device, store: Path | None, pace: Pace = STEPS) -> None:
+    rows = []
+    for name in names:
+        rows += measure_model(name, MODELS[name], device, pace)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if store:
+        versions = {library: metadata.version(library) for library in ("torch", "triton")}
+        command = f"python benchmarks/experts.py --model {names[0] if len(names) == 1 else 'all'}"
+        run = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "command": command}
+        store.write_text(json.dumps({**run, "versions": versions, "rows": rows}, indent=1) + "\n")
+
+
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", choices=[*MODELS, "all"], help="the experts of a real model; shapes are then left out")
+    p.add_argument("--json", type=Path, help="with --model: store the figures in this file")
     p.add_argument("shapes", nargs="*", default=SHAPES, metavar="MxNxKxE")
     p.add_argument("--recipe", choices=[name for name in RECIPES if name != "bf16"], default="mxfp8_rceil")
     p.add_argument("--even", action="store_true", help="give all experts equally many tokens; default: ragged groups")
     options = p.parse_args(argv)
+    if options.model:
+        measure_models(list(MODELS) if options.model == "all" else [options.model], torch.device("cuda"), options.json)
+        return
     for shape in options.shapes:
         for kind in MIN_SQNR_DB:
             measure(kind, RECIPES[options.recipe], shape, torch.device("cuda"), (STEPS, PARTS), not options.even)

@@ -142,11 +142,13 @@ def test_no_tokens_at_all(recipe):
 
 
 ROWS, COLUMNS = ("mx_quantize_groups", -1), ("mx_quantize_groups", -2)
-OPS = {  # the ops for weights, rows, columns, gemm and wgrad; the quantizers with their axis
-    "mxfp8_rceil": (("mx_quantize_rowcol", None), ROWS, COLUMNS, "mx_grouped_gemm", "mx_grouped_gemm_wgrad"),
+OPS = {  # the ops for weights, rows, both directions, columns, gemm and wgrad; the quantizers with their axis
+    "mxfp8_rceil": (
+        ("mx_quantize_rowcol", None), [ROWS], [ROWS, COLUMNS], [COLUMNS], "mx_grouped_gemm", "mx_grouped_gemm_wgrad",
+    ),
     "fp8_128": (
-        ("fp8_quantize_128x128", None), ("fp8_quantize_1x128", None), ("fp8_quantize_k_groups", None),
-        "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad",
+        ("fp8_quantize_128x128", None), [("fp8_quantize_1x128", None)], [("fp8_quantize_rowcol_groups", None)],
+        [("fp8_quantize_k_groups", None)], "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad",
     ),
 }  # fmt: skip
 
@@ -155,9 +157,9 @@ OPS = {  # the ops for weights, rows, columns, gemm and wgrad; the quantizers wi
 def test_only_the_gradients_that_are_needed_in_the_dtypes_that_are_needed(recipe, monkeypatch):
     bf16, fp32 = torch.bfloat16, torch.float32
     x, w, offs, dy = operands(recipe, [33, 30], 0, fp32, bf16)
-    weights, rows, columns, gemm, wgrad = OPS[recipe]
+    weights, rows, both, columns, gemm, wgrad = OPS[recipe]
     ran = []
-    for name in {weights[0], rows[0], columns[0], gemm, wgrad}:
+    for name in {weights[0], gemm, wgrad, *(op for op, _ in (*rows, *both, *columns))}:
         op = getattr(mxspec, name)
 
         def recorded(*args, op=op, name=name, **kw):
@@ -166,10 +168,10 @@ def test_only_the_gradients_that_are_needed_in_the_dtypes_that_are_needed(recipe
 
         monkeypatch.setattr(mxspec, name, recorded)
     grouped_mm(x.detach(), w, offs, recipe).backward(dy)
-    assert ran == [weights, rows, columns, (gemm, fp32), columns, (wgrad, bf16)]
+    assert ran == [weights, *both, (gemm, fp32), *columns, (wgrad, bf16)]
     ran.clear()
     grouped_mm(x, w.detach(), offs, recipe).backward(dy)
-    assert ran == [weights, rows, (gemm, fp32), rows, (gemm, fp32)]
+    assert ran == [weights, *rows, (gemm, fp32), *rows, (gemm, fp32)]
     assert w.grad is not None
 
 

@@ -36,9 +36,9 @@ _SIGMOID = (
     "mul.rn.f32 t, $X, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; "
 )
 # The gradient needs more. t is -x times log2(e) rounded to 16 bits, so it is exact. l is the rest of the exponent, as a
-# factor 1 + l. The bias -2^-25 of l balances the errors of ex2.approx. With this bias, each pair of a gate and a mantissa
-# of d_silu gives the right bits, except for the gate -2.09375. There the sigmoid is one unit off, so it is replaced by
-# its right value. A test tries all pairs. Below -87.25, 1 + e^-x is so large that rcp.approx gives 0.
+# factor 1 + l. The bias -2^-25 of l balances the errors of ex2.approx. With this bias, each pair of a gate and a
+# mantissa of d_silu gives the right bits, except for the gate -2.09375. There the sigmoid is one unit off, so it is
+# replaced by its right value. A test tries all pairs. Below -87.25, 1 + e^-x is so large that rcp.approx gives 0.
 _EXACT_SIGMOID = (
     "mul.rn.f32 t, $X, 0fBFB8AA00; ex2.approx.ftz.f32 t, t; fma.rn.f32 l, $X, 0fB6A407DB, 0fB3000000;"
     " fma.rn.f32 t, t, l, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t;"
