@@ -3,13 +3,14 @@
     python benchmarks/experts.py --model mixtral|deepseek-v3|qwen3-30b|all [--json FILE]
     python benchmarks/experts.py [--recipe fp8_128] [--even] [MxNxKxE ...]
 
-With `--model`, the call is one step, forward and backward, of the SwiGLU experts of a real model. The experts get uneven
-numbers of tokens, which fall as rank^-0.3. All contenders take turns in one loop, as plain eager calls. PyTorch's
-`grouped_mm` in bfloat16 with three weights is the reference for speed. Each contender's output and gradients are first
-compared with it, and with a second step in poisoned memory. Then each kernel of the fp8_128 step is timed alone.
+With `--model`, the call is one step, forward and backward, of the SwiGLU experts of a real model. The experts get
+uneven numbers of tokens, which fall as rank^-0.3. All contenders take turns in one loop, as plain eager calls.
+PyTorch's `grouped_mm` in bfloat16 with three weights is the reference for speed. Each contender's output and gradients
+are first compared with it, and with a second step in poisoned memory. Then each kernel of the fp8_128 step is timed
+alone.
 
-Without `--model`, the calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width N. There are M
-tokens of width K, E experts, and weights `(E, N, K)`.
+Without `--model`, the calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width
+N. There are M tokens of width K, E experts, and weights `(E, N, K)`.
 
 1. The outputs and gradients are compared with the outputs and gradients of bfloat16.
 2. The whole step is timed as a program runs it, with quantizing and padding. In the same race are PyTorch's grouped
@@ -286,13 +287,11 @@ class StepOf:
         return (time.perf_counter() - start) / steps * 1e6
 
 
-def measure_model(
-    name: str, shape: tuple[int, int, int, int], device: torch.device, pace: Pace
-) -> list[dict[str, Any]]:
+def measure_model(name: str, device: torch.device, pace: Pace) -> list[dict[str, Any]]:
     """Race the steps of a model's experts, and print the table. Gives a row for each contender."""
-    M, H, I, E = shape
+    M, H, inner, E = shape = MODELS[name]
     torch.manual_seed(0)
-    module = GroupedExperts(E, H, I, "fp8_128", device, torch.bfloat16)
+    module = GroupedExperts(E, H, inner, "fp8_128", device, torch.bfloat16)
     apart = [w.detach().clone().requires_grad_() for w in (module.w_gate, module.w_up)]
     x = torch.randn(M, H, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy, offs = torch.randn(M, H, device=device, dtype=torch.bfloat16), uneven(M, E).to(device)
@@ -323,7 +322,7 @@ def measure_model(
         del expected, got
         contenders = [Contender(what, run, [(dy,)], waits=True) for what, run in steps.items()]
         race(contenders, pace)
-        rows, first = [], contenders[0].us
+        rows, first = list[dict[str, Any]](), contenders[0].us
         for contender, run in zip(contenders, steps.values(), strict=True):
             peak = peak_bytes(run) if device.type == "cuda" else 0
             rows.append(
@@ -333,7 +332,7 @@ def measure_model(
                     "saved bytes": run.saved_bytes(),
                 }
             )  # fmt: skip
-    title = f"{name}: {M} tokens x {H} x {I}, {E} experts"
+    title = f"{name}: {M} tokens x {H} x {inner}, {E} experts"
     table = Table("step", "us", "times PyTorch", "host us", "peak GiB", "saved GiB", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -349,7 +348,7 @@ def measure_model(
         kernels = list(parts(calls, x))
         race(kernels, Pace(0.1, 20_000, 500, 20_000, rounds=3) if device.type == "cuda" else pace)
     us = {row["contender"]: row["us"] for row in rows}
-    report(f"{name}: the step of fp8_128", {"mxspec": us.pop("fp8_128"), **us}, kernels, calls, 2 * M * H * I, 3)
+    report(f"{name}: the step of fp8_128", {"mxspec": us.pop("fp8_128"), **us}, kernels, calls, 2 * M * H * inner, 3)
     return rows
 
 
@@ -366,15 +365,16 @@ def peak_bytes(run: StepOf) -> int:
 
 
 def measure_models(names: list[str], device: torch.device, store: Path | None, pace: Pace = STEPS) -> None:
-    rows = []
+    rows = list[dict[str, Any]]()
     for name in names:
-        rows += measure_model(name, MODELS[name], device, pace)
+        rows += measure_model(name, device, pace)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if store:
         versions = {library: metadata.version(library) for library in ("torch", "triton")}
         command = f"python benchmarks/experts.py --model {names[0] if len(names) == 1 else 'all'}"
-        run = {"device": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "command": command}
+        gpu = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        run = {"device": gpu, "date": datetime.date.today().isoformat(), "command": command}
         store.write_text(json.dumps({**run, "versions": versions, "rows": rows}, indent=1) + "\n")
 
 

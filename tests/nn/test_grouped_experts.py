@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -259,9 +261,27 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
     assert result.times_as_fast.keys() == {"bf16", "mxspec in bf16"}
     out = capsys.readouterr().out
     assert "torchao is not in the race: AssertionError: y: " in out
-    (row,) = (line for line in out.splitlines() if "fp8_quantize_1x128 40x256" in line)
+    (row,) = (line for line in out.splitlines() if "fp8_quantize_rowcol_groups 40x128" in line)
     assert row.split("│")[2].strip() == "3"  # the hidden activations, and the gradients of gate and up
 
     monkeypatch.setitem(benchmark.MIN_SQNR_DB, "grouped linear", 60)
     with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB against bfloat16; needs 60"):
         benchmark.measure("grouped linear", recipe, shape, DEVICE, paces)
+
+
+def test_its_benchmark_of_models_compares_every_step_and_stores_it(capsys, monkeypatch, tmp_path):
+    benchmark = module_of(ROOT / "benchmarks" / "experts.py")
+    monkeypatch.setattr(benchmark, "MODELS", {"tiny": (300, 256, 128, 4)})
+    pace, stored = benchmark.Pace(0, 1, 1, rounds=1), tmp_path / "run.json"
+    benchmark.measure_models(["tiny"], DEVICE, stored, pace)
+    rows = {row["contender"]: row for row in json.loads(stored.read_text())["rows"]}
+    kept = ", weights' codes kept"
+    assert list(rows) == ["PyTorch bf16", "bf16", "fp8_128", "mxfp8", f"fp8_128{kept}", f"mxfp8{kept}"]
+    assert rows["PyTorch bf16"]["times PyTorch bf16"] == 1
+    # gate, up, silu(gate) and their product, 300 x 128 in bfloat16
+    assert rows["PyTorch bf16"]["saved bytes"] == 4 * 300 * 128 * 2 + 4 * 4  # and the four ends
+    assert "swiglu_backward_fp8_quantize_rowcol_groups 300x256 -> 300x256" in capsys.readouterr().out
+
+    monkeypatch.setattr(benchmark, "bf16", lambda x, w, offs: 2 * torch.nn.functional.grouped_mm(x, w.mT, offs=offs))
+    with pytest.raises(AssertionError, match="dB against bfloat16"):
+        benchmark.measure_models(["tiny"], DEVICE, None, pace)
