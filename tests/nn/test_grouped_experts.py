@@ -262,7 +262,7 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
     out = capsys.readouterr().out
     assert "torchao is not in the race: AssertionError: y: " in out
     (row,) = (line for line in out.splitlines() if "fp8_quantize_rowcol_groups 40x128" in line)
-    assert row.split("│")[2].strip() == "3"  # the hidden activations, and the gradients of gate and up
+    assert row.split("│")[2].strip() == "2"  # the tokens, and the gradient of the output
 
     monkeypatch.setitem(benchmark.MIN_SQNR_DB, "grouped linear", 60)
     with pytest.raises(AssertionError, match=r"y: 2\d\.\d dB against bfloat16; needs 60"):
