@@ -114,7 +114,7 @@ def compare(got: list[Tensor], expected: list[Tensor], least: float) -> None:
     for i, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         if (measured := sqnr_db(mine, theirs)) < least:
             what = ("y", "dx")[i] if i < 2 else f"dw {i - 1}"
-            raise AssertionError(f"{what}: {measured:.1f} dB against bfloat16; needs {least} dB")
+            raise AssertionError(f"{what}: {measured:.1f} dB against bfloat16; needs {least} dB of SQNR or more")
 
 
 class Calls(TorchDispatchMode):

@@ -265,7 +265,7 @@ def publish(path: Path) -> None:
         raise ValueError(f"results: {path} found something wrong, so it is not published: {'; '.join(run.wrong)}")
     timed = {race.op for race in run.races}
     if not timed & {QUANTIZERS, MATMULS}:
-        raise ValueError(f"results: {path} has timed neither {QUANTIZERS} nor {MATMULS}, so it is no complete part")
+        raise ValueError(f"results: {path} has timed neither {QUANTIZERS} nor {MATMULS}; needs one of them or both")
     try:  # everything is rendered before anything is written
         quantizers, matmuls = (run if op in timed else read(stored(op)) for op in (QUANTIZERS, MATMULS))
         readme, text = in_readme(quantizers, matmuls, README.read_text()), page(run)

@@ -50,7 +50,7 @@ def start() -> torch.device:
     if torch.cuda.is_available() and not dispatch.interpreters():
         return torch.device("cuda")
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("start: triton was imported before, to compile; call start() first, in a fresh process")
+        raise RuntimeError("start: triton was imported before, to compile for a GPU; call it first, in a new process")
     os.environ.pop("HELION_INTERPRET", None)
     os.environ["TRITON_INTERPRET"] = "1"
     interpreters.install()
@@ -64,7 +64,7 @@ def start_compiler() -> None:
         RuntimeError: Triton was imported before this call, to interpret.
     """
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
-        raise RuntimeError("start_compiler: triton was imported before, to interpret; call it in a fresh process")
+        raise RuntimeError("start_compiler: triton was imported before, to interpret; call it first, in a new process")
     for name in ("TRITON_INTERPRET", "HELION_INTERPRET", "MXSPEC_BACKEND"):
         os.environ.pop(name, None)
 

@@ -116,7 +116,7 @@ def read(path: Path) -> Run:
     try:
         stored: dict[str, Any] = json.loads(path.read_text())
         if not isinstance(stored, dict) or stored.get("format") != FORMAT:
-            raise TypeError(f"it needs an object with format {FORMAT}, as this version writes it")
+            raise TypeError(f"needs an object with format {FORMAT}, the only format that this mxspec reads")
         races = tuple(
             Race(**{**race, "entries": tuple(Entry(**entry) for entry in race["entries"])}) for race in stored["races"]
         )

@@ -39,7 +39,7 @@ def expected(module: Any, target: str) -> tuple[str, ...]:
     """The regular expressions that a kernel module's `PTX` has for a target."""
     ptx = getattr(module, "PTX", ())
     if isinstance(ptx, str):
-        raise TypeError(f"{module.__name__}: PTX is a tuple, a dict by target, or a string that begins with 'no: '")
+        raise TypeError(f"{module.__name__}: PTX is a string; needs a tuple, a dict by target, or 'no: REASON'")
     return tuple(ptx.get(target, ()) if isinstance(ptx, Mapping) else ptx)
 
 

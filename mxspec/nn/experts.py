@@ -118,7 +118,7 @@ class GroupedExperts(QuantizesWeights):
         found = recipe_of(recipe, name)
         check_features(name, BLOCK_SIZES[found.format], dim=self.dim, hidden_dim=self.hidden_dim)
         if self._cached:
-            raise RuntimeError(f"{name}: cache_weights holds the codes of another recipe. Leave its with-block first.")
+            raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
         self.recipe = found
 
     def extra_repr(self) -> str:
