@@ -396,6 +396,60 @@ def fp8_quantize_k_groups(
     return qdata, tensor(scale.T, torch.float32).mT, int32(start), int32(end)
 
 
+def fp8_quantize_rowcol_groups(
+    x: Any, offs: Any, *, scale_format: Any = "fp32", eps: Any = 1e-12, check_offs: Any = False
+) -> tuple[Tensor, ...]:
+    """FP8-29 to FP8-32."""
+    options = {"scale_format": scale_format, "eps": eps}
+    columns = fp8_quantize_k_groups(x, offs, check_offs=check_offs, **options)
+    return *fp8_quantize_1x128(x, scale_major="mn", **options), *columns
+
+
+def sigmoid(gate: np.ndarray) -> np.ndarray:
+    """FP8-34, of fp32 numbers: by float64, which is wrong only where the rule leaves a choice."""
+    s = (1 / (1 + np.exp(-gate.astype(np.float64)))).astype(np.float32)
+    return np.where(s < power(np.array(-126)), np.float32(0), s)
+
+
+def bf16(v: np.ndarray) -> np.ndarray:
+    """Numbers of fp32 rounded to bfloat16, as fp32."""
+    return widened(rounded(v, torch.bfloat16))
+
+
+def halves(gate_up: Any, offs: Any, check_offs: Any) -> tuple[np.ndarray, np.ndarray]:
+    """FP8-33: gate and up as fp32."""
+    check_tensor("gate_up", gate_up, (torch.bfloat16,), (2,))
+    need(gate_up.shape[1] % 256 == 0, "no multiple of 256")
+    check_ends(offs, gate_up, gate_up.shape[0], check_offs)
+    both, middle = widened(gate_up), gate_up.shape[1] // 2
+    return both[:, :middle], both[:, middle:]
+
+
+def swiglu_fp8_quantize_rowcol_groups(
+    gate_up: Any, offs: Any, *, scale_format: Any = "fp32", check_offs: Any = False
+) -> tuple[Tensor, ...]:
+    """FP8-33 to FP8-36."""
+    gate, up_ = halves(gate_up, offs, check_offs)
+    h = rounded(bf16(gate * sigmoid(gate)) * up_, torch.bfloat16)
+    return fp8_quantize_rowcol_groups(h, offs, scale_format=scale_format)
+
+
+def swiglu_backward_fp8_quantize_rowcol_groups(
+    gate_up: Any, dh: Any, offs: Any, *, scale_format: Any = "fp32", check_offs: Any = False
+) -> tuple[Tensor, ...]:
+    """FP8-37 to FP8-39."""
+    gate, up_ = halves(gate_up, offs, check_offs)
+    check_tensor("dh", dh, (torch.bfloat16,), (2,))
+    check_device(gate_up, dh)
+    need(dh.shape == gate.shape, "shape of dh")
+    s, of_h = sigmoid(gate), widened(dh)
+    d_up, d_silu = of_h * bf16(gate * s), bf16(of_h * up_)
+    one = np.float32(1)
+    d_gate = (d_silu * s) * (one + gate * (one - s))
+    gradient = rounded(np.concatenate([d_gate, d_up], 1), torch.bfloat16)
+    return fp8_quantize_rowcol_groups(gradient, offs, scale_format=scale_format)
+
+
 def fp8_dequantize(qdata: Any, scale: Any, *, axis: Any = -1, out_dtype: Any = torch.bfloat16) -> Tensor:
     """FP8-18 to FP8-20."""
     check_tensor("qdata", qdata, (torch.float8_e4m3fn,), (2, 3))
