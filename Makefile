@@ -24,7 +24,8 @@ SLOW = $(addsuffix .py,$(addprefix %/test_,any_number_of_tokens bench check cli 
     from_the_pages mx_bf16_sm90 mx_gemm_sm90 pytest_plugin shapes triton_releases vectors))
 # Where kernels are called by their backend's name, and so run on the CPU only interpreted.
 INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
-    $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_gemm_tiles.py offs_out_of_order.py) \
+    $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_gemm_tiles.py offs_out_of_order.py \
+        swiglu_pairs.py) \
     $(addprefix tests/ops/test_,fp8_quantize_1x128.py fp8_dequantize.py) \
     tests/kernels/blackwell/test_mx_gemm_blackwell.py
 # The other releases of triton that pyproject.toml takes, from the oldest to the newest, for kernels to be compiled and

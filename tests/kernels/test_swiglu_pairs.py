@@ -1,0 +1,94 @@
+"""SwiGLU in the kernels: every gate, and every finite gate beside every mantissa of the gradient of silu.
+
+Each block of 128 columns holds one value that is not 0. So the stored scale of the block shows the bits of the value,
+and the code its sign. A power of two brings each value near to 1, since eps hides values below 1e-12. On a CPU a kernel
+is interpreted, with a sample of the values.
+"""
+
+import pytest
+import torch
+
+import mxspec
+from mxspec import check, dispatch
+from mxspec.cases.common.swiglu import every_gate
+from mxspec.reference.common.swiglu import silu, swiglu_backward
+from tests.helpers import DEVICE, ends, u8
+
+FORWARD, BACKWARD = "swiglu_fp8_quantize_rowcol_groups", "swiglu_backward_fp8_quantize_rowcol_groups"
+ON_A_CPU = DEVICE.type == "cpu"
+BLOCKS = 4 if ON_A_CPU else 64  # of 128 columns, in a row of the gate
+ROWS = 64 if ON_A_CPU else 2**13  # of a call, whose tensors take a few GiB at most
+FINITE = (t := torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16))[t.isfinite()]
+
+
+def kernels(op):
+    """The backends with a kernel; those that cannot run here are skipped."""
+    for backend in dispatch.backends():
+        if backend != "reference" and dispatch.has_kernel(op, backend):
+            lacks = ON_A_CPU and f"{backend.upper()}_INTERPRET" not in dispatch.interpreters()
+            yield pytest.param(backend, marks=pytest.mark.skipif(lacks, reason="needs a GPU or its interpreter"))
+
+
+def toward_one(values):
+    """For each number the power of two that brings it near to 1, as far as bfloat16 can."""
+    exponent = torch.frexp(values.float())[1]
+    return torch.exp2(-exponent.clamp(-120, 100).float()).bfloat16()
+
+
+def alone(values):
+    """`(rows, BLOCKS * 128)`: each value in a block of its own, at a place that changes from block to block."""
+    count = -(-len(values) // BLOCKS) * BLOCKS
+    wide = torch.zeros(count, 128, dtype=values.dtype, device=values.device)
+    places = torch.arange(len(values), device=values.device) * 37 % 128
+    wide[: len(values)].scatter_(1, places[:, None], values[:, None])
+    return wide.view(-1, BLOCKS * 128)
+
+
+def difference(op, backend, *tensors):
+    """How the six results of a kernel differ from those of the reference, or None."""
+    rows = len(tensors[0])
+    args = (*tensors, ends(rows // 3, rows).to(DEVICE))
+    got, wanted = (getattr(mxspec, op)(*args, backend=b) for b in (backend, "reference"))
+    return check.difference(got, wanted)
+
+
+@pytest.mark.parametrize("backend", [*kernels(FORWARD)])
+def test_every_gate(backend):
+    gate = FINITE[::37] if ON_A_CPU else FINITE
+    for mantissa in (1.0, -1.3984375):
+        up = mantissa * toward_one(silu(gate))
+        for some, beside in zip(gate.split(ROWS * BLOCKS), up.split(ROWS * BLOCKS), strict=True):
+            gate_up = torch.cat([alone(some), alone(beside)], 1).to(DEVICE)
+            assert difference(FORWARD, backend, gate_up) is None
+    assert difference(FORWARD, backend, every_gate().to(DEVICE)) is None  # NaN and Inf too
+
+
+@pytest.mark.parametrize("backend", [*kernels(BACKWARD)])
+def test_every_gate_and_every_mantissa(backend):
+    """up is 1, so that dh is the gradient of silu."""
+    ones = torch.ones(len(FINITE), 1, dtype=torch.bfloat16)
+    power = toward_one(swiglu_backward(torch.cat([FINITE[:, None], ones], 1), ones)[:, 0]).to(DEVICE)
+    gate, mantissa = FINITE.to(DEVICE), (1 + torch.arange(128, device=DEVICE) / 128).bfloat16()
+    pairs = torch.arange(0, len(gate) * 128, 4099 if ON_A_CPU else 1, device=DEVICE)
+    for some in pairs.split(ROWS * BLOCKS):
+        of_gate, dh = alone(gate[some // 128]), alone(power[some // 128] * mantissa[some % 128])
+        gate_up = torch.cat([of_gate, torch.ones_like(of_gate)], 1)
+        assert difference(BACKWARD, backend, gate_up, dh) is None
+
+
+def test_a_block_shows_the_bits_of_its_value():
+    """Values that differ in their last bit have other scales, and a negative value another code."""
+    values = torch.tensor([1.0, 1.0078125, -1.0, 1.9921875], dtype=torch.bfloat16).repeat(BLOCKS // 4)
+    q_row, s_row, *_ = mxspec.fp8_quantize_rowcol_groups(alone(values), ends(1), backend="reference")
+    assert len(s_row.unique()) == 3
+    codes = u8(q_row).view(BLOCKS, 128).amax(1)
+    assert codes[:4].tolist() == [0x7E, 0x7E, 0xFE, 0x7E]
+
+
+def test_no_gate_hides_behind_eps():
+    """Beside its power of two each gate shows its silu, and each derivative shows, unless s is 0."""
+    some = silu(FINITE).float() * toward_one(silu(FINITE)).float()
+    assert (some[some != 0].abs() > 2**-20).all()
+    hidden = FINITE[(some == 0) & (FINITE != 0)]
+    assert sorted(hidden[hidden > -1].tolist()) == [-(2**-133), 2**-133]  # half of it is a tie, and rounded to 0
+    assert hidden[hidden < -1].max() == -87.5
