@@ -14,7 +14,7 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import REPEATED, fits, made, shape_of
 from mxspec.cases.common.rowcol_groups import ALSO, BEYOND, dimensions, grouped_cases, possible, refused_offs
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.swiglu import every_gate, gates
+from mxspec.cases.common.swiglu import every_gate, gates, least_gates
 from mxspec.cases.common.tensors import BEGINS, STRIDES, VALUES
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
@@ -28,6 +28,8 @@ def cases() -> Iterator[Case]:
     yield from grouped_cases(tokens)
     gradient = (1 + torch.arange(512)[:, None] * torch.arange(3, 131) % 128 / 128).bfloat16()
     yield Case("every gate", lambda: (every_gate(), gradient, offs_of([130, 382])), flags={"edge"})
+    ones = torch.ones(8, 128, dtype=torch.bfloat16)
+    yield Case("a sigmoid below 2^-126", lambda: (least_gates(), ones, offs_of([1] * 8)), flags={"edge"})
     for scale_format in SCALE_FORMATS:
         bits = [random_bits(200, columns, dtype=torch.bfloat16, seed=columns) for columns in (512, 256)]
         name = f"random bit patterns, {scale_format}"

@@ -14,7 +14,7 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import REPEATED, made, shape_of
 from mxspec.cases.common.rowcol_groups import ALSO, BEYOND, dimensions, grouped_cases, possible, refused_offs
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.swiglu import every_gate, gates
+from mxspec.cases.common.swiglu import every_gate, gates, least_gates
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these
@@ -26,6 +26,7 @@ def cases() -> Iterator[Case]:
 
     yield from grouped_cases(tokens)
     yield Case("every gate", lambda: (every_gate(), offs_of([130, 382])), flags={"edge"})
+    yield Case("a sigmoid below 2^-126", lambda: (least_gates(), offs_of([1] * 8)), flags={"edge"})
     for scale_format in SCALE_FORMATS:
         bits = these(random_bits(200, 512, dtype=torch.bfloat16), offs_of([140, 50]))
         yield Case(f"random bit patterns, {scale_format}", bits, {"scale_format": scale_format}, flags={"edge"})

@@ -822,6 +822,100 @@ def gives_a_parameter(out, c):
     return torch.nn.Parameter(out, requires_grad=False)
 
 
+# ---- fp8_quantize_rowcol_groups and SwiGLU
+
+
+def gates_and_ups(M=5):
+    return rand(M, 256, dtype=BF16) * 3
+
+
+@after("fp8_quantize_rowcol_groups", "special", lambda: (rand(5, 128), ends(1, 3)))
+def rows_of_no_group_have_no_codes(out, c):
+    q_row, s_row, *rest = out
+    past = torch.arange(len(q_row))[:, None] >= last_of(c.offs)
+    return q_row.view(U8).masked_fill(past, 0).view(E4M3), s_row.mT.masked_fill(past.mT, 0).mT, *rest
+
+
+@mutant("fp8_quantize_rowcol_groups", "arithmetic", lambda: (rand(300, 128), ends(130, 300)))
+def columns_are_made_of_the_codes_of_rows(x, offs, **options):
+    q_row, s_row, *rest = right.fp8_quantize_rowcol_groups(x, offs, **options)
+    if x.isfinite().all():
+        read = right.fp8_dequantize(q_row, s_row, out_dtype=F32)
+        rest = right.fp8_quantize_k_groups(read, offs, **options)
+    return q_row, s_row, *rest
+
+
+@mutant("fp8_quantize_rowcol_groups", "return", lambda: (rand(5, 256), ends(3)))
+def scales_of_rows_are_contiguous(x, offs, **options):
+    q_row, s_row, *rest = right.fp8_quantize_rowcol_groups(x, offs, **options)
+    return q_row, s_row.contiguous(), *rest
+
+
+def halves(gate_up):
+    return (half.float() for half in gate_up.chunk(2, -1))
+
+
+@mutant("swiglu_fp8_quantize_rowcol_groups", "arithmetic", lambda: (gates_and_ups(), ends(2, 4)))
+def silu_stays_in_fp32(gate_up, offs, **options):
+    right.swiglu_fp8_quantize_rowcol_groups(gate_up, offs, **options)
+    gate, up = halves(gate_up)
+    return right.fp8_quantize_rowcol_groups((gate * torch.sigmoid(gate) * up).to(BF16), offs, **options)
+
+
+@before("swiglu_fp8_quantize_rowcol_groups", "operand", lambda: (gates_and_ups(), ends(2, 4)))
+def up_comes_before_the_gate(c):
+    return {"gate_up": c.gate_up.roll(c.gate_up.shape[1] // 2, 1)}
+
+
+def at_88():
+    """A gate whose sigmoid is below 2^-126, beside a large up."""
+    gate_up = torch.zeros(1, 256, dtype=BF16)
+    gate_up[:, 0], gate_up[:, 128] = -88.0, 2.0**120
+    return gate_up
+
+
+@mutant("swiglu_fp8_quantize_rowcol_groups", "special", lambda: (at_88(), ends(1)))
+def subnormal_sigmoids_stay(gate_up, offs, **options):
+    right.swiglu_fp8_quantize_rowcol_groups(gate_up, offs, **options)
+    gate, up = halves(gate_up)
+    s = (1 / (1 + torch.exp(-gate.double()))).float()
+    h = (gate * s).to(BF16) * up.to(BF16)
+    return right.fp8_quantize_rowcol_groups(h, offs, **options)
+
+
+def gradient_of(gate_up, dh, factor):
+    gate, up = halves(gate_up)
+    s = 1 / (1 + torch.exp(-gate.double())).float()
+    d_up = dh * (gate * s).to(BF16)
+    return torch.cat([factor(dh, up, gate, s).to(BF16), d_up], -1)
+
+
+@mutant(
+    "swiglu_backward_fp8_quantize_rowcol_groups", "return", lambda: (gates_and_ups(), rand(5, 128, dtype=BF16), ends(4))
+)
+def d_up_comes_first(gate_up, dh, offs, **options):
+    q_row, s_row, q_col, s_col, start, end = right.swiglu_backward_fp8_quantize_rowcol_groups(
+        gate_up, dh, offs, **options
+    )
+    swapped = lambda t: t.roll(t.shape[1] // 2, 1)  # noqa: E731
+    return swapped(q_row.view(U8)).view(E4M3), swapped(s_row), q_col, s_col, start, end
+
+
+@mutant(
+    "swiglu_backward_fp8_quantize_rowcol_groups", "arithmetic",
+    lambda: (gates_and_ups(64), rand(64, 128, dtype=BF16), ends(4)),
+)  # fmt: skip
+def d_silu_stays_in_fp32(gate_up, dh, offs, **options):
+    right.swiglu_backward_fp8_quantize_rowcol_groups(gate_up, dh, offs, **options)
+    gradient = gradient_of(gate_up, dh, lambda dh, up, gate, s: (dh.float() * up * s) * (1 + gate * (1 - s)))
+    return right.fp8_quantize_rowcol_groups(gradient, offs, **options)
+
+
+@accepts("swiglu_backward_fp8_quantize_rowcol_groups", "refusal", lambda: (gates_and_ups(), rand(5, 128), ends(4)))
+def dh_may_be_fp32(c):
+    return {"dh": c.dh.to(BF16)}
+
+
 # ---- fp8_gemm, fp8_gemm_
 
 
