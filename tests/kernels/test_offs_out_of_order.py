@@ -17,8 +17,9 @@ OFFS = [  # falling, negative, past the last token, and the ends of int32
 ]  # fmt: skip
 OPS = [
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
-    "mx_quantize_groups", "pad_token_groups", "place_token_groups", "to_blocked_k_groups", "to_blocked_m_groups",
-    "unpad_token_groups",
+    "fp8_quantize_rowcol_groups", "mx_quantize_groups", "pad_token_groups", "place_token_groups",
+    "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_fp8_quantize_rowcol_groups", "to_blocked_k_groups",
+    "to_blocked_m_groups", "unpad_token_groups",
 ]  # fmt: skip
 CHECKED = [op for op in OPS if "check_offs" in inspect.signature(dispatch.reference(op)).parameters]
 
@@ -41,11 +42,17 @@ def calls(op, offs):
         tokens = [[amid_nan(t) for t in (codes(count, K), scales(count, 1))] for count in (M, 300)]
         return [((*of, *weights, offs), {}, (len(of[0]), N)) for of in tokens]
     x = amid_nan(torch.ones(M, D, dtype=torch.bfloat16))
+    wide = amid_nan(torch.ones(M, 256, dtype=torch.bfloat16))
     scale = x.view(torch.uint8)
     starts = [offs.flip(0), mxspec.pad_token_groups(x, offs, 8, backend="reference")[1]]
     columns = [{"axis": -2, "scale_layout": layout} for layout in ("plain", "blocked")]
     return {
         "fp8_quantize_k_groups": [((x, offs), {}, (D, 512), (D, 4))],
+        "fp8_quantize_rowcol_groups": [((wide, offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))],
+        "swiglu_fp8_quantize_rowcol_groups": [((wide, offs), {}, (M, 128), (M, 1), (128, 512), (128, 4))],
+        "swiglu_backward_fp8_quantize_rowcol_groups": [
+            ((wide, amid_nan(wide[:, :128]), offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))
+        ],
         "mx_quantize_groups": [((x, offs), options, (512, D)) for options in ({}, *columns)],
         "pad_token_groups": [((x, offs, 8), {}, (48, D))],
         "place_token_groups": [((x, offs, start, 50), {}, (50, D)) for start in starts],
