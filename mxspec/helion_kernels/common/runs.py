@@ -47,11 +47,10 @@ def store_run(
 ) -> None:  # fmt: skip
     """Cast and store `run` rows of each group, along last dimensions of 2.
 
-    The cast comes last: earlier, it would pair two rows instead of two columns. With a mask and `left`, only `left` of
-    the rows exist.
+    The cast comes last: earlier, it would pair two rows instead of two columns. With `left`, only that many rows exist.
     """
     if run == 1:
-        there = mask if mask is None or left is None else mask & (left > i)
+        there = mask if left is None else left > i if mask is None else mask & (left > i)
         hl.store(qdata, [place], saturating_cast(values, element(qdata.dtype)), extra_mask=there)
         return
     even, odd = hl.split(values)

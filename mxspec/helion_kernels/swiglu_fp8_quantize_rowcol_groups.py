@@ -1,0 +1,17 @@
+"""swiglu_fp8_quantize_rowcol_groups in Helion: the tiles of `tiles/fp8_rowcol_groups.py`.
+
+The product `silu(gate) * up` stays in registers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mxspec.helion_kernels.tiles.fp8_rowcol_groups import PTX as PTX
+from mxspec.helion_kernels.tiles.fp8_rowcol_groups import rowcol_groups
+
+
+def swiglu_fp8_quantize_rowcol_groups(
+    gate_up: Tensor, offs: Tensor, *, scale_format: str = "fp32", check_offs: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return rowcol_groups("swiglu", gate_up, offs, scale_format)

@@ -1,0 +1,192 @@
+"""One kernel quantizes token groups in both directions: tokens, their SwiGLU, or the gradient of their SwiGLU.
+
+A program owns a block of 128 padded tokens of 128 features, and reads it once. All tokens of the block belong to one
+group. The rows past the last group count as one more group. Their row codes are written, and their column codes are 0.
+
+A thread has a run of tokens of each of 8 neighbouring features. It loads 16 bytes of a token, stores the codes of 8
+features of a token, and stores the codes of the run of a feature.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, fp32_bits
+from mxspec.helion_kernels.common.fp8_numerics import factors
+from mxspec.helion_kernels.common.groups import chunk, padded_ends, padded_rows, passed, tokens_left, tokens_of_tile
+from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
+from mxspec.helion_kernels.common.numerics import magnitude_bits, saturating_cast, widened
+from mxspec.helion_kernels.common.runs import dimension, load_run, store_run
+from mxspec.helion_kernels.common.swiglu import gradient_of_gate, swiglu
+
+
+class Tile(NamedTuple):
+    across: int  # the threads of a warp along the features; the other threads are along the tokens
+    run: int  # the tokens of a feature that one thread holds
+    num_warps: int
+
+
+# A thread of the gradient holds three tensors, so it has half as many tokens.
+_HOPPER = {"tokens": Tile(4, 4, 16), "swiglu": Tile(4, 4, 16), "gradient": Tile(8, 4, 16)}
+TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # not timed yet, so no op has a rank
+# The column codes of a run of 8 tokens are 8 bytes.
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+
+
+def _swiglu_run(
+    x: Tensor, m: Tensor, stride_m: int, d: Tensor, other: Tensor, other_stride_m: int, other_d: Tensor,
+    left: Tensor, run: int, step: int = 1, i: int = 0,
+) -> Tensor:  # fmt: skip
+    """`silu(gate) * other` of `run` tokens, along new last dimensions of 2, as `load_run` loads them.
+
+    A token is computed before it is joined with other tokens. So few intermediate values are in registers at a time.
+    """
+    if run == 1:
+        gate = hl.load(x, [m * stride_m + d], extra_mask=left > i)
+        return swiglu(gate, hl.load(other, [m * other_stride_m + other_d], extra_mask=left > i))
+    evens = _swiglu_run(x, m, stride_m, d, other, other_stride_m, other_d, left, run // 2, 2 * step, i)
+    odds = _swiglu_run(x, m + step, stride_m, d, other, other_stride_m, other_d, left, run // 2, 2 * step, i + step)
+    return hl.join(evens, odds)
+
+
+def _gate_run(
+    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, dh: Tensor, dh_stride_m: int, dh_d: Tensor,
+    left: Tensor, run: int, step: int = 1, i: int = 0,
+) -> Tensor:  # fmt: skip
+    """The gradient of the gates of `run` tokens, in the same way."""
+    if run == 1:
+        gate = hl.load(x, [m * stride_m + d], extra_mask=left > i)
+        up = hl.load(x, [m * stride_m + up_d], extra_mask=left > i)
+        return gradient_of_gate(gate, up, hl.load(dh, [m * dh_stride_m + dh_d], extra_mask=left > i))
+    evens = _gate_run(x, m, stride_m, d, up_d, dh, dh_stride_m, dh_d, left, run // 2, 2 * step, i)
+    odds = _gate_run(x, m + step, stride_m, d, up_d, dh, dh_stride_m, dh_d, left, run // 2, 2 * step, i + step)
+    return hl.join(evens, odds)
+
+
+def _both(
+    values: Tensor, d: Tensor, d_block: int, D: int, q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor,
+    token: Tensor, left: Tensor, tokens: int, tile: Tensor, first: Tensor, count: Tensor, there: Tensor, live: Tensor,
+    eps_bits: int, pow2: bool, across: int, run: int,
+) -> None:  # fmt: skip
+    """Store the codes and scales of a block of values, in both directions.
+
+    - `d`: the features, `(across, 1, parts, 1, 8)`. They begin at the block `d_block` of a row.
+    - `token`: the first token of each run, `(1, lanes, 1, runs, 1)`. `left`: the tokens that exist from it on.
+    - `tile`, `first`, `count`: the block of padded tokens, and the first block and the number of blocks of its group.
+    - `there`: whether the block is one of these. `live`: whether its group is one of `offs`.
+    """
+    lanes = 32 // across
+    parts, runs = 16 // across, 128 // (lanes * run)
+    wide = widened(values).reshape(across, lanes, parts, runs, 8, run)
+    bits = magnitude_bits(wide)
+    row, row_back = factors(bits.amax(4).amax(2).amax(0), eps_bits, pow2)  # (lanes, runs, run)
+    col, col_back = factors(bits.amax(5).amax(3).amax(1), eps_bits, pow2)  # (across, parts, 8)
+
+    codes = wide * row.reshape(1, lanes, 1, runs, 1, run)
+    halves = (
+        codes.reshape(across, lanes, parts, runs, 8, 2, 2, 2, 2)
+        if run == 16
+        else codes.reshape(across, lanes, parts, runs, 8, 2, 2, 2)
+        if run == 8
+        else codes.reshape(across, lanes, parts, runs, 8, 2, 2)
+    )
+    store_run(q_row, token * D + d, D, halves, None, run, left)
+    row_token = token.reshape(lanes, runs, 1) + dimension(run, 2, 3)
+    written = left.reshape(lanes, runs, 1) > dimension(run, 2, 3)
+    hl.store(s_row, [d_block * tokens + row_token], row_back, extra_mask=written)
+
+    codes = torch.where(live, wide * col.reshape(across, 1, parts, 1, 8, 1), 0.0)
+    place = (first * D + tile - first + d * count) * 128 + dimension(lanes, 1, 5) * run
+    place = (place + dimension(runs, 3, 5) * (lanes * run)).unsqueeze(-1) + dimension(run, 5, 6)
+    owned = there.reshape(1, 1, 1, 1, 1, 1).expand(across, lanes, parts, runs, 8, run)
+    hl.store(q_col, [place], saturating_cast(codes, E4M3FN), extra_mask=owned)
+    hl.store(s_col, [tile * D + d.reshape(across, parts, 8)], torch.where(live, col_back, 0.0))
+
+
+# `tokens_2` is the number of tokens plus 2, so that it is never 1. With a constant 1, ptxas 12.8 generates wrong code
+# (see mx_quantize_groups).
+def _rowcol(
+    x: Tensor, stride_m: int, stride_d: int, dh: Tensor, dh_stride_m: int, dh_stride_d: int, tokens_2: int, inner: int,
+    width: int, q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor, blocks: int,
+    offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
+    how: hl.constexpr, pow2: hl.constexpr, empty: hl.constexpr, chunk: hl.constexpr,
+    across: hl.constexpr, run: hl.constexpr,
+) -> None:  # fmt: skip
+    lanes = 32 // across
+    parts, runs = 16 // across, 128 // (lanes * run)
+    for block, d_tile in hl.grid([blocks, col_programs]):  # features first, as memory has them
+        tile = block + hl.arange(1)
+        group, begin = tile * 0, tile * 0
+        before = hl.zeros([], dtype=torch.int32)
+        for i in range(0, G, chunk):
+            g, begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
+            group, begin = passed(group, begin, tile * 128, g, ends, G)
+            if d_tile + block == 0:
+                hl.store(start, [g], begins, extra_mask=g < G)
+                hl.store(end, [g], ends, extra_mask=g < G)
+        if not empty:
+            token, stop = tokens_of_tile(tile * 128, group, begin, offs, stride_offs, G, tokens_2 - 2)
+            first = begin >> 7  # block of the group; the group has `count` blocks
+            count = torch.div(stop - token + (tile - first) * 128 + 127, 128, rounding_mode="trunc")
+            count = torch.where(group < G, count, blocks - first)
+            # True for all blocks if offs is in order.
+            there = (count > tile - first) & (count <= blocks - first)
+            live = group.sum(0) < G  # scalars fit masks of any layout, without shared memory
+            m = token.sum(0) + dimension(lanes, 1, 5) * run + dimension(runs, 3, 5) * (lanes * run)
+            left = tokens_left(m, stop, tokens_2 - 2)
+            d = d_tile * 128 + dimension(across, 0, 5) * 8 + dimension(parts, 2, 5) * (8 * across) + dimension(8, 4, 5)
+            some = left.expand(across, lanes, parts, runs, 8)
+            source = d * stride_d
+            if how == "tokens":
+                values = load_run(x, m, stride_m, source, None, run, left=some)
+            elif how == "swiglu":
+                values = _swiglu_run(x, m, stride_m, source, x, stride_m, (inner + d) * stride_d, some, run)
+            else:
+                # The loads of the second tile find gate and dh in the cache. To keep both tiles would take more
+                # registers than a thread has.
+                values = _swiglu_run(x, m, stride_m, source, dh, dh_stride_m, d * dh_stride_d, some, run)
+                _both(
+                    values, inner + d, col_programs + d_tile, width, q_row, s_row, q_col, s_col, m, left,
+                    tokens_2 - 2, tile, first, count, there, live, eps_bits, pow2, across, run,
+                )  # fmt: skip
+                values = _gate_run(
+                    x, m, stride_m, source, (inner + d) * stride_d, dh, dh_stride_m, d * dh_stride_d, some, run
+                )
+            _both(
+                values, d, d_tile, width, q_row, s_row, q_col, s_col, m, left,
+                tokens_2 - 2, tile, first, count, there, live, eps_bits, pow2, across, run,
+            )  # fmt: skip
+
+
+def rowcol_groups(
+    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Quantize x in both directions. `how` is `tokens`; or `swiglu` or `gradient`, where x is gate and up."""
+    (M, D), G = x.shape, offs.shape[0]
+    inner = D if how == "tokens" else D // 2  # columns of gate
+    width = D if how == "gradient" else inner  # columns of the results
+    R = padded_rows(M, G, FP8_BLOCK_SIZE)
+    blocks = R // FP8_BLOCK_SIZE
+    q_row = x.new_empty((M, width), dtype=torch.float8_e4m3fn)
+    s_row = x.new_empty((width // FP8_BLOCK_SIZE, M), dtype=torch.float32)
+    q_col = x.new_empty((width, R), dtype=torch.float8_e4m3fn)
+    s_col = x.new_empty((blocks, width), dtype=torch.float32)
+    start, end = (offs.new_empty(G) for _ in range(2))
+    tile = for_device(TILES, x.device)[how]
+    if blocks:
+        programs = inner // FP8_BLOCK_SIZE
+        # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. At
+        # least one program across: with no features, start and end are still written.
+        pid_type = "xyz" if blocks < 65536 else "flat"
+        of_h = x if dh is None else dh
+        launch(
+            _rowcol, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(), flat(of_h), *of_h.stride(),
+            M + 2, inner, width, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
+            flat(offs), offs.stride(0), G, flat(start), flat(end), max(1, programs), fp32_bits(eps),
+            how, scale_format == "pow2", programs == 0, chunk(G), tile.across, tile.run,
+        )  # fmt: skip
+    return q_row, s_row.mT, q_col, s_col.mT, start, end
