@@ -1,7 +1,8 @@
 """One kernel quantizes token groups in both directions: tokens, their SwiGLU, or the gradient of their SwiGLU.
 
-A program owns a block of 128 padded tokens of 128 features, and reads it once from memory. All tokens of the block belong to one
-group. The rows past the last group count as one more group. Their row codes are written, and their column codes are 0.
+A program owns a block of 128 padded tokens of 128 features, and reads it once from memory. All tokens of the block
+belong to one group. The rows past the last group count as one more group. Their row codes are written, and their column
+codes are 0.
 
 A thread has a run of tokens of each of 8 neighbouring features. It loads 16 bytes of a token, stores the codes of 8
 features of a token, and stores the codes of the run of a feature.
