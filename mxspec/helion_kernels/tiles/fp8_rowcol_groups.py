@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 # Each tile is the smallest that keeps a thread's values in registers under every release of Triton that mxspec takes.
-_HOPPER = {"tokens": Tile(4, 4, 16), "swiglu": Tile(4, 4, 16), "gradient": Tile(2, 4, 16)}
+_HOPPER = {"tokens": Tile(8, 8, 8), "swiglu": Tile(4, 4, 16), "gradient": Tile(2, 4, 16)}
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # not timed yet, so no op has a rank
 # The row codes of a thread are 8 bytes of each token.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v2\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
