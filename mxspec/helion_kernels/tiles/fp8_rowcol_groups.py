@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-# Each tile is the smallest that keeps a thread's values in registers under every release of Triton that mxspec takes.
+# Larger tiles spill registers to local memory. The gradient still spills some where indices need 64 bits.
 _HOPPER = {"tokens": Tile(8, 8, 8), "swiglu": Tile(4, 4, 16), "gradient": Tile(2, 4, 16)}
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # not timed yet, so no op has a rank
 # The row codes of a thread are 8 bytes of each token.
