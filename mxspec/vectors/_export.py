@@ -22,7 +22,7 @@ from mxspec.formats import E8M0FNU, ELEMENTS, INT_OF_BYTES, ElementFormat, Scale
 from mxspec.spec import Case, Reference, answer_of
 
 # The version of the vectors, in every manifest. It rises when a test or a byte of the vectors changes.
-VERSION = 2
+VERSION = 3
 MOST_ELEMENTS, MOST_GROUPS = 2**11, 9  # limits for the inputs of one generated test
 FORMAT = (
     "A test is one call of the op: `inputs` are the positional arguments in order, and `options` are the named "

@@ -1,4 +1,4 @@
-"""One kernel quantizes token groups in both directions: tokens, their SwiGLU, or the gradient of their SwiGLU.
+"""One kernel quantizes token groups in both directions: tokens, or their SwiGLU.
 
 A program owns a block of 128 padded tokens of 128 features, and reads it once from memory. All tokens of the block
 belong to one group. The rows past the last group count as one more group. Their row codes are written, and their column
@@ -22,7 +22,7 @@ from mxspec.helion_kernels.common.groups import chunk, padded_ends, padded_rows,
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels.common.numerics import magnitude_bits, saturating_cast, widened
 from mxspec.helion_kernels.common.runs import dimension, load_run, store_run
-from mxspec.helion_kernels.common.swiglu import gradient_of_gate, swiglu
+from mxspec.helion_kernels.common.swiglu import swiglu
 
 
 class Tile(NamedTuple):
@@ -31,41 +31,25 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-# Larger tiles spill registers to local memory. The gradient still spills some where indices need 64 bits.
-_HOPPER = {"tokens": Tile(8, 8, 8), "swiglu": Tile(4, 4, 16), "gradient": Tile(2, 4, 16)}
-TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # not timed yet, so no op has a rank
+# Larger tiles spill registers to local memory. The tiles are not timed yet, so no op has a rank.
+_HOPPER = {"tokens": Tile(8, 8, 8), "swiglu": Tile(4, 4, 16)}
+TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The row codes of a thread are 8 bytes of each token.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v2\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
 def _swiglu_run(
-    x: Tensor, m: Tensor, stride_m: int, d: Tensor, other: Tensor, other_stride_m: int, other_d: Tensor,
-    left: Tensor, run: int, step: int = 1, i: int = 0,
+    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, left: Tensor, run: int, step: int = 1, i: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`silu(gate) * other` of `run` tokens, along new last dimensions of 2, as `load_run` loads them.
+    """`silu(gate) * up` of `run` tokens, along new last dimensions of 2, as `load_run` loads them.
 
     A token is computed before it is joined with other tokens. So few intermediate values are in registers at a time.
     """
     if run == 1:
         gate = hl.load(x, [m * stride_m + d], extra_mask=left > i)
-        return swiglu(gate, hl.load(other, [m * other_stride_m + other_d], extra_mask=left > i))
-    evens = _swiglu_run(x, m, stride_m, d, other, other_stride_m, other_d, left, run // 2, 2 * step, i)
-    odds = _swiglu_run(x, m + step, stride_m, d, other, other_stride_m, other_d, left, run // 2, 2 * step, i + step)
-    return hl.join(evens, odds)
-
-
-def _gate_run(
-    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, dh: Tensor, dh_stride_m: int, dh_d: Tensor,
-    left: Tensor, run: int, step: int = 1, i: int = 0,
-) -> Tensor:  # fmt: skip
-    """The gradient of the gates of `run` tokens, in the same way."""
-    if run == 1:
-        gate = hl.load(x, [m * stride_m + d], extra_mask=left > i)
-        up = hl.load(x, [m * stride_m + up_d], extra_mask=left > i)
-        return gradient_of_gate(gate, up, hl.load(dh, [m * dh_stride_m + dh_d], extra_mask=left > i))
-    evens = _gate_run(x, m, stride_m, d, up_d, dh, dh_stride_m, dh_d, left, run // 2, 2 * step, i)
-    odds = _gate_run(x, m + step, stride_m, d, up_d, dh, dh_stride_m, dh_d, left, run // 2, 2 * step, i + step)
-    return hl.join(evens, odds)
+        return swiglu(gate, hl.load(x, [m * stride_m + up_d], extra_mask=left > i))
+    rest = stride_m, d, up_d, left, run // 2, 2 * step
+    return hl.join(_swiglu_run(x, m, *rest, i), _swiglu_run(x, m + step, *rest, i + step))
 
 
 def _both(
@@ -111,8 +95,8 @@ def _both(
 # `tokens_2` is the number of tokens plus 2, so that it is never 1. With a constant 1, ptxas 12.8 generates wrong code
 # (see mx_quantize_groups).
 def _rowcol(
-    x: Tensor, stride_m: int, stride_d: int, dh: Tensor, dh_stride_m: int, dh_stride_d: int, tokens_2: int, inner: int,
-    width: int, q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor, blocks: int,
+    x: Tensor, stride_m: int, stride_d: int, tokens_2: int, width: int,
+    q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor, blocks: int,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
     how: hl.constexpr, pow2: hl.constexpr, empty: hl.constexpr, chunk: hl.constexpr,
     across: hl.constexpr, run: hl.constexpr,
@@ -144,33 +128,20 @@ def _rowcol(
             source = d * stride_d
             if how == "tokens":
                 values = load_run(x, m, stride_m, source, None, run, left=some)
-            elif how == "swiglu":
-                values = _swiglu_run(x, m, stride_m, source, x, stride_m, (inner + d) * stride_d, some, run)
             else:
-                # The loads of the second tile find gate and dh in the cache. To keep both tiles would take more
-                # registers than a thread has.
-                values = _gate_run(
-                    x, m, stride_m, source, (inner + d) * stride_d, dh, dh_stride_m, d * dh_stride_d, some, run
-                )
+                values = _swiglu_run(x, m, stride_m, source, (width + d) * stride_d, some, run)
             _both(
                 values, d, d_tile, width, q_row, s_row, q_col, s_col, m, left,
                 tokens_2 - 2, tile, first, count, there, live, eps_bits, pow2, across, run,
             )  # fmt: skip
-            if how == "gradient":
-                values = _swiglu_run(x, m, stride_m, source, dh, dh_stride_m, d * dh_stride_d, some, run)
-                _both(
-                    values, inner + d, col_programs + d_tile, width, q_row, s_row, q_col, s_col, m, left,
-                    tokens_2 - 2, tile, first, count, there, live, eps_bits, pow2, across, run,
-                )  # fmt: skip
 
 
 def rowcol_groups(
-    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None
+    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantize x in both directions. `how` is `tokens`; or `swiglu` or `gradient`, where x is gate and up."""
+    """Quantize x in both directions. `how` is `tokens`, or `swiglu`, where x is gate and up."""
     (M, D), G = x.shape, offs.shape[0]
-    inner = D if how == "tokens" else D // 2  # columns of gate
-    width = D if how == "gradient" else inner  # columns of the results
+    width = D if how == "tokens" else D // 2  # columns of the results
     R = padded_rows(M, G, FP8_BLOCK_SIZE)
     blocks = R // FP8_BLOCK_SIZE
     q_row = x.new_empty((M, width), dtype=torch.float8_e4m3fn)
@@ -180,14 +151,13 @@ def rowcol_groups(
     start, end = (offs.new_empty(G) for _ in range(2))
     tile = for_device(TILES, x.device)[how]
     if blocks:
-        programs = inner // FP8_BLOCK_SIZE
+        programs = width // FP8_BLOCK_SIZE
         # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. At
         # least one program across: with no features, start and end are still written.
         pid_type = "xyz" if blocks < 65536 else "flat"
-        of_h = x if dh is None else dh
         launch(
-            _rowcol, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(), flat(of_h), *of_h.stride(),
-            M + 2, inner, width, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
+            _rowcol, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(),
+            M + 2, width, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
             flat(offs), offs.stride(0), G, flat(start), flat(end), max(1, programs), fp32_bits(eps),
             how, scale_format == "pow2", programs == 0, chunk(G), tile.across, tile.run,
         )  # fmt: skip

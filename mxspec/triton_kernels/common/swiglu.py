@@ -30,7 +30,10 @@ def sigmoid(x):
     power = tl.fma(tl.fma(0.0013390866806730628, rest, 0.009666373953223228), rest, 0.055503569543361664)
     power = tl.fma(tl.fma(tl.fma(power, rest, 0.2402234822511673), rest, 0.6931471824645996), rest, 1.0)
     power = (power.to(tl.int32, bitcast=True) + (whole.to(tl.int32) << 23)).to(tl.float32, bitcast=True)
-    return tl.where(x < -87.25, 0.0, tl.div_rn(1.0, 1.0 + power))
+    # The last bits of a quotient may be wrong on a GPU. One step of Newton's method rounds it right.
+    y = tl.fma(power, -1.0, -1.0)
+    s = -1.0 / y
+    return tl.where(x < -87.25, 0.0, tl.fma(tl.fma(y, s, 1.0), s, s))
 
 
 @triton.jit
@@ -42,13 +45,16 @@ def swiglu(gate, up):
 
 
 @triton.jit
-def swiglu_backward(gate, up, dh):
-    """The gradients of gate and up in bfloat16."""
-    x, d = widened(gate), widened(dh)
+def gradient_of_up(gate, dh):
+    """The gradient of up in bfloat16."""
+    return swiglu(gate, dh)
+
+
+@triton.jit
+def gradient_of_gate(gate, up, dh):
+    """The gradient of the gate in bfloat16."""
+    x = widened(gate)
     s = sigmoid(x)
-    silu = (x * s).to(tl.bfloat16)
-    d_up = (d * widened(silu)).to(tl.bfloat16)
-    d_silu = (d * widened(up)).to(tl.bfloat16)
+    d_silu = (widened(dh) * widened(up)).to(tl.bfloat16)
     # `1 + x * (1 - s)`, rounded once and not twice: both give the same bfloat16.
-    d_gate = (widened(d_silu) * s * tl.fma(x, 1.0 - s, 1.0)).to(tl.bfloat16)
-    return d_gate, d_up
+    return (widened(d_silu) * s * tl.fma(x, 1.0 - s, 1.0)).to(tl.bfloat16)

@@ -20,7 +20,7 @@ from mxspec.triton_kernels.common import launch
 from mxspec.triton_kernels.common.fp8_numerics import factors
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cast, widened
-from mxspec.triton_kernels.common.swiglu import swiglu, swiglu_backward
+from mxspec.triton_kernels.common.swiglu import gradient_of_gate, gradient_of_up, swiglu
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 EPS = 1e-12
@@ -48,40 +48,40 @@ def _both_ways(
     place = block - first
     token = token0 + place * 128
     r, d = tl.arange(0, 128), tl.arange(0, 128)
-    # A row that offs out of order names twice, or outside of x, is not touched outside of x.
-    there = (token + r >= 0) & (token + r < stop) & (block < blocks)
-    mask, row = there[:, None], (token + r).to(tl.int64)[:, None]
     if VALUES == GRADIENT:  # neighbouring programs read the same values, one for d_gate and one for d_up
         half = D // 2
         of_up, d0 = column % 2 == 1, (column // 2).to(tl.int64) * 128
-        inside = mask & (d0 + d < half)[None, :]
     else:
         half = D
         d0 = column.to(tl.int64) * 128
-        inside = mask & (d0 + d < D)[None, :]
+    # False for all rows if there are no features. An offs out of order may name a row twice, but none outside of x.
+    there = (token + r >= 0) & (token + r < stop) & (block < blocks) & (d0 < half)
+    inside, row = there[:, None], (token + r).to(tl.int64)[:, None]
     x += row * stride_m + (d0 + d)[None, :] * stride_d
     v = tl.load(x, mask=inside, other=0)
     if VALUES != TOKENS:
-        up = tl.load(x + tl.cast(half, tl.int64) * stride_d, mask=inside, other=0)
+        up = x + tl.cast(half, tl.int64) * stride_d
         if VALUES == SWIGLU:
-            v = swiglu(v, up)
+            v = swiglu(v, tl.load(up, mask=inside, other=0))
         else:
             dh += row * dh_stride_m + (d0 + d)[None, :] * dh_stride_d
-            d_gate, d_up = swiglu_backward(v, up, tl.load(dh, mask=inside, other=0))
-            v = tl.where(of_up, d_up, d_gate)
+            # One branch, so that the registers of the other gradient are not needed.
+            if of_up:
+                v = gradient_of_up(v, tl.load(dh, mask=inside, other=0))
+            else:
+                v = gradient_of_gate(v, tl.load(up, mask=inside, other=0), tl.load(dh, mask=inside, other=0))
             d0 += tl.where(of_up, half, 0)
-    there = there & (d0 < D)
 
     wide = widened(v)
     bits = magnitude_bits(wide)
     s, back = factors(tl.max(bits, 1), eps_bits, POW2)
     tl.store(s_row + (d0 // 128) * tokens + token + r, back, mask=there)
     q = saturating_cast(wide * s[:, None], q_row.dtype.element_ty)
-    tl.store(q_row + row * D + (d0 + d)[None, :], q, mask=there[:, None])
+    tl.store(q_row + row * D + (d0 + d)[None, :], q, mask=inside)
 
     s, back = factors(tl.max(bits, 0), eps_bits, POW2)
     # True for all blocks if offs is in order.
-    owned = (d0 + d < D) & (place >= 0) & (count > place) & (count <= blocks - first) & (first >= 0)
+    owned = (d < D) & (place >= 0) & (count > place) & (count <= blocks - first) & (first >= 0)
     tl.store(s_col + block.to(tl.int64) * D + d0 + d, tl.where(grouped, back, 0.0), mask=owned)
     q = saturating_cast(tl.where(grouped, wide * s[None, :], 0.0), q_col.dtype.element_ty)
     to = q_col + (first.to(tl.int64) * D + d0 * count + place) * 128
