@@ -1,6 +1,6 @@
 """Time the solutions of the course on a GPU, and store the run where the notebooks look for it.
 
-python benchmarks/lessons.py        # writes benchmarks/results/lessons-<device>-<date>.json
+python benchmarks/lessons.py        # writes benchmarks/results/lessons/lessons-<device>-<date>.json
 
 `mxspec.course.stored` prints the newest stored run in each notebook; `make notebooks` puts it into the stored outputs.
 Every kernel is checked by `course.race` before it is timed: two poisons must leave the same bytes in its outputs.

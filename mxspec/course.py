@@ -31,7 +31,7 @@ from mxspec.spec import Case
 
 FAR = 2**31  # the first offset that does not fit into a signed integer of 32 bits
 # The stored runs of `benchmarks/lessons.py`. An installed package has no such folder.
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "lessons"
 
 
 def start() -> torch.device:

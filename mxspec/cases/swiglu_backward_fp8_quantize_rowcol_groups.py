@@ -14,7 +14,7 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import REPEATED, fits, made, shape_of
 from mxspec.cases.common.rowcol_groups import ALSO, BEYOND, dimensions, grouped_cases, possible, refused_offs
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.swiglu import every_gate, gates, least_gates
+from mxspec.cases.common.swiglu import every_gate, gates, least_gates, with_subnormal
 from mxspec.cases.common.tensors import BEGINS, STRIDES, VALUES
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
@@ -34,6 +34,7 @@ def cases() -> Iterator[Case]:
         bits = [random_bits(200, columns, dtype=torch.bfloat16, seed=columns) for columns in (512, 256)]
         name = f"random bit patterns, {scale_format}"
         yield Case(name, these(*bits, offs_of([140, 50])), {"scale_format": scale_format}, flags={"edge"})
+    yield Case("subnormal values", lambda: (*map(with_subnormal, tokens(40)), offs_of([33, 7])), flags={"edge"})
     yield Case("no columns", lambda: (*tokens(139, 0), offs_of([130, 9])), flags={"edge"})
     yield Case("transposed input", lambda: (*(t.mT for t in (gates(256, 210), gates(128, 210))), offs_of([130, 70])))
     yield Case("every second row", lambda: (*(t[::2] for t in tokens(300)), offs_of([130, 9])))
@@ -100,4 +101,9 @@ SPACE = Space(
 )
 TOKENS = "gate_up.rows"
 TOLD_BEFORE = ("dh.rows", "dh.cols")
-IMPOSSIBLE = PADDED_GROUPS
+_OF_VALUES = r"(?:strides|begins|sign|values|[+-]?Inf|NaN|-0|subnormal|largest|negative|tie|saturating|block) ?.*"
+IMPOSSIBLE = (
+    (r"gate_up\.(?:rows|cols) = 0 \| dh\." + _OF_VALUES, "dh is empty too"),
+    (r"gate_up\.rows = 1 \| dh\.strides (?:column-major|one row repeated|rows apart)", "one row has no stride"),
+    *PADDED_GROUPS,
+)

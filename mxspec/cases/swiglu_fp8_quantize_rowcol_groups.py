@@ -14,7 +14,7 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import REPEATED, made, shape_of
 from mxspec.cases.common.rowcol_groups import ALSO, BEYOND, dimensions, grouped_cases, possible, refused_offs
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.swiglu import every_gate, gates, least_gates
+from mxspec.cases.common.swiglu import every_gate, gates, least_gates, with_subnormal
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these
@@ -30,6 +30,7 @@ def cases() -> Iterator[Case]:
     for scale_format in SCALE_FORMATS:
         bits = these(random_bits(200, 512, dtype=torch.bfloat16), offs_of([140, 50]))
         yield Case(f"random bit patterns, {scale_format}", bits, {"scale_format": scale_format}, flags={"edge"})
+    yield Case("subnormal values", lambda: (with_subnormal(gates(40, 256)), offs_of([33, 7])), flags={"edge"})
     yield Case("no columns", lambda: (gates(139, 0), offs_of([130, 9])), flags={"edge"})
     yield Case("transposed input", lambda: (gates(256, 210).mT, offs_of([130, 70])))
     yield Case("every second row", lambda: (gates(300, 256)[::2], offs_of([130, 9])))

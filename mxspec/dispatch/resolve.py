@@ -103,7 +103,7 @@ def _warn_of_reference(name: str) -> None:
     warnings.warn(
         f"{name}: no kernel supports this call on the GPU, so `auto` runs the reference. "
         f"To see why, call mxspec.explain({name!r}, ...).",
-        stacklevel=6,  # the line of the call of the op
+        stacklevel=4,
     )
 
 

@@ -48,7 +48,10 @@ class Result:
 
     def of(self, memory: list[Tensor]) -> Tensor:
         tensor = memory[self.memory]
-        return tensor if self.view is None else tensor.as_strided(*self.view)
+        if self.view is None:
+            return tensor
+        shape, strides, offset = self.view  # the offset in the plan's memory, which may begin later in its storage
+        return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 class Device:

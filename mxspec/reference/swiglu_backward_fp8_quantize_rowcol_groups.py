@@ -45,8 +45,9 @@ def swiglu_backward_fp8_quantize_rowcol_groups(
     `d_up = dh * silu(gate)` and `d_silu = dh * up`, each rounded to bfloat16, with silu and `s` as in
     `swiglu_fp8_quantize_rowcol_groups`. `d_gate = (d_silu * s) * (1 + gate * (1 - s))`: each operation is rounded to
     fp32, and the result to bfloat16. The gradient is `d_gate` in the columns `0 .. I` and `d_up` in the columns
-    `I .. 2I`. PyTorch's own bfloat16 kernels give the same bits for every normal number, except beside the gates -87.5,
-    -88 and -88.5, where `s` is 0 here.
+    `I .. 2I`. PyTorch's own bfloat16 kernels give the same bits for every gate and every mantissa of d_silu, with these
+    exceptions: the gates -87.5, -88 and -88.5, where `s` is 0 here; and on an H200 two pairs of a gate and a mantissa,
+    (-2.09375, 1.171875) and (-24.625, 1.0859375), where PyTorch's GPU kernel rounds otherwise than its CPU kernel.
 
     Args:
         gate_up: `(M, 2I)` bfloat16, as for `swiglu_fp8_quantize_rowcol_groups`.

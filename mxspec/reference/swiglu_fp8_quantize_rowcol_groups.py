@@ -36,9 +36,10 @@ def swiglu_fp8_quantize_rowcol_groups(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute `h = silu(gate) * up` in bfloat16, and quantize h as `fp8_quantize_rowcol_groups` does.
 
-    `s = 1 / (1 + e^-gate)`, exact and then rounded to fp32; an s below 2^-126 is 0. `silu(gate)` is `fp32(gate * s)`,
-    rounded to bfloat16. `h` is `silu(gate) * up`, rounded to bfloat16. PyTorch's own `silu` in bfloat16 gives the same
-    bits for every gate except -87.5, -88 and -88.5. There PyTorch gives numbers around -5e-37, and this op gives -0.
+    `s = 1 / (1 + e^-gate)`, computed in float64 and rounded to fp32; an s below 2^-126 is 0. `silu(gate)` is
+    `fp32(gate * s)`, rounded to bfloat16. `h` is `silu(gate) * up`, rounded to bfloat16. PyTorch's own `silu` in
+    bfloat16 gives the same bits for every gate except -87.5, -88 and -88.5. There PyTorch gives numbers around -6e-37,
+    and this op gives -0.
 
     Args:
         gate_up: `(M, 2I)` bfloat16, I a multiple of 128; any strides. The columns `0 .. I` are the gate, the columns

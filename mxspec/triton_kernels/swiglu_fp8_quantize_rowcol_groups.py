@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mxspec.triton_kernels.hopper.fp8 import quantize
@@ -9,10 +11,17 @@ from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import fp8_both_ways
 from mxspec.triton_kernels.tiles.fp8_both_ways import SWIGLU, Results
 
-__all__ = ["PTX", "RANK", "note", "swiglu_fp8_quantize_rowcol_groups"]
+__all__ = ["PTX", "RANK", "note", "supports", "swiglu_fp8_quantize_rowcol_groups"]
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+
+
+def supports(gate_up: Tensor, *_: Any, **__: Any) -> str | None:
+    # With other strides, the arithmetic of SwiGLU and the addresses need more registers than a thread has.
+    if gate_up.stride(1) == 1:
+        return None
+    return "needs contiguous rows: stride 1 along the last dimension of gate_up"
 
 
 def swiglu_fp8_quantize_rowcol_groups(

@@ -149,8 +149,8 @@ def test_spilled_registers_are_a_problem(target: str) -> None:
 
 @each_target
 def test_a_sum_of_floats_is_a_problem_where_bytes_are_promised(target: str, monkeypatch) -> None:
-    assert not compile_call(scale, torch.zeros(1024), target=target)[0].has_float_sum
-    assert compile_call(shift, torch.zeros(1024), target=target)[0].has_float_sum
+    assert not compile_call(scale, torch.zeros(1024), target=target)[0].has_sum_of_product
+    assert compile_call(shift, torch.zeros(1024), target=target)[0].has_sum_of_product
     monkeypatch.setattr(mx_compile, "kernel_module", lambda op, backend: SimpleNamespace(**{op: shift_any}))
 
     def shift_any(x: torch.Tensor, *_: object, **__: object) -> None:
@@ -159,7 +159,7 @@ def test_a_sum_of_floats_is_a_problem_where_bytes_are_promised(target: str, monk
     for op, promises_bytes in (("mx_quantize", True), ("mx_gemm", False)):
         results = compile_op(op, "triton", target, names=[next(iter(dispatch.reference(op).spec.cases())).name])
         said = {problem for r in results for problem in r.problems if not r.skipped}
-        assert ("_shift has a sum of floats, and promises bytes" in said) == promises_bytes, said
+        assert ("_shift adds a product of floats, and promises bytes" in said) == promises_bytes, said
 
 
 def test_missing_instruction_is_a_problem() -> None:

@@ -149,6 +149,7 @@ def test_backward_runs_on_the_backend_of_forward(monkeypatch):
 @gpu
 def test_nothing_waits_for_the_device():
     x, offs = random_normal(600, 64).cuda(), ends(100, 100, 590).cuda()
+    wide = random_normal(600, 256).cuda()
     for backend in ("reference", "triton", "helion"):
         calls = [
             lambda b=backend: mxspec.pad_token_groups(x, offs, 32, backend=b),
@@ -159,6 +160,8 @@ def test_nothing_waits_for_the_device():
             lambda b=backend: mxspec.mx_quantize_groups(x, offs, backend=b),
             lambda b=backend: mxspec.mx_quantize_groups(x, offs, axis=-2, backend=b),
             lambda b=backend: mxspec.fp8_quantize_k_groups(x, offs, backend=b),
+            lambda b=backend: mxspec.fp8_quantize_rowcol_groups(wide, offs, backend=b),
+            lambda b=backend: mxspec.swiglu_fp8_quantize_rowcol_groups(wide, offs, backend=b),
         ]
         for call in calls:
             call()  # the first calls compile, and may wait

@@ -58,6 +58,8 @@ def possible(choice: Choice, cols: int) -> bool:
 
 
 BEYOND = in_groups_of_three(
-    {**PLAIN, "rows": 4128, "cols": 512}, {**PLAIN, "rows": 256, "cols": 512, "groups": "three hundred"}
+    {**PLAIN, "rows": 4128, "cols": 512},
+    {**PLAIN, "rows": 400, "cols": 4352},
+    {**PLAIN, "rows": 256, "cols": 512, "groups": "three hundred"},
 )
 ALSO = ARRANGED

@@ -28,3 +28,9 @@ def least_gates() -> Tensor:
     gate_up = torch.zeros(8, 256, dtype=torch.bfloat16)
     gate_up[:, 0], gate_up[:, 128] = -86.5 - torch.arange(8) / 2, 2.0**120
     return gate_up
+
+
+def with_subnormal(t: Tensor) -> Tensor:
+    """The same matrix with a subnormal number in its first row."""
+    t[0, 1] = 2.0**-130
+    return t

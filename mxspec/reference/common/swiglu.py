@@ -1,8 +1,8 @@
 """SwiGLU in bfloat16, `silu(gate) * up`, and its gradient. Each rounding is the one that PyTorch makes.
 
 PyTorch's eager kernels compute `silu(gate)` and its derivative in fp32 and round each result to bfloat16. The last bits
-of their exponential differ from machine to machine. So `sigmoid` is defined here as a rounded exact value. A test shows
-that no bfloat16 result can tell the difference, except for three gates between -88.5 and -87.5.
+of their exponential differ from machine to machine. So `sigmoid` is computed in float64 here, and rounded. A test shows
+that no bfloat16 result of PyTorch's CPU kernels tells the difference, except for three gates from -88.5 to -87.5.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The exact `1 / (1 + e^-x)`, rounded to fp32; 0 where it is below the smallest normal number, 2^-126."""
+    """`1 / (1 + e^-x)` of float64, rounded to fp32; 0 where it is below the smallest normal number, 2^-126."""
     s = (1.0 / (1.0 + torch.exp(-x.double()))).float()
     return torch.where(s < torch.finfo(torch.float32).tiny, 0.0, s)  # False for NaN, so NaN stays
 

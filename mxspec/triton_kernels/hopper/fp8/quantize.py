@@ -51,7 +51,7 @@ def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_for
     q_row, s_row, q_col, s_col, start, end = results
     blocks = s_col.shape[1]
     table = offs.new_empty((blocks, 4))
-    blocks_of_tokens[(blocks,)](table, start, end, offs, offs.stride(0), M, G, blocks, chunk(G), num_warps=4)
+    blocks_of_tokens[(blocks,)](table, start, end, offs, offs.stride(0), M, G, blocks, chunk(G), num_warps=4, **UNFUSED)
     across = x.shape[1] if values == TOKENS.value else x.shape[1] // 2
     options: dict[str, Any] = {"num_warps": 8, "maxnreg": REGISTERS[values], **UNFUSED}
     fp8_both_ways_sm90[grid(across // FP8_BLOCK_SIZE, blocks)](
