@@ -33,6 +33,7 @@ def build(folder, **pages):
 
 
 def test_a_dead_link_fails_the_build(tmp_path):
+    pytest.importorskip("sphinx")
     good = "# Home\n\n[there](OTHER.md), [below](OTHER.md#a-part), [here](#home), [Python](https://www.python.org)\n"
     other = "---\norphan: true\n---\n# Other\n\n## A part\n"
     ran = build(tmp_path, README=good, OTHER=other)
@@ -63,6 +64,7 @@ Source: OCP MX v1.0."""
 
 
 def test_a_docstring_as_napoleon_reads_it():
+    pytest.importorskip("sphinx")
     own = importlib.import_module("docs.pages")
     lines = DOCSTRING.split("\n")
     own.read_docstring(None, "function", "", None, None, lines)
