@@ -101,7 +101,8 @@ def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_for
         _both_ways[grid](
             x, dh, q_row, s_row, q_col, s_col, start, end, offs, M, D, blocks, *x.stride(),
             *((0, 0) if dh is None else dh.stride()), G, offs.stride(0), fp32_bits(eps),
-            values if D else TOKENS.value, scale_format == "pow2", chunk(G), **launch.for_device(CONFIGS, x.device), **launch.UNFUSED,
+            values if D else TOKENS.value, scale_format == "pow2", chunk(G),
+            **launch.for_device(CONFIGS, x.device), **launch.UNFUSED,
         )  # fmt: skip
     return results
 
