@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
             return Descriptor(value, self._pointer(value.base))
         if isinstance(value, tuple | list):
             return tuple(self._argument(part) for part in value)
-        if hasattr(value, "data_ptr") or (type(value) is int and value > 2**32 and self._place(value)):
+        if hasattr(value, "data_ptr") or (type(value) is int and self._place(value)):
             raise Refused("a kernel gets an address that is no tensor's")
         return value if isinstance(value, int | float) else None
 
