@@ -268,15 +268,19 @@ def parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(run.__name__.removeprefix("run_"), help=run.__doc__, description=run.__doc__)
         sub.set_defaults(run=run)
         choices = {"--op": dispatch.ops(), "--backend": dispatch.backends()}
+        metavars = {"--op": "OP"}  # the names of all ops would fill the page
         helps = {
+            "--op": "the op, as `list` names it; default: all ops",
+            "--backend": "the backend; default: all backends",
             "--case": "run only the case with this name; check --list and the reports show the names",
             "--device": "the device of the tensors, such as cpu or cuda:0; default: the GPU if there is one",
         }
         for flag in flags:
-            sub.add_argument(flag, choices=choices.get(flag), help=helps.get(flag))
+            sub.add_argument(flag, choices=choices.get(flag), metavar=metavars.get(flag), help=helps[flag])
         return sub
 
-    command(run_list).add_argument("--json", action="store_true")
+    as_json = "print the results as JSON"
+    command(run_list).add_argument("--json", action="store_true", help=as_json)
     sub = command(run_check, "--op", "--backend", "--case", "--device")
     sub.add_argument(
         "function", nargs="?", help="your own function, as module:function; needs --op, and has its signature"
@@ -287,12 +291,14 @@ def parser() -> argparse.ArgumentParser:
         help="list the pairs of facts (sizes, strides, options) that no case of --op has, and why",
     )
     sub.add_argument("--list", action="store_true", help="list the cases of --op and run none of them")
-    sub.add_argument("--json", action="store_true")
+    sub.add_argument("--json", action="store_true", help=as_json)
     sub = command(run_vectors, "--op")
-    sub.add_argument("action", choices=("export", "check"))
+    sub.add_argument(
+        "action", choices=("export", "check"), help="write the vectors to DIR, or judge the results in DIR/results"
+    )
     sub.add_argument("directory", metavar="DIR", help="the folder of the vectors; your program writes to DIR/results")
     sub = command(run_explain, "--case", "--device", "--backend")
-    sub.add_argument("op", choices=dispatch.ops())
+    sub.add_argument("op", choices=dispatch.ops(), metavar="OP", help="the op, as `list` names it")
     for run in (run_compile, run_bench, run_demo):  # each of these commands has its own parser
         sub = commands.add_parser(run.__name__.removeprefix("run_"), help=run.__doc__, add_help=False)
         sub.set_defaults(run=run, rest=[])

@@ -133,7 +133,7 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     on_case, on_probes = _one_each(on_case), _one_each(on_probes)
     named = ", ".join(leaving[:4]) + (", ..." if len(leaving) > 4 else "")
     left = "what was asked for" if any(name.startswith(_CONTRACT) for name in on_case + on_probes) else "the contract"
-    where = f"{len(blocks)} probe blocks, which leave {left} on {len(leaving)} of them ({named})"
+    where = f"{len(blocks)} probe blocks, and differ from {left} on {len(leaving)} of them ({named})"
     case = f"{_titles(on_case)} on this case"
     if both:
         return f"your bytes are {case} and on all {where}"

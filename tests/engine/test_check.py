@@ -72,8 +72,8 @@ def test_a_rule_that_no_peer_has_is_said_to_be_none():
     name = "random bit patterns, bfloat16, rceil, e4m3fn"
     result = check.check_case("mx_quantize", case("mx_quantize", name), drops_nan, CPU)
     assert (
-        "your bytes are no known peer's rule on the 36 probe blocks, which leave the contract on 1 of them (nan + 1)"
-        in result.message
+        "your bytes are no known peer's rule on the 36 probe blocks, "
+        "and differ from the contract on 1 of them (nan + 1)" in result.message
     )
 
 
@@ -86,7 +86,7 @@ def test_floor_for_rceil_is_recognised():
     result = check.check_case("mx_quantize", case("mx_quantize", name), always_floor, CPU)
     assert (
         "your bytes are the contract's own with scaling='floor', torchao main's (rules.torchao, scaling='floor') on "
-        "this case and on all 36 probe blocks, which leave what was asked for on 17 of them ("
+        "this case and on all 36 probe blocks, and differ from what was asked for on 17 of them ("
     ) in result.message
 
 
@@ -122,11 +122,11 @@ def test_who_explains_the_case_and_not_the_probe_blocks_is_one_sentence():
     for small, end in [
         (
             drops_nan,
-            "on this case, but no known peer's rule on the 36 probe blocks, which leave what was asked for on 1 ",
+            "on this case, but no known peer's rule on the 36 probe blocks, and differ from what was asked for on 1 ",
         ),
         (
             mxspec.rules.te.mx_quantize,
-            "on this case, but TransformerEngine's (rules.te) on all 36 probe blocks, which ",
+            "on this case, but TransformerEngine's (rules.te) on all 36 probe blocks, and ",
         ),
         (reference, "on this case, and the contract's on all 36 probe blocks"),
     ]:
@@ -169,7 +169,7 @@ def test_transformer_engines_nan_rule_is_recognised():
     result = check.check_case("mx_quantize", case("mx_quantize", name), te_rule, CPU)
     assert (
         "your bytes are TransformerEngine's (rules.te) on this case and on all 36 probe blocks, "
-        "which leave the contract on 4 of them (inf + 1, -inf + 1, nan + 1, nan + inf)"
+        "and differ from the contract on 4 of them (inf + 1, -inf + 1, nan + 1, nan + inf)"
     ) in result.message
 
 
@@ -186,7 +186,9 @@ def test_a_rule_kept_on_probe_blocks_alone_is_not_claimed_for_the_case():
         return mxspec.rules.te.mx_quantize(x, **kwargs) if x.numel() == 32 else off_by_one(x, **kwargs)
 
     result = check.check_case("mx_quantize", case("mx_quantize", "ragged rows, blocked"), te_on_single_blocks, CPU)
-    assert "your bytes are TransformerEngine's (rules.te) on all 36 probe blocks, which leave the " in result.message
+    assert (
+        "your bytes are TransformerEngine's (rules.te) on all 36 probe blocks, and differ from the " in result.message
+    )
     assert "; on this case they are no known peer's\n" in result.message
 
 

@@ -104,7 +104,7 @@ def offs_in_order(op: str, offs: Tensor, name: str, size: int, multiple: int = 1
 
 def fits_int32(op: str, name: str, value: int) -> None:
     if value >= 2**31:
-        raise ValueError(f"{op}: {name} = {value}; needs fewer than 2^31, since start and end are int32")
+        raise ValueError(f"{op}: {name} = {value}; needs fewer than 2^31, because row numbers are int32")
 
 
 def token_rows(op: str, name: str, tensor: Tensor) -> None:
