@@ -274,6 +274,11 @@ def test_assert_conforms_reports_the_first_failures_and_names_the_others():
     assert text.count("'2x96x160, axis -2, blocked'") == 1  # the report has only the name of the last failure
 
 
+def test_a_backend_without_a_kernel_passes_no_case():
+    results = [check.check_case("to_blocked", one, "deepgemm", CPU) for one in check.cases_of("to_blocked")]
+    assert {(r.status, r.message) for r in results} == {("skipped", "deepgemm has no kernel for to_blocked")}
+
+
 @pytest.mark.parametrize("cases", [lambda c: not c.raises, lambda c: c.raises])
 def test_assert_conforms_to_nothing_is_a_failure(cases):
     def nothing(scale):
