@@ -221,7 +221,7 @@ def knows_no_names(x, *, elem_dtype=torch.float8_e4m3fn, **kwargs):
 
 @pytest.mark.parametrize("mutant", [byte_hole, ignores_axis, scrambles_blocked_e5m2, knows_no_names])
 def test_the_cases_reach_into_the_corners(mutant):
-    assert failures("mx_quantize", mutant)
+    assert any(result.status == "failed" for result in check.check("mx_quantize", mutant, CPU))
 
 
 def quack_rule(x, **kwargs):
