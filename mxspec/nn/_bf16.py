@@ -15,28 +15,31 @@ from mxspec.nn._autograd import first_derivative_only, keep, kept
 
 
 class GroupedBf16(torch.autograd.Function):
-    """`x @ w^T`, the tokens of each expert with the expert's weights.
+    """`x @ w^T`, the tokens of each expert with the expert's weights. A transposed w is `(E, K, N)`: `x @ w`.
 
     PyTorch's own derivative of a grouped matmul also leaves memory uninitialized. So a second derivative raises here
     too.
     """
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, offs: Tensor, name: str) -> Tensor:
-        return _by_experts(x, w.mT, offs)
+    def forward(x: Tensor, w: Tensor, offs: Tensor, name: str, transposed: bool) -> Tensor:
+        return _by_experts(x, w if transposed else w.mT, offs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        (x, w, offs, name), (dgrad, wgrad) = inputs, ctx.needs_input_grad[:2]
+        (x, w, offs, name, ctx.transposed), (dgrad, wgrad) = inputs, ctx.needs_input_grad[:2]
         keep(ctx, x, w, name, None, x if wgrad else None, w if dgrad else None, offs)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,), (x, w, offs) = gradients, kept(ctx)
-        grad_x = _by_experts(contiguous(grad_out), w, offs) if ctx.needs_input_grad[0] else None
-        grad_w = wgrad_bf16(grad_out, x, offs) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None, None
+        (dgrad, wgrad), grad_x, grad_w = ctx.needs_input_grad[:2], None, None
+        if dgrad:
+            grad_x = _by_experts(contiguous(grad_out), w.mT if ctx.transposed else w, offs)
+        if wgrad:
+            grad_w = wgrad_bf16(x, grad_out, offs) if ctx.transposed else wgrad_bf16(grad_out, x, offs)
+        return grad_x, grad_w, None, None, None
 
 
 def wgrad_bf16(grad_out: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ class QuantizesWeights(nn.Module):
     """A layer whose matmuls read codes of its weights. `cache_weights` may hold the codes for several forwards."""
 
     weight_names: ClassVar[tuple[str, ...]] = ("weight",)
+    is_transposed: bool = False  # whether the weights are stored `(E, K, N)`
     recipe: Recipe
     _cached: tuple[Quantized, ...] | None = None
     _cached_from: tuple[tuple[int, int], ...] | None = None
@@ -34,7 +35,8 @@ class QuantizesWeights(nn.Module):
         """The codes of each weight: the held codes if there are any, else new codes."""
         if self._cached is None:
             by = self._format(backend)
-            return tuple(() if by is None else by.weight(weight.detach()) for weight in self._weights())
+            stored = self.is_transposed
+            return tuple(() if by is None else by.weight(weight.detach(), stored) for weight in self._weights())
         if not torch.compiler.is_compiling():
             self._check_cache()
         return self._cached

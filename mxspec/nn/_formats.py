@@ -61,8 +61,16 @@ class Format:
     backend: str | None
     name: str  # the name of the layer or the function, for error texts
 
-    def weight(self, w: Tensor) -> Weight:
-        """The codes of a weight `(N, K)` or `(E, N, K)`, in both directions. One op reads the weight once."""
+    def weight(self, w: Tensor, transposed: bool = False) -> Weight:
+        """The codes of a weight `(N, K)` or `(E, N, K)`, or of a transposed one `(E, K, N)`, in both directions.
+
+        One op reads the weight once. For a transposed weight, the codes of the two directions change places.
+        """
+        codes, scale, codes_t, scale_t = self.both_ways(w)
+        return Weight(codes_t, scale_t, codes, scale) if transposed else Weight(codes, scale, codes_t, scale_t)
+
+    def both_ways(self, w: Tensor) -> Weight:
+        """The codes of a matrix, or of each of several matrices, and of its transpose."""
         raise NotImplementedError
 
     def tokens(
@@ -114,7 +122,7 @@ class MX(Format):
     def _options(self, **more: Any) -> dict[str, Any]:
         return {"scaling": self.recipe.scaling, "backend": self.backend, **more}
 
-    def weight(self, w: Tensor) -> Weight:
+    def both_ways(self, w: Tensor) -> Weight:
         layout = "blocked" if w.ndim == 3 else _SCALE_LAYOUT
         codes, scale, codes_t, scale_t = mxspec.mx_quantize_rowcol(w, **self._options(scale_layout=layout))
         return Weight(codes, scale, codes_t.mT, scale_t)
@@ -165,7 +173,7 @@ class MX(Format):
 class FP8Blocks(Format):
     """FP8: weights in 128x128 blocks, tokens in 1x128 blocks, fp32 scales. Token groups are padded for wgrad only."""
 
-    def weight(self, w: Tensor) -> Weight:
+    def both_ways(self, w: Tensor) -> Weight:
         return Weight(*mxspec.fp8_quantize_128x128(w, with_transpose=True, backend=self.backend))
 
     def tokens(

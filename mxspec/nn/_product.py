@@ -15,29 +15,36 @@ from mxspec.nn._formats import Format, Operand, Tokens, Weight
 
 def product(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, codes: Quantized, by: Format) -> Tensor:
     """`x @ w^T`. The caller has checked x and w, and has quantized them to `tokens` and `codes`."""
-    return _Product.apply(x, w, offs, tokens, Weight(*codes), by)
+    return _Product.apply(x, w, offs, tokens, Weight(*codes), by, False)
 
 
 def grouped_product(
-    x: Tensor, w: Tensor, offs: Tensor, tokens: Tokens | None, codes: Quantized, by: Format | None, name: str
-) -> Tensor:
-    """`product` of token groups. Without a format, the matmul is in bfloat16."""
+    x: Tensor, w: Tensor, offs: Tensor, tokens: Tokens | None, codes: Quantized, by: Format | None, name: str,
+    transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """`product` of token groups. Without a format, the matmul is in bfloat16. A transposed w is `(E, K, N)`."""
     if by is None or tokens is None:
-        return GroupedBf16.apply(contiguous(x.bfloat16()), w.bfloat16().contiguous(), offs, name).to(x.dtype)
-    return product(x, w, offs, tokens, codes, by)
+        weight = w.bfloat16().contiguous()
+        return GroupedBf16.apply(contiguous(x.bfloat16()), weight, offs, name, transposed).to(x.dtype)
+    return _Product.apply(x, w, offs, tokens, Weight(*codes), by, transposed)
 
 
 class _Product(torch.autograd.Function):
-    """The matmuls read `tokens` and `weight`. x and w are arguments because autograd gives them the gradients."""
+    """The matmuls read `tokens` and `weight`. x and w are arguments because autograd gives them the gradients.
+
+    The gradient of a transposed w is computed transposed: its two operands change places.
+    """
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, weight: Weight, by: Format) -> Tensor:
+    def forward(
+        x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, weight: Weight, by: Format, transposed: bool
+    ) -> Tensor:
         assert tokens.rows is not None
         return by.gemm(tokens.rows, weight.codes, weight.scale, offs, x.shape[0], x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, offs, tokens, weight, by = inputs
+        x, w, offs, tokens, weight, by, transposed = inputs
         (dgrad, wgrad), (codes, scale, *_) = ctx.needs_input_grad[:2], tokens.columns or (None, None)
         keep(
             ctx,
@@ -52,7 +59,7 @@ class _Product(torch.autograd.Function):
             weight.codes_t if dgrad else None,
             weight.scale_t if dgrad else None,
         )
-        ctx.by, ctx.x_dtype, ctx.w_dtype = by, x.dtype, w.dtype
+        ctx.by, ctx.x_dtype, ctx.w_dtype, ctx.transposed = by, x.dtype, w.dtype, transposed
 
     @staticmethod
     @first_derivative_only
@@ -71,7 +78,10 @@ class _Product(torch.autograd.Function):
             x_columns = Operand(codes, scale)
             if codes is None:
                 x_columns = by.tokens(x, offs, torch.float8_e4m3fn, False, True).columns
-            grad_w = by.wgrad(columns, x_columns, offs, ctx.w_dtype)
+            x_columns = x_columns._replace(end=columns.end)
+            operands = (x_columns, columns) if ctx.transposed else (columns, x_columns)
+            grad_w = by.wgrad(*operands, offs, ctx.w_dtype)
         elif wgrad:
-            grad_w = wgrad_bf16(grad_out.bfloat16(), x.bfloat16(), offs).to(ctx.w_dtype)
-        return grad_x, grad_w, None, None, None, None
+            a, b = (x, grad_out) if ctx.transposed else (grad_out, x)
+            grad_w = wgrad_bf16(a.bfloat16(), b.bfloat16(), offs).to(ctx.w_dtype)
+        return grad_x, grad_w, None, None, None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,66 @@ from mxspec.nn.grouped_mm import check_offs
 from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
 
 
-class GroupedExperts(QuantizesWeights):
+class QuantizedExperts(QuantizesWeights):
+    """Experts of two grouped matmuls with an activation between them: what mxspec's and other libraries' layers share.
+
+    `weight_names` names the weights of the two matmuls, `(E, N, K)`, or `(E, K, N)` if `is_transposed`.
+    """
+
+    def train_by(self, recipe: Recipe, **widths: int) -> None:
+        """Set the recipe. Raises if it cannot run these widths, or if `cache_weights` holds codes."""
+        name = type(self).__name__
+        check_features(name, BLOCK_SIZES[recipe.format], **widths)
+        if self._cached:
+            raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
+        self.recipe = recipe
+
+    def check_weights(self) -> None:
+        """Raise TypeError if a weight has a dtype that no recipe can run."""
+        for weight in self._weights():
+            check_parameters(type(self).__name__, weight.dtype)  # `half()` may have come after the constructor
+
+    def checked(self, x: Tensor, width: int, **others: Tensor) -> Tensor:
+        """The tokens x, after autocast. Raises if x has no shape `(M, width)`, or a dtype or device does not fit."""
+        name = type(self).__name__
+        check_tensors(name, x=x, **others)
+        x = as_autocast(x)
+        self.check_weights()
+        check_input(name, x, width)
+        if x.ndim != 2:
+            raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (M, {width})")
+        check_devices(name, x, **others, **dict(zip(self.weight_names, self._weights(), strict=True)))
+        return x
+
+    def feed_forward(self, x: Tensor, offs: Tensor, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Run the experts by the recipe on tokens sorted by expert.
+
+        Args:
+            x: `(M, K)`, bfloat16 or float32, after autocast.
+            offs: `(E,)` int32, the exclusive end of each expert's tokens, as for `GroupedExperts`.
+            activation: a differentiable function of the first matmul's result. None means SwiGLU: `silu` of the first
+                half times the second half. One op then computes SwiGLU and quantizes it, if the recipe has such an op.
+
+        Returns `(M, N)` in x's dtype. Rows from `offs[-1]` on are 0.
+        """
+        name, (first, second), stored = type(self).__name__, self._weights(), self.is_transposed
+        backend = backend_now(self)
+        codes, by = self._quantized(backend), self._format(backend)
+        if by is None:
+            out = grouped_product(x, first, offs, None, (), None, name, stored)
+            hidden = activation(out) if activation else Swiglu.apply(out, name)
+            return grouped_product(hidden, second, offs, None, (), None, name, stored)
+        of_first, of_second = codes
+        tokens = by.activations(x, offs, first.requires_grad)
+        if activation is None and not stored and by.fuses_swiglu(x):
+            return swiglu_experts(x, first, second, offs, tokens, (of_first, of_second), by)
+        out = grouped_product(x, first, offs, tokens, of_first, by, name, stored)
+        hidden = activation(out) if activation else Swiglu.apply(out, name)
+        tokens = by.activations(hidden, offs, second.requires_grad)
+        return grouped_product(hidden, second, offs, tokens, of_second, by, name, stored)
+
+
+class GroupedExperts(QuantizedExperts):
     """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
 
     The gate's and the up's weights are one parameter, so that one grouped matmul computes both, and each gradient is
@@ -114,37 +174,12 @@ class GroupedExperts(QuantizesWeights):
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Train with this recipe from now on. The parameters stay. Raises inside a `cache_weights` block."""
-        name = type(self).__name__
-        found = recipe_of(recipe, name)
-        check_features(name, BLOCK_SIZES[found.format], dim=self.dim, hidden_dim=self.hidden_dim)
-        if self._cached:
-            raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
-        self.recipe = found
+        self.train_by(recipe_of(recipe, type(self).__name__), dim=self.dim, hidden_dim=self.hidden_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, dim={self.dim}, hidden_dim={self.hidden_dim}, {self.recipe}"
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        name, weights = type(self).__name__, self._weights()
-        check_tensors(name, x=x, offs=offs)
-        x = as_autocast(x)
-        for weight in weights:
-            check_parameters(name, weight.dtype)  # the user may have called `half()` after the constructor
-        check_input(name, x, self.dim)
-        if x.ndim != 2:
-            raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (M, {self.dim})")
-        check_offs(name, offs, self.num_experts)
-        check_devices(name, x, offs=offs, **dict(zip(self.weight_names, weights, strict=True)))
-        backend = backend_now(self)
-        codes, by = self._quantized(backend), self._format(backend)
-        if by is None:
-            gate_up = grouped_product(x, self.w_gate_up, offs, None, (), None, name)
-            return grouped_product(Swiglu.apply(gate_up, name), self.w_down, offs, None, (), None, name)
-        tokens = by.activations(x, offs, self.w_gate_up.requires_grad)
-        gate_up_codes, down_codes = codes
-        if by.fuses_swiglu(x):
-            return swiglu_experts(x, self.w_gate_up, self.w_down, offs, tokens, (gate_up_codes, down_codes), by)
-        gate_up = grouped_product(x, self.w_gate_up, offs, tokens, gate_up_codes, by, name)
-        hidden = Swiglu.apply(gate_up, name)
-        tokens = by.activations(hidden, offs, self.w_down.requires_grad)
-        return grouped_product(hidden, self.w_down, offs, tokens, down_codes, by, name)
+        x = self.checked(x, self.dim, offs=offs)
+        check_offs(type(self).__name__, offs, self.num_experts)
+        return self.feed_forward(x, offs)

@@ -1,0 +1,84 @@
+"""Sort tokens by expert and bring the results back: the steps around the experts of a mixture-of-experts layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """The order of (token, expert) pairs. `P` = tokens times experts a token."""
+
+    experts: Tensor  # (P,), the expert of each pair; it never decreases
+    order: Tensor  # (P,), the pair at each place, numbered as the flattened index of the router numbers it
+    places: Tensor  # (P,), the place of each pair: the inverse of `order`
+    offs: Tensor  # (E,) int32, the exclusive end of each expert's pairs
+    top_k: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The token of each pair, sorted by expert: `(tokens, K)` -> `(P, K)`."""
+        return _Gather.apply(x, self.order, self.places, self.top_k)
+
+    def sort(self, values: Tensor) -> Tensor:
+        """One value of each pair, such as its routing weight, sorted by expert."""
+        return _Permute.apply(values, self.order, self.places)
+
+    def combine(self, pairs: Tensor) -> Tensor:
+        """The sum of each token's pairs, in the order of the router's index: `(P, N)` -> `(tokens, N)`."""
+        return _sum_of_pairs(_Permute.apply(pairs, self.places, self.order), self.top_k)
+
+
+def routing(index: Tensor, num_experts: int) -> Routing:
+    """Sort the pairs of `index`, the experts that the router chose, by expert. The host never waits for the device.
+
+    Args:
+        index: `(tokens, top_k)`, integers. A number from num_experts on means an expert of another device: its pairs
+            come last and belong to no group.
+        num_experts: E, the number of experts here.
+    """
+    experts, order = index.reshape(-1).sort(stable=True)
+    numbers = torch.arange(num_experts, device=index.device, dtype=experts.dtype)
+    offs = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return Routing(experts, order, places, offs, index.shape[-1])
+
+
+def _sum_of_pairs(pairs: Tensor, top_k: int) -> Tensor:
+    return pairs.view(pairs.shape[0] // top_k, top_k, pairs.shape[1]).sum(1)
+
+
+class _Gather(torch.autograd.Function):
+    """`x[order // top_k]`. Its backward gathers and sums. PyTorch's own adds rows to the same addresses."""
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, order, places, ctx.top_k = inputs
+        ctx.save_for_backward(order, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (order, places) = gradients, ctx.saved_tensors
+        return _sum_of_pairs(_Permute.apply(grad, places, order), ctx.top_k), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """`x[order]` for a permutation. Its backward is `grad[places]`, the inverse permutation."""
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        return x.index_select(0, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (order, places) = gradients, ctx.saved_tensors
+        return _Permute.apply(grad, places, order), None, None
