@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mxspec.nn.experts import QuantizedExperts
 from mxspec.nn.recipe import Recipe
-from mxspec.nn.routing import routing
+from mxspec.nn.routing import Routing, routing
 
 IMPLEMENTATION = "mxspec"  # our function's name in the table of transformers
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
@@ -92,6 +92,8 @@ class _Experts(QuantizedExperts):
     their_class: type
     config: Any
     down_proj: Tensor
+    down_proj_bias: Tensor
+    post_expert_norm: Callable[[Tensor], Tensor]
 
     def set_recipe(self, recipe: Recipe) -> None:
         """Train with this recipe from now on. Raises if it cannot run the layer."""
@@ -150,16 +152,16 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     width = self.widths()["hidden_size"]
     x = self.checked(hidden_states, width, top_k_index=top_k_index, top_k_weights=top_k_weights)
     pairs = routing(top_k_index, self._weights()[0].shape[0])
-    out = self.feed_forward(pairs.gather(x), pairs.offs, _activation(self, pairs.experts))
+    out = self.feed_forward(pairs.gather(x), pairs.offs, _activation(self, pairs))
     if self.has_bias:
-        out = _add_bias(out, self.down_proj_bias, pairs.experts)
+        out = pairs.add_bias(out, self.down_proj_bias)
     if getattr(self, "has_post_expert_norm", False):
         out = self.post_expert_norm(out)
     out = out * pairs.sort(top_k_weights.reshape(-1))[:, None]
     return pairs.combine(out).to(hidden_states.dtype)
 
 
-def _activation(layer: Any, experts: Tensor) -> Callable[[Tensor], Tensor] | None:
+def _activation(layer: Any, pairs: Routing) -> Callable[[Tensor], Tensor] | None:
     """The layer's function between its two matmuls. None if this is SwiGLU of halves, without a bias."""
     from transformers.activations import SiLUActivation
     from transformers.integrations.moe import _default_apply_gate
@@ -167,12 +169,6 @@ def _activation(layer: Any, experts: Tensor) -> Callable[[Tensor], Tensor] | Non
     gate = layer._apply_gate if getattr(layer, "has_gate", True) else layer.act_fn
     if layer.has_bias:
         bias = getattr(layer, f"{layer.weight_names[0]}_bias")
-        return lambda out: gate(_add_bias(out, bias, experts))
+        return lambda out: gate(pairs.add_bias(out, bias))
     plain = getattr(gate, "__func__", None) is _default_apply_gate
     return None if plain and type(layer.act_fn) in (nn.SiLU, SiLUActivation) else gate
-
-
-def _add_bias(out: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
-    """Add each expert's bias to its tokens. Rows of no expert here stay 0."""
-    here = experts < bias.shape[0]
-    return out + bias[experts.where(here, 0)].to(out.dtype).where(here[:, None], 0)

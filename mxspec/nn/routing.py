@@ -25,6 +25,14 @@ class Routing(NamedTuple):
         """One value of each pair, such as its routing weight, sorted by expert."""
         return _Permute.apply(values, self.order, self.places)
 
+    def add_bias(self, out: Tensor, bias: Tensor) -> Tensor:
+        """Add each expert's bias, `(E, N)`, to the results of its pairs. Rows after the last group stay as they are.
+
+        The bias's gradient is one matmul, so it is the same on every run. A NaN in the results' gradient reaches the
+        bias's gradient of all experts.
+        """
+        return _AddBias.apply(out, bias, self.experts)
+
     def combine(self, pairs: Tensor) -> Tensor:
         """The sum of each token's pairs, in the order of the router's index: `(P, N)` -> `(tokens, N)`."""
         return _sum_of_pairs(_Permute.apply(pairs, self.places, self.order), self.top_k)
@@ -82,3 +90,24 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (order, places) = gradients, ctx.saved_tensors
         return _Permute.apply(grad, places, order), None, None
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(out: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
+        here = experts < bias.shape[0]
+        return out + bias[experts.where(here, 0)].to(out.dtype).masked_fill(~here[:, None], 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, bias, experts = inputs
+        ctx.save_for_backward(experts)
+        ctx.shape, ctx.dtype = bias.shape, bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (experts,), grad_bias = gradients, ctx.saved_tensors, None
+        if ctx.needs_input_grad[1]:
+            numbers = torch.arange(ctx.shape[0], device=experts.device)
+            grad_bias = ((numbers[:, None] == experts).to(grad.dtype) @ grad).to(ctx.dtype)
+        return grad, grad_bias, None
