@@ -1,0 +1,49 @@
+"""The example that trains a mixture of experts of transformers runs, and what it compares can fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mxspec.nn import convert
+from tests.helpers import ROOT, module_of
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra [transformers])")
+
+
+@pytest.fixture
+def example():
+    return module_of(ROOT / "examples" / "finetune_hf_moe.py")
+
+
+def test_a_model_of_transformers_trains_by_recipes_as_in_bfloat16(example, capsys, tmp_path, monkeypatch):
+    train, outcomes, picture = example.train, {}, tmp_path / "losses.png"
+    monkeypatch.setattr(example, "train", lambda name, *rest: outcomes.setdefault(name, train(name, *rest)))
+    assert example.main(["--device", "cpu", "--steps", "8", "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[1] for line in out.splitlines() if line.count("│") == 7] == ["bf16", "fp8_128", "mxfp8_rceil"]
+    assert "Not run: a GPU" in out
+    assert "Not run: pretrained weights" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    bf16 = outcomes.pop("bf16")
+    assert bf16.report is None
+    assert bf16.losses[-1] < 0.95 * bf16.losses[0]
+    for outcome in outcomes.values():
+        assert {f"model.layers.{i}.mlp.experts" for i in range(2)} <= set(outcome.report.swapped)
+        assert "lm_head" in outcome.report.left
+        assert outcome.losses != bf16.losses
+        assert abs(outcome.last / bf16.last - 1) < 0.02
+    with pytest.raises(SystemExit):
+        example.main(["--steps", "0"])
+    assert "needs at least 1 each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("qwen3-30b-a3b", "fp8_128"), ("gpt-oss-20b", "mxfp8_rceil")])
+def test_the_experts_of_the_real_widths_convert(example, name, recipe):
+    model = example.MODELS[name]()
+    with torch.device("meta"):
+        net = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    report = convert(net, recipe)
+    assert {f"model.layers.{i}.mlp.experts" for i in range(example.LAYERS)} <= set(report.swapped)
+    assert any(model.whole in line for line in example.not_run(model, "cuda"))
+    assert not any("GPU" in line for line in example.not_run(model, "cuda"))
