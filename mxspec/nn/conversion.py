@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,8 @@ def convert(
     made: dict[nn.Module, nn.Module] = {}  # old layer -> new layer: a model may use one layer in several places
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, (nn.Linear, GroupedExperts)):
+            if filter_fn is None or filter_fn(layer, name):
+                _adapt(model, layer, name, found, report)
             continue
         if layer not in made and filter_fn is not None and not filter_fn(layer, name):
             report.left[name] = "filter_fn returned false"
@@ -108,6 +111,26 @@ def convert(
             setattr(parent, child, made[layer])
     _leave_fast_paths(model)
     return report
+
+
+def _adapt(model: nn.Module, layer: nn.Module, name: str, recipe: Recipe, report: Conversion) -> None:
+    """Let the integration of the layer's library convert it."""
+    packages = dict.fromkeys(kind.__module__.partition(".")[0] for kind in type(layer).__mro__)
+    for package in packages:
+        integration = f"mxspec.integrations.{package}"
+        if importlib.util.find_spec(integration) is None:
+            continue
+        try:
+            new = importlib.import_module(integration).adapt(layer, name, recipe)
+        except (TypeError, ValueError) as refused:
+            report.left[name] = str(refused)
+            return
+        if new is not None:
+            report.swapped[name] = f"{type(new).__name__} of {recipe.format}"
+            if new is not layer:
+                path, _, child = name.rpartition(".")
+                setattr(model.get_submodule(path), child, new)
+            return
 
 
 # Modules that read the weight of a child (named here) and do not call it. PyTorch 2.13 adds LinearCrossEntropyLoss.
