@@ -1,0 +1,107 @@
+"""The class of converted experts of transformers, and the function that runs them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from mxspec.nn.experts import QuantizedExperts
+from mxspec.nn.recipe import Recipe
+from mxspec.nn.routing import Routing, routing
+
+IMPLEMENTATION = "mxspec"  # the function's name in the table of transformers
+
+
+class Experts(QuantizedExperts):
+    """The first base of a converted layer's class. The second base is the class of transformers."""
+
+    their_class: type
+    is_swiglu: bool
+    config: Any
+    down_proj: Tensor
+    down_proj_bias: Tensor
+    post_expert_norm: Callable[[Tensor], Tensor]
+
+    def set_recipe(self, recipe: Recipe) -> None:
+        """Train with this recipe from now on. Raises if it cannot run the layer."""
+        self.check_weights()
+        self.train_by(recipe, **self.widths())
+
+    def widths(self) -> dict[str, int]:
+        down = self.down_proj
+        inner, hidden = down.shape[1:] if self.is_transposed else down.shape[:0:-1]
+        return {"hidden_size": hidden, "intermediate_size": inner}
+
+    def extra_repr(self) -> str:
+        return str(self.recipe)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new, (self.their_class, self.weight_names), self.__getstate__()
+
+
+def class_of(kind: type, weight_names: tuple[str, str]) -> type[Experts]:
+    """The class of converted layers of a class of transformers. Adds `mxspec` to the table of experts functions."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    return _made(kind, weight_names)
+
+
+@functools.cache
+def _made(kind: type, weight_names: tuple[str, str]) -> type[Experts]:
+    # With the old class's name, for error texts and `print(model)`.
+    own = {"their_class": kind, "weight_names": weight_names, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (Experts, kind), own)
+
+
+def _new(kind: type, weight_names: tuple[str, str]) -> nn.Module:
+    """An empty converted layer, for copies and pickles."""
+    made = class_of(kind, weight_names)
+    return made.__new__(made)
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts function `mxspec` of transformers' table. It computes what `grouped_mm` computes, by the recipe.
+
+    Args:
+        hidden_states: `(tokens, hidden_size)`, bfloat16 or float32.
+        top_k_index: `(tokens, top_k)`, the experts that the router chose. A number from `num_experts` on means an
+            expert of another device, under expert parallelism. It adds nothing here.
+        top_k_weights: `(tokens, top_k)`, the routing weights.
+
+    Returns:
+        `(tokens, hidden_size)` in the dtype of hidden_states.
+
+    Raises:
+        TypeError: the layer was not converted, or an argument has another dtype.
+        ValueError: a shape or a device does not fit.
+    """
+    if not isinstance(self, Experts):
+        raise TypeError(
+            f"{type(self).__name__}: the experts implementation {IMPLEMENTATION!r} has no recipe. Call "
+            "mxspec.nn.convert(model, recipe) in place of set_experts_implementation."
+        )
+    width = self.widths()["hidden_size"]
+    x = self.checked(hidden_states, width, top_k_index=top_k_index, top_k_weights=top_k_weights)
+    pairs = routing(top_k_index, self._weights()[0].shape[0])
+    out = self.feed_forward(pairs.gather(x), pairs.offs, _activation(self, pairs))
+    if self.has_bias:
+        out = pairs.add_bias(out, self.down_proj_bias)
+    if getattr(self, "has_post_expert_norm", False):
+        out = self.post_expert_norm(out)
+    out = out * pairs.sort(top_k_weights.reshape(-1))[:, None]
+    return pairs.combine(out).to(hidden_states.dtype)
+
+
+def _activation(layer: Any, pairs: Routing) -> Callable[[Tensor], Tensor] | None:
+    """The layer's function between its two matmuls. None if this is SwiGLU, which has an op of its own."""
+    if layer.is_swiglu:
+        return None
+    gate = layer._apply_gate if getattr(layer, "has_gate", True) else layer.act_fn
+    if not layer.has_bias:
+        return gate
+    bias = getattr(layer, f"{layer.weight_names[0]}_bias")
+    return lambda out: gate(pairs.add_bias(out, bias))
