@@ -83,7 +83,7 @@ def model(seed: int) -> nn.Module:
 
 def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0) -> Outcome:
     device, net = characters.device, model(seed).to(characters.device)
-    report = convert(net, recipe)
+    report = convert(net, recipe, experts_per_token=TOP)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(seed + 1)
     window = torch.arange(CONTEXT + 1, device=device)

@@ -24,24 +24,28 @@ from mxspec.nn.recipe import Recipe
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
 
 
-def adapt(layer: Any, name: str, recipe: Recipe) -> nn.Module | None:
+def is_experts(layer: nn.Module) -> bool:
+    """Whether a module is an experts layer of transformers' experts interface."""
+    # transformers' decorator gives every experts layer these attributes
+    return all(hasattr(layer, name) for name in ("is_transposed", "has_bias", "config"))
+
+
+def adapt(layer: Any, name: str, recipe: Recipe) -> nn.Module:
     """Make experts of transformers train by a recipe, in place.
 
     Args:
-        layer: any module of transformers.
+        layer: an experts layer of transformers' experts interface.
         name: its name in the model, for error texts.
         recipe: the `Recipe`.
 
     Returns:
-        The layer itself, or None if it is no experts layer of transformers' experts interface.
+        The layer itself.
 
     Raises:
         TypeError: the layer does not run through the interface, or its weights are not bfloat16 or float32.
         ValueError: the recipe cannot run the layer's widths.
         RuntimeError: `cache_weights` holds codes of the layer's weights.
     """
-    if not (hasattr(layer, "is_transposed") and hasattr(layer, "has_bias") and hasattr(layer, "config")):
-        return None  # transformers' decorator gives every experts layer these attributes
     from transformers.integrations import moe
 
     kind: Any = type(layer)
@@ -69,16 +73,9 @@ def adapt(layer: Any, name: str, recipe: Recipe) -> nn.Module | None:
     return layer
 
 
-def flops_per_token(layer: Any) -> float:
-    """The floating-point operations of the experts' matmuls for one token in the forward: 2 for each weight it meets.
-
-    Raises:
-        ValueError: the config does not say how many experts a token goes to.
-    """
-    top_k = next((found for key in TOP_K if isinstance(found := getattr(layer.config, key, None), int)), None)
-    if top_k is None:
-        raise ValueError(f"flops_per_token: the config of {type(layer).__name__} has none of {', '.join(TOP_K)}")
-    return 2.0 * top_k * sum(getattr(layer, name)[0].numel() for name in weight_names(layer))
+def experts_per_token(layer: Any) -> int | None:
+    """The number of experts that a token goes to, or None if the config does not say it."""
+    return next((found for key in TOP_K if isinstance(found := getattr(layer.config, key, None), int)), None)
 
 
 def weight_names(layer: nn.Module) -> tuple[str, str]:

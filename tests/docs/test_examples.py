@@ -44,10 +44,10 @@ def test_a_mixture_of_experts_trains_by_each_recipe_as_in_bfloat16(moe, capsys, 
     assert moe.main([*arguments, "--recipes", *recipes]) == 0
     out = capsys.readouterr().out
     assert [line.split()[1] for line in out.splitlines() if line.count("│") == 6] == ["bf16", *recipes]
-    assert "2: Float8BlockwiseLinear" in out
+    assert "{2,5}: Float8BlockwiseLinear" in out
     assert "3.experts: GroupedExperts of mxfp8" in out
     assert "3.experts: GroupedExperts of fp8_128" in out
-    assert "3.router: left, MXLinear: out_features = 4 must be a multiple of 32" in out
+    assert "3.router: left, it is a router" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     bf16 = outcomes["bf16"]
     assert bf16.last < 0.95 * bf16.losses[0]

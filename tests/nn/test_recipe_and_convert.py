@@ -57,6 +57,7 @@ class Block(nn.Module):
 LEFT = {
     "hooked": "it has hooks, and a new layer would lose them",
     "attention.out_proj": "nn.MultiheadAttention reads the weight of this Linear and never calls the Linear",
+    "attention.in_proj_weight": "convert does not know how MultiheadAttention uses this parameter",
 }
 
 
@@ -78,7 +79,8 @@ def test_convert_to_mx():
     assert after.keys() == parameters.keys()
     assert all(after[name] is p for name, p in parameters.items())
     text = str(report)
-    assert text.startswith("4 swapped, 3 left\n  up: MXLinear\n")
+    assert text.startswith("4 swapped, 4 left\n")
+    assert "\n  up: MXLinear\n" in text
     assert f"\n  head: left, {head}" in text
     again = convert(model, "mxfp8_rceil")
     assert again.left["up"] == "it is a MXLinear, not a plain nn.Linear"
@@ -113,9 +115,12 @@ def test_convert_to_bf16_leaves_linears():
 def test_the_filter_sees_layers_and_names():
     model, seen = Block(), []
     report = convert(model, "mxfp8_rceil", lambda layer, name: seen.append((layer, name)) or name.startswith("layers"))
-    assert [name for _, name in seen] == ["up", "layers.0", "same", "head", "hooked", "attention.out_proj", "experts"]
+    assert [name for _, name in seen] == ["up", "layers.0", "same", "head", "hooked", "experts"]
     assert seen[0][0] is model.up
     assert list(report.swapped) == ["layers.0"]
+    assert {report.left.pop("attention.out_proj"), report.left.pop("attention.in_proj_weight")} == {
+        LEFT["attention.out_proj"], LEFT["attention.in_proj_weight"],
+    }  # fmt: skip
     assert set(report.left.values()) == {"filter_fn returned false"}
 
 
@@ -199,9 +204,9 @@ def test_an_encoder_layer_in_evaluation_is_quantized(recipe, norm_first, multipl
     torch.manual_seed(0)
     plain = nn.TransformerEncoderLayer(128, 2, 256, batch_first=True, dropout=0.0, norm_first=norm_first)
     model, x = nn.Sequential(plain), torch.randn(2, 5, 128)
-    report = convert(model, recipe)
+    report = convert(model, recipe, include="0.linear?")
     assert list(report.swapped) == ["0.linear1", "0.linear2"]
-    assert list(report.left) == ["0.self_attn.out_proj"]
+    assert list(report.left) == ["0.self_attn.out_proj", "0.self_attn.in_proj_weight"]
     trained = model(x)
     multiplied.clear()
     with torch.no_grad():
@@ -215,7 +220,7 @@ def test_an_encoder_of_padded_tokens_in_evaluation_is_quantized(multiplied):
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True, dropout=0.0), 2)
     x, padded = torch.randn(2, 6, 128), torch.arange(6) >= torch.tensor([[6], [4]])
-    convert(encoder, "mxfp8_rceil", lambda layer, name: name.startswith("layers.1"))
+    convert(encoder, "mxfp8_rceil", include=["layers.1.*"])
     trained = encoder(x, src_key_padding_mask=padded)
     multiplied.clear()
     with torch.no_grad():
@@ -226,14 +231,17 @@ def test_an_encoder_of_padded_tokens_in_evaluation_is_quantized(multiplied):
 
 def test_an_encoder_of_which_nothing_was_exchanged_stays_fast():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True), 1)
-    convert(encoder, "mxfp8_rceil", lambda layer, name: False)
+    report = convert(encoder, "mxfp8_rceil")
+    assert not report.swapped
+    assert report.left["layers.0.linear1"] == report.left["layers.0.linear2"]
+    assert report.left["layers.0.linear1"].startswith("in evaluation, nn.TransformerEncoderLayer reads the weight")
     assert encoder.use_nested_tensor
     assert encoder.layers[0].activation_relu_or_gelu
 
 
 def test_decoder_layers_and_whole_transformers_are_quantized_in_evaluation(multiplied):
     model = nn.Transformer(128, 2, 1, 1, 256, batch_first=True)
-    report = convert(model, "mxfp8_rceil")
+    report = convert(model, "mxfp8_rceil", include="encoder.*")
     multiplied.clear()
     with torch.no_grad():
         model.eval()(torch.randn(2, 5, 128), torch.randn(2, 3, 128))
@@ -247,7 +255,8 @@ def test_linears_whose_weight_their_module_reads_are_left():
     model = nn.ModuleList([attention, attention.out_proj])
     report = convert(model, "mxfp8_rceil")
     assert report.left == {
-        "0.out_proj": "nn.MultiheadAttention reads the weight of this Linear and never calls the Linear"
+        "0.out_proj": "nn.MultiheadAttention reads the weight of this Linear and never calls the Linear",
+        "0.in_proj_weight": "convert does not know how MultiheadAttention uses this parameter",
     }
     assert report.swapped == {"1": "MXLinear"}  # the same Linear, in the place where its module calls it
 
