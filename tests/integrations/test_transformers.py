@@ -31,6 +31,7 @@ from mxspec.nn import (
     fp8_grouped_mm,
     mx_grouped_mm,
 )
+from mxspec.nn.experts import QuantizedExperts
 from mxspec.nn.recipe import recipe_of
 from tests.helpers import ROOT, plain_environment
 
@@ -107,13 +108,34 @@ def step(layer: nn.Module, x: torch.Tensor, index: torch.Tensor, weights: torch.
     }
 
 
-def by_hand(layer: nn.Module, recipe: str, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+class HandGptOss(QuantizedExperts):
+    """gpt-oss's experts on the base class of mxspec's, with the parameters of a plain layer of transformers."""
+
+    weight_names = ("gate_up_proj", "down_proj")
+    is_transposed = True
+
+    def __init__(self, layer: nn.Module, recipe: str) -> None:
+        super().__init__()
+        self.layer, self.gate_up_proj, self.down_proj = layer, layer.gate_up_proj, layer.down_proj
+        self.train_by(RECIPES[recipe], hidden=H, inner=INNER)
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        chosen = nn.functional.one_hot(ids, E).to(x.dtype)
+        bias, last = self.layer.gate_up_proj_bias, self.layer.down_proj_bias
+        return self.feed_forward(x, offs, lambda out: self.layer._apply_gate(out + chosen @ bias)) + chosen @ last
+
+
+def by_hand(
+    layer: nn.Module, recipe: str, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, shared: bool = False
+) -> torch.Tensor:
     """The experts' output by mxspec's public layers and PyTorch's indexing, with the parameters of a plain layer."""
     order = index.flatten().argsort(stable=True)
     ids = index.flatten()[order]
     offs = torch.bincount(ids, minlength=E).cumsum(0, dtype=torch.int32)
     tokens = x[order // TOP]
-    if layer.is_transposed:
+    if shared:
+        out = HandGptOss(layer, recipe)(tokens, offs, ids)
+    elif layer.is_transposed:
         mm = fp8_grouped_mm if recipe == "fp8_128" else mx_grouped_mm
         chosen = nn.functional.one_hot(ids, E).to(x.dtype)
         gate_up = mm(tokens, layer.gate_up_proj.mT, offs, recipe) + chosen @ layer.gate_up_proj_bias
@@ -165,8 +187,10 @@ def test_experts_compute_what_the_layers_built_by_hand_compute(family, recipe, d
     found = recipe_of(recipe, "the test")
     for name, value in expected.items():
         mine = got[name.removeprefix("layer.")]
-        if layer.is_transposed and name.endswith("proj") and (found.format == "bf16" or found.wgrad_bf16):
-            assert sqnr_db(mine, value.float()) >= 45, name  # PyTorch's matmul of the transpose sums in another order
+        if layer.is_transposed and name.endswith("proj") and found != RECIPES["mxfp8_rceil"]:
+            # The gradient is computed transposed. So PyTorch's matmul in bfloat16 may sum in another order, and
+            # fp8_grouped_gemm_wgrad multiplies by its two scales in another order.
+            assert sqnr_db(mine, value.float()) >= (45 if found.format == "bf16" or found.wgrad_bf16 else 100), name
         else:
             assert torch.equal(mine, value), name
 
@@ -188,6 +212,10 @@ def other_layer(kind: str) -> nn.Module:
     torch.manual_seed(0)
     module = importlib.import_module(f"{modules}.modeling_{family}")
     layer = getattr(module, experts)(make(num_local_experts=E, **sizes)).to(DEVICE)
+    if not hasattr(layer, "is_transposed"):
+        pytest.skip(
+            f"the experts of {family} do not run through the interface of transformers {transformers.__version__}"
+        )
     for parameter in layer.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.1)
@@ -206,12 +234,12 @@ def test_other_experts_of_the_interface_convert_too(kind):
 
 
 class Hand(nn.Module):
-    def __init__(self, layer: nn.Module, recipe: str) -> None:
+    def __init__(self, layer: nn.Module, recipe: str, shared: bool = False) -> None:
         super().__init__()
-        self.layer, self.recipe = layer, recipe
+        self.layer, self.how = layer, {"recipe": recipe, "shared": shared}
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return by_hand(self.layer, self.recipe, x, index, weights)
+        return by_hand(self.layer, x=x, index=index, weights=weights, **self.how)
 
 
 def trained(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
@@ -240,7 +268,7 @@ def test_three_steps_of_adamw_give_the_weights_of_a_model_built_by_hand_bit_for_
         if isinstance(layer, nn.Linear):
             new = Float8BlockwiseLinear.from_linear(layer) if fp8 else MXLinear.from_linear(layer, recipe)
         else:
-            new = Hand(layer, recipe)
+            new = Hand(layer, recipe, shared=layer.is_transposed)
         setattr(hand.get_submodule(path), child, new)
     start = [parameter.detach().clone() for parameter in model.parameters()]
     got = trained(model)
@@ -496,7 +524,7 @@ def test_another_version_of_transformers():
     folder = FOLDER / f"transformers-{OTHER}"
     if not folder.exists():
         pytest.skip(f"no transformers in {folder} (MXSPEC_TRITONS)")
-    some = "(bit_for_bit and mxfp8) or plain_transformers or interface or pickles or another_recipe"
+    some = "(three_steps and mxfp8) or plain_transformers or with_the_reason or pickles or other_experts"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", some, __file__]
     path = os.pathsep.join([str(folder), str(ROOT)])
     run = subprocess.run(
