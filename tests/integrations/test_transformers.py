@@ -507,15 +507,20 @@ def test_experts_compile_to_one_graph_of_the_same_ops(family, fused):
     assert ("swiglu_fp8_quantize_rowcol_groups" in graph.code) == fused
 
 
-def test_flops_are_those_of_the_experts_that_a_token_meets():
-    from mxspec.integrations.transformers import flops_per_token
+def test_the_operations_of_the_report_are_those_of_the_experts_that_a_token_meets():
+    from mxspec.integrations.transformers import experts_per_token
 
     for family in FAMILIES:
         layer = layer_of(family)
-        assert flops_per_token(layer) == flops_per_token(converted(layer, "bf16")) == 2 * TOP * 3 * H * INNER
+        assert experts_per_token(layer) == TOP
+        report = convert(model := nn.ModuleDict({"moe": layer, "dense": nn.Linear(H, H, bias=False)}), "mxfp8_rceil")
+        assert report.share_of_flops == 1
+        report = convert(model, "bf16")
+        dense, experts = H * H, TOP * 3 * H * INNER
+        assert report.share_of_flops == dense / (dense + experts)
     layer.config = SimpleNamespace()
-    with pytest.raises(ValueError, match="the config of GptOssExperts has none of num_experts_per_tok"):
-        flops_per_token(layer)
+    assert experts_per_token(layer) is None
+    assert convert(model, "bf16").share_of_flops is None
 
 
 def test_importing_mxspec_imports_no_transformers():
