@@ -38,6 +38,7 @@ from mxspec.reference.to_blocked import to_blocked
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
 from mxspec.reference.unpad_token_groups import unpad_token_groups
+from mxspec.reference.zero_unused_ import zero_unused_
 
 __version__ = "0.2.0"
 
@@ -89,4 +90,5 @@ __all__ = [
     "to_blocked_m_groups",
     "unpad_token_groups",
     "use_backend",
+    "zero_unused_",
 ]

@@ -6,7 +6,7 @@
 - `bench_cases(shapes)`: the calls that are worth timing, with tensors on torch's default device;
 - `SPACE`: the dimensions of a call. Cases are generated from it so that every two facts of a call meet in a case;
 - `IMPOSSIBLE`: pairs of facts that no valid call has, as patterns, each with the reason;
-- `TOKENS`: the size that is divided into token groups;
+- `TOKENS`: the size that is divided into token groups, if there is one;
 - `TOLD_BEFORE`: sizes that must equal a size of an earlier tensor of the call;
 - `ACROSS`: True if blocks lie down the columns, as for axis -2; `MOVES_BYTES`: True if the op never reads a value.
 """
@@ -52,8 +52,10 @@ def bench_cases(op: str, shapes: Shapes) -> Iterable[Case]:
     return cast(Iterable[Case], of(op).bench_cases(shapes))
 
 
-def tokens(op: str, arguments: Mapping[str, Any]) -> int:
-    """The number of tokens of a call, whether they belong to a group or to none."""
+def tokens(op: str, arguments: Mapping[str, Any]) -> int | None:
+    """The number of tokens of a call, whether they belong to a group or to none. None if no size tells it."""
+    if not of_tokens(op):
+        return None
     name, _, dim = of_tokens(op).partition(".")
     return arguments[name].shape[{"rows": 0, "cols": 1}[dim]] if dim else arguments[name]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -54,7 +55,8 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
             found |= set(_offsets(name, value, cases.tokens(op, dict(zip(signature.parameters, args, strict=False)))))
         else:
             found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
-    if dispatch.reference(op).spec.in_place:  # the first argument's sizes follow from the operands' sizes
+    spec = dispatch.reference(op).spec
+    if spec.in_place and spec.min_sqnr_db != math.inf:  # a sum in place: its sizes follow from the operands' sizes
         first = next(iter(signature.parameters))
         found = {fact for fact in found if fact.about not in {f"{first}.{what}" for what in _NOT_OF_SUMS}}
     told = cases.told_before(op)
@@ -226,7 +228,7 @@ def _floats(name: str, t: Tensor) -> Iterator[Fact]:
 _ENDS = {"first": 0, "last": -1}
 
 
-def _offsets(name: str, t: Tensor, tokens: int) -> Iterator[Fact]:
+def _offsets(name: str, t: Tensor, tokens: int | None) -> Iterator[Fact]:
     """How the token groups of `offs` are arranged. `start` has the same dtype and rank; only its order matters."""
     if name == "offs":
         yield from (Fact(f"{name}.groups", text) for text in _size(len(t), THRESHOLDS[:3]))
@@ -252,7 +254,8 @@ def _offsets(name: str, t: Tensor, tokens: int) -> Iterator[Fact]:
         yield Fact(f"{name}.sizes", "multiples of 128" if not any(size % 128 for size in sizes) else "ragged")
     else:
         yield Fact(f"{name}.tokens", "in no group")
-    yield Fact(f"{name}.rest", "tokens past the last group" if sum(sizes) < tokens else "none")
+    if tokens is not None:
+        yield Fact(f"{name}.rest", "tokens past the last group" if sum(sizes) < tokens else "none")
 
 
 def pairs(facts: Iterable[Fact]) -> Iterator[Pair]:

@@ -17,10 +17,7 @@ def check_args(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tens
     checks.same_device(op, ("acc", acc), ("a", a))
     M, N = a.shape[0], b.shape[0]
     checks.shape(op, "acc", acc, (M, N), f"for a {tuple(a.shape)} and b {tuple(b.shape)}")
-    if N > 1 and acc.stride(1) != 1:
-        raise ValueError(f"{op}: acc has strides {acc.stride()}; needs row-major rows, that is stride(1) = 1")
-    if M > 1 and acc.stride(0) < N:
-        raise ValueError(f"{op}: acc has strides {acc.stride()}; needs rows that do not overlap, stride(0) >= {N}")
+    checks.rows_apart(op, "acc", acc)
 
 
 @spec(

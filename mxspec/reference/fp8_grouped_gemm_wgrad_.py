@@ -22,15 +22,7 @@ def check_args(
     E, N, K = offs.shape[0], dy.shape[0], x.shape[0]
     because = f"for {E} groups, dy {tuple(dy.shape)} and x {tuple(x.shape)}"
     checks.shape(op, "acc", acc, (E, N, K), because)
-    if K > 1 and acc.stride(2) != 1:
-        raise ValueError(f"{op}: acc has strides {acc.stride()}; needs row-major rows, that is stride(2) = 1")
-    if N > 1 and acc.stride(1) < K:
-        raise ValueError(f"{op}: acc has strides {acc.stride()}; needs rows that do not overlap, stride(1) >= {K}")
-    matrix = (N - 1) * acc.stride(1) + K if N else 0  # the extent of one matrix, with the gaps between its rows
-    if E > 1 and acc.stride(0) < matrix:
-        raise ValueError(
-            f"{op}: acc has strides {acc.stride()}; needs matrices that do not overlap, stride(0) >= {matrix}"
-        )
+    checks.rows_apart(op, "acc", acc)
 
 
 @spec(

@@ -1125,3 +1125,84 @@ def the_last_step_of_128_tokens_is_whole(dy, dy_scale, x, x_scale, offs, *, scal
 @accepts("mx_grouped_gemm_wgrad", "refusal", lambda: (codes(256, 8), *mx_wgrad()[1:]), scale_layout="plain")
 def copies_operands_that_are_row_major(c):
     return {"dy": c.dy.mT.contiguous().mT}
+
+
+# ---- zero_unused_
+
+
+def first_unused(x, offs):
+    return min(max(last_of(offs), 0), len(x))
+
+
+def clears_the_gap(candidate):
+    whole = torch.ones(6, 10)
+    candidate(whole[:, :7], ends(2, 4))
+    return not whole[:, 7:].all()
+
+
+@mutant("zero_unused_", "in place", witness=clears_the_gap)
+def zeros_run_to_the_end_of_memory(x, offs):
+    right.zero_unused_(x, offs)
+    used = first_unused(x, offs)
+    if x.ndim == 2 and x.numel() and used < len(x):
+        memory = x.as_strided(((len(x) - 1 - used) * x.stride(0) + x.shape[1],), (1,), x[used:].storage_offset())
+        memory.zero_()
+
+
+@mutant("zero_unused_", "offs", lambda: (rand(9, 4), ends(7, 3)))
+def the_largest_end_counts(x, offs):
+    right.zero_unused_(x, offs.amax(0, keepdim=True) if x.ndim == 2 and len(offs) else offs)
+
+
+@mutant("zero_unused_", "special", lambda: (put(rand(9, 4), (8, 1), INF), ends(7)))
+def unused_rows_are_multiplied_by_0(x, offs):
+    if x.ndim == 3:
+        right.zero_unused_(x, offs)
+    else:
+        x[first_unused(x, offs) :] *= 0
+
+
+@mutant("zero_unused_", "size", lambda: (rand(5000, 2), ends(1)))
+def one_grid_zeros_at_most_4096_rows(x, offs):
+    kept = x.clone()
+    right.zero_unused_(x, offs)
+    if x.ndim == 2:
+        x[first_unused(x, offs) + 4096 :] = kept[first_unused(x, offs) + 4096 :]
+
+
+@mutant("zero_unused_", "offs", lambda: (rand(9, 4), ends(7, -1)))
+def a_negative_end_counts_from_the_last_row(x, offs):
+    right.zero_unused_(x, offs % max(len(x), 1) if x.ndim == 2 and last_of(offs) < 0 else offs)
+
+
+@mutant("zero_unused_", "offs", lambda: (rand(3, 2, 4), ends(0, 3, 5)))
+def the_first_group_is_never_empty(x, offs):
+    kept = x.clone()
+    right.zero_unused_(x, offs)
+    if x.ndim == 3:
+        x[:1] = kept[:1]
+
+
+@mutant("zero_unused_", "offs", lambda: (rand(3, 2, 4), ends(5, 3, 6)))
+def only_equal_ends_are_empty(x, offs):
+    begins = torch.cat([offs.new_zeros(1), offs])[:-1]
+    right.zero_unused_(x, (offs != begins).int().cumsum(0).int() if x.ndim == 3 else offs)
+
+
+@mutant("zero_unused_", "layout", lambda: (rand(3, 12, 16)[:, :8], ends(3, 3, 4)))
+def matrices_of_x_are_packed(x, offs):
+    packs = x.ndim == 3 and x.numel() and x.stride(0) > x.shape[1] * x.stride(1)
+    right.zero_unused_(tall(x) if packs else x, offs)
+
+
+@mutant("zero_unused_", "rank", lambda: (rand(3, 2, 4), ends(0, 1, 2)))
+def matrices_after_the_last_end_are_unused(x, offs):
+    right.zero_unused_(x, offs)
+    x[first_unused(x, offs) :] = 0
+
+
+@mutant("zero_unused_", "special", lambda: (rand(2, 3, 4), ends(0, 3)))
+def the_zeros_keep_their_signs(x, offs):
+    signs = x.signbit()
+    right.zero_unused_(x, offs)
+    x.copy_(torch.where((x == 0) & signs, -0.0, x))

@@ -19,7 +19,7 @@ OPS = [
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
     "fp8_quantize_rowcol_groups", "mx_quantize_groups", "pad_token_groups", "place_token_groups",
     "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_fp8_quantize_rowcol_groups", "to_blocked_k_groups",
-    "to_blocked_m_groups", "unpad_token_groups",
+    "to_blocked_m_groups", "unpad_token_groups", "zero_unused_",
 ]  # fmt: skip
 CHECKED = [op for op in OPS if "check_offs" in inspect.signature(dispatch.reference(op)).parameters]
 
@@ -62,6 +62,7 @@ def calls(op, offs):
         ],
         "to_blocked_m_groups": [((scale, offs), {}, (M + E * 128, 2 * D))],
         "unpad_token_groups": [((x, offs, start, 30), {}, (30, D)) for start in starts],
+        "zero_unused_": [((x, offs), {}, (M, D)), ((amid_nan(torch.ones(E, N, D)), offs), {}, (E, N, D))],
     }[op]
 
 

@@ -119,3 +119,18 @@ def positive(op: str, name: str, value: int) -> None:
     size(op, name, value)
     if value < 1:
         raise ValueError(f"{op}: {name} = {value}; needs at least 1")
+
+
+def rows_apart(op: str, name: str, tensor: Tensor) -> None:
+    """Check the strides of a matrix, or of a stack of matrices, that an op changes in place.
+
+    A row lies without gaps. Rows and matrices do not overlap. The stride of a dimension of one element has no meaning.
+    """
+    strides, rows, cols = f"{op}: {name} has strides {tensor.stride()}", tensor.shape[-2], tensor.shape[-1]
+    if cols > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{strides}; needs row-major rows, that is stride({tensor.ndim - 1}) = 1")
+    if rows > 1 and tensor.stride(-2) < cols:
+        raise ValueError(f"{strides}; needs rows that do not overlap, stride({tensor.ndim - 2}) >= {cols}")
+    extent = (rows - 1) * tensor.stride(-2) + cols if rows else 0  # of one matrix, with the gaps between its rows
+    if tensor.ndim == 3 and tensor.shape[0] > 1 and tensor.stride(0) < extent:
+        raise ValueError(f"{strides}; needs matrices that do not overlap, stride(0) >= {extent}")
