@@ -1,6 +1,7 @@
 """Grouped matmuls in bfloat16, with gradients.
 
-PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there.
+PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there. Outside of
+compiled code they write nothing else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+import mxspec
 from mxspec.nn._autograd import first_derivative_only, keep, kept
 
 
@@ -46,8 +48,7 @@ def wgrad_bf16(grad_out: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
     """The gradient of one weight, or of every expert's weight. An expert without tokens gets zeros."""
     if offs is None:
         return grad_out.mT @ x
-    empty = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
-    return _zero(grouped_mm(contiguous(grad_out).mT, contiguous(x), offs=offs), empty[:, None, None])
+    return _with_zeros(grouped_mm(contiguous(grad_out).mT, contiguous(x), offs=offs), offs)
 
 
 def contiguous(tokens: Tensor) -> Tensor:
@@ -56,13 +57,16 @@ def contiguous(tokens: Tensor) -> Tensor:
 
 
 def _by_experts(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    of_none = torch.arange(x.shape[0], device=x.device) >= offs[-1:]
-    return _zero(grouped_mm(x, w, offs=offs), of_none[:, None])
+    return _with_zeros(grouped_mm(x, w, offs=offs), offs)
 
 
-def _zero(out: Tensor, where: Tensor) -> Tensor:
-    """Write zeros into the uninitialized part of a bfloat16 product, which `where` marks."""
-    if torch.compiler.is_compiling():  # in torch 2.11, if a forward changes its result in place, all gradients are zero
-        return out.masked_fill(where, 0)
-    out.view(torch.float64).masked_fill_(where, 0)  # as float64, since PyTorch's kernel fills one element per thread
-    return out
+def _with_zeros(out: Tensor, offs: Tensor) -> Tensor:
+    """Write zeros into the uninitialized rows or matrices of a bfloat16 product."""
+    # In torch 2.11, if a compiled forward changes its result in place, all gradients are zero. Selective checkpointing,
+    # which is a dispatch mode, raises if a product that it has saved is changed.
+    if not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
+        mxspec.zero_unused_(out, offs, backend="auto")  # whatever the user chose: all backends write the same bytes
+        return out
+    begins = torch.cat([offs.new_zeros(1), offs[:-1]])
+    unused = offs <= begins if out.ndim == 3 else torch.arange(out.shape[0], device=out.device) >= offs[-1:]
+    return out.masked_fill(unused.view(-1, *[1] * (out.ndim - 1)), 0)

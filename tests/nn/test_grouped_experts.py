@@ -165,7 +165,7 @@ def test_another_recipe_may_be_set_but_not_while_codes_are_held():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("recipe", [*FORMATS, "bf16"])
 def test_experts_compiled_and_checkpointed_give_the_same_bits(recipe, dtype):
     torch._dynamo.reset()
     module, (x, offs) = experts(recipe), tokens(dtype=dtype)

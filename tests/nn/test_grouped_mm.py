@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import mxspec
 from mxspec.check import default_device, sqnr_db
@@ -282,3 +284,57 @@ def test_bfloat16s_grouped_matmul_leaves_no_garbage(monkeypatch):
     monkeypatch.setattr(_bf16, "grouped_mm", lambda a, b, offs: torch.full((2, N, K), 7.0))
     wgrad = _bf16.wgrad_bf16(torch.ones(5, N), torch.ones(5, K), offs)
     assert wgrad[:, 0, 0].tolist() == [7, 0]
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The results of PyTorch's grouped matmul, with NaN in every element that it may leave uninitialized."""
+    results = []
+
+    def grouped(a, b, offs):
+        out = torch.nn.functional.grouped_mm(a, b, offs=offs)
+        begins = torch.cat([offs.new_zeros(1), offs[:-1]])
+        out[offs == begins if out.ndim == 3 else torch.arange(len(out), device=DEVICE) >= offs[-1]] = torch.nan
+        results.append(out)
+        return out
+
+    monkeypatch.setattr(_bf16, "grouped_mm", grouped)
+    return results
+
+
+NO_TOKENS = {"no row": ([0, 0, 0], 0), "no row in a group": ([0, 0, 0], 9)}
+
+
+@pytest.mark.parametrize("groups", [*SIZES.values(), *NO_TOKENS.values()], ids=[*SIZES, *NO_TOKENS])
+def test_bfloat16_gives_the_bits_of_pytorch_and_zeros_where_it_writes_nothing(groups, products):
+    x, w, offs, dy = operands("bf16", *groups, torch.bfloat16, torch.bfloat16)
+    got = step("bf16", x, w, offs, dy)
+    assert len(products) == 3
+    assert not any(t.isnan().any() for t in products)  # zeroed in place, not in a copy
+    calls = (x.detach(), w.detach().mT), (dy, w.detach()), (dy.mT, x.detach())
+    expected = [torch.zeros_like(t) for t in got]
+    if len(x):
+        expected = [torch.nn.functional.grouped_mm(a, b, offs=offs) for a, b in calls]
+    used, filled = sum(groups[0]), [size > 0 for size in groups[0]]
+    expected[0][used:], expected[1][used:] = 0, 0
+    expected[2][[not full for full in filled]] = 0
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+    assert got[2].flatten(1).any(1).tolist() == filled
+
+
+@pytest.mark.parametrize("chosen", ["reference", "deepgemm"])  # deepgemm has no kernel that writes zeros
+def test_bfloat16_writes_zeros_by_an_op_whatever_backend_is_chosen(chosen, monkeypatch):
+    call, shapes, op = operands("bf16", [33, 0, 30], 4), [], mxspec.zero_unused_
+    monkeypatch.setattr(mxspec, "zero_unused_", lambda x, *args, **kw: shapes.append(x.shape) or op(x, *args, **kw))
+    expected = step("bf16", *call)
+    assert shapes == [(67, 96), (67, 64), (3, 96, 64)]
+    with mxspec.use_backend(chosen):
+        assert all(map(torch.equal, step("bf16", *call), expected))
+
+
+def test_selective_checkpointing_may_save_bfloat16s_products():
+    x, w, offs, dy = operands("bf16", [5, 40, 0], 11)
+    saves = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten._grouped_mm.default])
+    again = functools.partial(checkpoint, grouped_mm, use_reentrant=False, context_fn=saves)
+    assert all(map(torch.equal, step("bf16", x, w, offs, dy, again), step("bf16", x, w, offs, dy)))
