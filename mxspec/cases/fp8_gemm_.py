@@ -73,6 +73,7 @@ def cases() -> Iterator[Case]:
         ("column-major acc", acc.t().contiguous().t(), ValueError, "acc has strides (1, 6); needs row-major"),
         ("acc of one row seen often", acc[:1].expand(6, 200), ValueError, "acc has strides (0, 1); needs rows that do"),
         ("rows of acc that overlap", acc.as_strided((6, 200), (199, 1)), ValueError, "acc has strides (199, 1); needs"),
+        ("acc a negated view", torch._neg_view(acc), ValueError, "acc is a negated view; needs a tensor whose memory"),
         ("acc on another device", acc.to("meta"), ValueError, "acc is on meta and a on"),
     )
     for name, wrong, error, match in of_acc:

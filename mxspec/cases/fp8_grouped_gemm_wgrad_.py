@@ -62,6 +62,7 @@ def cases() -> Iterator[Case]:
         ("column-major acc", acc.mT.contiguous().mT, ValueError, "acc has strides (2880, 1, 40); needs row-major"),
         ("acc of one row seen often", acc[:, :1].expand(3, 40, 72), ValueError, "needs rows that do not overlap"),
         ("acc of one matrix seen often", acc[:1].expand(3, 40, 72), ValueError, "needs matrices that do not overlap"),
+        ("acc a negated view", torch._neg_view(acc), ValueError, "acc is a negated view; needs a tensor whose memory"),
         ("acc on another device", acc.to("meta"), ValueError, "acc is on meta and dy on"),
     )
     for name, wrong, error, match in of_acc:

@@ -72,6 +72,7 @@ def cases() -> Iterator[Case]:
             yield Case(f"{kind}: {name}", these(x, torch.tensor(ends, dtype=torch.int32)), flags={"edge"})
         yield from _refused(kind, x, offs)
     yield _wrong("1-D", rows[0], offs, "x has shape (256,); needs a 2-D or 3-D tensor")
+    yield _wrong("a negated view", torch._neg_view(rows), offs, "x is a negated view; needs a tensor whose memory")
     yield _wrong("one end too few", matrices, offs[:3], "offs has shape (3,); needs (4,) for the 4 matrices of x")
     overlapping = matrices.as_strided((4, 12, 64), (767, 64, 1))
     yield _wrong("matrices that overlap", overlapping, offs, "needs matrices that do not overlap, stride(0) >= 768")

@@ -49,8 +49,8 @@ def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
 
     Raises:
         TypeError: acc, an operand or a scale has a dtype that is not listed above.
-        ValueError: acc has a shape that does not fit, rows that are not row-major or rows that overlap; or `fp8_gemm`
-            would refuse the operands.
+        ValueError: acc has a shape that does not fit, rows that are not row-major or rows that overlap, or is a negated
+            view (`is_neg()`); or `fp8_gemm` would refuse the operands.
         RuntimeError: a tensor requires a gradient while gradients are enabled; this op has no gradient.
 
     Example:

@@ -54,8 +54,8 @@ def fp8_grouped_gemm_wgrad_(
 
     Raises:
         TypeError: acc, an operand, a scale or offs has a dtype that is not listed above.
-        ValueError: acc has a shape that does not fit, rows that are not row-major, or rows or matrices that overlap; or
-            `fp8_grouped_gemm_wgrad` would refuse the operands.
+        ValueError: acc has a shape that does not fit, rows that are not row-major, or rows or matrices that overlap, or
+            is a negated view (`is_neg()`); or `fp8_grouped_gemm_wgrad` would refuse the operands.
         RuntimeError: a tensor requires a gradient while gradients are enabled; this op has no gradient.
 
     Example:

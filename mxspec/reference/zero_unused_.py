@@ -48,8 +48,8 @@ def zero_unused_(x: Tensor, offs: Tensor) -> None:
 
     Raises:
         TypeError: x or offs has a dtype that is not listed above.
-        ValueError: a rank, a shape or a device is not as above; or x has rows that are not contiguous, or rows or
-            matrices that overlap.
+        ValueError: a rank, a shape or a device is not as above; x has rows that are not contiguous, or rows or matrices
+            that overlap; or x is a negated view (`is_neg()`).
         RuntimeError: x requires a gradient while gradients are enabled; this op has no gradient.
 
     Example:

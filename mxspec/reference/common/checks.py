@@ -122,10 +122,13 @@ def positive(op: str, name: str, value: int) -> None:
 
 
 def rows_apart(op: str, name: str, tensor: Tensor) -> None:
-    """Check the strides of a matrix, or of a stack of matrices, that an op changes in place.
+    """Check a matrix, or a stack of matrices, that an op changes in place.
 
     A row lies without gaps. Rows and matrices do not overlap. The stride of a dimension of one element has no meaning.
+    A kernel writes values, so the memory must not hold their negatives.
     """
+    if tensor.is_neg():
+        raise ValueError(f"{op}: {name} is a negated view; needs a tensor whose memory holds its own values")
     strides, rows, cols = f"{op}: {name} has strides {tensor.stride()}", tensor.shape[-2], tensor.shape[-1]
     if cols > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{strides}; needs row-major rows, that is stride({tensor.ndim - 1}) = 1")
