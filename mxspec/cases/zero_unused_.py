@@ -34,7 +34,7 @@ def cases() -> Iterator[Case]:
 
     for name, sizes, M, K, flags in grouped():
         yield Case(f"rows: {name}", partial(args, sizes, M, K, make=random_normal), flags=flags)
-        if name not in ("no group", "rows past the last group", "1000 groups"):  # for matrices, as another arrangement
+        if name not in ("no group", "rows past the last group", "1000 groups"):  # matrices would show nothing new
             N = 33 if len(sizes) < 300 else 5
             yield Case(f"matrices: {name}", partial(args, sizes, len(sizes), N, 64, make=random_normal), flags=flags)
     for dtype in FLOATS:
@@ -45,7 +45,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"matrices: {name}", partial(args, [5, 0, 0, 4], 4, N, K), flags={"edge"})
     yield Case("rows: thousands unused", partial(args, [5, 3], 9001, 16))
     yield Case("matrices: thousands of rows", partial(args, [5, 0, 4], 3, 3000, 16))
-    # One program for each matrix, which has to write it in two steps.
+    # With so many groups, one program writes a whole matrix, here in two steps.
     yield Case("matrices: 520 groups", partial(args, 260 * [0, 1], 520, 3, 1025), flags={"edge"})
     yield Case("rows: one unused", partial(args, [40, 23], 64, 256), flags={"edge"})
     yield Case("rows: one row, unused", partial(args, [0], 1, 256), flags={"edge"})

@@ -1,7 +1,7 @@
 """Grouped matmuls in bfloat16, with gradients.
 
-PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there. Outside of
-compiled code they write nothing else.
+PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there. In plain
+eager code they write nothing else.
 """
 
 from __future__ import annotations
