@@ -92,7 +92,7 @@ def train(recipe: str, model: Model, tokens: Tensor, seed: int = 0) -> Outcome:
     torch.manual_seed(seed)
     with device:
         net = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).train()
-    report = None if recipe == "bf16" else convert(net, recipe, filter_fn=lambda layer, name: name != "lm_head")
+    report = None if recipe == "bf16" else convert(net, recipe)
     optimizer = torch.optim.AdamW(net.parameters(), lr=model.rate, betas=(0.9, 0.95), weight_decay=0.0)
     generator, window = torch.Generator().manual_seed(seed + 1), torch.arange(model.length, device=device)
     losses: list[Tensor] = []

@@ -523,6 +523,16 @@ def test_the_operations_of_the_report_are_those_of_the_experts_that_a_token_meet
     assert convert(model, "bf16").share_of_flops is None
 
 
+def test_the_report_of_a_whole_model_counts_its_matmuls_and_parameters():
+    model = model_of("mixtral")
+    report = convert(model, "fp8_128")
+    low = LAYERS * (4 * H * H + TOP * 3 * H * INNER)
+    assert report.share_of_flops == low / (low + LAYERS * E * H + VOCAB * H)  # not the routers and the head
+    weights = LAYERS * (4 * H * H + E * 3 * H * INNER)
+    assert report.share_of_parameters == weights / sum(parameter.numel() for parameter in model.parameters())
+    assert report.left.keys() >= {"lm_head", "model.embed_tokens.weight", "model.layers.0.mlp.gate.weight"}
+
+
 def test_importing_mxspec_imports_no_transformers():
     code = "import mxspec.integrations.transformers, mxspec.nn, sys; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=plain_environment())
