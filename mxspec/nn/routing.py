@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Routing(NamedTuple):
@@ -95,8 +96,8 @@ class _Permute(torch.autograd.Function):
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(out: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
-        here = experts < bias.shape[0]
-        return out + bias[experts.where(here, 0)].to(out.dtype).masked_fill(~here[:, None], 0)
+        with_zeros = pad(bias.to(out.dtype), (0, 0, 0, 1))  # one more row, for experts that are not here
+        return out + with_zeros.index_select(0, experts.clamp(max=bias.shape[0]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

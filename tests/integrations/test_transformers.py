@@ -466,6 +466,36 @@ def test_lora_with_frozen_experts_and_gradient_checkpointing():
     assert all(map(torch.equal, gradients(), once))
 
 
+class AddLora(nn.Module):
+    """The parametrization of a weight `(E, N, K)` by itself and a trained difference of rank 2."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        experts, rows, columns = weight.shape
+        torch.manual_seed(4)
+        self.a = nn.Parameter(0.1 * torch.randn(experts, 2, columns, device=weight.device))
+        self.b = nn.Parameter(0.1 * torch.randn(experts, rows, 2, device=weight.device))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.b @ self.a
+
+
+def test_lora_of_experts_as_a_parametrization_after_convert():
+    plain_layer, call = layer_of("qwen3_moe").requires_grad_(False), routed()
+    layer = converted(plain_layer, "fp8_128")
+    before = type(layer)
+    results = []
+    for each in (plain_layer, layer):
+        parametrize.register_parametrization(each, "gate_up_proj", AddLora(each.gate_up_proj))
+        results.append(step(each, *call))
+    for name, expected in results[0].items():
+        assert (expected is None) == (results[1][name] is None)
+        assert expected is None or sqnr_db(results[1][name], expected) >= 18, name
+    assert sum(value is not None for value in results[1].values()) == 5  # the output, two inputs, a and b
+    parametrize.remove_parametrizations(layer, "gate_up_proj")
+    assert type(layer) is before
+
+
 def test_cache_weights_holds_the_codes_of_experts():
     model = model_of("gpt_oss")
     convert(model, "mxfp8_rceil")
