@@ -296,6 +296,7 @@ def test_a_saved_model_loads_into_plain_transformers_bit_for_bit(tmp_path):
         assert list(state) == list(model.state_dict()) == list(expected)
         for name, value in state.items():
             assert torch.equal(value.to(DEVICE), expected[name].bfloat16()), name
+        assert convert(loaded, "fp8_128").swapped == report.swapped
 
 
 def test_layers_that_are_left_and_the_models_config_stay_as_they_are():
