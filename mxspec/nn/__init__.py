@@ -8,6 +8,7 @@ from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
 from mxspec.nn.grouped_mm import fp8_grouped_mm, mx_grouped_mm
 from mxspec.nn.mx_linear import MXLinear
 from mxspec.nn.recipe import RECIPES, Recipe
+from mxspec.nn.watching import WatchedOperand, WatchReport, watch
 
 __all__ = [
     "RECIPES",
@@ -16,9 +17,12 @@ __all__ = [
     "GroupedExperts",
     "MXLinear",
     "Recipe",
+    "WatchReport",
+    "WatchedOperand",
     "cache_weights",
     "checkpoint_context",
     "convert",
     "fp8_grouped_mm",
     "mx_grouped_mm",
+    "watch",
 ]

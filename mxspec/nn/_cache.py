@@ -26,7 +26,7 @@ class QuantizesWeights(nn.Module):
     _cached_from: tuple[tuple[int, int], ...] | None = None
 
     def _format(self, backend: str | None) -> Format | None:
-        return format_of(self.recipe, backend, type(self).__name__)
+        return format_of(self.recipe, backend, type(self).__name__, self)
 
     def _weights(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.weight_names)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE
+from mxspec.nn._watched import Forward, forward_of
 from mxspec.nn.recipe import Recipe
 
 _SCALE_LAYOUT = "plain"  # mx_gemm's kernels for Hopper read this layout; cuBLAS needs `blocked`
@@ -60,6 +61,7 @@ class Format:
     recipe: Recipe
     backend: str | None
     name: str  # the name of the layer or the function, for error texts
+    watch: Forward | None = None  # what counts the losses of this forward and its backward
 
     def weight(self, w: Tensor, transposed: bool = False) -> Weight:
         """The codes of a weight `(N, K)` or `(E, N, K)`, or of a transposed one `(E, K, N)`, in both directions.
@@ -231,9 +233,9 @@ def _both_ways(quantized: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor])
 _OF_NAME: dict[str, type[Format]] = {"mxfp8": MX, "fp8_128": FP8Blocks}
 
 
-def format_of(recipe: Recipe, backend: str | None, name: str) -> Format | None:
+def format_of(recipe: Recipe, backend: str | None, name: str, layer: nn.Module | None = None) -> Format | None:
     """The format of a recipe, for the layer or function `name`. None for the recipe bf16, which quantizes nothing."""
-    return None if recipe.format == "bf16" else _OF_NAME[recipe.format](recipe, backend, name)
+    return None if recipe.format == "bf16" else _OF_NAME[recipe.format](recipe, backend, name, forward_of(layer))
 
 
 def whole_blocks(x: Tensor, block_size: int) -> Tensor:

@@ -45,6 +45,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, w, offs, tokens, weight, by, transposed = inputs
+        ctx.watch = by.watch and by.watch.product(by, x, w, offs, tokens, ctx.needs_input_grad[0], transposed)
         (dgrad, wgrad), (codes, scale, *_) = ctx.needs_input_grad[:2], tokens.columns or (None, None)
         keep(
             ctx,
@@ -84,4 +85,7 @@ class _Product(torch.autograd.Function):
         elif wgrad:
             a, b = (x, grad_out) if ctx.transposed else (grad_out, x)
             grad_w = wgrad_bf16(a.bfloat16(), b.bfloat16(), offs).to(ctx.w_dtype)
+        if ctx.watch is not None:
+            ctx.watch.gradient(lambda: grad_out, offs, dgrad, for_wgrad)
+            ctx.watch.activation(lambda: x, offs, False, for_wgrad and codes is None)
         return grad_x, grad_w, None, None, None, None, None

@@ -58,6 +58,10 @@ class _SwigluExperts(torch.autograd.Function):
         dgrad, wgrad, wgrad_down = ctx.needs_input_grad[:3]
         x_codes, x_scale, *_ = tokens.columns or (None, None)
         inner = dgrad or wgrad  # the gradient goes on below w_down
+        ctx.watch = None
+        if by.watch is not None:
+            of_first = by.watch.product(by, x, w_gate_up, offs, tokens, dgrad)
+            ctx.watch = of_first, by.watch.second(by, lambda: _swiglu(gate_up), w_down, offs, inner, wgrad_down)
         keep(
             ctx,
             x,
@@ -95,6 +99,10 @@ class _SwigluExperts(torch.autograd.Function):
         rows = columns = None  # free the memory
         if inner:
             rows, columns = by.swiglu_backward(gate_up, grad_hidden, offs)
+        if ctx.watch is not None:
+            first, second = ctx.watch
+            second.gradient(lambda: grad_out, offs, inner, wgrad_down)
+            first.gradient(lambda: _swiglu_backward(gate_up, grad_hidden), offs, dgrad, wgrad)
         grad_hidden = None
         if dgrad:
             grad_x = by.gemm(rows, up_t, up_scale_t, offs, grad_out.shape[0], x_dtype)
@@ -108,8 +116,7 @@ class Swiglu(torch.autograd.Function):
 
     @staticmethod
     def forward(gate_up: Tensor, name: str) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
+        return _swiglu(gate_up)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -120,6 +127,15 @@ class Swiglu(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (grad_hidden,), (gate_up,) = gradients, kept(ctx)
-        gate, up = gate_up.chunk(2, -1)
-        d_up, d_silu = grad_hidden * torch.nn.functional.silu(gate), grad_hidden * up
-        return torch.cat([torch.ops.aten.silu_backward(d_silu, gate), d_up], -1), None
+        return _swiglu_backward(gate_up, grad_hidden), None
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _swiglu_backward(gate_up: Any, grad_hidden: Any) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    d_up, d_silu = grad_hidden * torch.nn.functional.silu(gate), grad_hidden * up
+    return torch.cat([torch.ops.aten.silu_backward(d_silu, gate), d_up], -1)
