@@ -43,7 +43,7 @@ def watch(model: nn.Module) -> WatchReport:
     - A forward counts if it runs in the block. Its backward counts if it also runs in the block.
     - Every forward counts the codes of the weight that it reads, also if `cache_weights` holds them.
     - A layer that checkpointing runs twice counts its activation and its weight twice. The shares and the SQNR stay the
-      same, except that the calls of a backward between the two runs weigh more or less.
+      same.
     - A frozen weight has no wgrad, and without gradients only the forward is counted.
     - Blocks may be nested, also of the same model: each watch counts for itself. An exception in the block closes it
       and keeps the counts. Entering a watch again adds to its counts.

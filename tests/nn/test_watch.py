@@ -157,6 +157,20 @@ def test_golden_gradients_in_e5m2():
     assert along_tokens.sqnr_db == pytest.approx(20 * math.log10(60000 / 2656), abs=1e-6)
 
 
+def test_golden_a_weight_along_k_for_the_forward_and_along_n_for_dgrad():
+    layer = MXLinear(64, 32, bias=False, device=DEVICE)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[0, :3] = torch.tensor([448, 2.0**-10, -(2.0**-10)])  # one block along K, three along N
+    with watch(layer) as seen:
+        layer(torch.ones(1, 64, device=DEVICE, requires_grad=True))
+    rows = by_operand(seen)
+    for matmul, underflowed, zero_blocks, scale_min in [("forward", 2, 63, 1), ("dgrad", 0, 61, 2.0**-18)]:
+        row = rows["weight", "weight", matmul]
+        assert (row.elements, row.blocks, row.zero_blocks) == (32 * 64, 64, zero_blocks)
+        assert (row.underflowed, row.scale_min, row.scale_max) == (underflowed, scale_min, 1)
+
+
 def test_golden_squares_of_a_weight():
     layer = Float8BlockwiseLinear(128, 384, bias=False, device=DEVICE)
     with torch.no_grad():
@@ -446,9 +460,9 @@ def test_nested_watches_count_for_themselves_and_an_exception_closes():
         with pytest.raises(RuntimeError, match="watch: this watch is open already"):
             outer.__enter__()
     assert {row.name for row in inner.rows()} == {"weight"}
-    assert {row.calls for row in inner.rows()} == {1}
+    assert {(row.calls, row.elements) for row in inner.rows()} == {(1, M * 128), (1, 128 * 128)}
     assert {row.name for row in outer.rows()} == {"0"}
-    assert {row.calls for row in outer.rows()} == {2}
+    assert {(row.calls, row.elements) for row in outer.rows()} == {(2, 2 * M * 128), (2, 2 * 128 * 128)}
 
 
 def test_nothing_stays_after_a_block_even_if_a_forward_raises_in_it():
