@@ -42,7 +42,7 @@ def text(worst: Sequence[WatchedOperand], unwatched: dict[str, str]) -> str:
         shown = worst[:_SHOWN]
         said += f"; the {len(shown)} that lose most:" if len(shown) < len(worst) else ", most loss first:"
         Console(file=out, width=160, color_system=None).print(table(shown))
-    lines = [said, *(line.rstrip() for line in out.getvalue().splitlines()), f"{len(unwatched)} modules not watched"]
+    lines = [said, *(line.rstrip() for line in out.getvalue().splitlines()), f"modules not watched: {len(unwatched)}"]
     return "\n".join(lines + [f"  {name or 'the model itself'}: {why}" for name, why in unwatched.items()])
 
 
@@ -91,9 +91,11 @@ def draw(rows: Sequence[WatchedOperand], worst: Sequence[WatchedOperand], count:
     lower.set_ylabel("underflowed elements")
     lower.set_yscale("log")
     lower.set_ylim(_LEAST / 2, 2)
+    lower.minorticks_off()
     lower.set_yticks([_LEAST, 1e-6, 1e-4, 1e-2, 1], ["0", "0.0001%", "0.01%", "1%", "100%"])
-    lower.set_xticks(range(len(names)), names if len(names) <= _NAMED else [""] * len(names), rotation=60, ha="right")
-    lower.set_xlabel("layers in the order of the model" + ("" if len(names) <= _NAMED else f" ({len(names)})"))
+    named = names if len(names) <= _NAMED else []
+    lower.set_xticks(range(len(named)), named, rotation=60, ha="right")
+    lower.set_xlabel("layers in the order of the model" + ("" if named else f" ({len(names)})"))
     for axes in (upper, lower):
         axes.grid(axis="y", alpha=0.3)
     _name_worst(upper, lower, names, worst, count)
