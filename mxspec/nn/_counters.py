@@ -66,7 +66,7 @@ def count_tokens(by: Format, x: Tensor, offs: Tensor | None, elem_dtype: torch.d
     if offs is not None and along_tokens:
         x, *_ = mxspec.pad_token_groups(x, offs, width, backend=by.backend)
     elif offs is not None:
-        x = x.where((torch.arange(M, device=x.device) < offs[-1:])[:, None], 0)
+        x = x.masked_fill((torch.arange(M, device=x.device) >= offs[-1:])[:, None], 0)
     elif along_tokens:
         x = pad(x, (0, 0, 0, -M % width))
     return _count(by, _quantized(by, x, elem_dtype, -2 if along_tokens else -1), elements, blocks)
@@ -127,8 +127,8 @@ def _add_blocks(sums: Counters, piece: Quantized, rounding: float) -> None:
     underflowed = (magnitudes == 0) & nonzero
     for place, found in ((1, saturated), (2, underflowed), (4, is_nan), (5, used)):
         sums.counts[place] += found.sum()
-    torch.minimum(sums.scale_min, scale.where(used, torch.inf).amin(), out=sums.scale_min)
-    torch.maximum(sums.scale_max, scale.where(used, -torch.inf).amax(), out=sums.scale_max)
+    torch.minimum(sums.scale_min, scale.masked_fill(~used, torch.inf).amin(), out=sums.scale_min)
+    torch.maximum(sums.scale_max, scale.masked_fill(~used, -torch.inf).amax(), out=sums.scale_max)
 
 
 def _in_blocks(x: Tensor, piece: Quantized) -> Tensor:
@@ -150,6 +150,6 @@ def _add_sample(sums: Counters, operand: Quantized) -> None:
     values, codes, scale = (t[..., ::step, :] for t in (values, codes, scale))
     dequantize: Any = mxspec.mx_dequantize if scale.dtype == torch.float8_e8m0fnu else mxspec.fp8_dequantize
     signal, read = values.double(), dequantize(codes, scale, out_dtype=torch.float32).double()
-    finite = ~scale.float().isnan().repeat_interleave(width, -1)[..., : values.shape[-1]]
+    is_nan = scale.float().isnan().repeat_interleave(width, -1)[..., : values.shape[-1]]
     powers = signal.square(), (read - signal).square()
-    sums.power += torch.stack([power.where(finite, 0).sum() for power in powers])
+    sums.power += torch.stack([power.masked_fill(is_nan, 0).sum() for power in powers])
