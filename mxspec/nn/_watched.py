@@ -74,20 +74,25 @@ class Forward:
         return matmul
 
     def _next_weight(self, w: Tensor) -> str:
-        """The name of a matmul's weight: the layer's next one, or the parameter whose memory w is, or a number."""
+        """The name of a matmul's weight: the layer's next one, or the parameter that w comes from, or a number."""
         number, module = self.call.products, self.call.module
         self.call.products += 1
         names = () if self.is_function else getattr(module, "weight_names", ())
         if number < len(names):
             return str(names[number])
-        for name, parameter in module.named_parameters():
-            if {type(w), type(parameter)} <= {Tensor, nn.Parameter} and _memory(w) == _memory(parameter):
-                return name
-        return f"matmul {number + 1}"
+        names = (name for name, parameter in module.named_parameters() if _is_from(w, parameter))
+        return next(names, f"matmul {number + 1}")
 
 
-def _memory(x: Tensor) -> tuple[torch.device, int]:
-    return x.device, x.untyped_storage().data_ptr()
+def _is_from(w: Tensor, parameter: Tensor) -> bool:
+    """Whether w is a parameter, shares its memory, or comes from it by ops of one argument, such as a cast."""
+    node = w.grad_fn
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    if getattr(node, "variable", w) is parameter:
+        return True
+    plain = {type(w), type(parameter)} <= {Tensor, nn.Parameter} and w.device == parameter.device
+    return plain and w.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 
 @dataclass(eq=False)

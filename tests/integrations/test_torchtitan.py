@@ -28,6 +28,7 @@ from mxspec.nn import (
     convert,
     fp8_grouped_mm,
     mx_grouped_mm,
+    watch,
 )
 
 DEVICE = default_device()
@@ -380,3 +381,15 @@ def test_a_converted_model_is_copied_pickled_and_compiled():
         again = pickle.loads(pickle.dumps(layer))
         assert type(again) is type(layer)
         assert torch.equal(again(*call), out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_a_watch_counts_the_three_matmuls_of_the_experts_by_name(dtype):
+    model = built(converter("fp8_128").build().convert(tree(layers=1)), dtype)
+    with watch(model) as seen:
+        model(tokens(dtype)).sum().backward()
+    rows = int(COUNTS.sum())
+    counted = {row.name: row.elements for row in seen.rows() if (row.tensor, row.matmul) == ("activation", "wgrad")}
+    widths = {"w1_EFD": D, "w3_EFD": D, "w2_EDF": INNER}
+    assert counted == {f"experts.0.{name}": rows * width for name, width in widths.items()}
+    assert set(seen.unwatched()) == {"attention", "gate"}

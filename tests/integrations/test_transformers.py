@@ -30,6 +30,7 @@ from mxspec.nn import (
     convert,
     fp8_grouped_mm,
     mx_grouped_mm,
+    watch,
 )
 from mxspec.nn.experts import QuantizedExperts
 from mxspec.nn.recipe import recipe_of
@@ -585,3 +586,20 @@ def test_another_version_of_transformers():
         command, env=plain_environment() | {"PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_watch_counts_a_weight_along_k_for_the_forward_however_it_is_stored(family):
+    """Three elements of a weight lie in one block along K, where two underflow, and in three blocks along N."""
+    layer = converted(layer_of(family), "mxfp8_rceil")
+    with torch.no_grad():
+        weight = layer.down_proj.zero_()
+        weight = weight if layer.is_transposed else weight.mT  # (E, K, N)
+        weight[0, :3, 0] = torch.tensor([448, 2.0**-10, -(2.0**-10)])
+    with watch(layer) as seen:
+        step(layer, *routed())
+    rows = {row.matmul: row for row in seen.rows() if (row.weight, row.tensor) == ("down_proj", "weight")}
+    assert (rows["forward"].underflowed, rows["dgrad"].underflowed) == (2, 0)
+    blocks = weight.numel() // 32
+    assert (rows["forward"].zero_blocks, rows["dgrad"].zero_blocks) == (blocks - 1, blocks - 3)
+    assert {row.weight for row in seen.rows()} == {"gate_up_proj", "down_proj"}

@@ -419,14 +419,16 @@ def test_the_gradient_of_a_layer_with_frozen_weights_and_the_weight_of_a_first_l
 
 @pytest.mark.parametrize("function", ["mx_grouped_mm", "fp8_grouped_mm"])
 def test_a_function_counts_for_the_module_that_calls_it(function):
-    """w1 is a parameter; the second weight is a copy, so it has a number."""
     layer, inputs = layer_and_tokens(function)
     model = nn.ModuleDict({"theirs": nn.Sequential(), "moe": layer})
     with watch(model) as seen:
         step(layer, inputs)
         assert getattr(low, function)(inputs[0], layer.w1, inputs[1]).requires_grad  # in no module
-    assert {row.name for row in seen.rows()} == {"moe.w1", "moe.matmul 2"}
+    assert {row.name for row in seen.rows()} == {"moe.w1", "moe.w2"}  # a cast of w2
     assert {row.calls for row in seen.rows()} == {1}
+    with watch(model) as seen, torch.no_grad():
+        layer(*inputs)
+    assert {row.name for row in seen.rows()} == {"moe.w1", "moe.matmul 2"}  # no graph says where the cast is from
 
 
 def test_calls_add_up_and_a_closed_watch_counts_nothing():
