@@ -38,8 +38,8 @@ def watch(model: nn.Module) -> WatchReport:
     - The watch quantizes each tensor once more, with plain scales. The bits are those that the matmul reads. Steps in
       the block take longer. Outside of a block, a layer only checks whether a block is open.
     - With fp8_128 and bfloat16 tokens, `GroupedExperts` writes neither SwiGLU's result nor its gradient. The watch
-      computes them again, by PyTorch's ops. The bits are the same, but for gates of -87.5, -88 and -88.5, whose results
-      around 1e-37 underflow here.
+      computes them again, by PyTorch's ops. The bits are the same, except for gates of -87.5, -88 and -88.5: their
+      results around 1e-37 are not zero here.
     - A forward counts if it runs in the block. Its backward counts if it also runs in the block.
     - Every forward counts the codes of the weight that it reads, also if `cache_weights` holds them.
     - A layer that checkpointing runs twice counts its activation and its weight twice. The shares and the SQNR stay the
@@ -49,8 +49,9 @@ def watch(model: nn.Module) -> WatchReport:
       and keeps the counts. Entering a watch again adds to its counts.
     - `torch.compile` is switched off in the block, for the whole process: what was compiled before runs uncompiled
       (`torch.compiler.set_stance("force_eager")`). So the bits may differ from the compiled model's. PyTorch may warn
-      that the hooks of the watch fire an extra time for a compiled module, which changes no count. A forward that is
-      compiled in the block, by the first `torch.compile` of the process, raises an error.
+      that the hooks of the watch fire an extra time for a compiled module, which changes no count. If the first
+      `torch.compile` of the process is in the block, the layers break its graph and run uncompiled; with
+      `fullgraph=True` they raise an error.
     - Each process counts its own part of the model and of the data.
 
     Args:
@@ -61,7 +62,8 @@ def watch(model: nn.Module) -> WatchReport:
 
     Raises:
         TypeError: the model is no `nn.Module`.
-        RuntimeError: the watch is open already; a layer runs in a CUDA graph's capture or under a torch.func transform.
+        RuntimeError: the watch is open already; or a layer runs while a CUDA graph is captured, or under a torch.func
+            transform, or is compiled in the block with `fullgraph=True`.
 
     Example:
         >>> from mxspec.nn import MXLinear
