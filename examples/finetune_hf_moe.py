@@ -5,7 +5,8 @@
 The model is built from a configuration of transformers, with random weights in bfloat16. `tiny` is a small Qwen3-MoE,
 for a CPU. The other models have the widths and experts of the real ones, and LAYERS of their layers. The text is
 Python's help topics. A byte is a token, so the vocabulary has 256 tokens. `bf16` is the model as transformers runs it.
-`mxspec.nn.convert` makes the Linears and the experts of the other runs train by a recipe.
+`mxspec.nn.convert` makes the Linears and the experts of the other runs train by a recipe. `mxspec.nn.watch` shows which
+of their operands lose most.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from mxspec.nn import RECIPES, Conversion, convert
+from mxspec.nn import RECIPES, Conversion, convert, watch
 
 VOCABULARY, LAYERS = 256, 4
+WORST = 6  # operands in the table of `watch`
 
 
 class Model(NamedTuple):
@@ -70,6 +72,7 @@ class Outcome(NamedTuple):
     seconds: float  # per step; the first step is not counted
     memory: float  # GiB, the peak of the device's memory; 0 on a CPU
     report: Conversion | None
+    watched: Table | None  # what quantization loses, in the layers that lose most
     experts: str  # the experts implementation of transformers
 
     @property
@@ -113,7 +116,12 @@ def train(recipe: str, model: Model, tokens: Tensor, seed: int = 0) -> Outcome:
     values = torch.stack(losses).tolist()
     seconds = (time.perf_counter() - began) / max(1, model.steps - 1)
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    return Outcome(values, seconds, memory, report, net.config._experts_implementation)
+    watched = None
+    if report is not None:  # one more step, which is not timed
+        with watch(net) as seen:
+            net(samples, labels=samples).loss.backward()
+        watched = seen.table(WORST)
+    return Outcome(values, seconds, memory, report, watched, net.config._experts_implementation)
 
 
 def plot(outcomes: dict[str, Outcome], file: str) -> None:
@@ -170,6 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     for recipe, outcome in outcomes.items():
         if outcome.report is not None:
             console.print(f"{recipe}: {outcome.report}", highlight=False, soft_wrap=True, markup=False)
+            console.print(f"{recipe}: the operands that lose most, of one more step:")
+            console.print(outcome.watched)
     for missing in not_run(model, tokens.device.type):
         console.print(f"Not run: {missing}.", highlight=False, soft_wrap=True)
     if options.plot:

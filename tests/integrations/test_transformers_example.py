@@ -23,14 +23,16 @@ def test_a_model_of_transformers_trains_by_recipes_as_in_bfloat16(example, capsy
     out = capsys.readouterr().out
     assert [line.split()[1] for line in out.splitlines() if line.count("│") == 7] == ["bf16", "fp8_128", "mxfp8_rceil"]
     assert "Not run: a GPU" in out
+    assert out.count("the operands that lose most") == 2
     assert "Not run: pretrained weights" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     bf16 = outcomes.pop("bf16")
-    assert bf16.report is None
+    assert bf16.report is bf16.watched is None
     assert bf16.losses[-1] < 0.95 * bf16.losses[0]
     for outcome in outcomes.values():
         assert {f"model.layers.{i}.mlp.experts" for i in range(2)} <= set(outcome.report.swapped)
         assert "lm_head" in outcome.report.left
+        assert outcome.watched.row_count == example.WORST
         assert outcome.losses != bf16.losses
         assert abs(outcome.last / bf16.last - 1) < 0.02
     with pytest.raises(SystemExit):
