@@ -88,6 +88,7 @@ def _is_swiglu(layer: Any) -> bool:
     from transformers.activations import SiLUActivation
     from transformers.integrations.moe import _default_apply_gate
 
-    if layer.has_bias or not getattr(layer, "has_gate", True) or type(layer.act_fn) not in (nn.SiLU, SiLUActivation):
+    activation = getattr(layer, "act_fn", None)  # experts with their own gate may have none
+    if layer.has_bias or not getattr(layer, "has_gate", True) or type(activation) not in (nn.SiLU, SiLUActivation):
         return False
     return type(layer)._apply_gate is _default_apply_gate and "_apply_gate" not in vars(layer)

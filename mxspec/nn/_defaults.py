@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from mxspec.nn._cache import QuantizesWeights
 
@@ -22,8 +23,9 @@ def left_by_default(model: nn.Module) -> dict[str, str]:
 
     A Linear is a router in two cases. Its module has experts as another child, and out_features is the number of these
     experts. Or the Linear is called `router` or `gate`, or is a child of a module with such a name, and experts lie
-    beside the module or Linear of this name. Experts are a module with a parameter of three dimensions, or an
-    `nn.ModuleList` named `experts`. A dense model has no experts, so it has no router.
+    beside the module or Linear of this name. Experts are a module with a parameter of three dimensions, whose first
+    size is the number of experts, or an `nn.ModuleList` named `experts`. A convolution is none, and neither is a
+    module whose parameter has the first size 1. A dense model has no experts, so it has no router.
     """
     heads = _heads(model)
     names = dict(model.named_modules(remove_duplicate=False))
@@ -70,12 +72,14 @@ def is_router(names: dict[str, nn.Module], name: str, outputs: int) -> bool:
 def _experts_beside(names: dict[str, nn.Module], path: str, child: str) -> set[int]:
     """The number of experts of each experts module that is another child of the module at `path`."""
     siblings = names[path].named_children() if path in names else ()
-    return {number for name, sibling in siblings if name != child and (number := _experts(name, sibling))}
+    return {number for name, sibling in siblings if name != child and (number := experts_of(sibling, name))}
 
 
-def _experts(name: str, module: nn.Module) -> int:
-    """The number of experts of a module, 0 if it is no experts module."""
+def experts_of(module: nn.Module, name: str = "") -> int:
+    """The number of experts of a module with this name in its parent, 0 if it is no experts module."""
     if isinstance(module, nn.ModuleList):
         return len(module) if name == "experts" else 0
+    if isinstance(module, _ConvNd):
+        return 0
     weights = module._weights() if isinstance(module, QuantizesWeights) else module.parameters(recurse=False)
-    return next((weight.shape[0] for weight in weights if weight.ndim == 3), 0)
+    return next((weight.shape[0] for weight in weights if weight.ndim == 3 and weight.shape[0] > 1), 0)

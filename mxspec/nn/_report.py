@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mxspec.nn._cache import QuantizesWeights
-from mxspec.nn._defaults import is_router
+from mxspec.nn._defaults import experts_of, is_router
 
 # Parameters of these modules are read row by row and not multiplied.
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -128,11 +128,18 @@ def measure(model: nn.Module, report: Conversion, experts_per_token: Callable[[n
             if key in weights and quantizes:
                 low[id(parameter)] = parameter.numel()
             elif key not in weights and not _is_left(report, name):
-                router = is_router(names, name, parameter.shape[0])
-                report.left[f"{dot}{key}"] = _ROUTER if router else _reason(module, key)
-            if isinstance(module, LOOKUPS) or key.endswith("bias"):
+                reason = _reason(module, key)
+                if parameter.ndim == 2 and "bias" not in key and is_router(names, name, parameter.shape[0]):
+                    reason = _ROUTER
+                report.left[f"{dot}{key}"] = reason
+            if isinstance(module, LOOKUPS) or "bias" in key:
                 continue
-            experts, active = (parameter.shape[0], experts_per_token(module)) if parameter.ndim > 2 else among
+            experts, active = among
+            if parameter.ndim > 2 and not _meets_each_token(module):
+                if not experts_of(module):
+                    report.unknown_flops[f"{dot}{key}"] = _reason(module, key)
+                    continue
+                experts, active = parameter.shape[0], experts_per_token(module)
             if active is None:
                 report.unknown_flops[f"{dot}{key}"] = _UNKNOWN
                 continue
@@ -147,6 +154,11 @@ _ROUTER = "it is a router, whose logits are sensitive to quantization"
 _UNKNOWN = "the model does not say how many experts a token goes to. Pass experts_per_token= to convert"
 
 
+def _meets_each_token(module: nn.Module) -> bool:
+    """Whether a module multiplies each token by each weight once, though its weight has three dimensions."""
+    return isinstance(module, nn.Conv1d) and module.stride == (1,)
+
+
 def _is_left(report: Conversion, name: str) -> bool:
     """Whether the report names a module, or a module that it lies in, as left."""
     parts = name.split(".")
@@ -156,6 +168,6 @@ def _is_left(report: Conversion, name: str) -> bool:
 def _reason(module: nn.Module, key: str) -> str:
     if isinstance(module, LOOKUPS):
         return "an embedding is a lookup and no matmul"
-    if key.endswith("bias"):
+    if "bias" in key:
         return "a bias is added and not multiplied"
     return f"convert does not know how {type(module).__name__} uses this parameter"

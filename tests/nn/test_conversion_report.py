@@ -104,7 +104,7 @@ def test_a_router_inside_a_module_is_left_and_a_dense_gate_is_not():
 
 def test_a_router_with_a_weight_of_its_own_is_named():
     moe = Moe(GroupedExperts(4, 64, 32))
-    moe.router = nn.Bilinear(2, 2, 4)  # any module with a parameter; its first size is the number of experts
+    moe.router = nn.ParameterDict({"weight": torch.ones(4, 64)})  # its first size is the number of experts
     report = convert(moe, "mxfp8_rceil")
     assert report.left == {"router.weight": "it is a router, whose logits are sensitive to quantization"}
 
@@ -142,6 +142,30 @@ def test_a_parameter_that_no_rule_knows_is_named_and_its_operations_are_unknown(
     assert report.left["layers.0.weight"] == "convert does not know how Conv2d uses this parameter"
     assert report.left["layers.1.0"] == "convert does not know how ParameterList uses this parameter"
     assert list(report.unknown_flops) == ["layers.0.weight"]
+
+
+def test_a_convolution_is_no_experts():
+    model = nn.ModuleDict(
+        {"conv": nn.Conv1d(64, 64, 4, groups=64), "gate": nn.Linear(64, 32), "proj": nn.Linear(32, 64)}
+    )
+    report = convert(model, "mxfp8_rceil")
+    assert report.swapped == {"gate": "MXLinear", "proj": "MXLinear"}
+    assert report.left == {"conv.weight": "convert does not know how Conv1d uses this parameter"}
+    assert report.share_of_flops == 2 * 64 * 32 / (2 * 64 * 32 + 64 * 4)  # each token meets each weight once
+    strided = nn.Sequential(nn.Linear(64, 64), nn.Conv1d(64, 64, 4, stride=2))
+    assert convert(strided, "mxfp8_rceil").unknown_flops == {"1.weight": report.left["conv.weight"]}
+
+
+def test_the_weights_of_unknown_experts_are_no_routers():
+    moe = Moe(nn.ParameterDict({"w1": torch.ones(4, 64, 32), "w1_bias": torch.ones(4, 32)}))
+    moe.more = nn.ParameterDict({"w2": torch.ones(4, 32, 64)})
+    report = convert(moe, "mxfp8_rceil", experts_per_token=2)
+    unknown = "convert does not know how ParameterDict uses this parameter"
+    assert report.left == {
+        "router": ROUTER, "experts.w1": unknown, "more.w2": unknown,
+        "experts.w1_bias": "a bias is added and not multiplied",
+    }  # fmt: skip
+    assert report.share_of_flops == 64 * 96 / (64 * 96 + 64 * 4 + 2 * 2 * 64 * 32)
 
 
 def test_what_is_wrong_with_include_and_experts_per_token_is_said():
