@@ -205,6 +205,8 @@ def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
     if isinstance(layer, GroupedExperts):
         layer.set_recipe(recipe)
         return layer
+    if isinstance(layer, QuantizesWeights):
+        raise TypeError(f"it is a {type(layer).__name__} of {layer.recipe.format} already")
     if type(layer) is not nn.Linear:
         raise TypeError(f"it is a {type(layer).__name__}, not a plain nn.Linear")
     plain = vars(nn.Linear(1, 1, device="meta"))

@@ -83,7 +83,7 @@ def test_convert_to_mx():
     assert "\n  up: MXLinear\n" in text
     assert f"\n  head: left, {head}" in text
     again = convert(model, "mxfp8_rceil")
-    assert again.left["up"] == "it is a MXLinear, not a plain nn.Linear"
+    assert again.left["up"] == "it is a MXLinear of mxfp8 already"
     assert again.swapped == {"experts": "GroupedExperts of mxfp8"}
     assert model.experts.recipe == RECIPES["mxfp8_rceil"]
 
