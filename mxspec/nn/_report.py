@@ -132,7 +132,8 @@ def measure(model: nn.Module, report: Conversion, experts_per_token: Callable[[n
                 if parameter.ndim == 2 and "bias" not in key and is_router(names, name, parameter.shape[0]):
                     reason = _ROUTER
                 report.left[f"{dot}{key}"] = reason
-            if isinstance(module, LOOKUPS) or "bias" in key:
+            is_vector = parameter.ndim > 2 and parameter.numel() == max(parameter.shape)  # such as (1, 1, K)
+            if is_vector or isinstance(module, LOOKUPS) or "bias" in key:
                 continue
             experts, active = among
             if parameter.ndim > 2 and not _meets_each_token(module):

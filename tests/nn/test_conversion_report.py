@@ -152,6 +152,8 @@ def test_a_convolution_is_no_experts():
     assert report.swapped == {"gate": "MXLinear", "proj": "MXLinear"}
     assert report.left == {"conv.weight": "convert does not know how Conv1d uses this parameter"}
     assert report.share_of_flops == 2 * 64 * 32 / (2 * 64 * 32 + 64 * 4)  # each token meets each weight once
+    model.decay = nn.ParameterDict({"log": torch.ones(1, 1, 64, 1)})  # a vector, so it is in no matmul
+    assert convert(model, "mxfp8_rceil").share_of_flops == report.share_of_flops
     strided = nn.Sequential(nn.Linear(64, 64), nn.Conv1d(64, 64, 4, stride=2))
     assert convert(strided, "mxfp8_rceil").unknown_flops == {"1.weight": report.left["conv.weight"]}
 
