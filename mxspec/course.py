@@ -38,8 +38,8 @@ def start() -> torch.device:
     """Choose where kernels run: on the GPU, or on the CPU if there is no GPU or an interpreter is asked for.
 
     On the CPU, Triton's interpreter runs Triton kernels and the Triton kernels that Helion generates, tile by tile.
-    Helion's own interpreter has no tiles, and Helion refuses both interpreters in one process. Triton reads the
-    environment variable that selects its interpreter when Triton is imported.
+    Helion's own interpreter has no tiles, and Helion refuses both interpreters in one process. When Triton
+    is imported, it reads the environment variable that selects its interpreter.
 
     Returns:
         The device for the tensors of a lesson.
@@ -192,7 +192,7 @@ def _names(code: CodeType) -> list[str]:
 def in_words(error: BaseException, fn: Callable[..., Any]) -> str:
     """An error that fn raised, in one sentence that names the function, the line and the reason."""
     while type(error).__name__ in ("InterpreterError", "InternalError") and error.__cause__ is not None:
-        error = error.__cause__  # the interpreter's, and Helion's, envelope of the error itself
+        error = error.__cause__  # the interpreter and Helion wrap the error in their own
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if type(error).__name__ == "CompilationError":  # Triton's: it shows the source, a mark below it, and the reason
         return f"Triton does not compile {_at_line(error, fn)}: {str(error).strip().splitlines()[-1]}"
@@ -217,7 +217,7 @@ def _at_line(error: Any, fn: Callable[..., Any]) -> str:
 
 
 class _Watched:
-    """fn, and why it is unfinished, once a call has shown it: it raised, or what it returned is no answer."""
+    """Calls fn. `unfinished` says why fn is unfinished: a call raised an error, or returned no valid answer."""
 
     def __init__(self, fn: Callable[..., Any], reference: Any):
         self.fn, self.reference, self.unfinished = fn, reference, ""
@@ -300,7 +300,7 @@ _empty = torch.empty
 
 @contextlib.contextmanager
 def _margins() -> Iterator[None]:
-    """Inside, large tensors that torch hands out uninitialised have a margin, and the end of each holds 0x5a."""
+    """Inside, every tensor that torch hands out uninitialised ends with bytes 0x5a, and a large one has a margin."""
 
     def marked(out: Tensor) -> Tensor:
         if type(out) is Tensor and out.numel() and out.device.type != "meta":
@@ -348,13 +348,17 @@ def far_copy_problem(copy: Callable[[Tensor, Tensor], Any], device: torch.device
     return difference((flat[-4096:],), (end.to(torch.uint8).view(-1)[-4096:],))
 
 
-# Rows of a tall tensor, and the elements from one row to the next of a wide one. 32 rows lie in the last tile of 128.
+# The rows of a tall tensor, the rows of a wide tensor, and the elements from one row of a wide tensor to the next. The
+# last tile of 128 rows has 32 rows.
 _TALL, _ROWS, _STEP = 2**25 + 32, 2**16 + 32, 2**15
 _SMALL = 160  # the rows of the small call with which the last rows are compared
 
 
 def _tall_and_wide(of: Tensor, tall: int = _TALL) -> list[tuple[Tensor, Tensor]]:
-    """Two tensors and the small tensor that each ends with: one row seen very often, and rows that lie far apart."""
+    """Two large tensors, each with a small tensor that is equal to its end.
+
+    The tall tensor is one row, repeated by `expand`. The wide tensor has rows that lie far apart.
+    """
     many = of[:1].expand(tall, -1), of[:1].expand(_SMALL, -1)
     wide = _behind_a_margin((_ROWS, of.shape[1]), (_STEP, 1), of.dtype, of.device)
     raw, end = wide.view(_INTS[of.element_size()]), of.view(_INTS[of.element_size()])

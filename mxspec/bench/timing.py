@@ -66,7 +66,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 class Contender:
-    """A call over sets of inputs, ready to be timed. On a GPU it is a CUDA graph, unless `waits`: it waits for the GPU.
+    """A call over sets of inputs, ready to be timed. On a GPU it is a CUDA graph, unless the call waits (`waits`).
 
     If the op changes its first argument in place (its `spec` says so), each set of inputs gets its own copy of this
     argument. Every replay changes each copy once.

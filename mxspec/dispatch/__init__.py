@@ -7,7 +7,8 @@ Each op is a `torch.library` operator whose implementation reads the switch when
 traces never reads the switch, so a compiled function follows a later choice without recompiling.
 
 `files` finds the ops and the backends. `choice` holds the user's choice. `resolve` decides which backend can run a
-call, and runs it. `schema`, `modes` and `operator` connect an op to torch.library. `explanation` says why.
+call, and runs it. `planned` repeats a call by its launch plan, if it has one. `schema`, `modes` and `operator` connect
+an op to torch.library. `explanation` gives the reasons for a decision.
 """
 
 from mxspec.dispatch.choice import current_backend, is_outer_block_unseen, set_backend, use_backend

@@ -1,4 +1,4 @@
-"""A call by its launch plan, if it has one. Otherwise the ordinary path, which a recorder may watch."""
+"""Runs a call by its launch plan, if it has one. Otherwise the call takes the ordinary path, and may be recorded."""
 
 from __future__ import annotations
 

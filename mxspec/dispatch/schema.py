@@ -41,7 +41,7 @@ PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def dtype_of(text: str) -> torch.dtype | str:
-    """The dtype of `str(dtype)` or of an element format's name. Other text is returned for the checks to refuse it."""
+    """The dtype of `str(dtype)` or of an element format's name. Other text stays, and the checks refuse it."""
     if text.startswith("torch."):
         return cast(torch.dtype, getattr(torch, text.removeprefix("torch."), text))
     fmt = ELEMENTS.get(text)

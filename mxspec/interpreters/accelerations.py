@@ -28,7 +28,7 @@ def accelerate(interpreter: Any) -> None:
     """Replace the slow functions of `triton.runtime.interpreter`."""
     triton_generic_reduce = interpreter.ReduceOps.generic_reduce
     triton_generic_scan = interpreter.ScanOps.generic_scan
-    # Replaced: the modules patched by the current launch.
+    # `replaced` holds the modules that the current launch has patched.
     triton_patch_lang, replaced = interpreter._patch_lang, set[ModuleType]()
     triton_np_dtype, numpy_types = interpreter._get_np_dtype, dict[str, np.dtype]()
 
@@ -44,9 +44,9 @@ def accelerate(interpreter: Any) -> None:
         return [self.to_tensor(out if self.keep_dims else out.squeeze(self.axis), dtype)]
 
     def generic_scan(self: Any, input: tuple[Any, ...]) -> Any:
-        """Combine each element with the elements 1, 2, 4, ... before it, all at once.
+        """Combine each element with the element 1 before it, then 2 before it, then 4, and so on.
 
-        An associative function allows that.
+        Each step does all elements at once. This is right because the function is associative.
         """
         if len(input) != 1:
             return triton_generic_scan(self, input)

@@ -4,7 +4,7 @@ The cases of the op are the inputs, and the kernel's own host function is the la
 
 A kernel module says with `PTX` which instructions its machine code must contain. `PTX` holds regular expressions, as a
 tuple for both targets or as a dict by target. They are searched in the PTX of every case that has contiguous, 16-byte
-aligned tensors and no flag `edge`. A module without machine code of its own says `PTX = "no: reason"`.
+aligned tensors and no flag `edge` or `generated`. A module without machine code of its own says `PTX = "no: reason"`.
 
 Two more rules hold for all cases:
 

@@ -35,9 +35,10 @@ class Launch:
     numbers: frozenset[Trait]  # whether an argument is 1, or a multiple of 16
 
     def shows(self, together: int) -> set[Hashable]:
-        """The combinations of `together` options. If there are fewer options, all of them; with 0, the kernel alone.
+        """The combinations of `together` options.
 
-        With two, each number is a combination, too.
+        If there are fewer options, the only combination is all of them. With 0, it is the kernel alone. With two, each
+        trait of a number is one more combination.
         """
         some = itertools.combinations(self.options, min(together, len(self.options)))
         numbers = self.numbers if together > 1 else ()
@@ -110,7 +111,7 @@ def _recording_helion(launches: list[Launch]) -> Callable[..., None]:
 def covering(launches: Sequence[Iterable[Launch]], together: int = 2) -> set[int]:
     """Indices of a greedy cover: repeatedly take the case that adds the most uncovered combinations of options.
 
-    A case is dropped again if the cases taken after it show everything that it shows.
+    At the end, a case is dropped if the other cases that were taken show everything that it shows.
     """
     equal = {frozenset(case): i for i, case in reversed([*enumerate(launches)])}  # the first of equal cases
     shown = {

@@ -21,7 +21,8 @@ from torch import Tensor
 from mxspec.dispatch import interpreters
 
 TARGETS = {"sm90": 90, "sm100": 100}
-# H200, B200. They set the grid of a persistent kernel, which does not change its machine code.
+# The multiprocessors of an H200 and of a B200. Their number sets the grid of a persistent kernel, which does not change
+# the kernel's machine code.
 _SM_COUNT = {"sm90": 132, "sm100": 148}
 
 

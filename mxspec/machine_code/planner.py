@@ -89,7 +89,7 @@ def plan(ops: tuple[str, ...], backend: str, target: str, together: int) -> dict
     """The names of the cases of each op that together show what all cases show of `together` options (`covering`).
 
     Ops share kernels. If the cases of one op show something of a kernel, no other op has to show it again, provided
-    that its kernels pass the same checks. Each op shows each of its kernels at least once.
+    that both ops check the kernel's machine code in the same way. Each op shows each of its kernels at least once.
     """
     # Imported first, because `fake_gpu` tests whether Helion is imported.
     modules = {op: kernel_module(op, backend) for op in ops}

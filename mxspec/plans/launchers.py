@@ -20,7 +20,8 @@ from triton.runtime import driver
 
 from mxspec.plans.plan import Descriptor, Launch, Pointer, Refused
 
-# `tests/engine/test_plans.py` compares the parameters of a planned launch with those of an ordinary launch, under each.
+# Under each release, `tests/engine/test_plans.py` compares the parameters of a planned launch with the parameters of an
+# ordinary launch.
 RELEASES = ("3.6", "3.7", "3.8", "3.9")
 _MOST_DESCRIPTORS = 4096
 _descriptors: dict[tuple[int, int], Any] = {}
@@ -51,7 +52,7 @@ class _Address:
 
 
 def _descriptor_at(descriptor: Any, meta: Any) -> Callable[[int], Any]:
-    """A function that gives the bytes of a descriptor for an address. It keeps those that it made.
+    """A function that gives the bytes of a descriptor for an address. It caches the bytes.
 
     The bytes hold the address, the shape, the strides and the box, and no reference to the memory. So they stay right
     when the memory is freed and used again.

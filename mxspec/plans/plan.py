@@ -22,7 +22,7 @@ class Memory(NamedTuple):
 
 
 class Pointer(NamedTuple):
-    """A place in the list of addresses, and the bytes from that address on."""
+    """An index in the list of addresses, and an offset in bytes from that address."""
 
     place: int
     offset: int

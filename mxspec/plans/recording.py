@@ -176,7 +176,10 @@ class Recorder(TorchDispatchMode):
         return launcher(kernel, (*grid, 1, 1)[:3], values, scratch)
 
     def _results(self, result: Any) -> tuple[tuple[Memory, ...], tuple[Result, ...] | None]:
-        """The memory to allocate, and the outputs in it. An output that is all of its memory has the output's form."""
+        """The memory to allocate, and the outputs in it.
+
+        If an output fills its memory, the plan allocates this memory with the output's shape, strides and dtype.
+        """
         memory = [Memory(tuple(t.shape), t.stride(), t.dtype) for t in self.memory]
         if result is None:
             return tuple(memory), None

@@ -20,7 +20,7 @@ from mxspec.triton_kernels.common.runs import load8
 # Blackwell: compiled, not run. Measured on an H200: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
 # "flat": ROWS blocks a program, if everything is contiguous. "along": ROWS rows of one block. ROWS divides 128, so that
-# these rows share a scale if it is that of a square. "turned": 128 rows by COLS columns of the output.
+# the rows of a program share one scale if blocks are 128x128. "turned": 128 rows by COLS columns of the output.
 _HOPPER = {
     "flat": {"ROWS": 32, "num_warps": 4},
     "along": {"ROWS": 32, "num_warps": 4},
@@ -64,7 +64,8 @@ def _turned(
     E, R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
     SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # R and K are those of the transpose: the output has K rows and R columns, and programs run along its columns first.
+    # R and K are the sizes of the transpose: the output has K rows and R columns. Programs run along a row of the
+    # output first.
     # A thread has 16 elements along K of each of 8 neighbouring columns: 8 loads of 16 codes become 16 stores of 8
     # values.
     place, r0 = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1), tl.program_id(0).to(tl.int64) * COLS

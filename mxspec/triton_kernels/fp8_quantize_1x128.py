@@ -19,7 +19,8 @@ from mxspec.triton_kernels.tiles.fp8_columns import turn, turned_index
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 # "flat": ROWS blocks a program, if everything is contiguous. "along": ROWS rows of one block. "across": BLOCKS by COLS
-# blocks of 128x1; its second word is `scale_major`. The race of these configurations: benchmarks/results/decisions.md.
+# blocks of 128x1; the word after the comma is `scale_major`. The race of these configurations:
+# benchmarks/results/decisions.md.
 _HOPPER = {
     "flat": {"ROWS": 16, "num_warps": 4},
     "along": {"ROWS": 32, "num_warps": 8},
@@ -57,8 +58,8 @@ def _across(
     R, K, stride_r, stride_k, scale_stride_r, scale_stride_c, eps_bits,
     POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # A program has BLOCKS blocks of each of COLS rows. These rows are columns of memory. Programs run along the row
-    # first, because they write its bytes.
+    # A program has BLOCKS blocks of each of COLS rows. These rows are columns of memory. Programs run along a row
+    # first, so that neighbouring programs write neighbouring codes of the row.
     r0 = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * COLS
     k0 = tl.program_id(0).to(tl.int64) * (BLOCKS * 128)
     r, k, run = turned_index(WIDE, BLOCKS, COLS)

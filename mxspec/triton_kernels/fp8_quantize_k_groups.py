@@ -37,7 +37,7 @@ def _fp8_quantize_k_groups(
     column, block = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     writes = (block == 0) & (column == 0)
     group, token0, stop, begin = group_of(block * 128, offs, stride_offs, G, start, end, writes, 128, CHUNK)
-    first = begin // 128  # block of the group; the group has `count` blocks
+    first = begin // 128  # the group's first block; the group has `count` blocks
     count = tl.where(group < G, (stop - token0 + 127) // 128, blocks - first)
     d0 = column.to(tl.int64) * COLS
     d, k, run = turned_index(WIDE, 1, COLS)

@@ -35,7 +35,8 @@ def mx_gemm(
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
-    # A kernel of its own turns the operand with fewer rows into bf16.
+    # `mx_sm90` runs a separate kernel that turns its second operand into bf16. So the operand with fewer rows comes
+    # second.
     if b.shape[0] > a.shape[0] and reads(b, a, out.mT):
         mx_sm90(b, b_scale, a, a_scale, out.mT, scale_layout)
     else:

@@ -1,6 +1,7 @@
 """mx_grouped_gemm in Triton: the kernels of mx_gemm.
 
-A plan holds the rows of each tile, or each program finds its group.
+In the kernels for Hopper, a plan in memory holds the rows of each tile. In plain tiles, each program finds its group by
+itself.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def mx_grouped_gemm_wgrad(
     if not out.numel():
         return out
     of_dy, of_x = (dy.mT, dy_scale), (x.mT, x_scale)
-    # A kernel of its own turns the operand with fewer features into bf16. No tile of that operand may hold rows of two
-    # matrices.
+    # `mx_sm90` runs a separate kernel that turns its second operand into bf16. So the operand with fewer features is
+    # second. The output is then written transposed, and no tile may hold columns of two experts' matrices.
     if x.shape[1] > dy.shape[1] and dy.shape[1] % WIDEST_TILE == 0 and reads(x.mT, dy.mT, out.mT):
         mx_sm90(*of_x, *of_dy, out.mT, scale_layout, offs=offs, grouped="K")
     else:

@@ -24,9 +24,9 @@ def factors(amax_bits, eps_bits, POW2: tl.constexpr):
     that: it would be a function call, and would take more registers (benchmarks/results/decisions.md).
     """
     bits = tl.maximum(amax_bits, eps_bits)  # Inf and NaN are the largest, so they stay
-    # The bits of 448 minus the bits of amax: the subtraction borrows one from the exponent if the mantissa of amax is
-    # above 1.75.
     if POW2:
+        # The bits of 448 minus the bits of amax: the subtraction borrows one from the exponent if the mantissa of amax
+        # is above 1.75.
         s = (_HALF - (bits - _TWO)) & 0x7F800000
         back = 0x7F000000 - s
     else:

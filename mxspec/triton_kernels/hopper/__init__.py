@@ -1,4 +1,7 @@
-"""Matmuls for Hopper in Gluon: warp-specialized, persistent programs. `fp8/` and `mx/` hold one kernel each.
+"""Kernels for Hopper in Gluon.
+
+`fp8/` and `mx/` hold one matmul each, a warp-specialized kernel of persistent programs. `fp8/` also holds a quantizer
+of token groups, `both_ways.py`. These files serve them:
 
 - `scheduler.py` says which block of the output a program computes next.
 - `pipeline.py` says which stage of shared memory is free and which is full.

@@ -1,6 +1,7 @@
 """The Triton releases under which the Gluon kernels are offered. Gluon's language changes with each release.
 
-Under any other release nothing of Gluon is imported, and Hopper's matmuls run as plain tiles, whose language is stable.
+Under any other release nothing of Gluon is imported. Hopper's matmuls, and its quantizers of token groups in both
+directions, then run as plain tiles in Triton's own language, which is stable.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def refusal() -> str | None:
 
 
 def note(a: Tensor, *_: Any, **__: Any) -> str | None:
-    """For `mxspec.explain`: why a matmul on Hopper runs without its Gluon kernel, or None if it runs with it."""
+    """For `mxspec.explain`: why an op on Hopper runs without its Gluon kernel, or None if it runs with it."""
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or refusal() is None:
         return None
     return f"by plain tiles: the Gluon kernels {refusal()}"

@@ -19,8 +19,9 @@ from mxspec.triton_kernels.hopper.names import Value, aggregate, swizzle
 class Scheduler:
     """The blocks of an output. Persistent programs share them: program p computes p, p + num_programs, ...
 
-    `offs` counts units of K_UNIT along K. With PLANNED, `offs` is a plan instead: three numbers for each row of blocks,
-    namely the expert or -1, the first row, and the end of the group's rows.
+    `offs` counts rows of a (GROUPED "M") or columns of K (GROUPED "K"). `K` and an expert's part of K count units of
+    K_UNIT columns. With PLANNED, `offs` is a plan instead: three numbers for each row of blocks, namely the expert or
+    -1, the first row, and the end of the group's rows.
     """
 
     offs: Value
@@ -64,7 +65,10 @@ class Scheduler:
 
     @gluon.jit
     def k_range(self, expert):
-        """The begin and the end of an expert's part of K. Both are within a and b, whatever `offs` holds."""
+        """The begin and the end of an expert's part of K, in units of K_UNIT.
+
+        Both are within a and b, whatever `offs` holds.
+        """
         begin = gl.load(self.offs + (expert - 1) * self.offs_stride, mask=expert > 0, other=0) // self.K_UNIT
         end = gl.load(self.offs + expert * self.offs_stride) // self.K_UNIT
         begin = gl.minimum(gl.maximum(begin, 0), self.K)

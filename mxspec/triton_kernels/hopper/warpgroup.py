@@ -53,8 +53,9 @@ class Output:
 
     The rows pass through shared memory and TMA, whole or in CHUNKS along N.
 
-    `pointer` and `stride` (of a row) are for rows that TMA must not write whole. Each warpgroup has BUFFERS tiles. With
-    ACCUMULATE, the block is added to the output.
+    If the 64 rows do not all belong to the group, TMA must not write them. Then plain stores through `pointer` write
+    the group's rows, and `stride` is the stride of a row. Each warpgroup has BUFFERS tiles. With ACCUMULATE, the block
+    is added to the output.
     """
 
     desc: tma.tensor_descriptor

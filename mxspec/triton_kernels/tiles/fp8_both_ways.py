@@ -1,7 +1,8 @@
 """FP8 codes of token groups along the features and along the tokens, from one read of the tokens, in plain Triton.
 
-A program holds 128 padded tokens of one group by 128 features. The row of a tile has its scale in a block of 128
-features, and the column of a tile has its scale in a block of 128 tokens. So both maxima lie inside the tile. Rows
+A program holds 128 padded tokens of one group by 128 features. A row of the tile is
+one block of 128 features, and a column of the tile is one block of 128 tokens. So the maximum of every block lies
+inside the tile. Rows
 without a group follow the last group: a program writes their row codes, and zeros as column codes.
 
 The values of a tile are those of x, or SwiGLU's, or the gradient of SwiGLU's. On Hopper, `hopper/fp8/both_ways.py`
@@ -39,7 +40,7 @@ def _both_ways(
     group, token0, stop, begin = group_of(
         block * 128, offs, stride_offs, G, start, end, (block == 0) & (column == 0), 128, CHUNK
     )
-    first = begin // 128  # block of the group; the group has `count` blocks
+    first = begin // 128  # the group's first block; the group has `count` blocks
     grouped = group < G
     count = tl.where(grouped, (stop - token0 + 127) // 128, blocks - first)
     # The rows after the last group count as one more group.
@@ -48,13 +49,13 @@ def _both_ways(
     place = block - first
     token = token0 + place * 128
     r, d = tl.arange(0, 128), tl.arange(0, 128)
-    if VALUES == GRADIENT:  # neighbouring programs read the same values, one for d_gate and one for d_up
+    if VALUES == GRADIENT:  # two neighbouring programs read the same values: one writes d_gate, one d_up
         half = D // 2
         of_up, d0 = column % 2 == 1, (column // 2).to(tl.int64) * 128
     else:
         half = D
         d0 = column.to(tl.int64) * 128
-    # False for all rows if there are no features. An offs out of order may name a row twice, but none outside of x.
+    # False for all rows if there are no features. An offs out of order may read a row twice, but no row outside of x.
     there = (token + r >= 0) & (token + r < stop) & (block < blocks) & (d0 < half)
     inside, row = there[:, None], (token + r).to(tl.int64)[:, None]
     x += row * stride_m + (d0 + d)[None, :] * stride_d

@@ -1,6 +1,6 @@
 """FP8 matmuls in plain Triton: a program computes one tile of the output.
 
-Operands may have any strides, and token groups.
+Rows of the operands and scales may have any strides; the codes of a row are contiguous. Operands may be token groups.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _tiles(
     a_scale_at = a_scale + row * a_scale_stride_m
     if VECTOR:  # a scale for each row of b
         b_scale_at = b_scale + column * b_scale_stride_n
-    else:  # one scale for 128 rows of b, so one for a tile
+    else:  # one scale for 128 rows of b, so one scale for a tile
         b_scale_at = b_scale + (n_tile * BLOCK_N // 128).to(tl.int64) * b_scale_stride_n
     in_row, in_column = row < row_end, column < N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

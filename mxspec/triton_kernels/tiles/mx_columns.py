@@ -8,7 +8,7 @@ A tile is RUNS runs of RUN rows each, by COLS columns. It is held as `(RUNS, COL
 - So a thread computes most of a column's maximum in its registers.
 - The codes of RUN rows of a column are consecutive bytes of the result. They pass through shared memory together, where
   the tile is transposed.
-- PART is no larger than it is so that a warp has whole 32x1 blocks. Shuffles then compute the rest of the maximum.
+- PART is small enough for a warp to hold whole 32x1 blocks. Shuffles then compute the rest of the maximum.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _mx_tile(
     owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN
     q = saturating_cast(q, q_col.dtype.element_ty).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS)
     tl.store(q_col + (e * K + k0) * M + m0 + (k[:, None] * M + m[None, :]), q, mask=owned)
-    byte, c = byte.to(tl.uint8).reshape(BLOCKS, COLS), tl.arange(0, BLOCKS)  # of the scale of the transpose, (K, M32)
+    byte, c = byte.to(tl.uint8).reshape(BLOCKS, COLS), tl.arange(0, BLOCKS)  # c: columns of s_col, (K, M32)
     if (
         BLOCKED
     ):  # COLS is 128, the rows of one tile: (c // 4, c % 4, k // 32, k % 32) -> (c // 4, k % 32, k // 32, c % 4)
@@ -185,7 +185,7 @@ def launch_groups(
     `scaled_rows` counts all rows with scales, which may be more than q_col has.
     """
     (tokens, K), R, G = x.shape, q_col.shape[1], offs.shape[0]
-    chosen = for_device(CONFIGS, x.device)["col, small"]  # its rows belong to one group
+    chosen = for_device(CONFIGS, x.device)["col, small"]  # its 128 rows belong to one group
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
     wide = max(rows * max(x.stride(0), K), cols * max(x.stride(1), R)) >= 2**31
     if scaled_rows:

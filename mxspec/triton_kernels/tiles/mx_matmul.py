@@ -1,7 +1,9 @@
-"""MX matmuls in plain Triton: a program computes one tile of one group's output. Operands may have any strides.
+"""MX matmuls in plain Triton: a program computes one tile of one group's output.
+
+Rows of the operands may have any strides; the codes of a row are contiguous.
 
 Blackwell's tensor cores take codes and scale bytes directly. On other GPUs, the kernel multiplies a block of 32 columns
-as fp16, which holds every code of both formats, and scales its sums in fp32. No code and no scale byte is an exception.
+as fp16, which holds every code of both formats, and scales its sums in fp32. It takes every code and every scale byte.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from mxspec.triton_kernels.common.launch import FUSED, for_device
 from mxspec.triton_kernels.common.tile_order import swizzle
 
 # A tile has 128 rows, as a tile of the blocked layout, and groups are padded to 128 rows in that layout. So the scales
-# of a tile are those of one scale tile. "aligned": codes at multiples of 16 bytes are copied 16 bytes at a time. "any":
-# other codes pass through registers, and on Blackwell a larger tile would need more registers than there are.
+# of a tile's rows are in one row of scale tiles. "aligned": codes at multiples of 16 bytes are copied 16 bytes at a
+# time. "any": other codes pass through registers, and on Blackwell a larger tile would need more registers than there
+# are.
 _HOPPER = {"BLOCK_M": 128, "BLOCK_N": 64, "SWIZZLE": 8, "SCALED": False, "num_warps": 8, "num_stages": 3}
 CONFIGS = {
     "aligned": {(9, 0): _HOPPER, (10, 0): _HOPPER | {"BLOCK_N": 128, "SCALED": True}},
@@ -44,8 +47,9 @@ def _factors(a_byte, b_byte):
 
     The product of the two factors is the product of both scales.
 
-    A sum of 448 times 2^127, and then times 2^-127, would leave the range of fp32. So each factor has half of both
-    exponents. If the first factor makes a sum too large or too small, the second does not bring it back.
+    A sum of 448 times 2^127 is out of the range of fp32, even if a factor 2^-127 follows. So each factor takes half of
+    both exponents. The two factors then differ by at most a factor of 2. If the first makes a sum overflow or
+    underflow, the exact result does so, too.
     """
     a_byte, b_byte = a_byte.to(tl.int32), b_byte.to(tl.int32)
     a_low = tl.where(a_byte == 255, 0x7FC00000, ((a_byte + 1) // 2 + 63) << 23).to(tl.float32, bitcast=True)
@@ -234,7 +238,7 @@ def _flagged_tiles(
     GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    # The kernel before left the rows of no group as they were, so they become zeros here.
+    # PyTorch's grouped matmul left the rows of no group as they were, so they become zeros here.
     if GROUPED == "M":
         n, size = tl.arange(0, 2048), tl.cast(M, tl.int64) * N
         first = tl.load(offs + (E - 1) * offs_stride).to(tl.int64) * N + tl.program_id(0) * 2048

@@ -35,8 +35,8 @@ def _token_at(row, offs, stride_offs, start, stride_start, G, CHUNK: tl.constexp
 
     If groups share a row, the last token counts.
 
-    The program reads every group. That costs two loads more than to count starts that are in order, and no load after
-    it.
+    The program reads three numbers of every group. To count the starts at or before a row would take one number of each
+    group, but would need starts in order, and more loads after the count.
     """
     token = row * 0 - 1
     for i in range(0, G, CHUNK):

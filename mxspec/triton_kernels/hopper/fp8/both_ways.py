@@ -6,10 +6,11 @@ A thread keeps 8 rows by 8 columns of it as words of two bf16 values, so that mo
 - `max.u16x2` takes the maximum of two magnitudes. The bits of a bf16 magnitude have the order of the magnitudes.
 - `cvt.e4m3x2` makes two codes: of two neighbouring columns for the row codes, of two neighbouring rows for the column
   codes.
-- SwiGLU's products of two bf16 values are `mul.bf16x2`, which rounds once, as a product in fp32 that is then rounded.
+- `mul.bf16x2` computes SwiGLU's products of two bf16 values. It rounds once. An fp32 product of two bf16 values is
+  exact, so rounding it to bf16 gives the same bits.
 
-A small kernel first writes a table of the blocks of 128 padded tokens: the first token, the end of the tokens, the
-first block of the group and the number of its blocks.
+A small kernel first writes a table of the blocks of 128 padded tokens. A row of the table holds the block's first
+token, the end of the group's tokens, the group's first block, and the group's number of blocks.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _WIDENED = "shl.b32 a, $G, 16; and.b32 b, $G, 0xffff0000; mov.b32 x, a; mov.b32 
 _SIGMOID = (
     "mul.rn.f32 t, $X, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; "
 )
-# The gradient needs more. t is -x times log2(e) rounded to 16 bits, so it is exact. l is the rest of the exponent, as a
-# factor 1 + l. The bias -2^-25 of l balances the errors of ex2.approx. With this bias, each pair of a gate and a
-# mantissa of d_silu gives the right bits, except for the gate -2.09375. There the sigmoid is one unit off, so it is
-# replaced by its right value. A test tries all pairs. Below -87.25, 1 + e^-x is so large that rcp.approx gives 0.
+# The gradient needs smaller errors. t is the product of -x and log2(e), where log2(e) is rounded to 16 bits, so that
+# the product is exact. l is the rest of the exponent, as a factor 1 + l. The bias -2^-25 of l balances the errors of
+# ex2.approx. With this bias, each pair of a gate and a mantissa of d_silu gives the right bits, except for the gate
+# -2.09375. There the sigmoid is one unit off, so it is replaced by its right value. A test tries all pairs. Below
+# -87.25, 1 + e^-x is so large that rcp.approx gives 0.
 _EXACT_SIGMOID = (
     "mul.rn.f32 t, $X, 0fBFB8AA00; ex2.approx.ftz.f32 t, t; fma.rn.f32 l, $X, 0fB6A407DB, 0fB3000000;"
     " fma.rn.f32 t, t, l, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t;"
@@ -74,7 +76,7 @@ def _backward() -> str:
 
 
 _FORWARD, _BACKWARD = gl.constexpr(_forward()), gl.constexpr(_backward())
-# $0 has the codes of the four values in the words $1 and $2 of a row with the factor $3.
+# $0 has the codes of the four values in the words $1 and $2 of a row. $3 and $4 are both the factor of the row.
 _ROW_CODES = gl.constexpr(
     "{ .reg .b32 a, b; .reg .f32 x, y; .reg .b16 h, k;"
     " shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; mov.b32 x, a; mov.b32 y, b;"
@@ -100,9 +102,11 @@ _COLUMN_CODES = gl.constexpr(
 
 @triton.jit(do_not_specialize=["tokens"])
 def blocks_of_tokens(table, start, end, offs, stride_offs, tokens, G, blocks, CHUNK: tl.constexpr):
-    """Write the table: for each block of padded tokens, its first token, the end, the group's first block, its blocks.
+    """Write four numbers for each block of padded tokens.
 
-    A block past the last group holds rows without a group, and its number of blocks is written as -1 - number.
+    They are the block's first token, the end of the group's tokens, the group's first block, and the group's number of
+    blocks. The blocks past the last group hold rows without a group, and count as one more group. Its number of blocks
+    is written as -1 - number.
     """
     block = tl.program_id(0)
     group, token0, stop, begin = group_of(block * 128, offs, stride_offs, G, start, end, block == 0, 128, CHUNK)

@@ -21,10 +21,10 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.names import shared_layout
 
 T = TypeVar("T")
-# Tiles of the Gluon kernel. The first number is the cost of one element of the output: smaller tiles read more bytes
-# for it. Three stages leave room in shared memory for the output of a large tile. With few rows, many stages keep
-# enough loads in flight. A tile with few rows takes less time than a load of its scales, so the scales are requested
-# AHEAD blocks early. The race against DeepGEMM: benchmarks/results/decisions.md.
+# Tiles of the Gluon kernel. The first number is the cost of one element of the output: it is higher for smaller
+# tiles, which read more bytes per element. Three stages leave room in shared memory for the output of a large tile.
+# With few rows, many stages keep enough loads in flight. A tile with few rows takes less time than a load of its
+# scales, so the scales are requested AHEAD blocks early. The race against DeepGEMM: benchmarks/results/decisions.md.
 TILES = (
     (1.0, {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 3}),
     (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
@@ -51,7 +51,9 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
-    """The tile that computes the output in the least time. A wave is as many tiles as there are processors.
+    """The tile with the least estimated cost: the number of waves, times the cost of a tile.
+
+    A wave is as many tiles as there are processors.
 
     A group of rows may end anywhere, so the last tile of a group counts as half empty.
     """

@@ -17,7 +17,8 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.fp8.both_ways import blocks_of_tokens, fp8_both_ways_sm90
 
 # The registers of a thread for each kind of values, so that three or two programs fit on a multiprocessor. From Triton
-# 3.9 on a thread needs a few registers more, and would spill some.
+# 3.9 on a thread needs a few registers more, and would spill under these limits. So one limit is higher there, and one
+# is absent.
 if releases.release() in ("3.6", "3.7", "3.8"):
     REGISTERS: dict[int, int | None] = {0: 80, 1: 128, 2: 128}
 else:

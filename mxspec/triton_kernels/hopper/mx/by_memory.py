@@ -6,9 +6,9 @@ This way writes and reads more bytes than the Gluon kernel. It pays for a large 
 cores, and they multiply these values faster than other bf16 numbers, because the values have few mantissa bits.
 
 A code times its scale is exactly a bf16 number, unless the scale is near either end of its range. A block with such a
-scale, and with a code that is not 0, raises a flag for its 128 rows. Then `mx_tiles` computes the tiles of the output
-again that have a flag of a or of b. If no flag is raised, the programs of `mx_tiles` only read the flags. NaN and Inf
-need no flag.
+scale, and with a code that is not 0, raises a flag for its 128 rows. Then `mx_tiles` computes again each
+tile of the output whose rows of a or of b have a flag. If no flag is raised, the programs of `mx_tiles` read only the
+first flag, which stands for all. For token groups, they also set the rows of no group to 0. NaN and Inf need no flag.
 
 Three launches prepare the matmul: `_prepare` clears the flags and plans the tiles of token groups, and `_bf16_values`
 runs once for each operand.

@@ -10,9 +10,9 @@ But a code times a power of two is a bf16 number, and the tensor cores sum bf16 
 - A load warp fills the tiles with TMA, and two scale warps read the scales of a: `producers.py`.
 
 The values of a are multiplied by 2^A_SHIFT and those of b by 2^B_SHIFT, so that the smallest product of a code and a
-scale is still a bf16 number. The sums are multiplied by the reciprocal. A value without a bf16 number becomes infinite:
-NaN and Inf codes, the scale NaN, and products past the range of bf16. If a sum of a tile is not finite, the kernel
-marks the tile, and another kernel computes it again.
+scale is still a bf16 number. The sums are multiplied by the reciprocal. A value that is no finite bf16 number becomes
+Inf or NaN: NaN and Inf codes, the scale NaN, and products past the range of bf16. If a sum of a tile is not finite, the
+kernel marks the tile, and another kernel computes it again.
 
 `../scheduler.py` says which block of the output comes next. `../pipeline.py` has the barriers by which warps hand
 stages to each other.
@@ -61,7 +61,8 @@ def _multiply(
         expert, m_block_idx, n_block_idx, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
         acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
         whole = end
-        # The last 32 tokens of an expert may be half a block. The other half belongs to the next expert.
+        # The number of an expert's tokens may be an odd multiple of 32. The last block of 64 columns is then half the
+        # expert's, and its other half belongs to the next expert.
         if GROUPED == "K":
             whole = end - (end - begin) % 64
         for _ in range(begin, whole, 64):

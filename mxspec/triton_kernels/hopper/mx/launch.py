@@ -2,8 +2,8 @@
 
 `mx_sm90` takes the arguments of `mx_tiles`.
 
-1. `mx_values` turns the second operand into bf16. For token groups it also writes the plan, that is, the rows of each
-   tile.
+1. `mx_values` turns the second operand into bf16. If the rows of a are in token groups, it also writes the plan, that
+   is, the rows of each tile.
 2. The Gluon kernel multiplies, and marks each tile with a sum that is not finite. A NaN, an infinite code, or an
    exponent past the range of bf16 causes such a sum.
 3. `mx_tiles` computes the marked tiles again, exactly. If no tile is marked, its programs only read the count.
@@ -33,7 +33,8 @@ if releases.refusal() is None:
     # By code format: its constants, and the exponent by which its values are shifted. The shift makes the smallest
     # value, 2^-9 or 2^-16 times 2^-127, at least a subnormal bf16.
     CODES = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
-# The first number is the cost of one element of the output: smaller tiles read more bytes for it.
+# The first number is the cost of one element of the output: it is higher for smaller tiles, which read more bytes per
+# element.
 TILES = (
     (1.0, {"BLOCK_N": 256, "NUM_STAGES": 4, "AHEAD": 4, "REGISTERS": 224}),
     (1.2, {"BLOCK_N": 128, "NUM_STAGES": 6, "AHEAD": 4, "REGISTERS": 208}),
@@ -53,7 +54,10 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
-    """The tile that computes the output in the least time. A wave is as many tiles as there are processors."""
+    """The tile with the least estimated cost: the number of waves, times the cost of a tile.
+
+    A wave is as many tiles as there are processors.
+    """
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
         of_element, tile = choice

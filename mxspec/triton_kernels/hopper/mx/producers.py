@@ -112,7 +112,7 @@ def scale(scales, tiles, pipeline, scheduler):
                 c += 2
                 if k + 64 * j < end:
                     stage = pipeline.wait_empty(i)
-                    # The factor as bf16. It is infinite if bf16 has no such number, and for NaN.
+                    # The factor as bf16. It is infinite for the scale NaN, and if it is past the range of bf16.
                     factor = gl.minimum(bytes[j].to(gl.int32) + scales.SHIFT, 255) << 7
                     tiles.factors.index(stage).store(factor.to(gl.int16))
                     mbarrier.arrive(pipeline.full.index(stage), count=1)

@@ -1,6 +1,6 @@
 """The kernel that turns the second operand of Hopper's MX matmuls into bf16.
 
-For token groups it also writes the plan: the rows that each block of the output has.
+If the rows of the output are in token groups, it also writes the plan: the rows that each block of the output has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mx_values(
     GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """2^SHIFT times the values of ROWS x 128 codes. There are R rows, and N of them make a matrix."""
+    """Write 2^SHIFT times the values of ROWS x 128 codes. There are R rows, and N rows for each expert."""
     if tl.program_id(1) == 0:
         tl.store(marks, 0, mask=tl.program_id(0) == 0)
         if plan is not None:
@@ -65,7 +65,7 @@ def mx_values(
         at = scale + (e * scale_stride_e + n * scale_stride_r)[:, None]
         at += ((first // 32 + c).to(tl.int64) * scale_stride_c)[None, :]
     byte = tl.load(at, mask=in_r[:, None] & in_c[None, :], other=0).to(tl.int32)
-    factor = (tl.minimum(byte + SHIFT, 255) << 23).to(tl.float32, bitcast=True)  # infinite for NaN
+    factor = (tl.minimum(byte + SHIFT, 255) << 23).to(tl.float32, bitcast=True)  # infinite for the scale NaN
     x = tl.load(codes + (e * stride_e + n * stride_r + first)[:, None] + k[None, :], mask=in_r[:, None] & in_k[None, :])
     value = (x.to(tl.float32).reshape(ROWS, 4, 32) * factor[:, :, None]).to(tl.bfloat16)
     # (thread of four, step of 16, half, pair) becomes (step, half, thread, pair): the same permutation as that of
