@@ -35,8 +35,8 @@ def _fp8_grouped_gemm(
             group, begin = passed(group, begin, row0, g, ends, G)
         first, stop = tokens_of_tile(row0, group, begin, offs, stride_offs, G, M)
         first, stop, expert = first.sum(0), stop.sum(0), group.sum(0)
-        # A tile is read whole, even with rows of other groups: they do not change its own rows. It must only stay
-        # within a.
+        # A tile is read whole, even if it has rows of other groups: these rows do not change the group's own rows. The
+        # tile must only stay within a.
         top = torch.clamp(first, 0, M - 128) if whole else first * 0
         acc = hl.zeros([128, n], dtype=torch.float32)
         for k in hl.tile(0, torch.where(expert < G, a.size(1), 0), block_size=128):

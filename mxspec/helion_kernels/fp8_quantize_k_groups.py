@@ -47,7 +47,7 @@ def _blocks(
                 hl.store(start, [g], begins, extra_mask=g < G)
                 hl.store(end, [g], ends, extra_mask=g < G)
         token0, stop = tokens_of(group, offs, stride_offs, G)
-        first = begin >> 7  # block of the group; the group has `count` blocks
+        first = begin >> 7  # the group's first block; the group has `count` blocks
         count = torch.div(stop - token0 + 127, 128, rounding_mode="trunc")
         count = torch.where(group < G, count, blocks - first)
         # True for all blocks if offs is in order.

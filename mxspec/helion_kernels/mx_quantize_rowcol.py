@@ -28,7 +28,7 @@ def mx_quantize_rowcol(
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     fmt = element(elem_dtype)
-    # X is the transpose of a tensor with contiguous rows, and so are its results.
+    # If the columns of x are contiguous, quantize the transpose: the two halves of the result change places.
     if x.stride(-1) != 1 and x.stride(-2) == 1:
         q_col, s_col, q_row, s_row = mx_tile(x.mT, fmt, scaling, scale_layout, with_rows=True)
     else:

@@ -15,7 +15,7 @@ from mxspec.formats import E4M3FN, fp32_bits
 
 # Ref mode runs no Triton source. It uses torch's own division of tensors instead, which rounds once, too.
 _REF = os.environ.get("HELION_INTERPRET") == "1"
-# From the bits of amax, at least those of eps: 448 / amax and its inverse, as in Triton's kernels. Helion's own
+# 448 / amax and its inverse, from the bits of max(amax, eps). The arithmetic is that of Triton's kernels. Helion's own
 # division is an approximation, and may be wrong in the last bit.
 _FACTORS = f"""
 @triton.jit
@@ -40,9 +40,9 @@ def factors(amax_bits: Tensor, eps_bits: int, pow2: bool) -> tuple[Tensor, Tenso
     Both are NaN for Inf and NaN.
     """
     bits = amax_bits.clamp(min=eps_bits)  # Inf and NaN are the largest, so they stay
-    # The bits of 448 minus the bits of amax: the subtraction borrows one from the exponent if the mantissa of amax is
-    # above 1.75.
     if pow2:
+        # The bits of 448 minus the bits of amax: the subtraction borrows one from the exponent if the mantissa of amax
+        # is above 1.75.
         s = (fp32_bits(E4M3FN.max / 2) - (bits - fp32_bits(2.0))) & 0x7F800000
         back = 0x7F000000 - s
     elif _REF:

@@ -73,7 +73,7 @@ def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
 
     `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is needed.
 
-    A clamp that keeps NaN would cost more than half of the kernel's instructions.
+    With a clamp that keeps NaN, the clamp would be more than half of the kernel's instructions.
     """
     assert fmt.dtype is not None
     if _CLAMP:

@@ -24,7 +24,7 @@ def swiglu_silu(x):
 
 
 def _silu(gate: Tensor) -> Tensor:
-    """`gate * sigmoid(gate)`. Its first 16 bits are right."""
+    """`gate * sigmoid(gate)` in fp32. Rounded to bfloat16, it is right for every gate."""
     if not _REF:
         return hl.triton_kernel(_SILU, args=(gate,), output_like=gate)
     s = (1.0 / (1.0 + torch.exp(-gate.double()))).float()

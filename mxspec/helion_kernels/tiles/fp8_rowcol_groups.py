@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-# Larger tiles spill registers to local memory. The tiles are not timed yet, so no op has a rank.
+# Larger tiles spill registers to local memory. The tiles are not timed yet, so the ops that use them have no rank.
 _HOPPER = {"tokens": Tile(8, 8, 8), "swiglu": Tile(2, 4, 16)}
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The row codes of a thread are 8 bytes of each token.
@@ -62,7 +62,7 @@ def _both(
     - `d`: the features, `(across, 1, parts, 1, 8)`. They begin at the block `d_block` of a row.
     - `token`: the first token of each run, `(1, lanes, 1, runs, 1)`. `left`: the tokens that exist from it on.
     - `tile`, `first`, `count`: the block of padded tokens, and the first block and the number of blocks of its group.
-    - `there`: whether the block is one of these. `live`: whether its group is one of `offs`.
+    - `there`: whether the block is among the blocks of its group. `live`: whether `offs` has this group.
     """
     lanes = 32 // across
     parts, runs = 16 // across, 128 // (lanes * run)
@@ -115,7 +115,7 @@ def _rowcol(
                 hl.store(end, [g], ends, extra_mask=g < G)
         if not empty:
             token, stop = tokens_of_tile(tile * 128, group, begin, offs, stride_offs, G, tokens_2 - 2)
-            first = begin >> 7  # block of the group; the group has `count` blocks
+            first = begin >> 7  # the group's first block; the group has `count` blocks
             count = torch.div(stop - token + (tile - first) * 128 + 127, 128, rounding_mode="trunc")
             count = torch.where(group < G, count, blocks - first)
             # True for all blocks if offs is in order.

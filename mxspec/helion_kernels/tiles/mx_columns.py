@@ -178,7 +178,7 @@ def mx_tile(
     q_row, s_row = outputs(M, K) if with_rows else (q_col, s_col)
     if x.numel():
         # Grid order: along the rows first, so that neighbouring programs write neighbouring bytes of the columns'
-        # results. Before that, along a strip of tiles of a row, for the bytes of the rows' results. A grid of three
+        # results. Within a strip, programs first run along its tiles of a row, for the bytes of the rows' results. A grid of three
         # dimensions needs no divisions to find a program's place, but two of its dimensions hold at most 65535.
         pid_type = "xyz" if max(E, k_tiles // strip) < 65536 else "flat"
         launch(
