@@ -5,8 +5,9 @@
 
 With `--model`, the call is one step, forward and backward, of the SwiGLU experts of a real model. The experts get
 uneven numbers of tokens, which fall as rank^-0.3. All contenders take turns in one loop, as plain eager calls.
-PyTorch's `grouped_mm` in bfloat16 with three weights is the reference for speed. Each contender's output and gradients
-are first compared with it, and with a second step in poisoned memory. Then each kernel of the fp8_128 step is timed
+PyTorch's `grouped_mm` in bfloat16, with three separate weights, is the reference for speed and for values. First, each
+contender's output and gradients are compared with the reference. They must also have the same bits in a second step
+whose memory is poisoned. Then each kernel of the fp8_128 step is timed
 alone.
 
 Without `--model`, the calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width
@@ -52,7 +53,7 @@ MODELS = {
     "qwen3-30b": (65536, 2048, 768, 128),
 }
 KEPT = ", weights' codes kept"
-SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # two shapes of torchao: DeepSeek-V3, Llama 4 (also 128000 tokens)
+SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # from torchao's benchmarks: DeepSeek-V3, and Llama 4
 MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # against bfloat16; in experts the noise of matmuls adds up
 STEPS, PARTS = Pace(0.3, 60_000, 1_000, 60_000), Pace(0.3, 30_000, 500, 30_000, rounds=3)
 REST = "the rest: activations, sums, zeros"

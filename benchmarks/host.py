@@ -1,10 +1,10 @@
 """Times the host's part of a plain call, with and without launch plans: `python benchmarks/host.py [OP ...]`.
 
-The tensors are so small that the GPU is faster than the host. A loop makes calls and does not wait for the GPU, so a
-call takes the time that the host needs for it. Each figure is the best of several loops, and all calls take turns.
+The tensors are so small that the GPU is faster than the host. A loop makes calls and does not wait for the GPU, so the
+time of a call is the time that the host needs. Each figure is the best of several loops, and all calls take turns.
 
-The bar of a call is 1.5 times the time of `torch.matmul`, plus `torch.empty` for each further output, plus 10 us for
-each further launch.
+The bar is the longest time that a call should take: 1.5 times the time of `torch.matmul`, plus `torch.empty` for each
+further output, plus 10 us for each further launch.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def publish(path: Path) -> None:
 
 
 def newest(run: Run) -> Run:
-    """What is stored of a run's device: the races of each op in the newest run that timed it."""
+    """The stored results of a run's device: for each op, the races of the newest run that timed the op."""
     runs = [other for path in RESULTS.glob("*.json") if (other := read(path)).device == run.device]
     if not runs:
         raise ValueError(f"results: no stored run of {run.device} in {RESULTS}")
@@ -299,7 +299,10 @@ def newest(run: Run) -> Run:
 
 
 def falls(new: Run, old: Run) -> Iterator[str]:
-    """Every ratio of ours to a limit or a peer that fell by more than FALL, or that is gone; a part's, of its ops."""
+    """Every ratio of our kernels to a limit or a peer that fell by more than FALL, or that is gone.
+
+    If the new run is only a part, the ops that it did not time are left out.
+    """
     now = {(race.op, race.case): race for race in new.races}
     ops = {race.op for race in new.races}
     for race in old.races:
@@ -321,7 +324,7 @@ def falls(new: Run, old: Run) -> Iterator[str]:
 
 
 def compare(new: Path, old: Path | None) -> int:
-    """Print what fell or is gone; 1 if anything did."""
+    """Print the figures that are wrong, gone or fallen. The exit code is 1 if there are any."""
     run = read(new)
     before = read(old) if old else newest(run)
     if run.device != before.device:

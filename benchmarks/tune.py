@@ -1,7 +1,7 @@
 """Race configurations of a kernel: `python benchmarks/tune.py OP [MxK | MxKxG ...]`.
 
 Each configuration is first checked against the reference. Write the winners into the kernels' CONFIGS by hand, and put
-the output of the run into the commit. The race also has a copy and a bare cast. For `mx_quantize_groups` it has
+the output of the run into the commit. The race also has a copy and a bare cast. For `mx_quantize_groups` it also has
 `mx_quantize` on tokens that are already padded, which shows the cost of the padding in the fused kernel.
 """
 
@@ -98,7 +98,7 @@ def quantize_columns(rows: Collection[int] = (128, 256)) -> Iterator[Choice]:
 
 
 def fp8_rows(triton: Any, helion: Any, which: str, dims: int) -> Iterator[Choice]:
-    """For blocks that lie along memory: the number of rows of 128 in a program, and of its warps.
+    """For blocks that lie along memory: the number of blocks of 128 in a program, and the number of its warps.
 
     A Helion program has `dims` dimensions of rows and blocks.
     """

@@ -1,6 +1,6 @@
 """Race configurations of fp8_gemm's kernels, DeepGEMM and cuBLAS: `python benchmarks/tune_matmul.py [MxNxK ...]`.
 
-`MxNxK` is a matmul of 1x128 by 128x128 blocks to bfloat16, and `wgrad:MxNxK` one of 1x128 by 1x128 blocks to fp32.
+`MxNxK` is a matmul of 1x128 by 128x128 blocks to bfloat16, and `wgrad:MxNxK` a matmul of 1x128 by 1x128 blocks to fp32.
 Each configuration is first checked in another process with a time limit, because a kernel with wrong barriers never
 ends. The right configurations then race in one interleaved loop. Write the winners into the kernel's TILES by hand.
 `--only TEXT` tries only the configurations with the text in their names.

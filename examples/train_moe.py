@@ -2,9 +2,10 @@
 
     python examples/train_moe.py [--steps 1000] [--seeds 3] [--recipes mxfp8_rceil bf16 ...] [--plot differences.png]
 
-The text is that of `train_char_model.py`: the model predicts a character from the CONTEXT ones before, by an embedding,
-a Linear, layers of EXPERTS experts of which a router takes TOP for each token, and a Linear. `mxspec.nn.convert` makes
-the Linears and experts train by the recipe; what it leaves stays bfloat16, and is printed.
+The text is the text of `train_char_model.py`. The model predicts a character from the CONTEXT characters before it. It
+has an embedding, a Linear, layers of EXPERTS experts, and a Linear. In each layer a router takes TOP experts for each
+token. `mxspec.nn.convert` makes the Linears and experts train by the recipe. The modules that it leaves out stay
+bfloat16, and are printed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x)
         weight, expert = self.router(tokens).float().softmax(-1).topk(TOP)  # (T, TOP)
-        # Each token TOP times, sorted by expert, and where each expert's end: all of it on the device.
+        # The experts get each token TOP times, sorted by expert. `offs` is the end of each expert's tokens. All of this
+        # is computed on the device.
         of_expert, order = expert.flatten().sort(stable=True)
         numbers = torch.arange(EXPERTS, device=x.device)
         offs = torch.searchsorted(of_expert, numbers, right=True, out_int32=True)
@@ -99,7 +101,7 @@ def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-        if step == 0:  # which compiles kernels
+        if step == 0:  # the first step compiles kernels, so it is not timed
             float(losses[0])
             began = time.perf_counter()
     values = torch.stack(losses).tolist()
@@ -131,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=1000)
     p.add_argument("--batch", type=int, default=1024)
-    p.add_argument("--seeds", type=int, default=1, help="how many: of the parameters and of the batches")
+    p.add_argument("--seeds", type=int, default=1, help="the number of seeds; a seed sets parameters and batches")
     p.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="RECIPE")
     p.add_argument("--plot", metavar="FILE", help="a picture of the differences to bf16; needs matplotlib")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

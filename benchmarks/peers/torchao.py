@@ -46,7 +46,7 @@ def _tuned(kernel: Any, call: Callable[[], Any]) -> Any:
     """Call an autotuned Triton kernel.
 
     torchao's kernels race up to 45 configurations anew for every K. Here the first tuning races all of them, after they
-    were compiled in threads. Later tunings race only its best four.
+    were compiled in threads. Later tunings race only the best four configurations of the first.
     """
     if kernel in _TUNED:
         return call()

@@ -97,7 +97,7 @@ class Format:
         return False
 
     def fuses_swiglu(self, x: Tensor) -> bool:
-        """Whether `swiglu` and `swiglu_backward` exist for experts with these tokens: ops that write no values."""
+        """Whether `swiglu` and `swiglu_backward` exist for these tokens: ops that write codes and no values."""
         return False
 
     def swiglu(self, gate_up: Tensor, offs: Tensor) -> Tokens:
@@ -109,7 +109,7 @@ class Format:
         raise NotImplementedError
 
     def activations(self, x: Tensor, offs: Tensor | None, weight_needs_grad: bool) -> Tokens:
-        """The codes of x for the forward, and those for wgrad if the forward saves them."""
+        """The codes of x for the forward, and the codes for wgrad if the forward saves them."""
         along_tokens = torch.is_grad_enabled() and weight_needs_grad and self.saves_codes(offs)
         return self.tokens(x.detach(), offs, torch.float8_e4m3fn, True, along_tokens)
 

@@ -33,7 +33,7 @@ def swiglu_experts(
 
 
 class _SwigluExperts(torch.autograd.Function):
-    """The outputs after the first are what the backward needs of the forward. They have no gradient."""
+    """The first output is the experts' output. The other outputs are for the backward only, and have no gradient."""
 
     @staticmethod
     def forward(
@@ -57,7 +57,7 @@ class _SwigluExperts(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         dgrad, wgrad, wgrad_down = ctx.needs_input_grad[:3]
         x_codes, x_scale, *_ = tokens.columns or (None, None)
-        inner = dgrad or wgrad  # the gradient goes on below w_down
+        inner = dgrad or wgrad  # the gradient of gate_up is needed
         ctx.watch = None
         if by.watch is not None:
             of_first = by.watch.product(by, x, w_gate_up, offs, tokens, dgrad)
@@ -112,7 +112,7 @@ class _SwigluExperts(torch.autograd.Function):
 
 
 class Swiglu(torch.autograd.Function):
-    """`silu(gate) * up` of `(M, 2I)` by PyTorch's kernels. Its backward writes both halves in place of a `cat`."""
+    """`silu(gate) * up` of `(M, 2I)` by PyTorch's kernels. Its backward concatenates the gradients of gate and up."""
 
     @staticmethod
     def forward(gate_up: Tensor, name: str) -> Tensor:

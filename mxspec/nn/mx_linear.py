@@ -2,7 +2,8 @@
 
 Each tensor is read once and quantized along both of its dimensions. This happens to x and the weight in the forward,
 and to the gradient of the output in the backward. The forward saves the codes of x along the tokens for the backward,
-one byte per element.
+one byte per element. With `wgrad_bf16`, x and the gradient of the output are quantized along the features only, and the
+forward saves x.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class MXLinear(QuantizedLinear):
         Returns `(..., N)` in the dtype of x (after the cast). The gradient of the weight is summed in fp32 and rounded
             once, to the weight's dtype.
 
-    Special values: a NaN or an Inf in a token makes the token's output NaN. A NaN or an Inf in the weight makes the
-        output column of its row NaN.
+    Special values: a NaN or an Inf in a token makes the token's output NaN. A NaN or an Inf in a row of the weight
+        makes the output column of this row NaN.
 
     Raises:
         TypeError: the input is no tensor, or a dtype is neither bfloat16 nor float32.

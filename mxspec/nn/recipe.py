@@ -8,8 +8,8 @@ import torch
 
 from mxspec.formats import FP8_BLOCK_SIZE, FP8_DTYPES, MX_BLOCK_SIZE, SCALINGS
 
-# For each format, the number that N and K must be multiples of. bf16 has mxfp8's, so that a model can change between
-# the two.
+# For each format, the number that N and K must be multiples of. bf16 has the number of mxfp8, so that a model can
+# change between the two formats.
 BLOCK_SIZES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_BLOCK_SIZE, "bf16": MX_BLOCK_SIZE}
 
 

@@ -178,8 +178,9 @@ def mx_tile(
     q_row, s_row = outputs(M, K) if with_rows else (q_col, s_col)
     if x.numel():
         # Grid order: along the rows first, so that neighbouring programs write neighbouring bytes of the columns'
-        # results. Within a strip, programs first run along its tiles of a row, for the bytes of the rows' results. A grid of three
-        # dimensions needs no divisions to find a program's place, but two of its dimensions hold at most 65535.
+        # results. Within a strip, programs first run along its tiles of a row, for the bytes of the rows' results. A
+        # grid of three dimensions needs no divisions to find a program's place, but two of its dimensions hold at most
+        # 65535.
         pid_type = "xyz" if max(E, k_tiles // strip) < 65536 else "flat"
         launch(
             _mx_tile, {(9, 0): on_grid(3, num_warps, pid_type)}, x.as_strided((extent(x),), (1,)),
