@@ -31,9 +31,11 @@ from torch import Tensor
 from mxspec import dispatch
 from mxspec.formats import same_bits
 from mxspec.rules._recorded import Probe, matches, probes
+from mxspec.rules._round_trips import RoundTrips
+from mxspec.rules._round_trips import fixed_points as _fixed_points
 from mxspec.spec import outputs_of
 
-__all__ = ["Probe", "explaining", "matches", "peers", "probes", "report"]
+__all__ = ["Probe", "RoundTrips", "explaining", "fixed_points", "matches", "peers", "probes", "report"]
 
 # The options that change numbers. All other options choose a layout, and probe blocks are compared in the plain layout.
 _RULES = ("scaling", "scale_format", "eps")
@@ -47,7 +49,7 @@ def peers() -> tuple[str, ...]:
 
     >>> from mxspec import rules
     >>> [peer for peer in peers() if hasattr(getattr(rules, peer), "fp8_quantize_1x128")]
-    ['deepgemm', 'te', 'te_reference', 'torchao']
+    ['compressed_tensors', 'deepgemm', 'deepseek', 'te', 'te_reference', 'torchao', 'transformers']
     """
     return tuple(sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py")))
 
@@ -57,6 +59,38 @@ def __getattr__(name: str) -> ModuleType:
     if name in peers():
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"mxspec.rules has no peer {name!r}; it has {', '.join(peers())}")
+
+
+def fixed_points(peer: str, op: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> RoundTrips:
+    """Quantize, read back and quantize again, for every mantissa of a block's largest magnitude, `amax`.
+
+    A rule is a fixed point if the second quantization gives the scale of the first. If a scale is not a power of two,
+    its last bit may move although every code stays. If it is a power of two, it may fall by one while the values stay,
+    because an amax just above a power of two may be rounded down to it.
+
+    Args:
+        peer: a name in `peers()`, or `contract`.
+        op: `mx_quantize`, `fp8_quantize_1x128` or `fp8_quantize_128x128`.
+        dtype: the dtype in which the values are kept between the two quantizations. torch.float32 tries 2^23 amaxes,
+            from 1 up to 2; torch.bfloat16 tries 128.
+        **options: `scale_format` of an FP8 op; `elem_dtype` and, for the contract, `scaling` of `mx_quantize`.
+
+    Returns:
+        The number of blocks tried, of moved scales and of moved largest values, and the first amax whose scale moves.
+
+    Raises:
+        AttributeError: no peer has this name.
+        NotImplementedError: the peer has no rule for the op, or none of this kind.
+        TypeError: dtype is another dtype, or the op has no such option.
+        ValueError: op is another op.
+
+    Example:
+        >>> fixed_points("deepseek", "fp8_quantize_128x128", dtype=torch.bfloat16)
+        RoundTrips(blocks=128, scales=0, values=0, first=None)
+
+    Source: mxspec; the rules are those of the peers' files.
+    """
+    return _fixed_points(None if peer == _CONTRACT else __getattr__(peer), op, dtype, options)
 
 
 def explaining(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], got: Any) -> list[str]:

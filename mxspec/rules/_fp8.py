@@ -16,10 +16,17 @@ from mxspec.reference.fp8_quantize_128x128 import check_args as check_128x128
 # A rule takes blocks, the dimensions of one block, scale_format and eps. It returns the factor that multiplies elements
 # and the scale that is stored; in both, the dimensions of the block have size 1.
 Rule = Callable[[Tensor, tuple[int, ...], str, float], tuple[Tensor, Tensor]]
+# How a peer applies the factor to the blocks, before the cast.
+Scaled = Callable[[Tensor, Tensor], Tensor]
+
+
+def multiplied(blocks: Tensor, factor: Tensor) -> Tensor:
+    """The elements times the factor, in fp32."""
+    return blocks.float() * factor
 
 
 def quantize_1x128(
-    x: Tensor, axis: int, scale_format: str, scale_major: str, eps: float, rule: Rule
+    x: Tensor, axis: int, scale_format: str, scale_major: str, eps: float, rule: Rule, scaled: Scaled = multiplied
 ) -> tuple[Tensor, Tensor]:
     """`fp8_quantize_1x128` with a peer's rule, in the contract's layouts; eps may have any value."""
     check_1x128(x, axis=axis, scale_format=scale_format, scale_major=scale_major)
@@ -27,13 +34,15 @@ def quantize_1x128(
         x = x.mT
     blocks = x.contiguous().unflatten(-1, (x.shape[-1] // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE))  # (M, K/128, 128)
     factor, stored = rule(blocks, (-1,), scale_format, eps)
-    qdata, scale = saturating_cast(blocks.float() * factor, E4M3FN).flatten(-2), stored.squeeze(-1)
+    qdata, scale = saturating_cast(scaled(blocks, factor), E4M3FN).flatten(-2), stored.squeeze(-1)
     if scale_major == "mn":
         scale = scale.mT.contiguous().mT
     return qdata.mT if axis == -2 else qdata, scale
 
 
-def quantize_128x128(w: Tensor, scale_format: str, eps: float, with_transpose: bool, rule: Rule) -> tuple[Tensor, ...]:
+def quantize_128x128(
+    w: Tensor, scale_format: str, eps: float, with_transpose: bool, rule: Rule, scaled: Scaled = multiplied
+) -> tuple[Tensor, ...]:
     """`fp8_quantize_128x128` with a peer's rule, in the contract's layouts; eps may have any value."""
     check_128x128(w, scale_format=scale_format, with_transpose=with_transpose)
     *lead, N, K = w.shape
@@ -41,7 +50,7 @@ def quantize_128x128(w: Tensor, scale_format: str, eps: float, with_transpose: b
     padded = pad(w, (0, 0, 0, rows * FP8_BLOCK_SIZE - N))  # zeros do not change amax
     blocks = padded.reshape(*lead, rows, FP8_BLOCK_SIZE, K // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
     factor, stored = rule(blocks, (-3, -1), scale_format, eps)
-    codes = saturating_cast(blocks.float() * factor, E4M3FN)
+    codes = saturating_cast(scaled(blocks, factor), E4M3FN)
     outputs: tuple[Tensor, ...] = codes.reshape(*padded.shape)[..., :N, :].contiguous(), stored.squeeze(-1).squeeze(-2)
     if with_transpose:
         outputs += tuple(t.mT.clone(memory_format=torch.contiguous_format) for t in outputs)

@@ -93,8 +93,10 @@ def test_no_peer_without_a_record_explains_e2m1():
     got = mx_quantize(x, elem_dtype="e2m1", scaling="floor", backend="reference")
     assert rules.explaining("mx_quantize", (x,), {"elem_dtype": "e2m1", "scaling": "floor"}, got) == [
         "contract",
+        "compressed_tensors, scaling='even'",  # the largest magnitudes of these blocks are below 1.75 * 2^k
         "gfloat",
         "microxcaling",
+        "modelopt, scaling='rceil'",  # and no number lies between two values
         "ocp",
         "torchao",
         "torchao_0_18",
@@ -188,9 +190,10 @@ def test_a_preset_has_the_ops_signature_a_source_and_words_for_what_it_lacks(pee
 def test_the_first_word_goes_to_what_was_asked():
     x = torch.randn(4, 64) * torch.tensor([1.0, 2.0**-130]).repeat_interleave(32)
     x[1, 3], x[2, 5] = torch.inf, 3.9
-    assert rules.explaining("mx_quantize", (x,), {}, rules.te.mx_quantize(x)) == ["te"]
+    assert rules.explaining("mx_quantize", (x,), {}, rules.te.mx_quantize(x)) == ["modelopt", "te"]
     assert rules.explaining("mx_quantize", (x,), {"scaling": "floor"}, rules.te.mx_quantize(x)) == [
-        "te, scaling='rceil'"
+        "modelopt, scaling='rceil'",
+        "te, scaling='rceil'",
     ]
     assert rules.explaining("mx_quantize", (x,), {}, mx_quantize(x)) == ["contract", "torchao"]
     assert rules.explaining("mx_quantize", (x,), {}, mx_quantize(x, scaling="floor"))[0] == "contract, scaling='floor'"
@@ -219,5 +222,5 @@ def test_explaining_changes_no_inputs():
 
 
 def test_an_unknown_peer_is_named():
-    with pytest.raises(AttributeError, match="no peer 'nobody'; it has deepgemm, gfloat"):
+    with pytest.raises(AttributeError, match="no peer 'nobody'; it has compressed_tensors, deepgemm, deepseek, gfloat"):
         rules.nobody  # noqa: B018

@@ -1,0 +1,92 @@
+"""compressed-tensors (vLLM project): FP8 blocks with the scale in the weight's dtype; MX with a fold at 1.75."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import E2M1, E4M3FN, E8M0FNU, ElementFormat
+from mxspec.reference.common.numerics import saturating_cast
+from mxspec.rules import _fp8, _mx
+
+NAME = "compressed-tensors"
+RECORDED = {"mx": {"ct020": {"scaling": "even"}}, "blk": {"ct020blk": {"scale_format": "fp32"}}}
+
+
+def mx_quantize(
+    x: Tensor,
+    *,
+    axis: int = -1,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "even",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor]:
+    """Adds a quarter to the mantissa of amax, then takes floor's scale: from 1.75 * 2^k up, amax counts as 2^(k+1).
+
+    That is the contract's `even` for e2m1. For e4m3fn it is another rule, because the contract's `even` rounds to the
+    three mantissa bits of e4m3fn. Minus zero becomes plus zero, because a zero point of 0 is added. An amax that counts
+    as 2^128, an Inf or a NaN gives byte 127; the finite elements of its block become zeros, and the others NaN. In e2m1
+    the preset refuses an Inf or a NaN, because the format has none.
+
+    Source: compressed-tensors 0.20.0, quantization/utils/mxfp_utils.py (`generate_mx_scales`, `round_to_power_2`),
+        quantization/utils/fp4_utils.py (`cast_to_fp4`).
+    """
+    return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, _rule, NAME, RECORDED["mx"])
+
+
+def _rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
+    _no_float16("mx_quantize", blocks)
+    blocks = blocks.float()
+    amax = blocks.abs().amax(-1, keepdim=True)
+    if fmt is E2M1 and not amax.isfinite().all():
+        raise ValueError(f"mx_quantize: {NAME} has no rule for an Inf or a NaN in e2m1; needs finite numbers")
+    power = (amax.view(torch.int32) + (1 << 21)) >> 23  # 2^21 is a quarter of the mantissa
+    byte = (power - fmt.emax).clamp(min=0)
+    beyond = (power == 255) | ~amax.isfinite()
+    scale = torch.where(beyond, torch.inf, (byte - E8M0FNU.bias).float().exp2())
+    return saturating_cast(blocks / scale + 0.0, fmt), torch.where(beyond, 127, byte)
+
+
+def fp8_quantize_1x128(
+    x: Tensor, *, axis: int = -1, scale_format: str = "fp32", scale_major: str = "k", eps: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`amax / 448` in the dtype of x, and `x / scale` in that dtype: in bfloat16 both are rounded to 8 bits.
+
+    The scale is returned in fp32, which holds it exactly. A scale that is 0 becomes the epsilon of the dtype, and minus
+    zero becomes plus zero.
+    compressed-tensors has no eps; eps here raises amax.
+
+    Source: compressed-tensors 0.20.0, quantization/utils/helpers.py (`calculate_qparams`),
+        quantization/lifecycle/forward_helpers.py (`_quantize`).
+    """
+    return _fp8.quantize_1x128(x, axis, scale_format, scale_major, eps, _factor, _scaled)
+
+
+def fp8_quantize_128x128(
+    w: Tensor, *, scale_format: str = "fp32", eps: float = 0.0, with_transpose: bool = False
+) -> tuple[Tensor, ...]:
+    """The rule of `fp8_quantize_1x128`, over a square.
+
+    Source: as for `fp8_quantize_1x128`.
+    """
+    return _fp8.quantize_128x128(w, scale_format, eps, with_transpose, _factor, _scaled)
+
+
+def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float) -> tuple[Tensor, Tensor]:
+    if scale_format != "fp32":
+        raise NotImplementedError(f"fp8_quantize: {NAME} has no scale_format = {scale_format!r}; needs 'fp32'")
+    _no_float16("fp8_quantize", blocks)
+    amax = blocks.abs().amax(dims, keepdim=True).clamp(min=eps)
+    scale = amax / torch.full_like(amax, E4M3FN.max)
+    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    return scale, scale.float()
+
+
+def _scaled(blocks: Tensor, factor: Tensor) -> Tensor:
+    return (blocks / factor).float() + 0.0  # a zero point of 0
+
+
+def _no_float16(op: str, blocks: Tensor) -> None:
+    """In float16 the scales of compressed-tensors underflow, and nothing was recorded."""
+    if blocks.dtype == torch.float16:
+        raise NotImplementedError(f"{op}: {NAME} has no recorded result for float16; needs bfloat16 or float32")
