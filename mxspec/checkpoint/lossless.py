@@ -1,6 +1,6 @@
 """Changes of format that keep every value, proven block by block.
 
-Each function returns the new tensors, or a `NotLossless`, which counts the blocks that would change and names the first.
+Each function returns the new tensors, or a `NotLossless`: the number of blocks that would change, and the first one.
 """
 
 from __future__ import annotations
