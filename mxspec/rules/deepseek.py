@@ -37,7 +37,10 @@ def fp8_quantize_128x128(
 
 
 def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float) -> tuple[Tensor, Tensor]:
-    amax = torch.where(blocks.isnan(), 0, blocks.float().abs()).amax(dims, keepdim=True).clamp(min=eps)
+    amax = blocks.abs().amax(dims, keepdim=True)
+    if bool(amax.isnan().any()):  # tl.max takes the operand that is a number
+        amax = torch.where(blocks.isnan(), 0, blocks.abs()).amax(dims, keepdim=True)
+    amax = amax.float().clamp(min=eps)
     stored = amax / torch.full_like(amax, E4M3FN.max)
     if scale_format == "pow2":
         stored = stored.log2().ceil().exp2()

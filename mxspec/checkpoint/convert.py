@@ -1,0 +1,166 @@
+"""Convert a checkpoint from one family to another: tensor by tensor, with a manifest of every tensor's digest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mxspec.checkpoint import pairs, work
+from mxspec.checkpoint.finish import finish, installed_version
+from mxspec.checkpoint.reading import Checkpoint, CheckpointError
+from mxspec.checkpoint.resume import Progress, source_digest
+from mxspec.checkpoint.shards import ShardWriter
+from mxspec.checkpoint.targets import SQUARE, TARGETS
+from mxspec.checkpoint.units import PLAIN_DTYPES, Unit, units
+from mxspec.checkpoint.work import Options, Work
+
+# Weights that loaders expect in bfloat16, whatever the family.
+NEVER = ("*embed*", "*lm_head*", "*norm*", "*.mlp.gate.weight", "*.gate.wg.weight", "*router*", "*.conv*")
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str,
+    scales: str | None = None,
+    rule: str = "contract",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    allow_lossy: bool = False,
+    workers: int = 2,
+    progress: Callable[[Sequence[str]], Iterable[str]] = lambda shards: shards,
+) -> dict[str, Any]:
+    """Write a checkpoint in another family. The source is only read.
+
+    Plain weights are quantized by `rule`. Quantized weights keep their values, which is proven block by block; a weight
+    that cannot keep them is refused, or with `allow_lossy` quantized again. bf16 holds what every loader computes,
+    `bfloat16(fp32(q * scale))`. Embeddings, `lm_head`, norms and routers are copied. A shard has its name only when it
+    is whole. A second call with the same arguments goes on where an interrupted one stopped.
+
+    Args:
+        src: a directory of safetensors files with config.json.
+        dst: a new directory, not inside src.
+        to: a family: `bf16`, `fp8_block`, `mxfp8`, `ct_fp8_block`, `ct_mxfp8`, `ct_mxfp4`, `gptoss_mxfp4`,
+            `modelopt_mxfp8` or `modelopt_mxfp4`.
+        scales: `fp32` or `ue8m0` (powers of two) for FP8 blocks; the default is fp32. The MX families have ue8m0.
+        rule: `contract`, or a peer in `mxspec.rules.peers()` that quantizes to the family's scheme.
+        include: globs; if there are any, only tensors with a name that matches one are quantized.
+        exclude: globs; tensors with a name that matches one are bfloat16 in dst.
+        allow_lossy: quantize a weight again if its values cannot be kept. The manifest says so.
+        workers: the number of threads.
+        progress: wraps the list of shards, as `mxspec.console.progress` does.
+
+    Returns:
+        The manifest, as in `mxspec_manifest.json`: the options, the warnings, and for each tensor its shard, dtype,
+        shape, SHA-256, sources, rule, and whether its values are those of the source.
+
+    Raises:
+        CheckpointError: the source cannot be read as a checkpoint, no loader reads the family of this model, dst holds
+            other files, or a weight cannot keep its values.
+        OSError: reading or writing failed, for example on a full disk. The message names the shards that are missing.
+        ValueError: an argument has another value.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from safetensors.torch import save_file
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> (folder / "a").mkdir()
+        >>> save_file({"q_proj.weight": torch.ones(128, 128).bfloat16()}, folder / "a/model.safetensors")
+        >>> _ = (folder / "a/config.json").write_text('{"model_type": "llama"}')
+        >>> manifest = convert(folder / "a", folder / "b", to="fp8_block", scales="ue8m0", rule="deepseek")
+        >>> list(manifest["tensors"])
+        ['q_proj.weight', 'q_proj.weight_scale_inv']
+
+    Source: mxspec; the families are described in docs/guides/checkpoints.md.
+    """
+    options = _checked(to, scales, rule, allow_lossy)
+    source, target = Path(src), Path(dst)
+    _refuse_overlap(source, target)
+    checkpoint = Checkpoint.open(source)
+    if why := pairs.refusal(checkpoint.config, to):
+        raise CheckpointError(f"convert: {why}")
+    plan = [_work(checkpoint, unit, options, include, exclude) for unit in units(checkpoint)]
+    made = [w for w in plan if w.note["how"] != "copied"]
+    if not made:
+        raise CheckpointError(f"convert: no weight of {source} is to be changed; needs other globs, or another family")
+    job = {
+        "to": to,
+        "scales": options.scales,
+        "rule": rule,
+        "include": list(include),
+        "exclude": list(exclude),
+        "allow_lossy": allow_lossy,
+        "mxspec": installed_version(),
+        "source": source_digest(checkpoint),
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    state = Progress(target, job)
+    shards = list(dict.fromkeys(checkpoint.tensors[w.unit.codes].shard for w in plan))
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for shard in progress(shards):
+            mine = [w for w in plan if checkpoint.tensors[w.unit.codes].shard == shard]
+            if not state.has(shard):
+                try:
+                    state.add(shard, mine, _write(pool, target / shard, mine))
+                except OSError as error:
+                    missing = [s for s in shards if not state.has(s)]
+                    raise OSError(f"convert: {error}; missing in {target}: {', '.join(missing)}") from error
+    return finish(checkpoint, target, plan, shards, state, options.to, options.scales)
+
+
+def _checked(to: str, scales: str | None, rule: str, allow_lossy: bool) -> Options:
+    if to not in TARGETS:
+        raise ValueError(f"convert: no family is named {to!r}; there are {', '.join(TARGETS)}")
+    square = TARGETS[to].scheme == SQUARE
+    if scales not in (None, "ue8m0") and not (square and scales == "fp32"):
+        raise ValueError(f"convert: {to} has no scales {scales!r}; needs {'fp32 or ' if square else ''}ue8m0")
+    scales = scales or ("fp32" if square else "ue8m0")
+    if scheme := TARGETS[to].scheme:
+        work.quantizer(scheme, rule, scales)  # raises if the rule does not quantize to the scheme
+    return Options(to, scales, rule, allow_lossy)
+
+
+def _refuse_overlap(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        raise CheckpointError(f"convert: {source} is no directory; needs a directory of safetensors files")
+    a, b = source.resolve(), target.resolve()
+    if b == a or a in b.parents:
+        raise CheckpointError(f"convert: {target} is {source} or lies inside it; needs a directory elsewhere")
+
+
+def _work(checkpoint: Checkpoint, unit: Unit, options: Options, include: Sequence[str], exclude: Sequence[str]) -> Work:
+    chosen = _matches(unit, include) if include else not _matches(unit, NEVER)
+    scheme = TARGETS[options.to].scheme
+    if unit.scheme:
+        keep = scheme and not _matches(unit, exclude) and (not include or _matches(unit, include))
+        return work.changed(checkpoint, unit, options) if keep else work.dequantized(checkpoint, unit)
+    fits = unit.packed if TARGETS[options.to].packed else unit.codes.endswith(".weight") and len(unit.shape) == 2
+    if scheme and fits and chosen and not _matches(unit, exclude):
+        whole = scheme == SQUARE or unit.shape[-1] % 32 == 0
+        if whole and checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES:
+            return work.quantized(checkpoint, unit, options)
+    return work.copied(checkpoint, unit)
+
+
+def _matches(unit: Unit, globs: Sequence[str]) -> bool:
+    return any(fnmatch(name, glob) for glob in globs for name in (unit.codes, unit.module))
+
+
+def _write(pool: ThreadPoolExecutor, path: Path, works: list[Work]) -> dict[str, str]:
+    """Write a shard; the largest weights first, so that the threads end together."""
+    writer = ShardWriter(path, [planned for w in works for planned in w.planned])
+    try:
+        ordered = sorted(works, key=lambda w: -sum(p.nbytes for p in w.planned))
+        for _ in pool.map(lambda w: w.run(writer.write), ordered):
+            pass
+    except BaseException:
+        writer.abandon()
+        raise
+    return dict(writer.finish())

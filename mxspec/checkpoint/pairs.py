@@ -1,0 +1,57 @@
+"""Which loaders read a family of a model: pairs that nobody reads are refused, others carry a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mxspec.checkpoint.targets import SQUARE, TARGETS
+
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
+
+def refusal(config: Mapping[str, Any], family: str) -> str | None:
+    """Why no loader reads this family of this model; None if one does."""
+    gptoss = config.get("model_type") == "gpt_oss"
+    if TARGETS[family].packed and not gptoss:
+        return (
+            f"{family} of model_type {config.get('model_type')!r}: transformers and vLLM read it for gpt_oss alone, "
+            "and load raw codes otherwise"
+        )
+    if gptoss and family not in ("bf16", "gptoss_mxfp4"):
+        return f"{family} of gpt_oss: transformers loads the raw codes of the fused experts; needs gptoss_mxfp4 or bf16"
+    return None
+
+
+def warnings(
+    config: Mapping[str, Any], family: str, scales: str, shapes: Iterable[tuple[str, tuple[int, ...]]]
+) -> list[str]:
+    """The traps of the loaders that read a family, for the quantized weights with these names and shapes."""
+    target, said = TARGETS[family], []
+    experts = any(config.get(key) for key in EXPERT_KEYS)
+    shapes = list(shapes)
+    if target.method == "compressed-tensors" and experts:
+        said.append(
+            f"transformers with compressed-tensors does not read {family} experts of {config.get('model_type')}: it "
+            "loads raw codes or raises; vLLM reads them"
+        )
+    if target.method == "modelopt":
+        said.append(f"transformers has no loader of {family}; vLLM, SGLang and TensorRT-LLM read ModelOpt's MXFP8")
+        if target.scheme == "mxfp4":
+            said.append("no loader is known that reads quant_algo mxfp4; ModelOpt's own tensor class does")
+    if target.scheme == SQUARE:
+        wrong = [(name, shape) for name, shape in shapes if any(n > 128 and n % 128 for n in shape[-2:])]
+        if wrong and target.method == "fp8":
+            name, shape = wrong[0]
+            said.append(
+                f"{len(wrong)} weights have a partial block, the first is {name} {tuple(shape[-2:])}: transformers "
+                "takes the block from the shape of the scales, and reads such a weight wrong or raises"
+            )
+        if wrong and target.method != "fp8":
+            said.append(f"{len(wrong)} weights have a partial block: the first is {wrong[0][0]}; forward may raise")
+        if scales == "fp32":
+            said.append(
+                "vLLM and SGLang quantize fp32 scales again to powers of two when they use DeepGEMM; scales ue8m0 are "
+                "taken unchanged"
+            )
+    return said

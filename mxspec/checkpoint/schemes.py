@@ -1,0 +1,146 @@
+"""The schemes of block-scaled weights, without names: what a weight's codes and scales are, and the ways between them.
+
+Every family of checkpoints stores one of these schemes under its own names. A weight is `(N, K)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mxspec import dispatch, rules
+from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, mxfp4_to_fp8_blocks, retype
+from mxspec.formats import E2M1, E4M3FN, E8M0FNU, FP8_BLOCK_SIZE, MX_BLOCK_SIZE
+from mxspec.reference.common.numerics import widened
+
+CONTRACT = "contract"
+SCALE_FORMAT = {"fp32": "fp32", "ue8m0": "pow2"}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The op that quantizes to a scheme, its options, and the rows and columns of a block."""
+
+    op: str
+    options: dict[str, Any]
+    block: tuple[int, int]
+
+
+SCHEMES = {
+    "fp8_128x128": Scheme("fp8_quantize_128x128", {}, (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)),
+    "mxfp8": Scheme("mx_quantize", {"elem_dtype": E4M3FN.name}, (1, MX_BLOCK_SIZE)),
+    "mxfp8_32x32": Scheme("mx_quantize", {"elem_dtype": E4M3FN.name}, (MX_BLOCK_SIZE, MX_BLOCK_SIZE)),
+    "mxfp4": Scheme("mx_quantize", {"elem_dtype": E2M1.name}, (1, MX_BLOCK_SIZE)),
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A quantized weight.
+
+    Attributes:
+        scheme: a name in `SCHEMES`.
+        codes: `(N, K)` float8_e4m3fn, or for mxfp4 `(N, K/2)` uint8 with the even K in the low nibble.
+        scale: the grid of the blocks. fp8_128x128: float32, bfloat16, float8_e8m0fnu or uint8 (E8M0 bytes). The other
+            schemes: uint8.
+    """
+
+    scheme: str
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        N, stored = self.codes.shape
+        return N, stored * 2 if self.scheme == "mxfp4" else stored
+
+    def values(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """The values of some rows, `fp32(q * scale)` rounded to dtype; `rows` starts at a multiple of 128."""
+        height, width = SCHEMES[self.scheme].block
+        start = rows.start or 0
+        codes = self.codes[rows]
+        stop = start + codes.shape[0]
+        scale = self.scale[start // height : -(-stop // height)]
+        scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+        scale = scale.repeat_interleave(height, 0)[: codes.shape[0]]
+        q = widened(codes, E2M1 if self.scheme == "mxfp4" else E4M3FN)
+        K = q.shape[1]
+        blocks = pad(q, (0, -K % width)).unflatten(1, (-1, width))
+        return (blocks * scale.unsqueeze(-1)).flatten(1)[:, :K].to(dtype)
+
+
+def quantizer(scheme: str, rule: str, scales: str) -> Any:
+    """The function of a rule that quantizes to a scheme: from `(N, K)` numbers to `(codes, scale)`.
+
+    Raises:
+        ValueError: no rule has this name, or the rule has no function for the scheme.
+    """
+    chosen = SCHEMES[scheme]
+    if rule != CONTRACT and rule not in rules.peers():
+        raise ValueError(f"convert: no rule is named {rule!r}; there are {CONTRACT}, {', '.join(rules.peers())}")
+    having = [peer for peer in rules.peers() if hasattr(getattr(rules, peer), chosen.op)]
+    if rule != CONTRACT and rule not in having:
+        raise ValueError(
+            f"convert: the rule {rule!r} does not quantize to {scheme}; {CONTRACT}, {', '.join(having)} do"
+        )
+    function = dispatch.reference(chosen.op) if rule == CONTRACT else getattr(getattr(rules, rule), chosen.op)
+    options = dict(chosen.options)
+    if chosen.op == "fp8_quantize_128x128":
+        options["scale_format"] = SCALE_FORMAT[scales]
+
+    def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+        K = x.shape[1]
+        codes, scale = function(pad(x, (0, -K % chosen.block[1])), **options)
+        per_byte = 2 if scheme == "mxfp4" else 1
+        codes = codes.view(torch.uint8)[:, : K // per_byte]
+        if scheme != "fp8_128x128":
+            return (codes if scheme == "mxfp4" else codes.view(E4M3FN.dtype)), scale.view(torch.uint8)
+        return codes.view(E4M3FN.dtype), scale
+
+    return quantize
+
+
+def strips(rows: int) -> Iterator[slice]:
+    """Slices of 128 rows, which no block crosses. Temporary tensors of a strip stay in a core's cache."""
+    for start in range(0, rows, FP8_BLOCK_SIZE):
+        yield slice(start, min(start + FP8_BLOCK_SIZE, rows))
+
+
+def keeping(blocks: Blocks, scheme: str, scale_dtype: torch.dtype | None = None) -> Blocks | NotLossless | None:
+    """The same values in another scheme; a NotLossless if some block would change; None if no way is known.
+
+    Args:
+        blocks: the weight.
+        scheme: the scheme to store.
+        scale_dtype: the dtype of the scales of fp8_128x128; None keeps it. The other schemes have uint8.
+    """
+    made: Any
+    if blocks.scheme == scheme:
+        made = blocks.codes, blocks.scale
+    elif (blocks.scheme, scheme) == ("mxfp4", "fp8_128x128"):
+        made = mxfp4_to_fp8_blocks(blocks.codes, blocks.scale)
+    elif scheme == "mxfp8" and blocks.scheme in ("fp8_128x128", "mxfp8_32x32"):
+        rows = blocks_to_rows(blocks.scale, blocks.shape, SCHEMES[blocks.scheme].block[0])
+        made = rows if isinstance(rows, NotLossless) else (blocks.codes, rows)
+    else:
+        return None
+    if isinstance(made, NotLossless):
+        return made
+    codes, scale = made
+    wanted = scale_dtype if scheme == "fp8_128x128" and scale_dtype else scale.dtype
+    if scheme != "fp8_128x128":
+        wanted = torch.uint8
+    if scale.dtype != wanted:
+        scale = retype(scale, wanted)
+    return scale if isinstance(scale, NotLossless) else Blocks(scheme, codes, scale)
+
+
+def is_power_of_two(scale: Tensor) -> bool:
+    """Whether E8M0 holds every scale, without NaN."""
+    stored = retype(scale, torch.uint8)
+    return isinstance(stored, Tensor) and not bool((stored == E8M0FNU.nan_code).any())

@@ -1,0 +1,126 @@
+"""The families that `convert` writes: the tensors of a weight, and the configuration that loaders want."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SQUARE = "fp8_128x128"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A family to write.
+
+    Attributes:
+        scheme: the scheme of its weights, a name in `schemes.SCHEMES`; None for plain bfloat16.
+        codes, scale: the names of the two tensors, with `{}` for the module.
+        method: `quant_method` of the configuration.
+        packed: uint8 codes are stored in 16 bytes for each block, and weights are transposed: gpt-oss's experts.
+    """
+
+    scheme: str | None
+    codes: str = "{}.weight"
+    scale: str = "{}.weight_scale_inv"
+    method: str = ""
+    packed: bool = False
+
+
+TARGETS = {
+    "bf16": Target(None),
+    "fp8_block": Target(SQUARE, method="fp8"),
+    "mxfp8": Target("mxfp8", method="mxfp8"),
+    "ct_fp8_block": Target(SQUARE, scale="{}.weight_scale", method="compressed-tensors"),
+    "ct_mxfp8": Target("mxfp8", scale="{}.weight_scale", method="compressed-tensors"),
+    "ct_mxfp4": Target("mxfp4", "{}.weight_packed", "{}.weight_scale", "compressed-tensors"),
+    "gptoss_mxfp4": Target("mxfp4", "{}_blocks", "{}_scales", "mxfp4", packed=True),
+    "modelopt_mxfp8": Target("mxfp8", scale="{}.weight_scale", method="modelopt"),
+    "modelopt_mxfp4": Target("mxfp4", scale="{}.weight_scale", method="modelopt"),
+}
+
+
+def quantization_config(family: str, plain: Sequence[str], scales: str) -> dict[str, Any] | None:
+    """The `quantization_config` of config.json, as the family's loaders read it.
+
+    Args:
+        family: a name in `TARGETS`.
+        plain: the modules whose weights are not quantized.
+        scales: `fp32` or `ue8m0`.
+
+    Returns:
+        A dictionary; None for bf16, and for ModelOpt's families, whose configuration is a file of its own.
+
+    Example:
+        >>> quantization_config("gptoss_mxfp4", ["lm_head"], "ue8m0")
+        {'quant_method': 'mxfp4', 'modules_to_not_convert': ['lm_head']}
+
+    Source: configurations of DeepSeek-V3, MiniMax-M3 and gpt-oss; compressed-tensors 0.20.0, `QuantizationConfig`.
+    """
+    target = TARGETS[family]
+    if target.method in ("", "modelopt"):
+        return None
+    if target.method == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": list(plain)}
+    if target.method == "compressed-tensors":
+        return _compressed_tensors(family, plain)
+    config: dict[str, Any] = {"quant_method": target.method, "fmt": "e4m3", "activation_scheme": "dynamic"}
+    config["weight_block_size"] = [128, 128] if target.scheme == SQUARE else [1, 32]
+    if target.scheme != SQUARE or scales == "ue8m0":
+        config["scale_fmt"] = "ue8m0"
+    return {**config, "modules_to_not_convert": list(plain)}
+
+
+def _compressed_tensors(family: str, plain: Sequence[str]) -> dict[str, Any]:
+    """What `QuantizationConfig.model_dump` gives for the presets FP8_BLOCK, MXFP8 and MXFP4A16."""
+    group: dict[str, Any] = {"num_bits": 4 if family == "ct_mxfp4" else 8, "type": "float", "symmetric": True}
+    if family == "ct_fp8_block":
+        weights = {**group, "group_size": None, "strategy": "block", "block_structure": [128, 128], "dynamic": False}
+        inputs: dict[str, Any] | None = {**group, "group_size": 128, "strategy": "group", "dynamic": True}
+        form = "float-quantized"
+    else:
+        mx = {**group, "group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
+        weights, inputs = {**mx, "dynamic": False}, {**mx, "dynamic": True}
+        form = "mxfp8-quantized"
+        if family == "ct_mxfp4":
+            inputs, form = None, "mxfp4-pack-quantized"
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": list(plain),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": inputs,
+                "output_activations": None,
+                "format": form,
+            }
+        },
+    }
+
+
+def hf_quant_config(family: str, plain: Sequence[str], version: str) -> dict[str, Any] | None:
+    """The file `hf_quant_config.json` of ModelOpt's families; None for the others.
+
+    Source: nvidia-modelopt 0.47.0, torch/export/quant_utils.py (`process_layer_quant_config`), model_config.py.
+    """
+    if TARGETS[family].method != "modelopt":
+        return None
+    algo: dict[str, Any] = {"quant_algo": "MXFP8", "group_size": 32}
+    if family == "modelopt_mxfp4":
+        algo = {"quant_algo": "mxfp4"}
+    quantization = {**algo, "kv_cache_quant_algo": None, "exclude_modules": sorted(plain)}
+    return {"producer": {"name": "mxspec", "version": version}, "quantization": quantization}
+
+
+def scale_dtype(family: str, exact_in_bf16: bool) -> torch.dtype:
+    """The dtype of the scales in the file; compressed-tensors stores those of FP8 blocks in bfloat16."""
+    if TARGETS[family].scheme != SQUARE:
+        return torch.uint8
+    return torch.bfloat16 if family == "ct_fp8_block" and exact_in_bf16 else torch.float32

@@ -1,0 +1,126 @@
+"""The weights of a checkpoint: which tensors belong to one weight, and the scheme they store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.checkpoint.reading import Checkpoint, CheckpointError
+from mxspec.checkpoint.schemes import SCHEMES, Blocks
+
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
+GPTOSS_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A weight of a checkpoint.
+
+    Attributes:
+        module: the name without the suffix; of gpt-oss's experts the name of the fused parameter.
+        codes: the name of the tensor of codes, or of the plain weight.
+        scale: the name of the tensor of scales; None for a plain weight.
+        scheme: a name in `SCHEMES`; None for a plain tensor.
+        shape: `(N, K)`, or `(E, N, K)` for gpt-oss's experts, where K is the dimension of the blocks.
+        packed: gpt-oss's storage, with 16 bytes for each block, or transposed if it is plain.
+    """
+
+    module: str
+    codes: str
+    scale: str | None
+    scheme: str | None
+    shape: tuple[int, ...]
+    packed: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.codes,) if self.scale is None else (self.codes, self.scale)
+
+    @property
+    def matrices(self) -> int:
+        """The number of (N, K) matrices: the experts of a fused weight."""
+        return self.shape[0] if len(self.shape) == 3 else 1
+
+
+def units(checkpoint: Checkpoint) -> list[Unit]:
+    """All weights and other tensors, in the order of the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor of codes has no scale, or a scale whose grid is no known one.
+    """
+    found: list[Unit] = []
+    used: set[str] = set()
+    config = checkpoint.config.get("quantization_config") or {}
+    for name, entry in checkpoint.tensors.items():
+        unit = _quantized(checkpoint.tensors, name, entry, config)
+        if unit:
+            found.append(unit)
+            used.update(unit.names)
+    for name, entry in checkpoint.tensors.items():
+        if name not in used:
+            if entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                raise CheckpointError(f"{name}: FP8 codes without a scale that convert knows")
+            module = name.removesuffix(".weight")
+            if name.endswith(GPTOSS_EXPERTS) and len(entry.shape) == 3:
+                E, K, N = entry.shape
+                found.append(Unit(name, name, None, None, (E, N, K), packed=True))
+            else:
+                found.append(Unit(module, name, None, None, tuple(entry.shape)))
+    order = {name: i for i, name in enumerate(checkpoint.tensors)}
+    return sorted(found, key=lambda unit: order[unit.codes])
+
+
+def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mapping[str, Any]) -> Unit | None:
+    if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in tensors:
+        module = name.removesuffix("_blocks")
+        *lead, groups, size = entry.shape
+        if size != 16 or tuple(tensors[f"{module}_scales"].shape) != (*lead, groups):
+            raise CheckpointError(f"{name}: shape {tuple(entry.shape)} does not fit its scales")
+        return Unit(module, name, f"{module}_scales", "mxfp4", (*lead, groups * 32), packed=True)
+    module, dot, suffix = name.rpartition(".")
+    if not dot or suffix not in ("weight", "weight_packed") or len(entry.shape) != 2:
+        return None
+    scale = next((module + end for end in SCALES if module + end in tensors), None)
+    if scale is None:
+        return None
+    N, K = entry.shape
+    packed = entry.dtype in (torch.uint8, torch.int8)
+    if packed:
+        K *= 2
+    elif entry.dtype != torch.float8_e4m3fn:
+        return None
+    grid, dtype = tuple(tensors[scale].shape), tensors[scale].dtype
+    known = ["mxfp4"] if packed else ["fp8_128x128", "mxfp8", "mxfp8_32x32"]
+    if config.get("weight_block_size") == [1, 32]:
+        known.sort(key=lambda scheme: scheme != "mxfp8")
+    for scheme in known:
+        height, width = SCHEMES[scheme].block
+        bytes_ = dtype in (torch.uint8, torch.float8_e8m0fnu)
+        if grid == (-(-N // height), -(-K // width)) and (bytes_ or scheme == "fp8_128x128"):
+            return Unit(module, name, scale, scheme, (N, K))
+    raise CheckpointError(f"{name}: {entry.dtype} {(N, K)} with scales {dtype} {grid} is no scheme that convert knows")
+
+
+def blocks(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
+    """The codes and scales of one matrix of a quantized unit."""
+    assert unit.scheme is not None
+    codes, scale = (checkpoint.read(name) for name in unit.names)
+    if unit.packed:
+        codes, scale = codes[matrix].flatten(1), scale[matrix]
+    if unit.scheme == "mxfp4":
+        codes = codes.view(torch.uint8)
+    if unit.scheme != "fp8_128x128" or scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
+    return Blocks(unit.scheme, codes, scale)
+
+
+def plain_rows(checkpoint: Checkpoint, unit: Unit, rows: slice, matrix: int = 0) -> Tensor:
+    """Some rows of one matrix of a plain unit, with K as the last dimension."""
+    if unit.packed:
+        return checkpoint.read(unit.codes)[matrix].mT[rows].contiguous()
+    return checkpoint.read_rows(unit.codes, rows.start, rows.stop)

@@ -1,0 +1,259 @@
+"""convert: what it keeps, what it refuses, and what an interrupted run leaves."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mxspec import rules
+from mxspec.checkpoint.convert import convert
+from mxspec.checkpoint.reading import CheckpointError
+from mxspec.checkpoint.shards import ShardWriter
+
+SEED = 7
+
+
+def weight(n, k, seed=SEED):
+    return (torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.02).bfloat16()
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """Two shards with an index, and files that are copied."""
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    shards = {
+        "model-00001-of-00002.safetensors": {
+            "model.embed_tokens.weight": weight(32, 256, 1),
+            "model.layers.0.q_proj.weight": weight(256, 256, 2),
+            "model.layers.0.norm.weight": torch.ones(256).bfloat16(),
+        },
+        "model-00002-of-00002.safetensors": {
+            "model.layers.0.o_proj.weight": weight(128, 384, 3),
+            "lm_head.weight": weight(32, 256, 4),
+        },
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: shard for shard, tensors in shards.items() for name in tensors}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "pytorch_model.bin").write_bytes(b"never copied")
+    return folder
+
+
+def loaded(folder):
+    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def snapshot(folder):
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def test_what_is_written(plain, tmp_path):
+    before = snapshot(plain)
+    manifest = convert(plain, tmp_path / "out", to="fp8_block", rule="deepseek")
+    out = tmp_path / "out"
+    assert snapshot(plain) == before
+    assert {p.name for p in out.iterdir()} == {
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "mxspec_manifest.json",
+        "tokenizer.json",
+    }
+    tensors = loaded(out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys() == manifest["tensors"].keys()
+    codes, scale = rules.deepseek.fp8_quantize_128x128(loaded(plain)["model.layers.0.o_proj.weight"])
+    assert tensors["model.layers.0.o_proj.weight"].view(torch.uint8).equal(codes.view(torch.uint8))
+    assert tensors["model.layers.0.o_proj.weight_scale_inv"].equal(scale)
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
+    }
+    assert json.loads((out / "mxspec_manifest.json").read_text()) == manifest
+    for name, entry in manifest["tensors"].items():
+        data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+    assert manifest["tensors"]["lm_head.weight"]["how"] == "copied"
+    assert manifest["tensors"]["model.layers.0.q_proj.weight"]["rule"] == "deepseek"
+
+
+@pytest.mark.parametrize(
+    "families",
+    [
+        ("fp8_block", "ct_fp8_block", "fp8_block"),
+        ("fp8_block", "mxfp8", "ct_mxfp8", "modelopt_mxfp8", "mxfp8"),
+        ("ct_mxfp4", "modelopt_mxfp4", "ct_mxfp4"),
+        ("ct_mxfp4", "fp8_block", "mxfp8"),
+    ],
+    ids="-".join,
+)
+def test_families_that_keep_every_value(plain, tmp_path, families):
+    first, *others = families
+    scales = "ue8m0"
+    convert(plain, tmp_path / "0", to=first, scales=scales)
+    convert(tmp_path / "0", tmp_path / "values", to="bf16")
+    want = loaded(tmp_path / "values")
+    for i, family in enumerate(others):
+        manifest = convert(tmp_path / str(i), tmp_path / str(i + 1), to=family, scales=scales)
+        assert all(entry["lossless"] for entry in manifest["tensors"].values())
+        shutil.rmtree(tmp_path / "values")
+        convert(tmp_path / str(i + 1), tmp_path / "values", to="bf16")
+        got = loaded(tmp_path / "values")
+        assert got.keys() == want.keys()
+        assert all(got[name].view(torch.int16).equal(want[name].view(torch.int16)) for name in want), family
+    if families[0] == families[-1]:
+        first, last = loaded(tmp_path / "0"), loaded(tmp_path / str(len(others)))
+        assert first.keys() == last.keys()
+        assert all(first[name].view(torch.uint8).equal(last[name].view(torch.uint8)) for name in first)
+
+
+def test_a_weight_that_cannot_keep_its_values_is_refused_or_said(plain, tmp_path):
+    convert(plain, tmp_path / "fp8", to="fp8_block")  # fp32 scales are no powers of two
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight: 4 of 4 blocks would change, .* block \(0, 0\)"):
+        convert(tmp_path / "fp8", tmp_path / "mx", to="mxfp8")
+    with pytest.raises(CheckpointError, match="holds a conversion with other arguments"):
+        convert(tmp_path / "fp8", tmp_path / "mx", to="mxfp8", allow_lossy=True)
+    manifest = convert(tmp_path / "fp8", tmp_path / "lossy", to="mxfp8", allow_lossy=True)
+    entry = manifest["tensors"]["model.layers.0.q_proj.weight"]
+    assert (entry["how"], entry["lossless"], entry["rule"]) == ("quantized again", False, "contract")
+    assert "4 of 4 blocks" in entry["why"]
+    assert manifest["allow_lossy"]
+
+
+def test_an_interrupted_run_goes_on(plain, tmp_path, monkeypatch):
+    done = []
+    finish = ShardWriter.finish
+
+    def second_fails(self):
+        if len(done) == 1:
+            self.abandon()
+            raise OSError(28, "No space left on device")
+        done.append(self.path.name)
+        return finish(self)
+
+    monkeypatch.setattr(ShardWriter, "finish", second_fails)
+    before = snapshot(plain)
+    with pytest.raises(OSError, match=r"No space left on device; missing in .*out: model-00002-of-00002\.safetensors"):
+        convert(plain, tmp_path / "out", to="mxfp8")
+    assert snapshot(plain) == before
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {done[0], ".mxspec_partial.json"}
+    monkeypatch.setattr(ShardWriter, "finish", lambda self: done.append(self.path.name) or finish(self))
+    convert(plain, tmp_path / "out", to="mxfp8")
+    assert done == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]  # the first was not redone
+    convert(plain, tmp_path / "whole", to="mxfp8")
+    again, whole = snapshot(tmp_path / "out"), snapshot(tmp_path / "whole")
+    assert again == whole
+
+
+def test_a_shard_that_was_damaged_between_two_runs_is_written_again(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr("mxspec.checkpoint.convert.finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert(plain, tmp_path / "out", to="mxfp8")
+    monkeypatch.undo()
+    path = tmp_path / "out" / "model-00001-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    convert(plain, tmp_path / "out", to="mxfp8")
+    convert(plain, tmp_path / "whole", to="mxfp8")
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+def test_include_and_exclude(plain, tmp_path):
+    manifest = convert(plain, tmp_path / "a", to="mxfp8", include=["*.q_proj*"])
+    assert [n for n, t in manifest["tensors"].items() if t["how"] == "quantized"] == [
+        "model.layers.0.q_proj.weight",
+        "model.layers.0.q_proj.weight_scale_inv",
+    ]
+    convert(plain, tmp_path / "b", to="mxfp8")
+    manifest = convert(tmp_path / "b", tmp_path / "c", to="ct_mxfp8", exclude=["*.q_proj*"])
+    assert manifest["tensors"]["model.layers.0.q_proj.weight"]["how"] == "dequantized"
+    config = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.q_proj" in config["ignore"]
+
+
+def test_modelopt_has_a_file_of_its_own(plain, tmp_path):
+    manifest = convert(plain, tmp_path / "out", to="modelopt_mxfp8", rule="modelopt")
+    config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    assert config["quantization"] == {
+        "quant_algo": "MXFP8",
+        "group_size": 32,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": ["lm_head", "model.embed_tokens"],
+    }
+    assert "transformers has no loader of modelopt_mxfp8" in manifest["warnings"][0]
+
+
+def test_a_partial_block_is_a_warning_that_names_the_loader(plain, tmp_path):
+    save_file({"a.q_proj.weight": weight(192, 128)}, plain / "model-00002-of-00002.safetensors")
+    (plain / "model.safetensors.index.json").unlink()
+    manifest = convert(plain, tmp_path / "out", to="fp8_block")
+    assert (
+        "the first is a.q_proj.weight (192, 128): transformers takes the block from the shape"
+        in manifest["warnings"][0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"to": "fp4"}, ValueError, "no family is named 'fp4'; there are bf16, fp8_block"),
+        ({"to": "mxfp8", "scales": "fp32"}, ValueError, "mxfp8 has no scales 'fp32'; needs ue8m0"),
+        ({"to": "fp8_block", "scales": "bf16"}, ValueError, "needs fp32 or ue8m0"),
+        ({"to": "mxfp8", "rule": "deepseek"}, ValueError, "'deepseek' does not quantize to mxfp8"),
+        ({"to": "mxfp8", "rule": "nobody"}, ValueError, "no rule is named 'nobody'"),
+        ({"to": "gptoss_mxfp4"}, CheckpointError, "transformers and vLLM read it for gpt_oss alone"),
+        ({"to": "bf16"}, CheckpointError, "no weight of .* is to be changed"),
+        ({"to": "mxfp8", "include": ["nothing"]}, CheckpointError, "no weight of .* is to be changed"),
+    ],
+)
+def test_refusals(plain, tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        convert(plain, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_places_that_are_refused(plain, tmp_path):
+    for place in (plain, plain / "out", plain / ".." / "plain"):
+        with pytest.raises(CheckpointError, match="lies inside it"):
+            convert(plain, place, to="mxfp8")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"is not empty, it holds notes\.txt"):
+        convert(plain, tmp_path / "full", to="mxfp8")
+    with pytest.raises(CheckpointError, match="needs a directory of safetensors files"):
+        convert(tmp_path / "nowhere", tmp_path / "out", to="mxfp8")
+
+
+def test_a_broken_source_is_named(plain, tmp_path):
+    path = plain / "model-00002-of-00002.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: .* offsets"):
+        convert(plain, tmp_path / "out", to="mxfp8")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"lacks the shard model-00002-of-00002\.safetensors"):
+        convert(plain, tmp_path / "out", to="mxfp8")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_with_a_nan_is_refused(plain, tmp_path, value):
+    bad = weight(256, 128)
+    bad[130, 5] = value
+    save_file({"a.q_proj.weight": bad}, plain / "model-00002-of-00002.safetensors")
+    (plain / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"a\.q_proj\.weight: rows 128 to 255 hold a NaN or an Inf"):
+        convert(plain, tmp_path / "out", to="fp8_block")
