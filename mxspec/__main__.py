@@ -1,4 +1,4 @@
-"""The command line: `python -m mxspec list | check | vectors | explain | compile | bench | demo`."""
+"""The command line: `python -m mxspec list | check | vectors | explain | compile | bench | demo | checkpoint`."""
 
 from __future__ import annotations
 
@@ -260,6 +260,13 @@ def run_demo(options: argparse.Namespace) -> int:
     return main(options.rest)
 
 
+def run_checkpoint(options: argparse.Namespace) -> int:
+    """Convert checkpoints from one family to another, and verify their values bit by bit."""
+    from mxspec.checkpoint.cli import main
+
+    return main(options.rest)
+
+
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m mxspec", description=__doc__)
     commands = root.add_subparsers(dest="command", required=True)
@@ -299,7 +306,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("directory", metavar="DIR", help="the folder of the vectors; your program writes to DIR/results")
     sub = command(run_explain, "--case", "--device", "--backend")
     sub.add_argument("op", choices=dispatch.ops(), metavar="OP", help="the op, as `list` names it")
-    for run in (run_compile, run_bench, run_demo):  # each of these commands has its own parser
+    for run in (run_compile, run_bench, run_demo, run_checkpoint):  # each of these commands has its own parser
         sub = commands.add_parser(run.__name__.removeprefix("run_"), help=run.__doc__, add_help=False)
         sub.set_defaults(run=run, rest=[])
     return root

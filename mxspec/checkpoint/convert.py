@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+import mxspec
 from mxspec.checkpoint import pairs, work
-from mxspec.checkpoint.finish import finish, installed_version
+from mxspec.checkpoint.finish import finish
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.resume import Progress, source_digest
 from mxspec.checkpoint.shards import ShardWriter
@@ -97,7 +98,7 @@ def convert(
         "include": list(include),
         "exclude": list(exclude),
         "allow_lossy": allow_lossy,
-        "mxspec": installed_version(),
+        "mxspec": mxspec.__version__,
         "source": source_digest(checkpoint),
     }
     target.mkdir(parents=True, exist_ok=True)

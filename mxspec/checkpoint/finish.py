@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import mxspec
 from mxspec.checkpoint import pairs
 from mxspec.checkpoint.reading import Checkpoint
 from mxspec.checkpoint.resume import PARTIAL, Progress
@@ -40,7 +40,7 @@ def finish(
     if quantization := quantization_config(to, plain, scales):
         config["quantization_config"] = quantization
     write_json(target / "config.json", config)
-    if quant := hf_quant_config(to, plain, installed_version()):
+    if quant := hf_quant_config(to, plain, mxspec.__version__):
         write_json(target / "hf_quant_config.json", quant)
     tensors = state.tensors(shards)
     if len(shards) > 1:
@@ -59,11 +59,3 @@ def finish(
 
 def _is_linear(unit: Unit) -> bool:
     return unit.codes == f"{unit.module}.{unit.codes.rpartition('.')[2]}" and len(unit.shape) == 2
-
-
-def installed_version() -> str:
-    """The version of mxspec; `unknown` in a checkout that is not installed."""
-    try:
-        return version("mxspec")
-    except PackageNotFoundError:
-        return "unknown"

@@ -43,9 +43,16 @@ def requantize(qdata: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float
         utils/deep_gemm.py (`per_block_cast_to_fp8`); SGLang, srt/layers/quantization/fp8_utils.py
         (`requant_weight_ue8m0`).
     """
-    values = fp8_dequantize(qdata, scale, out_dtype=dtype)
-    codes, requantized = _fp8.quantize_128x128(values, "pow2", EPS, False, _factor)
-    return codes, requantized
+    return quantize(fp8_dequantize(qdata, scale, out_dtype=dtype))
+
+
+def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The second half of `requantize`, from the values `(N, K)` or `(E, N, K)` that were read.
+
+    Source: as for `requantize`.
+    """
+    codes, scale = _fp8.quantize_128x128(values, "pow2", EPS, False, _factor)
+    return codes, scale
 
 
 def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float) -> tuple[Tensor, Tensor]:

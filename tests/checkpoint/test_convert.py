@@ -3,14 +3,14 @@
 import hashlib
 import json
 import shutil
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from mxspec import rules
-from mxspec.checkpoint.convert import convert
-from mxspec.checkpoint.reading import CheckpointError
+from mxspec.checkpoint import CheckpointError, convert
 from mxspec.checkpoint.shards import ShardWriter
 
 SEED = 7
@@ -159,7 +159,10 @@ def test_an_interrupted_run_goes_on(plain, tmp_path, monkeypatch):
 
 
 def test_a_shard_that_was_damaged_between_two_runs_is_written_again(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr("mxspec.checkpoint.convert.finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[convert.__module__], "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(plain, tmp_path / "out", to="mxfp8")
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxspec.checkpoint.convert import convert
+from mxspec.checkpoint import convert
 from tests.checkpoint import loading, oracle
 from tests.helpers import ROOT
 

@@ -1,0 +1,24 @@
+"""Checkpoints of block-scaled weights on a CPU: convert from one family to another, and verify, bit by bit.
+
+- `convert` writes a checkpoint in another family.
+- `verify` compares two checkpoints, or a live module and a checkpoint.
+- `retype`, `mxfp4_to_fp8_blocks` and `blocks_to_rows` change the format of tensors and keep every value, or say which
+  blocks would change.
+"""
+
+from mxspec.checkpoint.convert import convert
+from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, mxfp4_to_fp8_blocks, retype
+from mxspec.checkpoint.reading import CheckpointError
+from mxspec.checkpoint.verify import Finding, Verdict, verify
+
+__all__ = [
+    "CheckpointError",
+    "Finding",
+    "NotLossless",
+    "Verdict",
+    "blocks_to_rows",
+    "convert",
+    "mxfp4_to_fp8_blocks",
+    "retype",
+    "verify",
+]

@@ -1,0 +1,125 @@
+"""The two sides that `verify` compares: the weights of a directory, or of a live module, by module name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxspec.checkpoint.reading import Checkpoint, CheckpointError
+from mxspec.checkpoint.schemes import SCHEMES, Blocks, is_power_of_two
+from mxspec.checkpoint.units import blocks, plain_rows, units
+from mxspec.rules import vllm_requant
+
+LOADERS = ("vllm", "sglang", "transformers")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of one side.
+
+    Attributes:
+        shape: `(N, K)` of a matrix; for other tensors their own shape.
+        dtype: the dtype of a plain tensor; float32 for a quantized one, whose values are `fp32(q * scale)`.
+        blocks: the codes and scales; None for a plain tensor.
+        rows: the values of some rows.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: Callable[[], Blocks] | None
+    rows: Callable[[slice], Tensor]
+
+
+def weights(side: Any, as_loaded: str | None = None) -> dict[str, Weight]:
+    """The weights of a directory, or of a module, by name. An expert of a fused weight has a name of its own."""
+    if as_loaded not in (None, *LOADERS):
+        raise ValueError(f"verify: as_loaded is {as_loaded!r}; needs {', '.join(LOADERS)}")
+    if isinstance(side, nn.Module):
+        if as_loaded:
+            raise ValueError("verify: as_loaded changes a directory; got a module")
+        return _of_module(side)
+    checkpoint, found = Checkpoint.open(Path(side)), {}
+    for unit in units(checkpoint):
+        for matrix in range(unit.matrices if unit.packed else 1):
+            name = f"{unit.module}.{matrix}" if unit.packed else unit.module
+            if unit.scheme:
+                found[name] = _quantized(checkpoint, unit, matrix, as_loaded)
+            else:
+                entry = checkpoint.tensors[unit.codes]
+
+                def rows(rows: slice, unit: Any = unit, matrix: int = matrix, whole: bool = not entry.shape) -> Tensor:
+                    return checkpoint.read(unit.codes) if whole else plain_rows(checkpoint, unit, rows, matrix)
+
+                shape = unit.shape[-2:] if unit.packed else unit.shape
+                found[name] = Weight(shape, entry.dtype, None, rows)
+    return found
+
+
+def _quantized(checkpoint: Checkpoint, unit: Any, matrix: int, as_loaded: str | None) -> Weight:
+    cache: list[Blocks] = []  # of one weight at a time: `verify` drops the side's weight after it was compared
+
+    def read() -> Blocks:
+        found = blocks(checkpoint, unit, matrix)
+        if as_loaded in ("vllm", "sglang") and found.scheme == "fp8_128x128" and not is_power_of_two(found.scale):
+            dtype = torch.float32 if as_loaded == "vllm" else torch.bfloat16
+            K = found.shape[1]
+            if K % 128:
+                raise CheckpointError(f"{unit.codes}: K = {K}; {as_loaded} requantizes multiples of 128")
+            found = Blocks(found.scheme, *vllm_requant.requantize(found.codes, found.scale.float(), dtype=dtype))
+        return found
+
+    def rows(rows: slice) -> Tensor:
+        if not cache:
+            cache.append(read())
+        if as_loaded == "transformers":
+            return _as_transformers(unit.codes, cache[0], rows)
+        return cache[0].values(torch.float32, rows)
+
+    dtype = torch.bfloat16 if as_loaded == "transformers" else torch.float32
+    return Weight(unit.shape[-2:], dtype, None if as_loaded == "transformers" else read, rows)
+
+
+def _as_transformers(name: str, found: Blocks, rows: slice) -> Tensor:
+    """The values with blocks of `rows // scale rows`, as transformers takes them from the shapes."""
+    N, K = found.shape
+    R, C = found.scale.shape
+    if N % R or K % C:
+        raise CheckpointError(f"{name}: transformers raises, because {(N, K)} is no multiple of the scales {(R, C)}")
+    if SCHEMES[found.scheme].block == (N // R, K // C):
+        return found.values(torch.bfloat16, rows)
+    scale = (found.scale.view(torch.float8_e8m0fnu) if found.scale.dtype == torch.uint8 else found.scale).float()
+    wide = scale.repeat_interleave(N // R, 0)[rows].repeat_interleave(K // C, 1)
+    return (found.codes[rows].float() * wide).bfloat16()
+
+
+def _of_module(module: nn.Module) -> dict[str, Weight]:
+    found = {}
+    state = module.state_dict()
+    for name, x in state.items():
+        if not x.dtype.is_floating_point:
+            continue
+        if x.ndim == 3 and ".experts." in name:
+            found.update(_experts(name, x, transposed=f"{name}_bias" in state))
+        else:
+            found[name.removesuffix(".weight")] = _plain(x)
+    return found
+
+
+def _experts(name: str, x: Tensor, transposed: bool) -> dict[str, Weight]:
+    """The experts of a fused weight: gpt-oss's, which have a bias, by number; the others by the names of files."""
+    head, _, projection = name.rpartition(".")
+    if transposed:
+        return {f"{name}.{i}": _plain(e.mT) for i, e in enumerate(x)}
+    if projection == "gate_up_proj":
+        halves = (("gate_proj", slice(0, x.shape[1] // 2)), ("up_proj", slice(x.shape[1] // 2, None)))
+        return {f"{head}.{i}.{part}": _plain(e[rows]) for i, e in enumerate(x) for part, rows in halves}
+    return {f"{head}.{i}.{projection}": _plain(e) for i, e in enumerate(x)}
+
+
+def _plain(x: Tensor) -> Weight:
+    return Weight(tuple(x.shape), x.dtype, None, lambda rows: (x if x.ndim == 0 else x[rows]).cpu())

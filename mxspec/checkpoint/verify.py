@@ -1,0 +1,213 @@
+"""Compare two checkpoints, or a live module and a checkpoint: equal values, or the rule that made one of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec import rules
+from mxspec.checkpoint.schemes import CONTRACT, SCHEMES, Blocks, quantizer, strips
+from mxspec.checkpoint.sides import Weight, weights
+from mxspec.formats import INT_OF_BYTES
+from mxspec.rules import vllm_requant
+
+EQUAL, MADE, DIFFERS, MISSING = "equal", "made by a rule", "differs", "missing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one tensor.
+
+    Attributes:
+        name: the module of a weight, or the name of another tensor.
+        status: `equal`, `made by a rule`, `differs` or `missing`.
+        rules: the rules that make exactly the codes and scales of A from the values of B.
+        detail: the first differing block in hex, or what is missing.
+    """
+
+    name: str
+    status: str
+    rules: tuple[str, ...] = ()
+    detail: str = ""
+
+
+@dataclass
+class Verdict:
+    """What `verify` found.
+
+    Attributes:
+        findings: one for each tensor.
+        rules: the rules that explain every tensor that a rule made; empty if none does.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        made = [set(f.rules) for f in self.findings if f.status == MADE]
+        common = set.intersection(*made) if made else set()
+        return tuple(name for name in _names() if name in common)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor is equal, or made by one rule."""
+        wrong = any(f.status in (DIFFERS, MISSING) for f in self.findings)
+        return not wrong and (bool(self.rules) or not any(f.status == MADE for f in self.findings))
+
+    def __str__(self) -> str:
+        counts = {status: sum(f.status == status for f in self.findings) for status in (EQUAL, MADE, DIFFERS, MISSING)}
+        said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        if counts[MADE]:
+            said += f"; the rule: {', '.join(self.rules) or 'no single one'}"
+        return said
+
+
+def verify(
+    a: Any,
+    b: Any,
+    *,
+    as_loaded: str | None = None,
+    progress: Callable[[Sequence[str]], Iterable[str]] = lambda names: names,
+) -> Verdict:
+    """Say of each tensor whether A has the values of B, by bits, or which rule quantizes B to exactly A.
+
+    Two quantized weights are compared by `fp32(q * scale)`. A quantized and a plain weight are compared in the dtype of
+    the plain one, as a loader would store it. If the values differ and A is quantized, the function looks for a rule
+    that makes the codes and scales of A from the values of B: those of `mxspec.rules`, and the requantization of vLLM
+    and SGLang.
+
+    Args:
+        a: a directory, a safetensors file, or a live `torch.nn.Module`, whose weights are plain.
+        b: the same.
+        as_loaded: `vllm`, `sglang` or `transformers`: compare A as that loader changes it.
+        progress: wraps the list of names, as `mxspec.console.progress` does.
+
+    Returns:
+        A `Verdict`: `ok`, `rules`, and a `Finding` for each tensor.
+
+    Raises:
+        CheckpointError: a side cannot be read as a checkpoint.
+        ValueError: as_loaded has another value, or A is a module and as_loaded is given.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(128, 128)
+        >>> print(verify(layer, layer))
+        2 equal
+
+    Source: mxspec.
+    """
+    mine, theirs = weights(a, as_loaded), weights(b)
+    found = Verdict()
+    for name in progress(list(dict.fromkeys((*mine, *theirs)))):
+        if name not in mine or name not in theirs:
+            found.findings.append(Finding(name, MISSING, detail=f"in {'A' if name not in mine else 'B'}"))
+        else:
+            found.findings.append(_compare(name, mine.pop(name), theirs.pop(name)))
+    return found
+
+
+def _compare(name: str, a: Weight, b: Weight) -> Finding:
+    if a.shape != b.shape:
+        return Finding(name, DIFFERS, detail=f"A is {a.shape}, B is {b.shape}")
+    dtype = torch.float32
+    if a.blocks is None or b.blocks is None:
+        dtype = a.dtype if a.blocks is None else b.dtype
+        if a.blocks is None and b.blocks is None and a.dtype != b.dtype:
+            return Finding(name, DIFFERS, detail=f"A is {a.dtype}, B is {b.dtype}")
+    for rows in _strips(a.shape):
+        x, y = (side.rows(rows).to(dtype) for side in (a, b))
+        bits = INT_OF_BYTES[dtype.itemsize]
+        unequal = x.contiguous().view(bits) != y.contiguous().view(bits)
+        if bool(unequal.any()):
+            made = _rules(a, b) if a.blocks is not None and len(a.shape) == 2 else ()
+            if made:
+                return Finding(name, MADE, made)
+            return Finding(name, DIFFERS, detail=_first(a, b, rows, unequal, x, y))
+    return Finding(name, EQUAL)
+
+
+def _strips(shape: tuple[int, ...]) -> Iterable[slice]:
+    return strips(shape[0]) if shape else [slice(None)]
+
+
+def _first(a: Weight, b: Weight, rows: slice, unequal: Tensor, x: Tensor, y: Tensor) -> str:
+    """The first differing element, its block, and both values in hex."""
+    at = [int(i) for i in unequal.nonzero()[0]] if unequal.ndim else []
+    place = (at[0] + (rows.start or 0), *at[1:]) if at else ()
+    height, width = next((SCHEMES[s.blocks().scheme].block for s in (a, b) if s.blocks), (128, 128))
+    block = f"block ({place[0] // height}, {place[1] // width}), " if len(place) == 2 else ""
+    count = int(unequal.sum())
+    values = " and ".join(f"{side} {_hex(t[tuple(at)])}" for side, t in (("A", x), ("B", y)))
+    return f"{block}element {place}: {values}; {count} differ in these {x.shape[0] if x.ndim else 1} rows"
+
+
+def _hex(value: Tensor) -> str:
+    size = value.dtype.itemsize
+    bits = int(value.contiguous().view(INT_OF_BYTES[size]).item()) & ((1 << 8 * size) - 1)
+    return f"0x{bits:0{2 * size}x} ({value.item():.6g})"
+
+
+def _names() -> list[str]:
+    names = []
+    for rule in (CONTRACT, *rules.peers()):
+        names += [rule, f"{rule}, ue8m0"]
+    return [*names, "vllm_requant", "vllm_requant through bfloat16"]
+
+
+def _rules(a: Weight, b: Weight) -> tuple[str, ...]:
+    """The rules that make the codes and scales of A from the values of B, strip by strip."""
+    assert a.blocks is not None
+    want = a.blocks()
+    height = SCHEMES[want.scheme].block[0]
+    left = dict(_candidates(want, b))
+    for rows in strips(want.shape[0]):
+        x = b.rows(rows)
+        codes = want.codes[rows].contiguous().view(torch.uint8)
+        scale = _wide(want.scale[rows.start // height : -(-rows.stop // height)])
+        for name, rule in list(left.items()):
+            made = _made(rule, x)
+            if made is None or not (made[0].equal(codes) and made[1].equal(scale)):
+                del left[name]
+        if not left:
+            return ()
+    return tuple(left)
+
+
+def _candidates(want: Blocks, b: Weight) -> Iterable[tuple[str, Any]]:
+    for rule in (CONTRACT, *rules.peers()):
+        for scales in ("fp32", "ue8m0") if want.scheme == "fp8_128x128" else ("ue8m0",):
+            try:
+                made = quantizer(want.scheme, rule, scales)
+            except (ValueError, KeyError):  # the rule does not quantize to this scheme
+                continue
+            yield rule if scales == "fp32" or want.scheme != "fp8_128x128" else f"{rule}, ue8m0", made
+    if b.blocks is not None and want.scheme == "fp8_128x128":
+        yield "vllm_requant", _requantized(torch.float32)
+        yield "vllm_requant through bfloat16", _requantized(torch.bfloat16)
+
+
+def _requantized(dtype: torch.dtype) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The second half of the loaders' rule: the values are read already."""
+
+    def quantize(x: Tensor) -> tuple[Tensor, ...]:
+        return vllm_requant.quantize(x.to(dtype))
+
+    return quantize
+
+
+def _made(rule: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    try:
+        codes, scale = rule(x)
+    except (ValueError, NotImplementedError, TypeError):  # the peer has no rule for these numbers
+        return None
+    return codes.contiguous().view(torch.uint8), _wide(scale)
+
+
+def _wide(scale: Tensor) -> Tensor:
+    """Scales as float32, whatever stores them."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float().contiguous()
