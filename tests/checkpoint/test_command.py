@@ -21,17 +21,14 @@ def plain(tmp_path):
 
 
 def test_convert_and_verify(plain, tmp_path, capsys):
-    assert (
-        main(["checkpoint", "convert", str(plain), str(tmp_path / "q"), "--to", "fp8_block", "--rule", "deepseek"]) == 0
-    )
+    out = str(tmp_path / "q")
+    assert main(["checkpoint", "convert", str(plain), out, "--to", "fp8_block", "--rule", "deepseek"]) == 0
     said = capsys.readouterr().out
     assert "4 tensors: 4 quantized" in said
     assert "warning vLLM and SGLang quantize fp32 scales again" in said
     assert main(["checkpoint", "verify", out, str(plain)]) == 0
     assert capsys.readouterr().out.strip() == "2 made by a rule; the rule: deepgemm, deepseek"
-    assert (
-        main(["checkpoint", "verify", str(tmp_path / "q"), str(tmp_path / "q"), "--as-loaded", "vllm", "--json"]) == 0
-    )
+    assert main(["checkpoint", "verify", out, out, "--as-loaded", "vllm", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"]
     assert "vllm_requant" in found["rules"]
