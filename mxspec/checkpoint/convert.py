@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -157,11 +157,15 @@ def _matches(unit: Unit, globs: Sequence[str]) -> bool:
 def _write(pool: ThreadPoolExecutor, path: Path, works: list[Work]) -> dict[str, str]:
     """Write a shard; the largest weights first, so that the threads end together."""
     writer = ShardWriter(path, [planned for w in works for planned in w.planned])
+    ordered = sorted(works, key=lambda w: -sum(p.nbytes for p in w.planned))
+    running = [pool.submit(w.run, writer.write) for w in ordered]
     try:
-        ordered = sorted(works, key=lambda w: -sum(p.nbytes for p in w.planned))
-        for _ in pool.map(lambda w: w.run(writer.write), ordered):
-            pass
+        for one in running:
+            one.result()
     except BaseException:
+        for one in running:
+            one.cancel()
+        wait(running)  # no thread may write to a file that is closed
         writer.abandon()
         raise
     return dict(writer.finish())

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mxspec.checkpoint.shards import DTYPES
 
+LARGEST_HEADER = 100_000_000  # bytes; safetensors has the same limit
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -42,7 +44,7 @@ class Checkpoint:
         self._files: dict[str, BinaryIO] = {}
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
-            raise CheckpointError(f"{path} holds no safetensors file")
+            raise CheckpointError(f"{path} holds no safetensors file; files that hold pickles (.bin, .pt) are not read")
         self.shards = [file.name for file in files]
         config = self.folder / "config.json"
         self.config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
@@ -91,13 +93,19 @@ class Checkpoint:
             self._files[path.name] = file
             length = os.fstat(file.fileno()).st_size
             (size,) = struct.unpack("<Q", file.read(8))
-            if 8 + size > length:
+            if 8 + size > length or size > LARGEST_HEADER:
                 raise ValueError(f"the header is said to have {size} bytes, the file has {length}")
-            header = json.loads(file.read(size))
+            header = json.loads(file.read(size), object_pairs_hook=_without_duplicates)
+            if not isinstance(header, dict):
+                raise ValueError("the header is no JSON object")
             for name, said in header.items():
                 if name != "__metadata__":
                     self._add(name, path.name, said, 8 + size, length)
-        except (OSError, KeyError, TypeError, struct.error, ValueError) as error:
+            mine = sorted((e.begin, e.end, name) for name, e in self.tensors.items() if e.shard == path.name)
+            for (_, end, first), (begin, _, second) in pairwise(mine):
+                if begin < end:
+                    raise ValueError(f"{first} and {second} overlap")
+        except (OSError, KeyError, TypeError, struct.error, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path.name}: {error}") from error
 
     def _add(self, name: str, shard: str, said: dict[str, Any], start: int, length: int) -> None:
@@ -110,3 +118,11 @@ class Checkpoint:
         if name in self.tensors:
             raise ValueError(f"{name} is in two shards")
         self.tensors[name] = Entry(dtype, shape, shard, begin, end)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1)
+        raise ValueError(f"the header has {twice!r} twice")
+    return found

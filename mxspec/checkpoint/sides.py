@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import SCHEMES, Blocks, is_power_of_two
-from mxspec.checkpoint.units import blocks, plain_rows, units
+from mxspec.checkpoint.units import Unit, blocks, units
 from mxspec.rules import vllm_requant
 
 LOADERS = ("vllm", "sglang", "transformers")
@@ -50,17 +50,29 @@ def weights(side: Any, as_loaded: str | None = None) -> dict[str, Weight]:
             if unit.scheme:
                 found[name] = _quantized(checkpoint, unit, matrix, as_loaded)
             else:
-                entry = checkpoint.tensors[unit.codes]
-
-                def rows(rows: slice, unit: Any = unit, matrix: int = matrix, whole: bool = not entry.shape) -> Tensor:
-                    return checkpoint.read(unit.codes) if whole else plain_rows(checkpoint, unit, rows, matrix)
-
-                shape = unit.shape[-2:] if unit.packed else unit.shape
-                found[name] = Weight(shape, entry.dtype, None, rows)
+                found[name] = _unquantized(checkpoint, unit, matrix)
     return found
 
 
-def _quantized(checkpoint: Checkpoint, unit: Any, matrix: int, as_loaded: str | None) -> Weight:
+def _unquantized(checkpoint: Checkpoint, unit: Unit, matrix: int) -> Weight:
+    dtype = checkpoint.tensors[unit.codes].dtype
+    if unit.packed:
+        cache: list[Tensor] = []
+
+        def transposed(rows: slice) -> Tensor:
+            if not cache:
+                cache.append(checkpoint.read_rows(unit.codes, matrix, matrix + 1)[0].mT)
+            return cache[0][rows]
+
+        return Weight(unit.shape[-2:], dtype, None, transposed)
+
+    def rows(rows: slice) -> Tensor:
+        return checkpoint.read_rows(unit.codes, rows.start, rows.stop) if unit.shape else checkpoint.read(unit.codes)
+
+    return Weight(unit.shape, dtype, None, rows)
+
+
+def _quantized(checkpoint: Checkpoint, unit: Unit, matrix: int, as_loaded: str | None) -> Weight:
     cache: list[Blocks] = []  # of one weight at a time: `verify` drops the side's weight after it was compared
 
     def read() -> Blocks:

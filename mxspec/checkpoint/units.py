@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
-from mxspec.checkpoint.schemes import SCHEMES, Blocks
+from mxspec.checkpoint.schemes import SCHEMES, Blocks, strips
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
@@ -109,9 +109,11 @@ def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mappin
 def blocks(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
     """The codes and scales of one matrix of a quantized unit."""
     assert unit.scheme is not None
-    codes, scale = (checkpoint.read(name) for name in unit.names)
     if unit.packed:
-        codes, scale = codes[matrix].flatten(1), scale[matrix]
+        codes, scale = (checkpoint.read_rows(name, matrix, matrix + 1)[0] for name in unit.names)
+        codes = codes.flatten(1)
+    else:
+        codes, scale = (checkpoint.read(name) for name in unit.names)
     if unit.scheme == "mxfp4":
         codes = codes.view(torch.uint8)
     if unit.scheme != "fp8_128x128" or scale.dtype == torch.float8_e8m0fnu:
@@ -119,8 +121,9 @@ def blocks(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
     return Blocks(unit.scheme, codes, scale)
 
 
-def plain_rows(checkpoint: Checkpoint, unit: Unit, rows: slice, matrix: int = 0) -> Tensor:
-    """Some rows of one matrix of a plain unit, with K as the last dimension."""
+def plain_strips(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of one matrix of a plain unit, 128 at a time, with K as the last dimension."""
     if unit.packed:
-        return checkpoint.read(unit.codes)[matrix].mT[rows].contiguous()
-    return checkpoint.read_rows(unit.codes, rows.start, rows.stop)
+        whole = checkpoint.read_rows(unit.codes, matrix, matrix + 1)[0].mT.contiguous()
+    for rows in strips(unit.shape[-2]):
+        yield rows, whole[rows] if unit.packed else checkpoint.read_rows(unit.codes, rows.start, rows.stop)

@@ -155,7 +155,7 @@ def _hex(value: Tensor) -> str:
 def _names() -> list[str]:
     names = []
     for rule in (CONTRACT, *rules.peers()):
-        names += [rule, f"{rule}, ue8m0"]
+        names += [rule, f"{rule} with ue8m0"]
     return [*names, "vllm_requant", "vllm_requant through bfloat16"]
 
 
@@ -185,7 +185,7 @@ def _candidates(want: Blocks, b: Weight) -> Iterable[tuple[str, Any]]:
                 made = quantizer(want.scheme, rule, scales)
             except (ValueError, KeyError):  # the rule does not quantize to this scheme
                 continue
-            yield rule if scales == "fp32" or want.scheme != "fp8_128x128" else f"{rule}, ue8m0", made
+            yield rule if scales == "fp32" or want.scheme != "fp8_128x128" else f"{rule} with ue8m0", made
     if b.blocks is not None and want.scheme == "fp8_128x128":
         yield "vllm_requant", _requantized(torch.float32)
         yield "vllm_requant through bfloat16", _requantized(torch.bfloat16)

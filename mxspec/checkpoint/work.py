@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import SCHEMES, Blocks, keeping, quantizer, strips
 from mxspec.checkpoint.shards import Planned
 from mxspec.checkpoint.targets import SQUARE, TARGETS, scale_dtype
-from mxspec.checkpoint.units import Unit, blocks, plain_rows
+from mxspec.checkpoint.units import Unit, blocks, plain_strips
 
 Write = Callable[[str, Tensor], None]
 COPIED_AT_ONCE = 1 << 24  # bytes
@@ -65,8 +65,8 @@ def quantized(checkpoint: Checkpoint, unit: Unit, options: Options) -> Work:
 
     def run(write: Write) -> None:
         for matrix in range(unit.matrices):
-            for rows in strips(unit.shape[-2]):
-                codes, scale = quantize(plain_rows(checkpoint, unit, rows, matrix))
+            for rows, x in plain_strips(checkpoint, unit, matrix):
+                codes, scale = quantize(x)
                 _refuse_nan(unit, scale, rows)
                 write(planned[0].name, codes)
                 write(planned[1].name, scale.to(planned[1].dtype))
@@ -155,7 +155,7 @@ def _exact_in_bf16(checkpoint: Checkpoint, unit: Unit, options: Options) -> bool
     """Whether bfloat16 holds the scales that the unit will have."""
     if options.to != "ct_fp8_block" or unit.scheme != SQUARE:
         return True  # powers of two
-    return isinstance(retype(blocks(checkpoint, replace(unit)).scale, torch.bfloat16), Tensor)
+    return isinstance(retype(blocks(checkpoint, unit).scale, torch.bfloat16), Tensor)
 
 
 def _refuse_nan(unit: Unit, scale: Tensor, rows: slice) -> None:

@@ -260,3 +260,52 @@ def test_a_weight_with_a_nan_is_refused(plain, tmp_path, value):
     (plain / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match=r"a\.q_proj\.weight: rows 128 to 255 hold a NaN or an Inf"):
         convert(plain, tmp_path / "out", to="fp8_block")
+
+
+def rewritten(path, change):
+    """The file with another header."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = change(data[8 : 8 + size].decode())
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + data[8 + size :])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[:40], "Expecting|Unterminated"),
+        (lambda text: text.replace("BF16", "F4", 1), "has the dtype F4, which torch has not"),
+        (lambda text: text.replace("[256,256]", "[256,512]"), "which do not fit BF16"),
+        (
+            lambda text: text.replace("lm_head.weight", "model.layers.0.o_proj.weight"),
+            "has 'model.layers.0.o_proj.weight' twice",
+        ),
+        (lambda text: "[]", "the header is no JSON object"),
+    ],
+    ids=["cut", "dtype", "shape", "twice", "no object"],
+)
+def test_a_header_that_lies_is_refused_before_anything_is_written(plain, tmp_path, change, words):
+    both = [plain / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for path in both:
+        rewritten(path, change)
+    with pytest.raises(CheckpointError, match=words):
+        convert(plain, tmp_path / "out", to="mxfp8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_overlap_are_refused(plain, tmp_path):
+    def overlap(text):
+        header = json.loads(text)
+        header["again"] = header["lm_head.weight"]
+        return json.dumps(header)
+
+    rewritten(plain / "model-00002-of-00002.safetensors", overlap)
+    with pytest.raises(CheckpointError, match="overlap"):
+        convert(plain, tmp_path / "out", to="mxfp8")
+
+
+def test_pickles_are_not_read(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
+    with pytest.raises(CheckpointError, match=r"holds no safetensors file; .*\.bin"):
+        convert(tmp_path / "old", tmp_path / "out", to="mxfp8")

@@ -5,6 +5,7 @@ The expected weights come from `oracle.py`, which does not use mxspec.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,14 @@ PAIRS = [
     ("gpt_oss", "gptoss_mxfp4", "ue8m0", "contract"),
 ]
 NEWER_ONLY = [(DENSE, "ct_fp8_block", "fp32", "contract")]  # 5.17 rounds fp32 scales to bfloat16, and convert says so
+
+
+def test_the_guide_publishes_the_pairs_that_are_tested():
+    page = (ROOT / "docs" / "guides" / "checkpoints.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (fp32|ue8m0) \| (\w+) \| ([\d., ]+) \|$", page, re.MULTILINE)
+    assert [tuple(row[:4]) for row in rows if row[4] == "5.17, 5.23"] == PAIRS
+    assert [tuple(row[:4]) for row in rows if row[4] == "5.23"] == NEWER_ONLY
+    assert transformers.__version__.startswith("5.23.")
 
 
 def name_of(pair):
