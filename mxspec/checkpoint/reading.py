@@ -2,127 +2,99 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from mxspec.checkpoint.files import Scan, scan
+from mxspec.checkpoint.headers import CheckpointError, Header
 from mxspec.checkpoint.shards import DTYPES
 
-LARGEST_HEADER = 100_000_000  # bytes; safetensors has the same limit
+__all__ = ["Checkpoint", "CheckpointError", "Entry"]
+
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or cannot be converted as asked."""
-
-
 @dataclass(frozen=True)
-class Entry:
-    """A tensor of a file: where its bytes lie."""
+class Entry(Header):
+    """A tensor of a file: where its bytes lie, and its dtype."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    shard: str
-    begin: int
-    end: int
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of torch.
+
+        Raises:
+            CheckpointError: torch has no dtype for F4, F6_E2M3 or F6_E3M2 with this shape.
+        """
+        if self.stored not in NAMES:
+            raise CheckpointError(f"{self.shard}: a tensor has the dtype {self.stored}, which torch has not")
+        return NAMES[self.stored]
 
 
 class Checkpoint:
     """A checkpoint: `tensors` by name, `config`, `shards`, `path`, and `folder`, where the shards lie."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, found: Scan) -> None:
         self.path = path
-        self.folder = path if path.is_dir() else path.parent
-        self.tensors: dict[str, Entry] = {}
+        self.folder = found.folder
+        self.shards = found.shards
+        self.tensors = {name: Entry(**vars(header)) for name, header in found.tensors.items()}
+        self.config: dict[str, Any] = found.config or {}
+        self.hf_quant_config = found.hf_quant_config
+        self.metadata = found.metadata
         self._files: dict[str, BinaryIO] = {}
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not files:
-            raise CheckpointError(f"{path} holds no safetensors file; files that hold pickles (.bin, .pt) are not read")
-        self.shards = [file.name for file in files]
-        config = self.folder / "config.json"
-        self.config: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
-        index = self.folder / "model.safetensors.index.json"
-        if path.is_dir() and index.exists():
-            named = set(json.loads(index.read_text())["weight_map"].values())
-            if missing := sorted(named - set(self.shards)):
-                raise CheckpointError(f"{path} lacks the shard {missing[0]}, which its index names")
-            self.shards = [shard for shard in self.shards if shard in named]
-        for shard in self.shards:
-            self._open(self.folder / shard)
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Read the headers."""
-        return cls(Path(path))
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read and check the headers.
+
+        Args:
+            path: a directory, with or without `model.safetensors.index.json`, or a safetensors file.
+
+        Raises:
+            CheckpointError: a header or the index has a defect, which the message names.
+            FileNotFoundError: there is nothing at the path.
+        """
+        found = scan(path)
+        if fatal := [problem for problem in found.problems if problem.fatal]:
+            more = f" (and {len(fatal) - 1} more problems)" if len(fatal) > 1 else ""
+            raise CheckpointError(f"{fatal[0]}{more}")
+        return cls(Path(path), found)
 
     def read(self, name: str) -> Tensor:
-        """A tensor."""
+        """A tensor. F4 and F6 give their bytes as a uint8 vector."""
         entry = self.tensors[name]
-        return self._read(entry, entry.begin, entry.end).view(entry.shape)
+        data = self._read(entry, entry.begin, entry.end)
+        return data.view(entry.dtype).view(entry.shape) if entry.stored in NAMES else data
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows of a tensor."""
         entry = self.tensors[name]
-        row = (entry.end - entry.begin) // max(entry.shape[0], 1)
+        row = entry.nbytes // max(entry.shape[0], 1)
         found = self._read(entry, entry.begin + start * row, entry.begin + stop * row)
-        return found.view(stop - start, *entry.shape[1:])
+        return found.view(entry.dtype).view(stop - start, *entry.shape[1:])
+
+    def read_bytes(self, name: str, start: int, stop: int) -> Tensor:
+        """Some bytes of a tensor, as a uint8 vector."""
+        entry = self.tensors[name]
+        return self._read(entry, entry.begin + start, min(entry.begin + stop, entry.end))
 
     def _read(self, entry: Entry, begin: int, end: int) -> Tensor:
-        """Bytes of a file as elements. They are read and not mapped, so that memory holds only what is in use."""
-        if begin == end:
-            return torch.empty(0, dtype=entry.dtype)
+        """Bytes of a file. They are read and not mapped, so that memory holds only what is in use."""
         data = torch.empty(end - begin, dtype=torch.uint8)
-        view, file = memoryview(data.numpy().data), self._files[entry.shard].fileno()
+        if begin == end:
+            return data
+        opened = self._files.get(entry.shard)
+        if opened is None:  # two threads may open a shard at once; both use the file that was stored first
+            opened = self._files.setdefault(entry.shard, (self.folder / entry.shard).open("rb"))
+        view, file = memoryview(data.numpy().data), opened.fileno()
         while view:
             got = os.preadv(file, [view], begin)
             if not got:
                 raise CheckpointError(f"{entry.shard}: the file has become shorter")
             view, begin = view[got:], begin + got
-        return data.view(entry.dtype)
-
-    def _open(self, path: Path) -> None:
-        try:
-            file = path.open("rb")
-            self._files[path.name] = file
-            length = os.fstat(file.fileno()).st_size
-            (size,) = struct.unpack("<Q", file.read(8))
-            if 8 + size > length or size > LARGEST_HEADER:
-                raise ValueError(f"the header is said to have {size} bytes, the file has {length}")
-            header = json.loads(file.read(size), object_pairs_hook=_without_duplicates)
-            if not isinstance(header, dict):
-                raise ValueError("the header is no JSON object")
-            for name, said in header.items():
-                if name != "__metadata__":
-                    self._add(name, path.name, said, 8 + size, length)
-            mine = sorted((e.begin, e.end, name) for name, e in self.tensors.items() if e.shard == path.name)
-            for (_, end, first), (begin, _, second) in pairwise(mine):
-                if begin < end:
-                    raise ValueError(f"{first} and {second} overlap")
-        except (OSError, KeyError, TypeError, struct.error, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path.name}: {error}") from error
-
-    def _add(self, name: str, shard: str, said: dict[str, Any], start: int, length: int) -> None:
-        if said["dtype"] not in NAMES:
-            raise ValueError(f"{name} has the dtype {said['dtype']}, which torch has not")
-        dtype, shape = NAMES[said["dtype"]], tuple(said["shape"])
-        begin, end = (start + offset for offset in said["data_offsets"])
-        if end - begin != torch.Size(shape).numel() * dtype.itemsize or not start <= begin <= end <= length:
-            raise ValueError(f"{name} has the offsets {said['data_offsets']}, which do not fit {said['dtype']} {shape}")
-        if name in self.tensors:
-            raise ValueError(f"{name} is in two shards")
-        self.tensors[name] = Entry(dtype, shape, shard, begin, end)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1)
-        raise ValueError(f"the header has {twice!r} twice")
-    return found
+        return data

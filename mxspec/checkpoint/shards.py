@@ -28,6 +28,12 @@ DTYPES = {
     torch.int64: "I64",
     torch.float64: "F64",
     torch.bool: "BOOL",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
 }
 
 

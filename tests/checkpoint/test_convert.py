@@ -274,7 +274,7 @@ def rewritten(path, change):
     ("change", "words"),
     [
         (lambda text: text[:40], "Expecting|Unterminated"),
-        (lambda text: text.replace("BF16", "F4", 1), "has the dtype F4, which torch has not"),
+        (lambda text: text.replace("BF16", "F4", 1), "which do not fit F4"),
         (lambda text: text.replace("[256,256]", "[256,512]"), "which do not fit BF16"),
         (
             lambda text: text.replace("lm_head.weight", "model.layers.0.o_proj.weight"),
