@@ -19,6 +19,7 @@ from mxspec.formats import E2M1, E4M3FN, E8M0FNU, FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.reference.common.numerics import widened
 
 CONTRACT = "contract"
+COLUMNS = 2048  # quantized at once: no block crosses it, and the temporary tensors stay in a core's cache
 SCALE_FORMAT = {"fp32": "fp32", "ue8m0": "pow2"}
 
 
@@ -94,6 +95,9 @@ def quantizer(scheme: str, rule: str, scales: str) -> Any:
         options["scale_format"] = SCALE_FORMAT[scales]
 
     def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.shape[1] > COLUMNS:
+            pieces = [quantize(piece) for piece in x.split(COLUMNS, 1)]
+            return torch.cat([c for c, _ in pieces], 1), torch.cat([s for _, s in pieces], 1)
         K = x.shape[1]
         codes, scale = function(pad(x, (0, -K % chosen.block[1])), **options)
         per_byte = 2 if scheme == "mxfp4" else 1

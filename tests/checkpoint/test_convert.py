@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mxspec import rules
+from mxspec import fp8_quantize_128x128, mx_quantize, rules
 from mxspec.checkpoint import CheckpointError, convert
 from mxspec.checkpoint.shards import ShardWriter
 
@@ -309,3 +309,21 @@ def test_pickles_are_not_read(tmp_path):
     (tmp_path / "old" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n")
     with pytest.raises(CheckpointError, match=r"holds no safetensors file; .*\.bin"):
         convert(tmp_path / "old", tmp_path / "out", to="mxfp8")
+
+
+@pytest.mark.parametrize("family", ["fp8_block", "ct_mxfp4"])
+def test_a_wide_weight_is_quantized_in_pieces_to_the_same_bytes(plain, tmp_path, family):
+    wide = weight(130, 4096 + 160)
+    save_file({"a.q_proj.weight": wide}, plain / "model-00002-of-00002.safetensors")
+    (plain / "model.safetensors.index.json").unlink()
+    convert(plain, tmp_path / "out", to=family)
+    tensors = loaded(tmp_path / "out")
+    padded = torch.nn.functional.pad(wide, (0, 96))
+    if family == "fp8_block":
+        codes, scale = fp8_quantize_128x128(padded)
+        assert tensors["a.q_proj.weight"].view(torch.uint8).equal(codes.view(torch.uint8)[:, :4256])
+        assert tensors["a.q_proj.weight_scale_inv"].equal(scale)
+    else:
+        codes, scale = mx_quantize(wide, elem_dtype="e2m1")
+        assert tensors["a.q_proj.weight_packed"].equal(codes.view(torch.uint8))
+        assert tensors["a.q_proj.weight_scale"].equal(scale.view(torch.uint8))
