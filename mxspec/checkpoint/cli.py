@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -15,11 +17,14 @@ from mxspec.checkpoint.targets import TARGETS
 from mxspec.checkpoint.verify import EQUAL, verify
 from mxspec.console import console, progress
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+KEPT_BYTES = 1 << 25
 SHOWN = 20  # tensors that differ; --json has all
 
 
 def run_convert(options: argparse.Namespace) -> int:
     """Write a checkpoint in another family. The source is only read; an interrupted run goes on when it is repeated."""
+    _keep_freed_memory()
     manifest = convert(
         options.src,
         options.dst,
@@ -81,6 +86,14 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--as-loaded", choices=LOADERS, help="compare A as this loader changes it")
     sub.add_argument("--json", action="store_true")
     return root
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next strip. Otherwise it returns it, and its pages are cleared again."""
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        libc = ctypes.CDLL(None)
+        for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            libc.mallopt(parameter, KEPT_BYTES)
 
 
 def _count(text: str) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxspec.checkpoint import convert
+from mxspec.checkpoint import convert, verify
 from tests.checkpoint import loading, oracle
 from tests.helpers import ROOT
 
@@ -140,3 +140,23 @@ def test_a_wrong_byte_shows(written, tmp_path):
     want = oracle.weights(load_file(written / DENSE / "model.safetensors"), "mxfp8")
     wrong = [name for name, weight in weights.items() if not weight.equal(want[name])]
     assert wrong == ["model.layers.0.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize(("model", "family"), [(MOE, "mxfp8"), ("gpt_oss", "gptoss_mxfp4")])
+def test_verify_knows_the_fused_experts_of_a_live_model(written, tmp_path, model, family):
+    live = transformers.AutoModelForCausalLM.from_pretrained(written / model, dtype=torch.bfloat16)
+    source = written / name_of((model, family, "ue8m0", "contract"))
+    verdict = verify(source, live)
+    assert verdict.ok
+    assert "contract" in verdict.rules
+    assert {f.status for f in verdict.findings if ".experts." in f.name and not f.name.endswith("bias")} == {
+        "made by a rule"
+    }
+    convert(source, tmp_path / "bf16", to="bf16")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
+    assert {f.status for f in verify(source, read).findings} == {"equal"}
+    with torch.no_grad():
+        live.model.layers[0].mlp.experts.down_proj[2, 3, 5] += 1
+    (wrong,) = [f for f in verify(source, live).findings if f.status == "differs"]
+    assert ".experts." in wrong.name
+    assert "2" in wrong.name.split("experts.")[1]
