@@ -156,6 +156,7 @@ def _matches(unit: Unit, globs: Sequence[str]) -> bool:
 
 def _write(pool: ThreadPoolExecutor, path: Path, works: list[Work]) -> dict[str, str]:
     """Write a shard; the largest weights first, so that the threads end together."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # an index may name a shard in a folder
     writer = ShardWriter(path, [planned for w in works for planned in w.planned])
     ordered = sorted(works, key=lambda w: -sum(p.nbytes for p in w.planned))
     running = [pool.submit(w.run, writer.write) for w in ordered]

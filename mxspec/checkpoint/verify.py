@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec import rules
-from mxspec.checkpoint.schemes import CONTRACT, SCHEMES, Blocks, quantizer, strips
+from mxspec.checkpoint.schemes import SCHEMES, strips
 from mxspec.checkpoint.sides import Weight, weights
+from mxspec.checkpoint.which_rule import names, rules_of
 from mxspec.formats import INT_OF_BYTES
-from mxspec.rules import vllm_requant
 
 EQUAL, MADE, DIFFERS, MISSING = "equal", "made by a rule", "differs", "missing"
 
@@ -50,7 +49,7 @@ class Verdict:
     def rules(self) -> tuple[str, ...]:
         made = [set(f.rules) for f in self.findings if f.status == MADE]
         common = set.intersection(*made) if made else set()
-        return tuple(name for name in _names() if name in common)
+        return tuple(name for name in names() if name in common)
 
     @property
     def ok(self) -> bool:
@@ -124,7 +123,7 @@ def _compare(name: str, a: Weight, b: Weight) -> Finding:
         bits = INT_OF_BYTES[dtype.itemsize]
         unequal = x.contiguous().view(bits) != y.contiguous().view(bits)
         if bool(unequal.any()):
-            made = _rules(a, b) if a.blocks is not None and len(a.shape) == 2 else ()
+            made = rules_of(a, b) if a.blocks is not None and len(a.shape) == 2 else ()
             if made:
                 return Finding(name, MADE, made)
             return Finding(name, DIFFERS, detail=_first(a, b, rows, unequal, x, y))
@@ -150,64 +149,3 @@ def _hex(value: Tensor) -> str:
     size = value.dtype.itemsize
     bits = int(value.contiguous().view(INT_OF_BYTES[size]).item()) & ((1 << 8 * size) - 1)
     return f"0x{bits:0{2 * size}x} ({value.item():.6g})"
-
-
-def _names() -> list[str]:
-    names = []
-    for rule in (CONTRACT, *rules.peers()):
-        names += [rule, f"{rule} with ue8m0"]
-    return [*names, "vllm_requant", "vllm_requant through bfloat16"]
-
-
-def _rules(a: Weight, b: Weight) -> tuple[str, ...]:
-    """The rules that make the codes and scales of A from the values of B, strip by strip."""
-    assert a.blocks is not None
-    want = a.blocks()
-    height = SCHEMES[want.scheme].block[0]
-    left = dict(_candidates(want, b))
-    for rows in strips(want.shape[0]):
-        x = b.rows(rows)
-        codes = want.codes[rows].contiguous().view(torch.uint8)
-        scale = _wide(want.scale[rows.start // height : -(-rows.stop // height)])
-        for name, rule in list(left.items()):
-            made = _made(rule, x)
-            if made is None or not (made[0].equal(codes) and made[1].equal(scale)):
-                del left[name]
-        if not left:
-            return ()
-    return tuple(left)
-
-
-def _candidates(want: Blocks, b: Weight) -> Iterable[tuple[str, Any]]:
-    for rule in (CONTRACT, *rules.peers()):
-        for scales in ("fp32", "ue8m0") if want.scheme == "fp8_128x128" else ("ue8m0",):
-            try:
-                made = quantizer(want.scheme, rule, scales)
-            except (ValueError, KeyError):  # the rule does not quantize to this scheme
-                continue
-            yield rule if scales == "fp32" or want.scheme != "fp8_128x128" else f"{rule} with ue8m0", made
-    if b.blocks is not None and want.scheme == "fp8_128x128":
-        yield "vllm_requant", _requantized(torch.float32)
-        yield "vllm_requant through bfloat16", _requantized(torch.bfloat16)
-
-
-def _requantized(dtype: torch.dtype) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The second half of the loaders' rule: the values are read already."""
-
-    def quantize(x: Tensor) -> tuple[Tensor, ...]:
-        return vllm_requant.quantize(x.to(dtype))
-
-    return quantize
-
-
-def _made(rule: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    try:
-        codes, scale = rule(x)
-    except (ValueError, NotImplementedError, TypeError):  # the peer has no rule for these numbers
-        return None
-    return codes.contiguous().view(torch.uint8), _wide(scale)
-
-
-def _wide(scale: Tensor) -> Tensor:
-    """Scales as float32, whatever stores them."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float().contiguous()

@@ -1,0 +1,76 @@
+"""Which rule makes the codes and scales of one side from the values of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec import rules
+from mxspec.checkpoint.schemes import CONTRACT, SCHEMES, Blocks, quantizer, strips
+from mxspec.checkpoint.sides import Weight
+from mxspec.rules import vllm_requant
+
+
+def names() -> list[str]:
+    """The names of all rules, in the order in which they are tried."""
+    found = []
+    for rule in (CONTRACT, *rules.peers()):
+        found += [rule, f"{rule} with ue8m0"]
+    return [*found, "vllm_requant", "vllm_requant through bfloat16"]
+
+
+def rules_of(a: Weight, b: Weight) -> tuple[str, ...]:
+    """The rules that make the codes and scales of A from the values of B, strip by strip."""
+    assert a.blocks is not None
+    want = a.blocks()
+    height = SCHEMES[want.scheme].block[0]
+    left = dict(_candidates(want, b))
+    for rows in strips(want.shape[0]):
+        x = b.rows(rows)
+        codes = want.codes[rows].contiguous().view(torch.uint8)
+        scale = _wide(want.scale[rows.start // height : -(-rows.stop // height)])
+        for name, rule in list(left.items()):
+            made = _made(rule, x)
+            if made is None or not (made[0].equal(codes) and made[1].equal(scale)):
+                del left[name]
+        if not left:
+            return ()
+    return tuple(left)
+
+
+def _candidates(want: Blocks, b: Weight) -> Iterable[tuple[str, Any]]:
+    for rule in (CONTRACT, *rules.peers()):
+        for scales in ("fp32", "ue8m0") if want.scheme == "fp8_128x128" else ("ue8m0",):
+            try:
+                made = quantizer(want.scheme, rule, scales)
+            except (ValueError, KeyError):  # the rule does not quantize to this scheme
+                continue
+            yield rule if scales == "fp32" or want.scheme != "fp8_128x128" else f"{rule} with ue8m0", made
+    if b.blocks is not None and want.scheme == "fp8_128x128":
+        yield "vllm_requant", _requantized(torch.float32)
+        yield "vllm_requant through bfloat16", _requantized(torch.bfloat16)
+
+
+def _requantized(dtype: torch.dtype) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The second half of the loaders' rule: the values are read already."""
+
+    def quantize(x: Tensor) -> tuple[Tensor, ...]:
+        return vllm_requant.quantize(x.to(dtype))
+
+    return quantize
+
+
+def _made(rule: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    try:
+        codes, scale = rule(x)
+    except (ValueError, NotImplementedError, TypeError):  # the peer has no rule for these numbers
+        return None
+    return codes.contiguous().view(torch.uint8), _wide(scale)
+
+
+def _wide(scale: Tensor) -> Tensor:
+    """Scales as float32, whatever stores them."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float().contiguous()
