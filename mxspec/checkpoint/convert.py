@@ -22,7 +22,7 @@ from mxspec.checkpoint.units import PLAIN_DTYPES, Unit, units
 from mxspec.checkpoint.work import Options, Work
 
 # Weights that loaders expect in bfloat16, whatever the family.
-NEVER = ("*embed*", "*lm_head*", "*norm*", "*.mlp.gate.weight", "*.gate.wg.weight", "*router*", "*.conv*")
+NEVER = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*.gate.wg.weight", "*expert_gate*", "*router*", "*.conv*")
 
 
 def convert(
@@ -124,7 +124,10 @@ def _checked(to: str, scales: str | None, rule: str, allow_lossy: bool) -> Optio
         raise ValueError(f"convert: {to} has no scales {scales!r}; needs {'fp32 or ' if square else ''}ue8m0")
     scales = scales or ("fp32" if square else "ue8m0")
     if scheme := TARGETS[to].scheme:
-        work.quantizer(scheme, rule, scales)  # raises if the rule does not quantize to the scheme
+        try:
+            work.quantizer(scheme, rule, scales)(torch.zeros(1, 128, dtype=torch.bfloat16))
+        except NotImplementedError as error:
+            raise ValueError(f"convert: {rule} does not quantize to {to} with scales {scales}: {error}") from error
     return Options(to, scales, rule, allow_lossy)
 
 

@@ -65,6 +65,8 @@ def units(checkpoint: Checkpoint) -> list[Unit]:
         if name not in used:
             if entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
                 raise CheckpointError(f"{name}: FP8 codes without a scale that convert knows")
+            if name.endswith(SCALES[:2]):
+                raise CheckpointError(f"{name}: scales without codes that convert knows")
             module = name.removesuffix(".weight")
             if name.endswith(GPTOSS_EXPERTS) and len(entry.shape) == 3:
                 E, K, N = entry.shape

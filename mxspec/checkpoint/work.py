@@ -66,7 +66,10 @@ def quantized(checkpoint: Checkpoint, unit: Unit, options: Options) -> Work:
     def run(write: Write) -> None:
         for matrix in range(unit.matrices):
             for rows, x in plain_strips(checkpoint, unit, matrix):
-                codes, scale = quantize(x)
+                try:
+                    codes, scale = quantize(x)
+                except NotImplementedError as error:  # the peer has no rule for this dtype
+                    raise CheckpointError(f"{unit.codes}: {error}") from error
                 _refuse_nan(unit, scale, rows)
                 write(planned[0].name, codes)
                 write(planned[1].name, scale.to(planned[1].dtype))
@@ -155,7 +158,7 @@ def _exact_in_bf16(checkpoint: Checkpoint, unit: Unit, options: Options) -> bool
     """Whether bfloat16 holds the scales that the unit will have."""
     if options.to != "ct_fp8_block" or unit.scheme != SQUARE:
         return True  # powers of two
-    return isinstance(retype(blocks(checkpoint, unit).scale, torch.bfloat16), Tensor)
+    return unit.scale is None or isinstance(retype(checkpoint.read(unit.scale), torch.bfloat16), Tensor)
 
 
 def _refuse_nan(unit: Unit, scale: Tensor, rows: slice) -> None:

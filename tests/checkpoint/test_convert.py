@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mxspec import fp8_quantize_128x128, mx_quantize, rules
-from mxspec.checkpoint import CheckpointError, convert
+from mxspec.checkpoint import CheckpointError, convert, verify
 from mxspec.checkpoint.shards import ShardWriter
 
 SEED = 7
@@ -218,6 +218,7 @@ def test_a_partial_block_is_a_warning_that_names_the_loader(plain, tmp_path):
         ({"to": "fp8_block", "scales": "bf16"}, ValueError, "needs fp32 or ue8m0"),
         ({"to": "mxfp8", "rule": "deepseek"}, ValueError, "'deepseek' does not quantize to mxfp8"),
         ({"to": "mxfp8", "rule": "nobody"}, ValueError, "no rule is named 'nobody'"),
+        ({"to": "ct_fp8_block", "scales": "ue8m0", "rule": "compressed_tensors"}, ValueError, "with scales ue8m0"),
         ({"to": "gptoss_mxfp4"}, CheckpointError, "transformers and vLLM read it for gpt_oss alone"),
         ({"to": "bf16"}, CheckpointError, "no weight of .* is to be changed"),
         ({"to": "mxfp8", "include": ["nothing"]}, CheckpointError, "no weight of .* is to be changed"),
@@ -327,3 +328,73 @@ def test_a_wide_weight_is_quantized_in_pieces_to_the_same_bytes(plain, tmp_path,
         codes, scale = mx_quantize(wide, elem_dtype="e2m1")
         assert tensors["a.q_proj.weight_packed"].equal(codes.view(torch.uint8))
         assert tensors["a.q_proj.weight_scale"].equal(scale.view(torch.uint8))
+
+
+def only(plain, tensors):
+    """The source with these tensors alone."""
+    for path in plain.glob("model*"):
+        path.unlink()
+    save_file(tensors, plain / "model.safetensors")
+
+
+def test_deepseek_v4_has_fp4_experts_that_become_fp8_without_loss(plain, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (128, 128), generator=generator, dtype=torch.uint8)
+    scale = torch.randint(110, 120, (128, 8), generator=generator, dtype=torch.uint8)
+    dense, dense_scale = rules.deepseek.fp8_quantize_128x128(weight(256, 256), scale_format="pow2")
+    only(
+        plain,
+        {
+            "layers.0.ffn.experts.0.w1.weight": codes.view(torch.int8),
+            "layers.0.ffn.experts.0.w1.scale": scale.view(torch.float8_e8m0fnu),
+            "layers.0.attn.wo.weight": dense,
+            "layers.0.attn.wo.scale": dense_scale.to(torch.float8_e8m0fnu),
+            "layers.0.ffn.gate.weight": weight(8, 256),
+        },
+    )
+    manifest = convert(plain, tmp_path / "fp8", to="fp8_block", scales="ue8m0")
+    assert all(entry["lossless"] for entry in manifest["tensors"].values())
+    assert manifest["tensors"]["layers.0.ffn.gate.weight"]["how"] == "copied"
+    verdict = verify(plain, tmp_path / "fp8")
+    assert str(verdict) == "3 equal"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"a.weight": weight(128, 128).to(torch.float8_e4m3fn)}, r"a\.weight: FP8 codes without a scale"),
+        ({"a.weight_scale_inv": torch.ones(1, 1)}, r"a\.weight_scale_inv: scales without codes"),
+        (
+            {"a.weight": weight(128, 128).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)},
+            r"with scales torch\.float32 \(1,\) is no scheme",
+        ),
+        (
+            {
+                "a.weight": torch.zeros(64, 32, dtype=torch.uint8),
+                "a.weight_scale": weight(64, 4).to(torch.float8_e4m3fn),
+            },
+            "is no scheme that convert knows",
+        ),
+    ],
+    ids=["no scale", "no codes", "one scale", "NVFP4"],
+)
+def test_what_is_no_known_family_is_refused(plain, tmp_path, tensors, words):
+    only(plain, {**tensors, "b.q_proj.weight": weight(128, 128)})
+    with pytest.raises(CheckpointError, match=words):
+        convert(plain, tmp_path / "out", to="mxfp8")
+
+
+def test_a_dtype_that_the_peer_lacks_is_named(plain, tmp_path):
+    only(plain, {"a.q_proj.weight": weight(128, 128).half()})
+    with pytest.raises(CheckpointError, match=r"a\.q_proj\.weight: .* has no recorded result for float16"):
+        convert(plain, tmp_path / "out", to="ct_mxfp8", rule="compressed_tensors")
+
+
+def test_scalars_and_empty_tensors_are_copied(plain, tmp_path):
+    odd = {"a.step": torch.tensor(3), "a.none": torch.empty(0, 4), "a.q_proj.weight": weight(64, 32)}
+    only(plain, odd)
+    convert(plain, tmp_path / "out", to="mxfp8")
+    tensors = loaded(tmp_path / "out")
+    assert tensors["a.step"].item() == 3
+    assert tensors["a.none"].shape == (0, 4)
+    assert tensors["a.q_proj.weight_scale_inv"].shape == (64, 1)
