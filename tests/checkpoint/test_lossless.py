@@ -82,6 +82,9 @@ def test_a_nan_byte_is_not_lossless_and_bytes_at_both_ends_are():
     scale = torch.full((128, 4), 200, dtype=torch.uint8)
     scale[3, 1] = 255
     assert lossless.mxfp4_to_fp8_blocks(codes, scale).first == (0, 0)
+    scale = torch.full_like(scale, 254)
+    scale[3, 1] = 255  # an exponent of 128 would be near enough
+    assert lossless.mxfp4_to_fp8_blocks(codes, scale).failed == 1
     for end in (0, 254):
         q, s = lossless.mxfp4_to_fp8_blocks(codes, torch.full_like(scale, end))
         assert fp8_values(q, s).equal(values(codes, torch.full_like(scale, end)))

@@ -7,6 +7,7 @@ from torch import nn
 
 from mxspec import rules
 from mxspec.checkpoint import convert, verify
+from mxspec.checkpoint.sides import weights
 
 
 class Model(nn.Module):
@@ -152,3 +153,16 @@ def test_missing_tensors_and_other_shapes(plain, tmp_path):
     assert found["o_proj"].detail == "A is (128, 256), B is (64, 256)"
     with pytest.raises(ValueError, match="as_loaded is 'trt'; needs vllm, sglang, transformers"):
         verify(plain, other, as_loaded="trt")
+
+
+def test_a_nan_byte_is_no_number_for_an_engine_either(plain, tmp_path):
+    convert(plain, tmp_path / "q", to="fp8_block", scales="ue8m0")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    scale = tensors["o_proj.weight_scale_inv"]
+    tensors["o_proj.weight_scale_inv"] = torch.full(scale.shape, 120, dtype=torch.uint8)
+    tensors["o_proj.weight_scale_inv"][0, 1] = 255
+    (tmp_path / "nan").mkdir()
+    save_file(tensors, tmp_path / "nan" / "model.safetensors")
+    served = weights(tmp_path / "nan", "vllm")["o_proj"].rows(slice(0, 128))
+    assert served[:, 128:].isnan().all()
+    assert served[:, :128].abs().max() == tensors["o_proj.weight"][:, :128].float().abs().max() * 2.0**-7
