@@ -7,7 +7,8 @@
 """
 
 from mxspec.checkpoint.convert import convert
-from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, mxfp4_to_fp8_blocks, retype
+from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, retype
+from mxspec.checkpoint.mxfp4 import mxfp4_to_fp8_blocks
 from mxspec.checkpoint.reading import CheckpointError
 from mxspec.checkpoint.verify import Finding, Verdict, verify
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mxspec import dispatch, rules
-from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, mxfp4_to_fp8_blocks, retype
+from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, retype
+from mxspec.checkpoint.mxfp4 import mxfp4_to_fp8_blocks
 from mxspec.formats import E2M1, E4M3FN, E8M0FNU, FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.reference.common.numerics import widened
 
@@ -67,12 +68,16 @@ class Blocks:
         codes = self.codes[rows]
         stop = start + codes.shape[0]
         scale = self.scale[start // height : -(-stop // height)]
-        scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
-        scale = scale.repeat_interleave(height, 0)[: codes.shape[0]]
+        scale = widened_scale(scale).repeat_interleave(height, 0)[: codes.shape[0]]
         q = widened(codes, E2M1 if self.scheme == "mxfp4" else E4M3FN)
         K = q.shape[1]
         blocks = pad(q, (0, -K % width)).unflatten(1, (-1, width))
         return (blocks * scale.unsqueeze(-1)).flatten(1)[:, :K].to(dtype)
+
+
+def widened_scale(scale: Tensor) -> Tensor:
+    """Scales as float32. uint8 holds the bytes of E8M0, which are never cast by value."""
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
 
 
 def quantizer(scheme: str, rule: str, scales: str) -> Any:

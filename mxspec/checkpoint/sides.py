@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
-from mxspec.checkpoint.schemes import SCHEMES, Blocks, is_power_of_two
+from mxspec.checkpoint.schemes import SCHEMES, Blocks, is_power_of_two, widened_scale
 from mxspec.checkpoint.units import Unit, blocks, units
 from mxspec.rules import vllm_requant
 
@@ -82,7 +82,7 @@ def _quantized(checkpoint: Checkpoint, unit: Unit, matrix: int, as_loaded: str |
             K = found.shape[1]
             if K % 128:
                 raise CheckpointError(f"{unit.codes}: K = {K}; {as_loaded} requantizes multiples of 128")
-            found = Blocks(found.scheme, *vllm_requant.requantize(found.codes, _wide(found.scale), dtype=dtype))
+            found = Blocks(found.scheme, *vllm_requant.requantize(found.codes, widened_scale(found.scale), dtype=dtype))
         return found
 
     def rows(rows: slice) -> Tensor:
@@ -104,13 +104,8 @@ def _as_transformers(name: str, found: Blocks, rows: slice) -> Tensor:
         raise CheckpointError(f"{name}: transformers raises, because {(N, K)} is no multiple of the scales {(R, C)}")
     if SCHEMES[found.scheme].block == (N // R, K // C):
         return found.values(torch.bfloat16, rows)
-    wide = _wide(found.scale).repeat_interleave(N // R, 0)[rows].repeat_interleave(K // C, 1)
+    wide = widened_scale(found.scale).repeat_interleave(N // R, 0)[rows].repeat_interleave(K // C, 1)
     return (found.codes[rows].float() * wide).bfloat16()
-
-
-def _wide(scale: Tensor) -> Tensor:
-    """Scales as float32; a byte is never cast by value."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
 
 
 def _of_module(module: nn.Module) -> dict[str, Weight]:

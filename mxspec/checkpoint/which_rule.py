@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mxspec import rules
-from mxspec.checkpoint.schemes import CONTRACT, SCHEMES, Blocks, quantizer, strips
+from mxspec.checkpoint.schemes import CONTRACT, SCHEMES, Blocks, quantizer, strips, widened_scale
 from mxspec.checkpoint.sides import Weight
 from mxspec.rules import vllm_requant
 
@@ -31,7 +31,7 @@ def rules_of(a: Weight, b: Weight) -> tuple[str, ...]:
     for rows in strips(want.shape[0]):
         x = b.rows(rows)
         codes = want.codes[rows].contiguous().view(torch.uint8)
-        scale = _wide(want.scale[rows.start // height : -(-rows.stop // height)])
+        scale = widened_scale(want.scale[rows.start // height : -(-rows.stop // height)])
         for name, rule in list(left.items()):
             made = _made(rule, x)
             if made is None or not (made[0].equal(codes) and made[1].equal(scale)):
@@ -68,9 +68,4 @@ def _made(rule: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
         codes, scale = rule(x)
     except (ValueError, NotImplementedError, TypeError):  # the peer has no rule for these numbers
         return None
-    return codes.contiguous().view(torch.uint8), _wide(scale)
-
-
-def _wide(scale: Tensor) -> Tensor:
-    """Scales as float32, whatever stores them."""
-    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float().contiguous()
+    return codes.contiguous().view(torch.uint8), widened_scale(scale)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxspec.checkpoint import lossless
+from mxspec.checkpoint import lossless, mxfp4_to_fp8_blocks
 from mxspec.checkpoint.lossless import NotLossless
 
 POWERS = torch.exp2(torch.arange(-127, 128).float())
@@ -53,7 +53,7 @@ def test_mxfp4_with_a_spread_of_14_becomes_fp8(shape):
     codes = torch.randint(0, 256, (shape[0], shape[1] // 2), generator=generator, dtype=torch.uint8)
     scale = torch.randint(100, 115, (shape[0], shape[1] // 32), generator=generator, dtype=torch.uint8)
     scale[0, 0] = 100
-    q, s = lossless.mxfp4_to_fp8_blocks(codes, scale)
+    q, s = mxfp4_to_fp8_blocks(codes, scale)
     assert q.shape == shape
     assert (s.view(torch.int32) & 0x7FFFFF).eq(0).all()
     got, want = fp8_values(q, s), values(codes, scale)
@@ -65,15 +65,15 @@ def test_a_spread_of_15_is_lossless_only_where_the_codes_allow_it():
     codes = torch.full((128, 128), 0x77, dtype=torch.uint8)  # 6.0
     scale = torch.full((128, 8), 120, dtype=torch.uint8)
     scale[5, 6] = 105
-    q, s = lossless.mxfp4_to_fp8_blocks(codes, scale)  # the lowest bit of 6.0 is 2^1, two above that of 0.5
+    q, s = mxfp4_to_fp8_blocks(codes, scale)  # the lowest bit of 6.0 is 2^1, two above that of 0.5
     assert fp8_values(q, s).equal(values(codes, scale))
     codes[5, 100] = 0x71  # 0.5 with the exponent 105
-    found = lossless.mxfp4_to_fp8_blocks(codes, scale)
+    found = mxfp4_to_fp8_blocks(codes, scale)
     assert (found.blocks, found.failed, found.first) == (2, 1, (0, 1))
     codes[:, 64:96] = 0x01  # the blocks of 120 keep a 6.0 in the last quarter
-    assert isinstance(lossless.mxfp4_to_fp8_blocks(codes, scale), NotLossless)
+    assert isinstance(mxfp4_to_fp8_blocks(codes, scale), NotLossless)
     codes[:, 64:] = 0x11  # only 0.5
-    q, s = lossless.mxfp4_to_fp8_blocks(codes, scale)
+    q, s = mxfp4_to_fp8_blocks(codes, scale)
     assert fp8_values(q, s).equal(values(codes, scale))
 
 
@@ -81,15 +81,15 @@ def test_a_nan_byte_is_not_lossless_and_bytes_at_both_ends_are():
     codes = torch.full((128, 64), 0x75, dtype=torch.uint8)
     scale = torch.full((128, 4), 200, dtype=torch.uint8)
     scale[3, 1] = 255
-    assert lossless.mxfp4_to_fp8_blocks(codes, scale).first == (0, 0)
+    assert mxfp4_to_fp8_blocks(codes, scale).first == (0, 0)
     scale = torch.full_like(scale, 254)
     scale[3, 1] = 255  # an exponent of 128 would be near enough
-    assert lossless.mxfp4_to_fp8_blocks(codes, scale).failed == 1
+    assert mxfp4_to_fp8_blocks(codes, scale).failed == 1
     for end in (0, 254):
-        q, s = lossless.mxfp4_to_fp8_blocks(codes, torch.full_like(scale, end))
+        q, s = mxfp4_to_fp8_blocks(codes, torch.full_like(scale, end))
         assert fp8_values(q, s).equal(values(codes, torch.full_like(scale, end)))
     with pytest.raises(ValueError, match="needs \\(N, K/2\\) and \\(N, K/32\\)"):
-        lossless.mxfp4_to_fp8_blocks(codes, scale[:, :2])
+        mxfp4_to_fp8_blocks(codes, scale[:, :2])
 
 
 @pytest.mark.parametrize("block", [128, 32])
