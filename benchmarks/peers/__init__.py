@@ -1,7 +1,8 @@
 """Adapters that call other libraries' kernels like mxspec's ops, for `python -m mxspec bench --peers`.
 
 There is one file for each library. An adapter has the signature of its op and returns the op's outputs. The outputs are
-views of the library's outputs: an adapter runs no kernel itself. If the op changes an argument in place, the adapter
+views of the library's outputs. An adapter adds no kernel of its own, unless the library needs one, such as a fill with
+zeros. If the op changes an argument in place, the adapter
 does too. If a library needs another layout, the adapter's `prepare` makes it, and its time does not count. mxspec
 imports nothing from here. Each adapter imports its library when it is called.
 
