@@ -30,7 +30,7 @@ def files(pattern: str, text: str = "") -> list[str]:
 def help_of(*command: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         __main__.main([*command, "--help"])
-    return out.getvalue().replace(f"{{{','.join(mxspec.dispatch.ops())}}}", "OP")
+    return out.getvalue()
 
 
 def write_pages(app: Sphinx) -> None:
