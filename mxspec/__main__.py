@@ -261,7 +261,7 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def run_checkpoint(options: argparse.Namespace) -> int:
-    """Convert checkpoints from one family to another, and verify their values bit by bit."""
+    """Inspect checkpoints, convert them from one family to another, and verify their values bit by bit."""
     from mxspec.checkpoint.cli import main
 
     return main(options.rest)

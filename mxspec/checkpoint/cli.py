@@ -1,4 +1,4 @@
-"""`python -m mxspec checkpoint convert | verify`."""
+"""`python -m mxspec checkpoint inspect | convert | verify`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import ctypes
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.markup import escape
 
 from mxspec.checkpoint.convert import convert
+from mxspec.checkpoint.inspect import inspect
+from mxspec.checkpoint.report import tables
 from mxspec.checkpoint.sides import LOADERS
 from mxspec.checkpoint.targets import TARGETS
 from mxspec.checkpoint.verify import EQUAL, verify
@@ -20,6 +23,26 @@ from mxspec.console import console, progress
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 1 << 25
 SHOWN = 20  # tensors that differ; --json has all
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Say what a checkpoint holds, what is wrong with it, and which loaders read it as it is meant.
+
+    The exit code is 0 if there is no problem, 1 if there is one, and 2 if the checkpoint cannot be read. A trap of a
+    loader is no problem of the checkpoint.
+    """
+    path, colon, name = options.path.rpartition(":")
+    include = [name] if colon and not Path(options.path).exists() else []
+    found = inspect(
+        path if include else options.path,
+        include=include,
+        progress=lambda weights: progress(weights, "inspect", lambda weight: weight.codes),
+    )
+    if options.json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        console.print(tables(found))
+    return found.exit_code
 
 
 def run_convert(options: argparse.Namespace) -> int:
@@ -68,6 +91,11 @@ def parser() -> argparse.ArgumentParser:
     """The commands and their options."""
     root = argparse.ArgumentParser(prog="python -m mxspec checkpoint", description=__doc__)
     commands = root.add_subparsers(dest="command", required=True)
+    sub = commands.add_parser("inspect", help=run_inspect.__doc__, description=run_inspect.__doc__)
+    sub.set_defaults(run=run_inspect)
+    helped = "a directory, a safetensors file, or one of them with the name of a tensor, as in DIR:model.norm.weight"
+    sub.add_argument("path", metavar="DIR|FILE|TENSOR", help=helped)
+    sub.add_argument("--json", action="store_true")
     sub = commands.add_parser("convert", help=run_convert.__doc__, description=run_convert.__doc__)
     sub.set_defaults(run=run_convert)
     sub.add_argument("src", metavar="SRC", help="a directory of safetensors files with config.json")

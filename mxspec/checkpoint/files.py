@@ -67,6 +67,9 @@ def scan(path: str | Path) -> Scan:
     path.stat()  # raises if nothing is there
     found.config = _json(found, "config.json")
     found.hf_quant_config = _json(found, "hf_quant_config.json")
+    quant = (found.config or {}).get("quantization_config")
+    if not isinstance(quant, dict | None):
+        found.add("json", "config.json", f"has the quantization_config {str(quant)[:80]!r}; needs an object")
     named: dict[str, str] = {}
     if path.is_dir():
         found.shards = sorted(file.name for file in path.glob("*.safetensors"))

@@ -107,6 +107,7 @@ DIRECTORIES = {
     "index of numbers": (lambda f: shards(f, {"a": 1}), "has no weight_map"),
     "index no JSON": (text("model.safetensors.index.json", "{"), "Expecting property name"),
     "config no object": (text("config.json", "[]"), r"config\.json: is a JSON list"),
+    "quantization_config a list": (text("config.json", '{"quantization_config": [1]}'), r"'\[1\]'; needs an object"),
     "pickles alone": (
         lambda f: (f / "pytorch_model.bin").write_bytes(b"cos"),
         "it holds pytorch_model",

@@ -1,0 +1,121 @@
+"""Defects that names, dtypes, shapes and configurations show: codes without scales, wrong grids, two families."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from mxspec.checkpoint import configuration
+from mxspec.checkpoint.families import (
+    BYTES,
+    CODES,
+    FAMILIES,
+    SCALES,
+    Family,
+    QuantizedWeight,
+    elements,
+    grid_of,
+)
+from mxspec.checkpoint.files import Problem
+from mxspec.checkpoint.headers import Header
+from mxspec.checkpoint.reading import Checkpoint
+
+NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)\.safetensors")
+V4 = {"deepseek_v4", "deepseek_v4_32x32", "deepseek_v4_fp4"}  # DeepSeek-V4 holds FP8 and FP4 by design
+
+
+def defects(checkpoint: Checkpoint, weights: Sequence[QuantizedWeight]) -> list[Problem]:
+    """The defects that the headers and the configuration show, before any tensor is read."""
+    used = {name for w in weights for name in (w.codes, w.scale, w.second) if name}
+    left = {name: header for name, header in checkpoint.tensors.items() if name not in used}
+    found = [*_shards(checkpoint)]
+    near: dict[str, list[str]] = {}
+    for name in checkpoint.tensors:
+        for mark in "._":
+            module, _, rest = name.rpartition(mark)
+            if "scale" in rest and "input" not in rest:
+                near.setdefault(module, []).append(name)
+    blamed: set[str] = set()
+    for name, header in left.items():
+        scales, problem = _codes(checkpoint, name, header, near)
+        blamed.update(scales)
+        found += [problem] if problem else []
+    for name in left:
+        ends = next((end for end in SCALES if name.endswith(end)), None)
+        if ends and name not in blamed:
+            said = "is a scale, and there are no codes that it belongs to"
+            found.append(Problem("scale without codes", name, said))
+    for w in weights:
+        if w.family.second and w.second is None:
+            needs = w.module + w.family.second
+            found.append(Problem("missing scale", w.codes, f"has no scale of the whole tensor; needs {needs}"))
+    return [*found, *_mixed(weights), *configuration.defects(checkpoint, weights)]
+
+
+def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Files that are numbered, and of which one is missing; an index names it elsewhere."""
+    if not checkpoint.path.is_dir():
+        return
+    for shard in checkpoint.shards[:1]:
+        if named := NUMBERED.fullmatch(shard):
+            head, digits, of, total = named.groups()
+            want = [f"{head}{i:0{len(digits)}}{of}{total}.safetensors" for i in range(1, min(int(total), 10_000) + 1)]
+            for missing in sorted(set(want) - set(checkpoint.shards)):
+                yield Problem("missing shard", missing, f"is missing; the directory has {shard}")
+
+
+def _codes(
+    checkpoint: Checkpoint, name: str, header: Header, scales: Mapping[str, Sequence[str]]
+) -> tuple[Sequence[str], Problem | None]:
+    """The scales of a tensor of codes that no family explains, and what is wrong with them."""
+    ends = next((end for end in CODES if name.endswith(end)), None)
+    codes = header.stored in ("F8_E4M3", "F8_E5M2", "F4", "F6_E2M3", "F6_E3M2")
+    packed = ends is not None and header.stored in ("U8", "I8")
+    if not (codes or packed) or any(name.endswith(end) for end in SCALES):
+        return (), None
+    module = name.removesuffix(ends) if ends else name.rpartition(".")[0]
+    near = [other for other in scales.get(module, ()) if other != name]
+    if not near:
+        fits = [f.scale for f in FAMILIES if f.codes == ends and header.stored in f.stored]
+        needs = " or ".join(dict.fromkeys(module + scale for scale in fits)) or "a scale"
+        return near, Problem("missing scale", name, f"has {header.stored} codes and no scale; needs {needs}")
+    scale = checkpoint.tensors[near[0]]
+    rows = header.shape[:1]
+    if codes and scale.stored in ("F32", "BF16", "F16") and scale.shape in ((), (1,), rows, (*rows, 1)):
+        return near, None  # one scale for a tensor or for a row: no block format, and no defect
+    known = [f for f in FAMILIES if f.codes == ends and module + f.scale in near and header.stored in f.stored]
+    if not known:
+        said = f"has {header.stored} codes, and a scale of a name that no family has, {near[0]}"
+        return near, Problem("renamed scale", name, said)
+    return near, _misfit(name, header, module + known[0].scale, checkpoint.tensors[module + known[0].scale], known)
+
+
+def _misfit(name: str, header: Header, scale: str, stored: Header, known: Sequence[Family]) -> Problem:
+    """The dtype or the shape of the scales is none that a family has."""
+    grids = {}
+    for family in known:
+        shape = elements(header, family)
+        if shape and len(shape) >= 2:
+            grids[family.name] = (grid_of(shape, family), family)
+    has = f"{scale} is {stored.stored} {list(stored.shape)}"
+    if len(stored.shape) == 1 and stored.stored in BYTES:
+        return Problem("swizzled scale", name, f"{has}: scales of one dimension are swizzled; needs one for each block")
+    if stored.stored == "I32":
+        return Problem("packed scale", name, f"{has}: four E8M0 bytes in an int32 are the packed layout of an engine")
+    fits = [family for grid, family in grids.values() if grid == stored.shape]
+    if fits:
+        needs = " or ".join(fits[0].scale_stored)
+        return Problem("dtype of scale", name, f"{has}; {fits[0].name} needs {needs}: was a byte cast to a number?")
+    needs = ", ".join(f"{list(grid)} ({family})" for family, (grid, _) in grids.items())
+    return Problem(
+        "grid", name, f"is {header.stored} {list(header.shape)}, and {has}; needs {needs or 'two dimensions'}"
+    )
+
+
+def _mixed(weights: Sequence[QuantizedWeight]) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for weight in weights:
+        first.setdefault(weight.family.name, weight.codes)
+    if len(first) > 1 and not set(first) <= V4:
+        said = ", ".join(f"{family} ({name})" for family, name in first.items())
+        yield Problem("two families", next(iter(first.values())), f"the checkpoint mixes families: {said}")
