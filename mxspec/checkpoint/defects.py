@@ -42,7 +42,8 @@ def defects(checkpoint: Checkpoint, weights: Sequence[QuantizedWeight]) -> list[
         found += [problem] if problem else []
     for name in left:
         ends = next((end for end in SCALES if name.endswith(end)), None)
-        if ends and name not in blamed:
+        apart = ends and any(name.removesuffix(ends) + codes in checkpoint.elsewhere for codes in CODES)
+        if ends and name not in blamed and not apart:
             said = "is a scale, and there are no codes that it belongs to"
             found.append(Problem("scale without codes", name, said))
     for w in weights:
@@ -75,6 +76,8 @@ def _codes(
         return (), None
     module = name.removesuffix(ends) if ends else name.rpartition(".")[0]
     near = [other for other in scales.get(module, ()) if other != name]
+    if not near and any(module + scale in checkpoint.elsewhere for scale in SCALES):
+        return near, None  # one shard is inspected, and another one has the scale
     if not near:
         fits = [f.scale for f in FAMILIES if f.codes == ends and header.stored in f.stored]
         needs = " or ".join(dict.fromkeys(module + scale for scale in fits)) or "a scale"

@@ -48,6 +48,7 @@ class Scan:
     hf_quant_config: dict[str, Any] | None = None
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    elsewhere: dict[str, str] = field(default_factory=dict)  # of one file: the tensors that its index names in others
 
     def add(self, kind: str, where: str, message: str, *, fatal: bool = True) -> None:
         self.problems.append(Problem(kind, where, message, fatal))
@@ -87,6 +88,7 @@ def scan(path: str | Path) -> Scan:
         found.add("no file", path.name, "is no directory and no plain file")
     else:
         found.shards = [path.name]
+        found.elsewhere = {n: shard for n, shard in _weight_map(found).items() if shard != path.name}
     for shard in found.shards:
         if path.is_dir() and (why := _outside(found.folder, shard)):
             found.add("path", shard, why)
@@ -129,16 +131,18 @@ def _outside(folder: Path, shard: str) -> str | None:
     return None
 
 
-def _index(found: Scan) -> dict[str, str]:
-    """The tensors and shards that the index names."""
+def _weight_map(found: Scan) -> dict[str, str]:
     index = _json(found, INDEX)
-    if index is None:
-        return {}
-    named = index.get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(shard, str) for shard in named.values()):
-        found.add("index", INDEX, "has no weight_map from the names of tensors to the names of files")
-        return {}
-    shards = []
+    named = {} if index is None else index.get("weight_map")
+    if isinstance(named, dict) and all(isinstance(shard, str) for shard in named.values()):
+        return named
+    found.add("index", INDEX, "has no weight_map from the names of tensors to the names of files")
+    return {}
+
+
+def _index(found: Scan) -> dict[str, str]:
+    """The tensors that the index names; the shards that it names are those that are read."""
+    named, shards = _weight_map(found), []
     for shard in sorted(set(named.values())):
         if not shard.endswith(".safetensors"):
             found.add("pickle", INDEX, f"names the file {shard!r}; needs safetensors files, and pickles are not read")

@@ -113,6 +113,8 @@ def inspect(
     """
     scanned, found = scan(path), Inspection(str(path))
     found.notes += scanned.notes
+    if scanned.elsewhere:
+        found.notes.append(f"{len(scanned.elsewhere)} tensors of the index are in other shards, and are not read")
     found.problems += scanned.problems
     if found.exit_code == 2:
         return found

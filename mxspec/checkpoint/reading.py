@@ -46,6 +46,7 @@ class Checkpoint:
         self.config: dict[str, Any] = found.config or {}
         self.hf_quant_config = found.hf_quant_config
         self.metadata = found.metadata
+        self.elsewhere = found.elsewhere
         self._files: dict[str, BinaryIO] = {}
 
     @classmethod

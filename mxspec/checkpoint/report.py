@@ -67,7 +67,7 @@ def _codes(g: Any) -> str:
     if c is None or not c.count:
         return f"{g.stored}, not counted"
     share = 100 * c.saturated / c.count
-    said = [g.stored, f"{share:.2g}% saturated", f"{c.unused} of {len(c.counts)} unused"]
+    said = [g.stored, f"{share:.2g}% saturated", f"{c.unused} of {c.numbers} codes unused"]
     return "\n".join([*said, f"{c.nan} NaN"] if c.nan else said)
 
 

@@ -90,6 +90,11 @@ class Codes:
         return self.counts[0] + self.counts[len(self.counts) // 2] if self.counts else 0
 
     @property
+    def numbers(self) -> int:
+        """How many codes are no NaN."""
+        return len(self.counts) - len(NAN_CODES[self.element])
+
+    @property
     def unused(self) -> int:
         """How many of the codes that are no NaN never occur."""
         return sum(not n for i, n in enumerate(self.counts) if i not in NAN_CODES[self.element])
@@ -98,7 +103,7 @@ class Codes:
         return sum(self.counts[code] for code in codes[self.element]) if self.counts else 0
 
     def to_json(self) -> dict[str, Any]:
-        names = ("count", "saturated", "nan", "zero", "unused")
+        names = ("count", "saturated", "nan", "zero", "numbers", "unused")
         return {"element": self.element, **{name: getattr(self, name) for name in names}}
 
 

@@ -334,6 +334,11 @@ def test_numbered_names_are_one_row_and_scales_elsewhere_are_counted(tmp_path):
     assert (group.pattern, group.weights) == ("model.layers.*.mlp.experts.*.up_proj.weight", 12)
     assert (group.other_shard, group.scales.count) == (12, 12)
     assert "12 in another shard" in str(found)
+    named = {**dict.fromkeys(one, "a.safetensors"), **dict.fromkeys(two, "b.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    for shard in "ab":
+        found = inspect(tmp_path / f"{shard}.safetensors")
+        assert (found.problems, found.notes) == ([], ["12 tensors of the index are in other shards, and are not read"])
 
 
 def test_a_numbered_shard_that_is_missing_is_named_without_an_index(tmp_path):
