@@ -9,6 +9,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from mxspec.checkpoint.loaders import WRONG
+
 SHOWN = 20  # problems of one kind; --json has all
 
 
@@ -37,8 +39,10 @@ def tables(found: Any) -> Group:
             parts.append(Text.from_markup(f"[red]{escape(problem.kind)}[/red]  {escape(str(problem))}"))
     parts += [Text(f"and {n - SHOWN} more of the kind {kind!r}") for kind, n in kinds.items() if n > SHOWN]
     cannot = "; the checkpoint cannot be read" if found.exit_code == 2 else ""
+    wrong = ", ".join(loader for loader, verdict in found.loaders.items() if verdict == WRONG)
+    wrong = wrong and f"; wrong in {wrong}, see the table"
     count = len(found.problems)
-    parts.append(Text(f"{found.path}: {count or 'no'} problem{'' if count == 1 else 's'}{cannot}"))
+    parts.append(Text(f"{found.path}: {count or 'no'} problem{'' if count == 1 else 's'}{cannot}{wrong}"))
     return Group(*parts)
 
 

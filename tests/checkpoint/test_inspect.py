@@ -294,8 +294,14 @@ def test_a_trap_is_named_for_its_loader_with_its_source(made, name):
     assert re.search(words, str([trap.message for trap in mine]))
 
 
+def test_the_last_line_names_the_loaders_that_read_wrong_weights(made):
+    found = inspect(made("fp8_block", shapes={Q: (960, 128)}))
+    assert str(found).splitlines()[-1].endswith("wrong in transformers 5.17, transformers 5.23, see the table")
+
+
 def test_whole_tiles_of_powers_of_two_are_read_by_all(made):
     found = inspect(made("fp8_block", scales="ue8m0"))
+    assert str(found).splitlines()[-1].endswith(": no problems")
     assert (found.problems, found.traps, found.exit_code) == ([], [], 0)
     readers = {loader for loader, verdict in found.loaders.items() if verdict == "yes"}
     assert readers == {"transformers 5.17", "transformers 5.23", "vLLM", "SGLang"}
