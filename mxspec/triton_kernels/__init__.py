@@ -6,8 +6,8 @@ With TRITON_INTERPRET=1, set before this package is imported, the kernels run on
 from mxspec import interpreters
 
 INTERPRETERS = ("TRITON_INTERPRET",)
-# What a host function does follows from shapes, strides, dtypes, devices, options, and addresses modulo 16. It never
-# follows from the values of a tensor or from a count of calls. So `mxspec.plans` may repeat it.
+# The launches of a host function depend only on shapes, strides, dtypes, devices, options, and addresses modulo 16.
+# They never depend on the values of a tensor or on a count of calls. So `mxspec.plans` may repeat the launches.
 PLANNED = True
 
 interpreters.install()

@@ -16,8 +16,8 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, saturating_cas
 from mxspec.triton_kernels.common.runs import load16, store16
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# "with transpose": a warp is LANES threads along the rows, of 16 rows each, by 32 / LANES threads along the columns, of
-# 8 columns each. The race of these configurations: benchmarks/results/decisions.md.
+# "with transpose": a warp is LANES by 32 / LANES threads. A thread has 16 rows by 8 columns, so a warp has 16 * LANES
+# rows by 256 / LANES columns. The race of these configurations: benchmarks/results/decisions.md.
 _HOPPER = {
     "plain": {"num_warps": 4},
     "with transpose": {"LANES": 4, "num_warps": 4},

@@ -34,7 +34,7 @@ _HOPPER = {
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 # The multiplication has no .ftz, which would lose the subnormals. Both formats are converted by way of fp16, which
-# holds all their codes.
+# holds the values of all their codes.
 PTX = (
     r"ld\.global\.(v[24]\.)?b32",
     r"st\.global\.v4\.b32",
@@ -50,7 +50,7 @@ def supports(qdata: Tensor, scale: Tensor, *, axis: int = -1, **_: Any) -> str |
         return f"counts blocks in 32 bits, so qdata may have up to 2^35 elements; it has {qdata.numel()}"
     if qdata.shape[axis] >= 2**29:
         name = "K" if axis == -1 else "M"
-        return f"counts the bytes of a row of tiles in 32 bits, so {name} may be up to 2^29; it is {qdata.shape[axis]}"
+        return f"counts the bytes of a row of tiles in 32 bits, so {name} must be below 2^29; it is {qdata.shape[axis]}"
     if qdata.ndim == 3 and qdata.shape[0] > 65535:
         return f"takes up to 65535 experts, the limit of its grid; qdata has {qdata.shape[0]}"
     return None
@@ -67,9 +67,9 @@ def _mx_dequantize(
     at_once: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     i = tl.arange(0, BLOCKS)
     j = tl.max_contiguous(tl.arange(0, 32), at_once)
-    # The pointers move to the start of the program. Most offsets from there fit in 32 bits.
-    # Everything is contiguous: byte n scales the 32 codes at 32 * n, and no division is needed.
+    # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
+        # Codes and scales are contiguous: byte n scales the 32 codes at 32 * n, and no division is needed.
         start = tl.program_id(0).to(tl.int64) * BLOCKS
         in_matrix = (start + i < R * C) | EVEN
         q_offset = i[:, None] * 32 + j[None, :]
@@ -129,8 +129,8 @@ def _mx_dequantize_turned(
     R, C, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c, row_programs, col_programs,
     BLOCKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    # Rows and blocks are those of the transpose. Programs run along its rows first, then down, then to the next expert,
-    # so that neighbouring programs share sectors of plain scales.
+    # Rows and blocks are rows and blocks of the transpose. Programs run along a row of it first, then down, then to the
+    # next expert, so that neighbouring programs share sectors of plain scales.
     first_c = tl.program_id(0) % col_programs * BLOCKS
     first_r = tl.program_id(0) // col_programs % row_programs * ROWS
     e = (tl.program_id(0) // col_programs // row_programs).to(tl.int64)
@@ -138,7 +138,7 @@ def _mx_dequantize_turned(
     qdata += e * stride_e + first_r.to(tl.int64) * stride_r + first_c.to(tl.int64) * 32 * stride_k
     codes = qdata + (r.to(tl.int64)[:, None] * stride_r + k.to(tl.int64)[None, :] * stride_k)
     scale += e * scale_stride_e
-    if BLOCKED:  # the rows of a program are in one row of tiles, and its blocks begin with a tile
+    if BLOCKED:  # the rows of a program are in one row of tiles, and its first block is a tile's first column
         scale += ((first_r // 128).to(tl.int64) * tl.cdiv(C, 4) + first_c // 4) * 512 * scale_stride_c
         row = first_r % 128 + r
         byte = (row % 32 * 16 + row // 32 * 4)[:, None] + (c // 4 * 512 + c % 4)[None, :]

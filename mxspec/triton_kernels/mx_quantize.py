@@ -52,7 +52,7 @@ def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch
     if x.numel() > 2**35:
         return f"counts blocks in 32 bits, so x may have up to 2^35 elements; it has {x.numel()}"
     if x.shape[-1] >= 2**29:
-        return f"counts the bytes of a row of tiles in 32 bits, so K may be up to 2^29; it is {x.shape[-1]}"
+        return f"counts the bytes of a row of tiles in 32 bits, so K must be below 2^29; it is {x.shape[-1]}"
     if x.ndim == 3 and x.shape[0] > 65535:
         return f"takes up to 65535 experts, the limit of its grid; x has {x.shape[0]}"
     return None
@@ -75,9 +75,9 @@ def _mx_quantize(
 ):  # fmt: skip
     i = tl.arange(0, BLOCKS)
     j = tl.arange(0, 32)
-    # The pointers move to the start of the program. Most offsets from there fit in 32 bits.
-    # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed.
+    # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
+        # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed.
         start = tl.program_id(0).to(tl.int64) * BLOCKS
         in_matrix = (start + i < R * C) | EVEN
         owned = in_matrix

@@ -1,8 +1,8 @@
 """mx_quantize_groups in Triton: the kernels of mx_quantize. A program reads the rows of one token group.
 
 Along axis -1, a program owns a run of the bytes of a tile of scales, as in the blocked layout of mx_quantize, even if
-the scales are plain. Along axis -2, it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that their
-codes and scale bytes are those of the contract.
+the scales are plain. Along axis -2, it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that they
+get the codes and the scale bytes of the contract.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None
     if axis == -2:
         return mx_columns.supports(x)
     if x.shape[1] >= 2**29:
-        return f"counts the bytes of a row of tiles in 32 bits, so K may be up to 2^29; it is {x.shape[1]}"
+        return f"counts the bytes of a row of tiles in 32 bits, so K must be below 2^29; it is {x.shape[1]}"
     return None
 
 
-# `tokens` is not specialized: Triton would make a constant of a 1, and ptxas 12.8 then generates wrong code. It knows
-# that all codes are zeros except those of one row, packs a single zero for all of them, and leaves half of the word as
-# it was.
+# `tokens` is not specialized: Triton would make a constant of a 1, and ptxas 12.8 then generates wrong code. ptxas
+# knows that all codes are zeros except the codes of one row. It packs a single zero for all zeros, and leaves half of
+# the word as it was.
 @triton.jit(do_not_specialize=["tokens"])
 def _mx_quantize_groups(
     x, qdata, scale, start, end, offs,
@@ -108,7 +108,7 @@ def mx_quantize_groups(
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
     config = for_device(CONFIGS, x.device)
     if rows:
-        # Some programs across even if there are no columns: start and end are still written.
+        # The grid has programs across even if there are no columns, because a program still writes start and end.
         programs = 512 // config["BLOCKS"] * max(1, col_tiles)
         row_tiles = rows // 128
         grid = (programs, min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))

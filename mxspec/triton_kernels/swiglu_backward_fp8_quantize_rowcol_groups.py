@@ -1,4 +1,7 @@
-"""swiglu_backward_fp8_quantize_rowcol_groups in Triton: the Gluon kernel of `hopper/fp8/`, or plain tiles."""
+"""swiglu_backward_fp8_quantize_rowcol_groups in Triton: a Gluon kernel on Hopper, otherwise plain tiles.
+
+The Gluon kernel is in `hopper/fp8/`.
+"""
 
 from __future__ import annotations
 

@@ -41,11 +41,12 @@ def _to_blocked_m_groups(
 def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     (M, C), G = scale.shape, offs.shape[0]
     row_tiles, col_tiles = blocked_shape(M + 128 * G, C)
-    # The kernel writes whole tiles, and a part of them may be returned.
+    # The kernel writes whole tiles. The returned rows may end in the middle of the last row of tiles.
     out = scale.new_empty((128 * row_tiles, 4 * col_tiles))
     start = offs.new_empty(G + 1, dtype=torch.int64)
     config = CONFIGS["aligned" if C % 16 == 0 else "odd"]
-    # The programs for each row of tiles. At least one: with no columns, `start` is still written.
+    # The number of programs for each row of tiles. It is at least 1, because a program writes `start` even if there are
+    # no columns.
     programs = max(1, -(-col_tiles // config["TILES"]))
     _to_blocked_m_groups[(programs * max(1, row_tiles),)](
         scale.view(torch.uint8), out.view(torch.uint8), start, offs, M, C, G, *scale.stride(),

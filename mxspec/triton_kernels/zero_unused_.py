@@ -11,7 +11,8 @@ from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 RANK = {(9, 0): 1, (10, 0): 1}  # compiled and interpreted; neither Hopper nor Blackwell has run it
 PTX = (r"st\.global\.v4\.b32",)
 
-# All programs together, shared out among the matrices, and the elements that a program writes at a time.
+# PROGRAMS is the number of programs for all matrices together. ELEMENTS is the number of elements that a program writes
+# at a time.
 _HOPPER = {"PROGRAMS": 1024, "ELEMENTS": 4096, "num_warps": 4}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 

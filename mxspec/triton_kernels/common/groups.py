@@ -25,9 +25,9 @@ def chunk(groups: int) -> int:
 def _padded_ends(i, before, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
     """For the groups i .. i + CHUNK: a validity mask, and each group's padded end row, counted from `before`.
 
-    The program with `writes` also stores the first and the last rows of all groups. If `start` is None, `end` has G + 1
-    places: the caller stores a 0, which is the first start, and this function stores the ends after it. If both are
-    None, nothing is stored.
+    The program with `writes` also stores the first padded row and the padded end row of these groups. If `start` is
+    None, `end` has G + 1 places: the caller stores a 0, which is the first start, and this function stores the ends
+    after it. If both are None, nothing is stored.
     """
     g = i + tl.arange(0, CHUNK)
     first = tl.load(offs + (g - 1) * stride, mask=(g > 0) & (g < G), other=0)
@@ -98,7 +98,7 @@ def _later(a, b):
 def groups_of(tile, offs, stride, G, start, end, writes, ALIGN: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
     """The groups of TILES tiles of ALIGN padded rows, from `tile` on, and the first padded row of each group.
 
-    A histogram counts how many groups end at each tile. To compare each tile with each end would be 16 times the work.
+    A histogram counts how many groups end at each tile. Without it, each tile would be compared with each end.
     """
     ended, begin, before = tl.zeros((TILES,), tl.int32), tile * 0, tile * 0
     if start is None:

@@ -11,9 +11,9 @@ import torch
 T = TypeVar("T")
 
 # Each launch says whether a product and a sum may be fused, that is, rounded only once. The default changed between
-# Triton 3.9 and 3.10. Quantizers and dequantizers have no such sum, so their bits do not depend on it. (The fused
-# multiply-adds of a quantization factor are explicit calls.) The tests search all their machine code for such a sum.
-# Matmuls fuse: their contract is a number of decibels, and fused sums take half the instructions.
+# Triton 3.9 and 3.10. Quantizers and dequantizers have no such sum, so their bits do not depend on this option. (The
+# fused multiply-adds of a quantization factor are explicit calls.) The tests search all their machine code for such a
+# sum. Matmuls fuse: their contract is a number of decibels, and fused sums take half the instructions.
 UNFUSED = {"enable_fp_fusion": False}
 FUSED = {"enable_fp_fusion": True}
 

@@ -39,7 +39,10 @@ def load8(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def load16(x, stride, mask, left):
-    """Load 16 rows from each pointer on, as four last dimensions of 2. The thread of a pointer holds its 16 rows."""
+    """Load 16 rows from each pointer on. The result has four more dimensions of 2 at its end, which number the rows.
+
+    The thread of a pointer holds its 16 rows.
+    """
     return tl.join(load8(x, 2 * stride, mask, left, 0, 2), load8(x + stride, 2 * stride, mask, left, 1, 2))
 
 
@@ -68,7 +71,8 @@ def store4(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr)
 def store8(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
     """Cast and store 8 rows from each pointer on.
 
-    The cast comes last: earlier, it would pair two rows instead of two columns.
+    The cast comes last, because its instruction converts a pair of values. An earlier cast would pair two rows instead
+    of two columns.
     """
     even, odd = tl.split(values)
     store4(q, 2 * stride, even, mask, left, ROW, 2 * STEP)

@@ -17,10 +17,12 @@ _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a small number rou
 def sigmoid(x):
     """`1 / (1 + e^-x)` of a widened bfloat16, within a rounding of fp32; 0 where it is below 2^-126.
 
-    Each step is an operation that IEEE 754 defines, so the bits are the same on every machine. `exp2` of a GPU and of
-    the interpreter give other last bits, and a few gradients would show them.
+    The bits are the same on every machine. Each step is an operation that IEEE 754 defines, except the quotient, and a
+    step of Newton's method corrects its last bits. `exp2` is not used: its last bits on a GPU and in the interpreter
+    differ, and a few gradients would show that.
     """
-    # 2^t with t = -x * log2(e). The product loses bits, which `lost` holds. An infinite t has no such bits.
+    # 2^t with t = -x * log2(e). The product loses bits, which `lost` holds. `lost` is 0 if t is clamped: an
+    # infinite t would make it NaN.
     t = x * -_LOG2_E
     lost = tl.fma(x, -_REST, tl.fma(x, -_LOG2_E, -t))
     lost = tl.where(tl.abs(t) < 126.0, lost, 0.0)

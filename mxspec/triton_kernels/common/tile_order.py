@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def swizzle(block, m_blocks, n_blocks, SWIZZLE: tl.constexpr):
-    """The row and the column of a block. The order goes down SWIZZLE rows, then to the next column.
+    """The row and the column of a block. The order goes down SWIZZLE rows of blocks, then to the next column.
 
     Programs that run at the same time then share rows of a and of b in the L2 cache.
     """

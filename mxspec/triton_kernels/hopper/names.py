@@ -17,14 +17,14 @@ from triton.language.core import _aggregate, base_value
 from mxspec.triton_kernels.common.tile_order import swizzle as triton_swizzle
 
 T = TypeVar("T")
-# By swizzle in bytes and bits of an element. Cached, because to make a layout takes microseconds.
+# The layout for a swizzle in bytes and an element size in bits. It is cached, because to make it takes microseconds.
 shared_layout = functools.cache(gl.NVMMASharedLayout)
 swizzle = gluon.jit(triton_swizzle.fn)
 
 # A number or a pointer of a launch. Triton turns the number 1 and None into constants.
 Value = gl.tensor | gl.constexpr
 
-# Triton 3.9 keeps the old names of the first two, but they raise when they are called.
+# Triton 3.9 keeps the old names of the next two functions, but the old functions raise when they are called.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -34,7 +34,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 def aggregate(cls: type[T]) -> type[T]:
     """A bundle of values. Its constructor takes the fields that the class names, in that order.
 
-    The aggregates of Triton 3.6 and 3.7 need a written constructor. Later releases would generate the same one.
+    The aggregates of Triton 3.6 and 3.7 need a written constructor. Later releases would generate the same constructor.
     """
     names = tuple(cls.__annotations__)
 

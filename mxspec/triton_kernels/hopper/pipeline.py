@@ -35,7 +35,7 @@ class Pipeline:
 
     @gluon.jit
     def wait_full(self, i, stage):
-        """Wait until block i may be read. The caller has computed `stage`, its stage, already."""
+        """Wait until block i may be read. The caller passes the block's stage, which it has computed."""
         mbarrier.wait(self.full.index(stage), i // self.NUM_STAGES & 1)
 
     @gluon.jit

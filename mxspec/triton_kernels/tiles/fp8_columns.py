@@ -19,8 +19,8 @@ from mxspec.triton_kernels.common.runs import load16
 def turned_index(WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr):
     """The indices of a tile of BLOCKS blocks of each of COLS rows: row, start of a block, start of a run in a block.
 
-    Their shapes are `(4, COLS // 32, 1, 8)`, `(1, 1, BLOCKS, 1)` and `(1, 8, 1, 1, 1)`. A run is 16 elements, those of
-    one thread.
+    Their shapes are `(4, COLS // 32, 1, 8)`, `(1, 1, BLOCKS, 1)` and `(1, 8, 1, 1, 1)`. A run is the 16
+    elements of a row that one thread has.
     """
     thread, warp, row = tl.arange(0, 4) * 8, tl.arange(0, COLS // 32) * 32, tl.arange(0, 8)
     r = thread[:, None, None, None] + warp[None, :, None, None] + row[None, None, None, :]

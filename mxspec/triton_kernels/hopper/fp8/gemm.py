@@ -4,7 +4,8 @@ The kernel is a ring of shared-memory stages. Each stage holds 128 columns of K:
 scales.
 
 - The load warp fills the tiles with TMA: `load` in `producers.py`.
-- The scale warps read the scales (any strides) and store them for the rows and columns of the tile: `scale` there.
+- The scale warps read the scales (any strides) and store them for the rows and columns of the tile: `scale` in
+  `producers.py`.
 - Each math warpgroup multiplies 64 or 128 rows on the tensor cores. Tensor cores keep only about 14 bits of a sum, so
   after each stage the warpgroup scales the partial sum and adds it to an fp32 accumulator.
 
@@ -72,8 +73,8 @@ def _multiply(
             my_turn(WARPGROUP, TURNS)
             running = warpgroup_mma(a.slice(first, 64), b, partial, use_acc=False, is_async=True)
             your_turn(WARPGROUP, TURNS)
-            # An arrival is a barrier of the warpgroup before it and one after it. Both are free here: the matmul is
-            # running.
+            # An arrival takes two barriers of the warpgroup, before it and after it. Both barriers are free here,
+            # because the matmul is running.
             mbarrier.arrive(pipeline.empty.index(before), count=1)
             barrier()
             s_column = 0.0

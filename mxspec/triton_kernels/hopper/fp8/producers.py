@@ -19,7 +19,7 @@ class Tiles:
 
 @aggregate
 class Scales:
-    """The scales in memory. With VECTOR each row of b has its own scale; without it 128 rows share one.
+    """The scales in memory. With VECTOR each row of b has its own scale; without it 128 rows share a scale.
 
     The loads of AHEAD blocks of scales are in flight while a warp waits for a stage.
     """
@@ -37,8 +37,8 @@ class Scales:
 
 @gluon.jit
 def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, blocks):
-    # If a has few rows, only those are read. The tensor cores multiply the stale contents of the tile's other rows, and
-    # the results are not used.
+    # If a has few rows, only these rows are read. The tensor cores multiply the stale contents of the tile's other
+    # rows, and the results are not used.
     ROWS: gl.constexpr = a_desc.block_shape[0]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
     for k in range(blocks):
@@ -55,10 +55,10 @@ def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, blocks):
 def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last):
     """Load the blocks of one expert.
 
-    Its part of a and its part of b are matrices of their own, with descriptors of their own.
+    The expert's part of a and its part of b are separate matrices, with separate descriptors.
 
-    The new descriptors overwrite those of the expert before the previous one. The last block of K that used the old
-    descriptors has index `last - 1`.
+    There are two pairs of descriptors, for even and for odd experts. So the new descriptors overwrite the descriptors
+    of an earlier expert, not of the previous expert. `last - 1` is the last block of K that used the old descriptors.
     """
     BLOCK_M: gl.constexpr = tiles.a.shape[1]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]

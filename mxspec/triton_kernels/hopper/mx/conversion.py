@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 # - The third is a factor that turns this bf16 number into the code's value.
 # - The fourth is a factor under which finite codes stay finite. Inf and NaN, which are ordinary numbers until then,
 #   overflow.
-# The factors are pairs of bf16: 2^120 and 1.125 * 2^119; 2^112 and 2^112.
+# A constant has the same 16 bits twice, for two values at a time. The factors of E4M3 are 2^120 and 1.125 * 2^119, and
+# both factors of E5M2 are 2^112.
 E4M3 = gl.constexpr((4, 0x07F007F0, 0x7B807B80, 0x7B107B10))
 E5M2 = gl.constexpr((3, 0x0FE00FE0, 0x77807780, 0x77807780))
 
@@ -18,10 +19,10 @@ E5M2 = gl.constexpr((3, 0x0FE00FE0, 0x77807780, 0x77807780))
 def values(codes, factors, first: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.constexpr):
     """64 rows of a stage in bf16, in the order of K in which the values of b are stored.
 
-    A thread reads consecutive codes: 16 of a row, or 8 of each block of 32. Their order along K differs from the order
-    of the tensor cores' operand. That is correct, because b has the same order along K, and a sum does not depend on
-    it. So a thread already holds the codes that the tensor cores expect in it, and no exchange between threads is
-    needed.
+    A thread reads consecutive codes of a row: 16 if SPAN is 64, otherwise 8 of each block of 32. Their order along K
+    differs from the order of the tensor cores' operand. That is correct, because b has the same order along K, and a
+    sum does not depend on it. So a thread already holds the codes that the tensor cores expect in it, and no exchange
+    between threads is needed.
     """
     rows: gl.constexpr = [[16, 0], [32, 0]]
     if SPAN == 64:
