@@ -51,7 +51,7 @@ def _wgrad(
 def sum_tokens(
     dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, out: Tensor, accumulate: bool
 ) -> None:
-    """Write the sums of each group to a matrix of its own, or add them to it."""
+    """Write the sums of each group to the group's matrix in `out`, or add them to the matrix."""
     launch(
         _wgrad, CONFIGS, flat(dy), dy_scale, flat(x), x_scale, out,
         dy.shape[1], flat(offs), offs.stride(0), accumulate,

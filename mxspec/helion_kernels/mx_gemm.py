@@ -15,7 +15,7 @@ from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, s
 _LARGE, _NARROW, _LOW = (
     config([rows, cols], 8, num_stages=4, l2_groupings=[8]) for rows, cols in ((128, 128), (128, 64), (64, 128))
 )
-# Slower than Triton on an H200, because every 32 columns of K are a sum of their own, which is scaled twice
+# Slower than Triton on an H200, because every 32 columns of K make a separate sum, which is scaled twice
 # (benchmarks/results/decisions.md). Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 # On Hopper the scales of a tile's columns take as many registers as its sums, and a larger tile would spill.

@@ -12,7 +12,7 @@ from mxspec.helion_kernels.common.launch import config, flat, launch
 from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
-# Rates on an H200: benchmarks/results/decisions.md; see mx_gemm for the reason. Blackwell: compiled, not run.
+# Slower than Triton for the reason in mx_gemm. Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 # Programs run down the rows first, so that programs that run at the same time share the weights of an expert.
 _ROWS = 128  # as the tiles of a group's scales
@@ -35,7 +35,7 @@ def _mx_grouped_gemm(
         first, stop = tokens_of_tile(row0, group, begin, offs, stride_offs, G, M)
         row = (first + hl.arange(128)).unsqueeze(1)
         there = (row >= 0) & (row < stop.unsqueeze(1)) & (row < M)
-        # No sum past the last group. If offs is out of order, also no sum past the rows that the scales have.
+        # Nothing is summed past the last group. If offs is out of order, nothing is summed past the rows of the scales.
         expert = group.sum(0)
         summed = torch.where((expert < G) & (tile.id * 128 + 128 <= M + G * 128), K, 0)
         acc = hl.zeros([128, n], dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 Along axis -1, a program owns a run of the bytes of a row of scale tiles, as in the blocked layout of mx_quantize, even
 if the scales are plain. Along axis -2, it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that
-their codes and scale bytes are those of the contract.
+they get the codes and the scale bytes of the contract.
 
 Both loops are an `hl.grid`, so that a program has its whole tile. Ref mode then runs the programs one by one, and so
 tests the masks.
@@ -46,8 +46,8 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[4
 
 
 # `tokens_2` is the number of tokens plus 2, so that it is never 1. Triton would make a constant of a 1, and ptxas 12.8
-# then generates wrong code: it knows that all codes are zeros except those of one row, packs a single zero for all of
-# them, and leaves half of the word as it was.
+# then generates wrong code. ptxas knows that all codes are zeros except the codes of one row. It packs a single zero for
+# all zeros, and leaves half of the word as it was.
 def _rows(
     x: Tensor, stride_m: int, stride_k: int, tokens_2: int, C: int, qdata: Tensor, R: int, scale: Tensor,
     col_tiles: int, offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, row_tiles: int, programs: int,
@@ -145,8 +145,8 @@ def mx_quantize_groups(
     scale = x.new_empty(shape, dtype=torch.uint8)
     source, groups = (flat(x), *x.stride(), M + 2), (flat(offs), offs.stride(0), G, flat(start), flat(end))
     constants = scaling, blocked, pad_to, chunk(G)
-    # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. At least
-    # one program across: with no columns, start and end are still written.
+    # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. The
+    # grid has at least one program across, because a program writes start and end even if there are no columns.
     if rows and axis == -2:
         tile = for_device(TILES, x.device)["col, small"]
         col_programs = max(1, -(-K // tile.cols))

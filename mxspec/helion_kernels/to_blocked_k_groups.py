@@ -1,6 +1,6 @@
 """to_blocked_k_groups in Helion: a program reorders neighbouring tiles, of one group or of several.
 
-A tile takes four bytes of each row. They may begin at any byte, because a group may. If the scales are a whole number
+A tile takes four bytes of each row. These bytes may begin at any address, because a group may begin at any column of the scales. If the scales are a whole number
 of aligned words, the program reads the one or two words that hold the four bytes, shifts them together, and moves them
 as one word. Otherwise it reads the bytes one by one.
 """
@@ -99,7 +99,7 @@ def _to_blocked_k_groups(
 def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     (R, C), G = scale.shape, offs.shape[0]
     row_tiles, col_tiles = -(-R // 128), -(-(C + 4 * G) // 4)
-    # The kernel writes whole tiles, and a part of them may be returned.
+    # The kernel writes whole tiles. The returned part may end in the middle of a tile.
     out = scale.new_empty(512 * row_tiles * col_tiles)
     start = offs.new_empty(G + 1, dtype=torch.int64)
     bits = flat(scale.view(torch.uint8))

@@ -46,7 +46,7 @@ def _to_blocked_m_groups(
 def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False) -> tuple[Tensor, Tensor]:
     (M, C), G = scale.shape, offs.shape[0]
     row_tiles, col_tiles = blocked_shape(M + 128 * G, C)
-    # The kernel writes whole tiles, and a part of them may be returned.
+    # The kernel writes whole tiles. The returned part may end in the middle of a tile.
     out = scale.new_empty((128 * row_tiles, 4 * col_tiles))
     start = offs.new_empty(G + 1, dtype=torch.int64)
     tiles, num_warps = for_device(CONFIGS, scale.device)["aligned" if C % 16 == 0 else "odd"]

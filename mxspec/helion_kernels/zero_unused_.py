@@ -15,8 +15,8 @@ PTX = (r"st\.global\.v4\.b32",)
 
 
 class Part(NamedTuple):
-    programs: int  # all programs together, shared out among the matrices
-    elements: int  # the elements that a program writes at a time
+    programs: int  # the number of programs for all matrices together
+    elements: int  # the number of elements that a program writes at a time
     num_warps: int
 
 

@@ -11,7 +11,7 @@ def blocked_shape(rows: int, cols: int) -> tuple[int, int]:
 
 
 def turned(values: Tensor, tiles: int) -> Tensor:
-    """Arrange 128 rows of the scales of neighbouring tiles as the bytes of those tiles, one tile after the other."""
+    """Arrange 128 rows of the scales of neighbouring tiles as the bytes of these tiles, one tile after the other."""
     # (r // 32, r % 32, tile, c % 4) -> (tile, r % 32, r // 32, c % 4)
     return values.reshape(4, 32, tiles, 4).permute(2, 1, 0, 3).reshape(512 * tiles)
 

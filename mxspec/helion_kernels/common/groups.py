@@ -62,7 +62,7 @@ def passed(group: Tensor, begin: Tensor, row: Tensor, g: Tensor, end: Tensor, G:
 def tokens_of_tile(
     row: Tensor, group: Tensor, begin: Tensor, offs: Tensor, stride: int, G: int, M: int
 ) -> tuple[Tensor, Tensor]:
-    """The first token of a tile that begins at a padded row, and the token after the last of its group.
+    """The first token of a tile that begins at a padded row, and the token after the last token of the tile's group.
 
     The rows past the last group count as one more group. If offs is out of order, both results may be any number.
     """

@@ -16,7 +16,7 @@ def dimension(size: int, dim: int, dims: int) -> Tensor:
     """0, 1, ... along dimension `dim` of `dims`.
 
     The index has all dimensions, because Helion aligns an index with fewer dimensions by their sizes, not from the last
-    one. `unsqueeze` adds the dimensions, because Triton still sees a run of addresses across it.
+    dimension. `unsqueeze` adds the dimensions, because Triton still sees a run of addresses across it.
     """
     index = hl.arange(size)
     for _before in range(dim):
@@ -47,7 +47,8 @@ def store_run(
 ) -> None:  # fmt: skip
     """Cast and store `run` rows of each group, along last dimensions of 2.
 
-    The cast comes last: earlier, it would pair two rows instead of two columns. With `left`, only that many rows exist.
+    The cast comes last, because its instruction converts a pair of values. An earlier cast would pair two rows instead
+    of two columns. With `left`, only that many rows exist.
     """
     if run == 1:
         there = mask if left is None else left > i if mask is None else mask & (left > i)

@@ -28,7 +28,7 @@ def turn(
     """Quantize a tile, store its codes, and return the reciprocal factors, `(4, cols // 32, blocks, 8)`.
 
     - `row`: the start of a row of x.
-    - `k`: the elements of the row that a thread has, the first of each 16.
+    - `k`: the first of each 16 elements of the row that a thread has.
     - `place`: the start of a block's codes.
     - `inside`: which blocks exist. `owned`: which blocks' codes are stored.
     - `left`, if given: how many elements exist from each k on.

@@ -40,7 +40,7 @@ def _move_rows(
         k = (col_program * cols + hl.arange(cols)).unsqueeze(0)
         row = row_program * rows + hl.arange(rows)
         # The row of x for each row of the output, and whether it exists in the group.
-        if how == "pad":  # `rows` divides the alignment, so that all of them belong to one group
+        if how == "pad":  # `rows` divides the alignment, so that all rows of a program belong to one group
             row0 = row_program * rows + hl.arange(1)
             group, begin = row0 * 0, row0 * 0
             before = hl.zeros([], dtype=torch.int32)
@@ -74,7 +74,7 @@ def _move_rows(
 def supports(x: Tensor, rows_out: int) -> str | None:
     chosen = for_device(CONFIGS, x.device)
     programs = rows_out * -(-x.shape[1] * x.element_size() // chosen.bytes)
-    return None if programs < 2**31 else f"takes up to 2^31 programs, the limit of its grid; this call needs {programs}"
+    return None if programs < 2**31 else f"takes fewer than 2^31 programs, the limit of its grid; this call needs {programs}"
 
 
 def move_rows(
@@ -86,7 +86,7 @@ def move_rows(
     most, width, num_warps = for_device(CONFIGS, x.device)
     cols = min(helion.next_power_of_2(max(1, K)), width // x.element_size())
     rows = math.gcd(most, alignment) if how == "pad" else most
-    col_programs = max(1, -(-K // cols))  # at least one: with no columns, start and end are still written
+    col_programs = max(1, -(-K // cols))  # at least 1: without columns, a program still writes start and end
     num_warps = max(1, min(num_warps, rows * cols * x.element_size() // 512))  # 16 bytes a thread
     if rows_out and (K or how == "pad"):
         bits, G = INT_OF_BYTES[x.element_size()], offs.shape[0]
