@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The limit of the grouped kernel: one block of threads computes the addresses of all groups, one thread for each.
+# The limit of PyTorch's grouped kernel: one block of threads computes the addresses of all groups, with one thread for
+# each group.
 MAX_GROUPS = 1024
 
 
@@ -28,7 +29,10 @@ def absent(name: str, device: torch.device) -> str | None:
 def operands_reason(
     scale_layout: str, operands: tuple[tuple[str, Tensor], ...], scales: tuple[tuple[str, Tensor], ...]
 ) -> str | None:
-    """Why the operands do not fit, or None. They are given K-major. Blocked scales are contiguous already."""
+    """Why the operands do not fit, or None.
+
+    The caller passes operands with K as their last dimension. Blocked scales are contiguous already.
+    """
     if scale_layout != "blocked":
         return "reads blocked scales, not plain ones"
     for name, t in operands:

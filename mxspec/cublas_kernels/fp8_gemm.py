@@ -4,7 +4,7 @@ This backend never copies an operand. If cuBLAS cannot read the layout of an ope
 names the layout that it needs.
 
 The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` fit if M is a multiple of 4 and N
-is a multiple of 16. For 128x128 blocks, K must also be a multiple of 512, because cuBLAS reads a row of those scales in
+is a multiple of 16. For 128x128 blocks, K must also be a multiple of 512, because cuBLAS reads a row of their scales in
 steps of four.
 """
 

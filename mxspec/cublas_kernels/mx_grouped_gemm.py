@@ -1,7 +1,7 @@
 """mx_grouped_gemm in PyTorch, through `torch.nn.functional.scaled_grouped_mm`, on Blackwell.
 
 The results of `mx_quantize_groups` and `mx_quantize(..., scale_layout="blocked")` in e4m3fn fit if N is a multiple of
-16 and the output is bfloat16.
+16, the output is bfloat16 and there are at most 1024 groups.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """mx_grouped_gemm_wgrad in PyTorch, through `torch.nn.functional.scaled_grouped_mm`, on Blackwell.
 
-The results of `mx_quantize_groups(..., axis=-2)` in e4m3fn fit if K is a multiple of 16 and the output is bfloat16.
+The results of `mx_quantize_groups(..., axis=-2)` in e4m3fn fit if K is a multiple of 16, the output is bfloat16
+and there are at most 1024 groups.
 """
 
 from __future__ import annotations
