@@ -27,8 +27,9 @@ def reason_against(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, off
         return "takes no empty matrices"
     if K % 4:  # TMA writes rows that begin at multiples of 16 bytes
         return f"needs K in multiples of 4, not K = {K}"
-    # A group's last tile of rows would reach into the next group's matrix and add 0 there, or NaN times 0. Also, if two
-    # programs share loads and the number of tiles is odd, one of them waits forever at the end (DeepGEMM, #415).
+    # If N is no multiple of a tile's rows, a group's last tile reaches into the next group's matrix, and adds 0 or NaN
+    # times 0 there. If two programs share loads and the number of tiles is odd, one program waits forever at the end
+    # (DeepGEMM, #415).
     if N % (2 * _TILE[0]):
         return f"needs N in multiples of {2 * _TILE[0]}, not N = {N}"
     tiles, programs = N // _TILE[0] * -(-K // _TILE[1]), processors(dy.device)

@@ -66,6 +66,6 @@ def processors(device: torch.device) -> int:
 def given(t: Tensor, strides: tuple[int, ...]) -> Tensor:
     """A tensor whose layout fits, with the strides that DeepGEMM expects.
 
-    It also checks strides along dimensions of 1.
+    DeepGEMM also checks the strides along dimensions of 1.
     """
     return t.as_strided(t.shape, strides)

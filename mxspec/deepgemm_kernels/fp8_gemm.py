@@ -33,7 +33,7 @@ def supports(
     (M, K), N = a.shape, b.shape[0]
     if not M * N * K:
         return "takes no empty matrices"
-    if M == 1:  # sgl-deep-gemm 0.1.2 wants to view their bytes, and raises
+    if M == 1:  # sgl-deep-gemm 0.1.2 views the bytes of the scales, and raises
         return "does not read the scales of a single row"
     by_row = b_scale.shape[0] == N
     gives = torch.float32 if by_row else torch.bfloat16

@@ -2,7 +2,8 @@
 
 The device computes the expert of each block of rows (`grouped_layout`), so no call waits for the device. This backend
 never copies an operand. If DeepGEMM cannot read the layout of an operand, `supports` refuses the call and names the
-layout that it needs. The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` fit.
+layout that it needs. The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` fit
+if M is a multiple of 4.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def supports(
         return "takes no empty matrices"
     if alignment % FP8_BLOCK_SIZE:
         return f"takes groups of whole 128-row blocks: needs alignment in multiples of 128, not alignment = {alignment}"
-    if M == 1:  # sgl-deep-gemm 0.1.2 wants to view their bytes, and raises
+    if M == 1:  # sgl-deep-gemm 0.1.2 views the bytes of the scales, and raises
         return "does not read the scales of a single row"
     if out_dtype != torch.bfloat16:
         return f"gives torch.bfloat16, not {out_dtype}"

@@ -1,6 +1,7 @@
-"""fp8_grouped_gemm_wgrad in DeepGEMM, to fp32: added to zeros.
+"""fp8_grouped_gemm_wgrad in DeepGEMM, to fp32.
 
-A call waits for the device, to read offs on the host.
+DeepGEMM's kernel can only add to its output, so this backend writes zeros first. A call waits for the device, to read
+offs on the host.
 """
 
 from __future__ import annotations
