@@ -13,7 +13,7 @@ from mxspec.interpreters.corrections import correct
 
 
 def install() -> None:
-    """Correct and accelerate the interpreters that this process uses.
+    """Correct and accelerate Triton's interpreter, if this process uses it. Helion's ref mode stays as it is.
 
     A kernel folder calls this when it is imported.
     """

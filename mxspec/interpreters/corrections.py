@@ -74,7 +74,7 @@ def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarra
     """`x * y + z` of fp32, rounded once.
 
     The product is exact in float64. The sum is rounded to odd there, that is, to the neighbour whose last bit is set.
-    That bit stands for all that was lost, so the rounding to fp32 is the only real one.
+    That bit stands for all that was lost, so only the rounding to fp32 changes the result.
     """
     with np.errstate(all="ignore"):
         product, z = x.astype(np.float64) * y, z.astype(np.float64)
