@@ -28,7 +28,7 @@ class MachineCode:
     ptx: str = field(repr=False)
 
 
-# In LLVM's code. LLVM negates by a difference to 0, which is no sum: `-0.0 - x`.
+# _PRODUCT and _SUM are for LLVM's code, _INSTRUCTION is for PTX. LLVM writes a negation as `-0.0 - x`, which is no sum.
 _PRODUCT = re.compile(r"(%[\w.]+) = fmul ")
 _SUM = re.compile(r"= f(?:add|sub) [a-z ]*?(?:float|<\d+ x float>) (?!-?0\.0+e\+00,)(\S+), (\S+)")
 _INSTRUCTION = re.compile(r"\b(?:cvt\.r\w+\.satfinite|wgmma\.mma|tcgen05|mma\.sync|cp\.async\.bulk)[.\w:]*")
