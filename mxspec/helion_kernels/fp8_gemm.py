@@ -1,4 +1,7 @@
-"""fp8_gemm in Helion: tiles of 128 columns, one scale block wide. The sums of each 128 columns of K are added in fp32."""
+"""fp8_gemm in Helion: tiles of 128 columns, one scale block wide.
+
+The sum of each 128 columns of K is added in fp32.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from mxspec.helion_kernels.common.launch import config, flat, launch
 from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
-# Slower than Triton for the reason in mx_gemm. Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
+# Slower than Triton for the reason in mx_gemm. Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled,
+# not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 # Programs run down the rows first, so that programs that run at the same time share the weights of an expert.
 _ROWS = 128  # as the tiles of a group's scales

@@ -13,7 +13,8 @@ from mxspec.helion_kernels.common.launch import flat, launch
 from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
-# Slower than Triton for the reason in mx_gemm. Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
+# Slower than Triton for the reason in mx_gemm. Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled,
+# not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 _NARROW, _LARGE = (helion.Config(block_sizes=[128, cols], num_warps=8, num_stages=4) for cols in (64, 128))
 CONFIGS = {(9, 0): _NARROW, (10, 0): _LARGE}  # as in mx_gemm

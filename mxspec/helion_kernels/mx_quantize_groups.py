@@ -46,8 +46,8 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[4
 
 
 # `tokens_2` is the number of tokens plus 2, so that it is never 1. Triton would make a constant of a 1, and ptxas 12.8
-# then generates wrong code. ptxas knows that all codes are zeros except the codes of one row. It packs a single zero for
-# all zeros, and leaves half of the word as it was.
+# then generates wrong code. ptxas knows that all codes are zeros except the codes of one row. It packs a single zero
+# for all zeros, and leaves half of the word as it was.
 def _rows(
     x: Tensor, stride_m: int, stride_k: int, tokens_2: int, C: int, qdata: Tensor, R: int, scale: Tensor,
     col_tiles: int, offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, row_tiles: int, programs: int,

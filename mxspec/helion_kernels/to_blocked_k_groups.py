@@ -1,8 +1,8 @@
 """to_blocked_k_groups in Helion: a program reorders neighbouring tiles, of one group or of several.
 
-A tile takes four bytes of each row. These bytes may begin at any address, because a group may begin at any column of the scales. If the scales are a whole number
-of aligned words, the program reads the one or two words that hold the four bytes, shifts them together, and moves them
-as one word. Otherwise it reads the bytes one by one.
+A tile takes four bytes of each row. These bytes may begin at any address, because a group may begin at any column of
+the scales. If the scales are a whole number of aligned words, the program reads the one or two words that hold the four
+bytes, shifts them together, and moves them as one word. Otherwise it reads the bytes one by one.
 """
 
 from __future__ import annotations

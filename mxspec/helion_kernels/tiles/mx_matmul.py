@@ -1,7 +1,7 @@
 """Code that the MX matmuls share: the configurations, the place of a scale's byte, and one step of the sums.
 
-Blackwell's tensor cores apply the scales themselves, and a step is four blocks. Hopper's tensor cores do not: there a step is
-one block, and its sum is scaled before it is added to the fp32 sums.
+Blackwell's tensor cores apply the scales themselves, and a step is four blocks. Hopper's tensor cores do not: there a
+step is one block, and its sum is scaled before it is added to the fp32 sums.
 """
 
 from __future__ import annotations

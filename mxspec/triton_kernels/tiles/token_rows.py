@@ -85,7 +85,7 @@ def _move_rows(
 def supports(x: Tensor, rows_out: int) -> str | None:
     chosen = for_device(CONFIGS, x.device)
     programs = rows_out * -(-x.shape[1] * x.element_size() // chosen["BYTES"])
-    return None if programs < 2**31 else f"takes fewer than 2^31 programs, the limit of its grid; this call needs {programs}"
+    return None if programs < 2**31 else f"takes under 2^31 programs, the limit of its grid; this call needs {programs}"
 
 
 def move_rows(
