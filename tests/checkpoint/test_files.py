@@ -91,7 +91,7 @@ def text(name, said):
 DIRECTORIES = {
     "missing shard": (lambda f: [shards(f), (f / "2.safetensors").unlink()], r"lacks the shard 2\.safetensors"),
     "absolute path": (lambda f: shards(f, {"a": "/etc/x.safetensors"}), "leaves the directory"),
-    "parent": (lambda f: shards(f, {"a": "../1.safetensors"}), "leaves the directory"),
+    "parent": (lambda f: shards(f, {"a": "../1.safetensors"}), "leaves the directory; needs the name"),
     "link": (link_out, "is a link that leaves the directory"),
     "null in the name": (lambda f: shards(f, {"a": "1\0.safetensors"}), "is no path|null"),
     "pickle by the index": (lambda f: shards(f, {"a": "pytorch_model.bin"}), "pickles are not read"),

@@ -249,6 +249,8 @@ def test_a_configuration_without_the_weights_and_weights_without_a_configuration
     ]
 
 
+ONE_EXACT = put(Q + S, at(0, 2.0**-12))
+
 # name: (family, options of the model, what is changed in the tensors, loader, words)
 TRAPS = {
     "960 rows": ("fp8_block", {"shapes": {Q: (960, 128)}}, None, "transformers 5.23", "960 rows: .* block as 120"),
@@ -256,7 +258,13 @@ TRAPS = {
     "320 rows": ("fp8_block", {"shapes": {Q: (320, 128)}}, None, "transformers 5.17", "320 rows: transformers raises"),
     "fp32": ("fp8_block", {}, None, "vLLM", "fp32 scales are no powers of two: .* 0.037 instead of 0.027"),
     "fp32 in sglang": ("fp8_block", {}, None, "SGLang", "requantize to powers of two"),
-    "not exact in bf16": ("ct_fp8_block", {}, None, "transformers 5.17", "fp32 scales are rounded to bfloat16"),
+    "not exact in bf16": (
+        "ct_fp8_block",
+        {},
+        ONE_EXACT,
+        "transformers 5.17",
+        "fp32 scales are rounded to bfloat16",
+    ),
     "odd K": ("ct_fp8_block", {"shapes": {Q: (128, 160)}}, None, "compressed-tensors", "forward raises"),
     "saved again": ("fp8_block", {}, None, "transformers 5.23", "saving changes fp32 scales"),
     "90 blocks": ("gptoss_mxfp4", {"kind": "gpt_oss"}, None, "transformers 5.23", "assumes 90 blocks"),
@@ -324,6 +332,13 @@ def test_the_counts_of_codes_are_those_of_the_tensor(made):
     (group,) = inspect(folder).groups
     assert group.codes.counts == torch.bincount(codes.flatten().long(), minlength=256).tolist()
     assert group.codes.saturated == int(((codes & 0x7F) == 0x7E).sum())
+
+
+def test_both_codes_of_a_byte_are_counted(made):
+    folder = made("ct_mxfp4", shapes={Q: (128, 64)})
+    codes = load_file(the_file(folder))[f"{Q}.weight_packed"].flatten().long()
+    (group,) = inspect(folder).groups
+    assert group.codes.counts == torch.bincount(torch.cat((codes & 15, codes >> 4)), minlength=16).tolist()
 
 
 def test_numbered_names_are_one_row_and_scales_elsewhere_are_counted(tmp_path):
