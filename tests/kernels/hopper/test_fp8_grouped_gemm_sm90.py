@@ -1,5 +1,6 @@
 """The Gluon kernel on token groups, with each of its tiles. The cases of the ops are too small to choose them."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -63,6 +64,12 @@ def test_every_tile_compiles_without_spilling(tile, out_dtype):
     assert not problems(code, (r"tensormap\.replace",), (), edge=False), "a group's matrix has a stride of its own"
 
 
+def test_the_tile_for_short_groups_compiles_without_spilling():
+    args = tokens.made([128, 384, 256], 128, 264, 144)
+    code = compile_call(wgrad, *args, tile=kernel.SHORT_GROUPS, out_dtype=torch.bfloat16, target="sm90")
+    assert not problems(code, PTX["sm90"], (), edge=False)
+
+
 @each_tile
 def test_every_tile_adds_without_spilling(tile):
     code = compile_call(add, *in_place.onto([128, 384, 256], 128, 264, 144), tile=tile, target="sm90")
@@ -110,8 +117,11 @@ BLOCKS = {
 
 @on_hopper
 @pytest.mark.parametrize("blocks", BLOCKS.values(), ids=list(BLOCKS))
-@each_output
-@each_tile
+@pytest.mark.parametrize(
+    ("tile", "out_dtype"),
+    [*itertools.product(TILES, MIN_SQNR_DB), (kernel.SHORT_GROUPS, torch.bfloat16)],
+    ids=lambda value: "x".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+)
 def test_sums_over_the_tokens_of_any_groups(tile, out_dtype, blocks, monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
     for N, K in ((264, 400), (64, 136), (520, 128)):
@@ -190,3 +200,18 @@ def test_what_tma_does_not_read_takes_plain_tiles():
 def test_the_tile_follows_the_shape(M, N, E, groups, tile):
     chosen = kernel.tile_for(M, N, 132, E, groups)
     assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
+@pytest.mark.parametrize(
+    ("blocks", "E", "out_dtype", "stages"),
+    [(7, 1, torch.bfloat16, 4), (8, 1, torch.bfloat16, 3), (7, 1, F32, 3), (31, 4, torch.bfloat16, 4)],
+)
+def test_groups_of_few_blocks_have_four_stages(blocks, E, out_dtype, stages, monkeypatch):
+    """One processor, so that the large tile is chosen for a small output."""
+    monkeypatch.setattr(kernel, "processors", lambda device: 1)
+    taken = []
+    monkeypatch.setattr(kernel, "fp8_gemm_sm90", {(1,): lambda *args, **options: taken.append(options["NUM_STAGES"])})
+    dy, dy_scale, x, x_scale, _ = tokens.made([128 * blocks], 0, 256, 128)
+    offs = torch.full((E,), 128 * blocks, dtype=torch.int32)
+    wgrad(dy, dy_scale, x, x_scale, offs, None, out_dtype)
+    assert taken == [stages]

@@ -31,6 +31,11 @@ TILES = (
     (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 7, "AHEAD": 4}),
     (2.0, {"BLOCK_M": 64, "BLOCK_N": 64, "WARPGROUPS": 1, "NUM_STAGES": 11, "AHEAD": 8}),
 )
+# The large tile of wgrad for groups of fewer than SHORT_BLOCKS blocks of K on average. It has a fourth stage and less
+# room for the output. The load warp makes new TMA descriptors for each group. Meanwhile, the math warpgroups multiply
+# the loaded stages, and with four stages they do not run out of work. Figures: benchmarks/results/decisions.md.
+SHORT_GROUPS: dict[str, Any] = {**TILES[0][1], "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1}
+SHORT_BLOCKS = 8
 
 
 def _tma_reads(matrix: Tensor) -> bool:
@@ -50,12 +55,16 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return one and _tma_reads(a) and _tma_reads(b) and _tma_reads(out)
 
 
-def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
+def tile_for(
+    M: int, N: int, processors: int, E: int = 1, grouped: str = "", short_groups: bool = False
+) -> dict[str, Any]:
     """The tile with the least estimated cost: the number of waves, times the cost of a tile.
 
     A wave is as many tiles as there are processors.
 
     A group of rows may end anywhere, so the last tile of a group counts as half empty.
+
+    With `short_groups`, SHORT_GROUPS takes the place of the large tile.
     """
 
     def cost(choice: tuple[float, dict[str, int]]) -> float:
@@ -64,7 +73,8 @@ def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> 
         rows = -(-M // BLOCK_M) + E // 2 if grouped == "M" else -(-M // BLOCK_M) * E
         return -(-rows * -(-N // BLOCK_N) // processors) * BLOCK_M * BLOCK_N * of_element
 
-    return min(TILES, key=cost)[1]
+    tile = min(TILES, key=cost)[1]
+    return SHORT_GROUPS if short_groups and tile is TILES[0][1] else tile
 
 
 def _with_scratch(launch: Callable[[], T], device: torch.device) -> T:
@@ -94,7 +104,9 @@ def fp8_sm90(
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     programs = processors(a.device)
-    tile = tile or tile_for(M, N, programs, E, grouped)
+    # An output of fp32 leaves no room for a fourth stage.
+    short_groups = grouped == "K" and out.element_size() == 2 and K < SHORT_BLOCKS * FP8_BLOCK_SIZE * E
+    tile = tile or tile_for(M, N, programs, E, grouped, short_groups)
     vector = grouped == "K" or (grouped == "" and b_scale.shape[0] == N)
     config = {
         "SWIZZLE": 16 if vector else 8,
