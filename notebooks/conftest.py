@@ -1,10 +1,11 @@
-"""Refuses, at collection, a notebook on which `pytest --nbval` could be green without meaning anything.
+"""Refuses, at collection, a notebook for which a green run of `pytest --nbval` would prove nothing.
 
-nbval passes a notebook that was never run, skips cells that ask for it, and fails or passes by chance where an output
-holds a timing. `make notebooks` executes and strips a notebook so that it is accepted here.
+nbval accepts a notebook that was never run, and it skips cells that ask to be skipped. If an output holds a timing, the
+cell passes or fails by chance. `make notebooks` executes and strips a notebook so that it is accepted here.
 
-A lesson chooses its interpreter itself: without a GPU `course.start` takes Triton's, whatever is asked for. So there it
-is left out of the runs that ask for one, and its calls of public ops are compared as the plain run makes them.
+Notebooks that call `course.start()` are lessons. Without a GPU, `course.start` always chooses Triton's interpreter, even
+if another interpreter was requested. So a run that requests an interpreter leaves the lessons out on such a machine.
+The plain run compares the lessons' calls of public ops.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MARKER = re.compile(r"#\s*((?:NBVAL|PYTEST_VALIDATE)_\w+)")
 
 
 def problems(notebook: dict[str, Any], size_bytes: int) -> Iterator[str]:
-    """What is wrong with a notebook: where, what came, what is needed. `Cell 0` is the first code cell, as in nbval."""
+    """One message per problem: the cell, what it has, what it needs. `Cell 0` is the first code cell, as in nbval."""
     cells = notebook["cells"]
     if len(cells) > MAX_CELLS:
         yield f"{len(cells)} cells; needs at most {MAX_CELLS}: one contract a notebook"
@@ -48,7 +49,7 @@ def problems(notebook: dict[str, Any], size_bytes: int) -> Iterator[str]:
 
 
 class Verdict(pytest.File):
-    """Stands beside nbval's own collector of the same file; holds no tests, only the refusal."""
+    """A second collector of the file, next to nbval's: it has no tests and only raises if the notebook is refused."""
 
     def collect(self) -> list[pytest.Item]:
         notebook = json.loads(self.path.read_text(encoding="utf-8"))
