@@ -3,9 +3,9 @@
 nbval accepts a notebook that was never run, and it skips cells that ask to be skipped. If an output holds a timing, the
 cell passes or fails by chance. `make notebooks` executes and strips a notebook so that it is accepted here.
 
-Notebooks that call `course.start()` are lessons. Without a GPU, `course.start` always chooses Triton's interpreter, even
-if another interpreter was requested. So a run that requests an interpreter leaves the lessons out on such a machine.
-The plain run compares the lessons' calls of public ops.
+Notebooks that call `course.start()` are lessons. Without a GPU, `course.start` always chooses Triton's interpreter,
+even if another interpreter was requested. So a run that requests an interpreter leaves the lessons out on such a
+machine. The plain run compares the lessons' calls of public ops.
 """
 
 from __future__ import annotations
