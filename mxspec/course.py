@@ -161,7 +161,7 @@ def blanks(fn: Callable[..., Any]) -> str | None:
 
 
 def _parts_of_index(index: ast.Subscript) -> list[ast.expr]:
-    """The `...` of an index that mean what they mean in Python: beside other parts, or where something is stored."""
+    """The parts of an index in which `...` is no blank: `...` beside other parts, or in the target of an assignment."""
     if isinstance(index.slice, ast.Tuple):
         return index.slice.elts
     return [] if isinstance(index.ctx, ast.Load) else [index.slice]
@@ -245,7 +245,7 @@ class _Watched:
 
 @contextlib.contextmanager
 def _counted_launches() -> Iterator[list[None]]:
-    """Inside, the list grows by one element with every launch of a Triton kernel, Helion's included."""
+    """Within the block, every launch of a Triton kernel, also of a kernel from Helion, adds one element to the list."""
     launches: list[None] = []
     if "triton" not in sys.modules:
         yield launches
@@ -269,7 +269,7 @@ def _counted_launches() -> Iterator[list[None]]:
 
 @contextlib.contextmanager
 def _only_the_ends(count: int = 16) -> Iterator[None]:
-    """Inside, Triton's interpreter runs the first two programs of a long grid and the last `count`."""
+    """Within the block, Triton's interpreter runs only the first two and the last `count` programs of a long grid."""
     from triton.runtime import interpreter
 
     def ends(length: int, *rest: int) -> Any:
@@ -288,7 +288,8 @@ def _only_the_ends(count: int = 16) -> Iterator[None]:
 def _behind_a_margin(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
     """A tensor with 2^31 elements of memory in front, so that an offset that turned negative stays in that memory.
 
-    On the CPU the system gives a page of memory its bytes when a program first touches it, and few pages are touched.
+    On the CPU this needs little memory: the system provides a page only when a program first touches it, and a program
+    touches few pages of the margin.
     """
     extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     memory = _empty(FAR + extent, dtype=dtype, device=device)
@@ -300,7 +301,7 @@ _empty = torch.empty
 
 @contextlib.contextmanager
 def _margins() -> Iterator[None]:
-    """Inside, every tensor that torch hands out uninitialised ends with bytes 0x5a, and a large one has a margin."""
+    """Within the block, new uninitialised tensors end with bytes 0x5a, and large tensors have a margin in front."""
 
     def marked(out: Tensor) -> Tensor:
         if type(out) is Tensor and out.numel() and out.device.type != "meta":
@@ -373,7 +374,7 @@ _Call = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # the large arguments and
 
 
 def _far_calls(op: str, kwargs: Mapping[str, Any], device: torch.device) -> list[_Call]:
-    """Arguments whose offsets, or whose outputs' offsets, pass 2^31, and those of a small call that ends alike."""
+    """Pairs of calls: a large call whose offsets in inputs or outputs pass 2^31, and a small call with the same end."""
     generator = torch.Generator().manual_seed(10)
 
     def codes(rows: int, columns: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
