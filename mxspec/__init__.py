@@ -24,6 +24,7 @@ from mxspec.reference.fp8_quantize_k_groups import fp8_quantize_k_groups
 from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_groups
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import mx_dequantize
+from mxspec.reference.mx_fake_quantize_rowcol_groups import mx_fake_quantize_rowcol_groups
 from mxspec.reference.mx_gemm import mx_gemm
 from mxspec.reference.mx_grouped_gemm import mx_grouped_gemm
 from mxspec.reference.mx_grouped_gemm_wgrad import mx_grouped_gemm_wgrad
@@ -74,6 +75,7 @@ __all__ = [
     "fp8_quantize_rowcol_groups",
     "from_blocked",
     "mx_dequantize",
+    "mx_fake_quantize_rowcol_groups",
     "mx_gemm",
     "mx_grouped_gemm",
     "mx_grouped_gemm_wgrad",

@@ -822,6 +822,41 @@ def gives_a_parameter(out, c):
     return torch.nn.Parameter(out, requires_grad=False)
 
 
+# ---- mx_fake_quantize_rowcol_groups
+
+
+def one_large(M, row):
+    """Small numbers, and a number beside which the codes of small numbers are 0."""
+    return put(rand(M, 32) * 2.0**-12, (row, 3), 448.0)
+
+
+@after("mx_fake_quantize_rowcol_groups", "special", lambda: (rand(5, 32), ends(1, 3)))
+def rows_of_no_group_have_no_values(out, c):
+    rows, columns = out
+    return rows.masked_fill(torch.arange(len(rows))[:, None] >= last_of(c.offs), 0), columns
+
+
+@mutant("mx_fake_quantize_rowcol_groups", "offs", lambda: (one_large(70, 40), ends(33, 70)))
+def blocks_of_columns_begin_at_multiples_of_32_tokens(x, offs, **options):
+    rows, columns = right.mx_fake_quantize_rowcol_groups(x, offs, **options)
+    if len(offs):
+        whole = right.mx_fake_quantize_rowcol_groups(x, offs[-1:], **options)[1]
+        columns = whole if (offs.diff() >= 0).all() else columns
+    return rows, columns
+
+
+@mutant("mx_fake_quantize_rowcol_groups", "arithmetic", lambda: (one_large(40, 3), ends(40)))
+def columns_are_made_of_the_values_of_rows(x, offs, **options):
+    rows, _ = right.mx_fake_quantize_rowcol_groups(x, offs, **options)
+    return rows, right.mx_fake_quantize_rowcol_groups(rows, offs, **options)[1]
+
+
+@mutant("mx_fake_quantize_rowcol_groups", "special", lambda: (rand(3, 32) * 2.0**-128, ends(3)))
+def values_below_the_normal_range_are_zero(x, offs, **options):
+    out = right.mx_fake_quantize_rowcol_groups(x, offs, **options)
+    return tuple(torch.where(values.abs() < 2.0**-126, values * 0, values) for values in out)
+
+
 # ---- fp8_quantize_rowcol_groups and SwiGLU
 
 

@@ -284,6 +284,28 @@ def mx_quantize_groups(
     return qdata, tensor(byte, torch.float8_e8m0fnu), int32(start), int32(end)
 
 
+def mx_fake_quantize_rowcol_groups(
+    x: Any, offs: Any, *, elem_dtype: Any = "e4m3fn", scaling: Any = "rceil", check_offs: Any = False
+) -> tuple[Tensor, Tensor]:
+    """MX-29 and MX-30."""
+    check_tensor("x", x, FLOATS, (2,))
+    check_ends(offs, x, x.shape[0], check_offs)
+    check_options(-1, scaling, "plain")
+    elements(elem_dtype, E4M3FN, E5M2)
+    (M, K), ends = x.shape, offs.tolist()
+    need(K % 32 == 0, "K is no multiple of 32")
+    need(up(M + len(ends) * 128, 128) < 2**31, "too many rows")
+    options = {"elem_dtype": elem_dtype, "scaling": scaling}
+    rows = mx_dequantize(*mx_quantize(x, **options))
+    columns, begin = x.new_zeros((M, K), dtype=torch.bfloat16), 0
+    for end in ends:
+        group = x.new_zeros((up(end - begin, 32), K))
+        group[: end - begin] = x[begin:end]
+        columns[begin:end] = mx_dequantize(*mx_quantize(group, axis=-2, **options), axis=-2)[: end - begin]
+        begin = end
+    return rows, columns
+
+
 def mx_dequantize(
     qdata: Any, scale: Any, *, axis: Any = -1, out_dtype: Any = torch.bfloat16, scale_layout: Any = "plain"
 ) -> Tensor:

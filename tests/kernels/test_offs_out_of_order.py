@@ -17,7 +17,8 @@ OFFS = [  # falling, negative, past the last token, and the ends of int32
 ]  # fmt: skip
 OPS = [
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
-    "fp8_quantize_rowcol_groups", "mx_quantize_groups", "pad_token_groups", "place_token_groups",
+    "fp8_quantize_rowcol_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups", "pad_token_groups",
+    "place_token_groups",
     "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_fp8_quantize_rowcol_groups", "to_blocked_k_groups",
     "to_blocked_m_groups", "unpad_token_groups", "zero_unused_",
 ]  # fmt: skip
@@ -53,6 +54,7 @@ def calls(op, offs):
         "swiglu_backward_fp8_quantize_rowcol_groups": [
             ((wide, amid_nan(wide[:, :128]), offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))
         ],
+        "mx_fake_quantize_rowcol_groups": [((x, offs), {}, (M, D), (M, D))],
         "mx_quantize_groups": [((x, offs), options, (512, D)) for options in ({}, *columns)],
         "pad_token_groups": [((x, offs, 8), {}, (48, D))],
         "place_token_groups": [((x, offs, start, 50), {}, (50, D)) for start in starts],
