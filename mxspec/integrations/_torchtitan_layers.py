@@ -58,7 +58,7 @@ class Experts(QuantizedExperts):
 
 @functools.cache
 def experts_class_of(kind: Any) -> Any:
-    """The class of converted layers of a class of experts. Raises TypeError if they do not run through the seam."""
+    """The class of the converted layers of a class of experts. Raises TypeError if `check_seam` refuses the class."""
     check_seam(kind)
     return _made(kind, (Experts, kind), {})
 
@@ -100,7 +100,7 @@ def check_seam(kind: Any) -> None:
     if not own:
         raise TypeError(f"{kind.__name__} has no method _grouped_mm, which torchtitan's experts have since August 2026")
     if len(own) > 1:
-        raise TypeError(f"{kind.__name__} already has another grouped matmul, that of {own[0].__name__}")
+        raise TypeError(f"{kind.__name__} already has another grouped matmul, from {own[0].__name__}")
     for each in kind.__mro__:
         if "forward" in vars(each):
             names = inspect.unwrap(each.forward).__code__.co_names

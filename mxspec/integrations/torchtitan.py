@@ -45,8 +45,8 @@ def adapt(layer: Any, name: str, recipe: Recipe) -> nn.Module:
         The layer itself.
 
     Raises:
-        TypeError: the layer has no `_grouped_mm`, has another one than torchtitan's, or its forward does not call it;
-            or its weights are not bfloat16 or float32.
+        TypeError: the layer has no `_grouped_mm`, or its `_grouped_mm` is not torchtitan's, or its forward does not
+            call it; or its weights are neither bfloat16 nor float32.
         ValueError: the recipe cannot run the layer's widths.
         RuntimeError: `cache_weights` holds codes of the layer's weights.
     """
@@ -78,10 +78,10 @@ def converter(recipe: Recipe | str, linears: Sequence[str] = ()) -> Any:
 
     Args:
         recipe: a `Recipe` or its name.
-        linears: parts of names, as torchtitan's own converters take them. Linears with such a part in their name train
-            by the recipe too. Without this argument no Linear does. Leave out the router and the output head, whose
-            logits are sensitive to quantization. The recipe `bf16` takes no linears, because they compute in bfloat16
-            already.
+        linears: parts of names, as torchtitan's own converters take them. A Linear whose name contains such a part
+            trains by the recipe too. Without this argument no Linear does. Leave out the router and the output head,
+            whose logits are sensitive to quantization. The recipe `bf16` takes no linears, because they compute in
+            bfloat16 already.
 
     Returns:
         A config of a `QuantizationConverter` of torchtitan. torchtitan calls its `build().convert(model_config)`, which
@@ -90,7 +90,7 @@ def converter(recipe: Recipe | str, linears: Sequence[str] = ()) -> Any:
         be converted.
 
     Raises:
-        TypeError: the recipe is no `Recipe` or name, or linears is a single string.
+        TypeError: the recipe is neither a `Recipe` nor a name, or linears is a single string.
         ValueError: the recipe is unknown, or it is `bf16` and there are linears.
         ImportError: torchtitan is not installed, or has no converters of configs yet.
     """

@@ -76,8 +76,8 @@ def keep(
 ) -> None:
     """Save tensors for the backward of a function of x and w. `name` is the layer's name, for error texts.
 
-    The gradient of a product `x @ w^T` for x depends on w, and the gradient for w on x. A function of several weights
-    is no product: the gradient for each argument depends on all of them.
+    A function of one weight is a product `x @ w^T`: its gradient for x depends on w, and its gradient for w depends on
+    x. In a function of several weights, the gradient for each argument depends on all arguments.
     """
     ctx.name, ctx.backend = name, backend
     inputs = (x, w) if isinstance(w, Tensor) else (x, *w)

@@ -1,7 +1,7 @@
 """Grouped matmuls in bfloat16, with gradients.
 
-PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there. In plain
-eager code they write nothing else.
+PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there. Plain eager
+code writes these zeros in place. Under torch.compile or a dispatch mode, the functions copy the whole result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mxspec.nn._autograd import first_derivative_only, keep, kept
 
 
 class GroupedBf16(torch.autograd.Function):
-    """`x @ w^T`, the tokens of each expert with the expert's weights. A transposed w is `(E, K, N)`: `x @ w`.
+    """`x @ w^T` of each expert's tokens and weights. If w is stored transposed, `(E, K, N)`, this is `x @ w`.
 
     PyTorch's own derivative of a grouped matmul also leaves memory uninitialized. So a second derivative raises here
     too.
@@ -52,7 +52,7 @@ def wgrad_bf16(grad_out: Tensor, x: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def contiguous(tokens: Tensor) -> Tensor:
-    # A tensor without tokens is contiguous whatever its strides, but grouped_mm accepts only a new tensor's strides.
+    # PyTorch calls an empty tensor contiguous whatever its strides are. grouped_mm accepts only a new tensor's strides.
     return tokens.contiguous() if tokens.numel() else tokens.clone(memory_format=torch.contiguous_format)
 
 

@@ -102,8 +102,8 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
 
     Raises:
         RuntimeError: a weight changed in the block, or the block is inside another `cache_weights` block.
-        TypeError: the model is no `nn.Module`, its weights are sharded (by `fully_shard`), or its weights were made in
-            inference mode.
+        TypeError: the model is not an `nn.Module`, its weights are sharded (by `fully_shard`), or its weights were made
+            in inference mode.
 
     Example:
         >>> from mxspec.nn import MXLinear

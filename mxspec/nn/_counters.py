@@ -1,7 +1,7 @@
 """Counters of what quantization loses. They are tensors on the device of the data, so that the host never waits.
 
-A counter quantizes its tensor once more, by the op that defines the bytes that the layer's matmul reads, with plain
-scales. The blocks of an operand lie along the dimension that its matmul sums over, here always the last dimension.
+A counter quantizes its tensor a second time, with the op that defines the layer's codes, and with plain scales. The
+blocks of an operand lie along the dimension that its matmul sums over, here always the last dimension.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Counters:
 
 
 def count_tokens(by: Format, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_tokens: bool) -> Counters:
-    """Count activations or gradients `(M, K)` in one direction. Rows without a group, and padding, count nothing."""
+    """Count activations or gradients `(M, K)` in one direction. Rows without a group, and padding, do not count."""
     (M, K), width = x.shape, _width(by)
     elements: Any = M * K
     blocks: Any = -(-M // width) * K if along_tokens else M * -(-K // width)
@@ -73,7 +73,7 @@ def count_tokens(by: Format, x: Tensor, offs: Tensor | None, elem_dtype: torch.d
 
 
 def count_weight(by: Format, w: Tensor, axis: int) -> Counters:
-    """Count a weight `(N, K)` or `(E, N, K)`. The squares of fp8_128 are the same along both axes."""
+    """Count a weight `(N, K)` or `(E, N, K)`. The 128x128 blocks of fp8_128 are the same along both axes."""
     if by.recipe.format == "mxfp8":
         quantized = _quantized(by, w, torch.float8_e4m3fn, axis)
     else:

@@ -21,11 +21,14 @@ def left_by_default(model: nn.Module) -> dict[str, str]:
     A Linear is an output head if `get_output_embeddings()` of the model or of a submodule returns it. It is also an
     output head if its weight is the weight of an `nn.Embedding`.
 
-    A Linear is a router in two cases. Its module has experts as another child, and out_features is the number of these
-    experts. Or the Linear is called `router` or `gate`, or is a child of a module with such a name, and experts lie
-    beside the module or Linear of this name. Experts are a module with a parameter of three dimensions, whose first
-    size is the number of experts, or an `nn.ModuleList` named `experts`. A convolution is none, and neither is a
-    module whose parameter has the first size 1. A dense model has no experts, so it has no router.
+    A Linear is a router in two cases:
+
+    - A sibling of the Linear is a module of experts, and out_features is the number of these experts.
+    - The Linear or its parent is called `router` or `gate`, and has a sibling that is a module of experts.
+
+    A module of experts is an `nn.ModuleList` named `experts`, or a module with a parameter of three dimensions, whose
+    first size is the number of experts. A convolution does not count, and neither does a parameter of first size 1. A
+    dense model has no experts, so it has no router.
     """
     heads = _heads(model)
     names = dict(model.named_modules(remove_duplicate=False))
@@ -76,7 +79,7 @@ def _experts_beside(names: dict[str, nn.Module], path: str, child: str) -> set[i
 
 
 def experts_of(module: nn.Module, name: str = "") -> int:
-    """The number of experts of a module with this name in its parent, 0 if it is no experts module."""
+    """The number of experts of a module with this name in its parent. 0 if it is not a module of experts."""
     if isinstance(module, nn.ModuleList):
         return len(module) if name == "experts" else 0
     if isinstance(module, _ConvNd):

@@ -61,7 +61,7 @@ class Format:
     recipe: Recipe
     backend: str | None
     name: str  # the name of the layer or the function, for error texts
-    watch: Forward | None = None  # what counts the losses of this forward and its backward
+    watch: Forward | None = None  # counts the losses of this forward and its backward, if a watch is open
 
     def weight(self, w: Tensor, transposed: bool = False) -> Weight:
         """The codes of a weight `(N, K)` or `(E, N, K)`, or of a transposed one `(E, K, N)`, in both directions.

@@ -1,4 +1,4 @@
-"""The report of `convert`: what runs in low precision, what does not, and which share of the model that is."""
+"""The report of `convert`: which layers run in low precision, which do not, and the share of the model that does."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class Conversion:
     """The report of `convert`, which `print` shows.
 
     Attributes:
-        swapped: maps the name of each layer that this call converted to its new kind.
-        left: maps the name of each layer that was left as it is to the reason. It also has each parameter of two or
-            more dimensions that belongs to no converted layer and to no layer of this dict, by the parameter's name.
+        swapped: the layers that this call converted. It maps a layer's name to its new kind.
+        left: the layers that stay as they were. It maps a layer's name to the reason. It also maps the name of a
+            parameter to a reason, if the parameter has two or more dimensions, and belongs neither to a converted
+            layer nor to a layer of this dict.
         share_of_parameters: the elements of the weights that the model now multiplies in low precision, divided by the
             elements of all parameters. A parameter that several modules share counts once. None if the size of a
             parameter is unknown until a first forward.
-        share_of_flops: the floating-point operations of the matmuls that now run in low precision, divided by those of
-            all matmuls of a token with a parameter. A lookup in an embedding is no matmul. The matmul of queries and
-            keys has no parameter and does not count. None if the share cannot be told from the model.
-        unknown_flops: maps the name of each layer or parameter whose operations for a token are unknown to the reason.
-            If it is empty, share_of_flops is a number.
+        share_of_flops: the floating-point operations for one token. The operations of the matmuls that now run in low
+            precision are divided by the operations of all matmuls with a parameter. A lookup in an embedding is not a
+            matmul. The matmul of queries and keys has no parameter and does not count. None if unknown_flops is not
+            empty.
+        unknown_flops: the layers and parameters whose operations for a token are unknown. It maps the name to the
+            reason.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class Conversion:
 
 
 def _percent(share: float | None) -> str:
-    """A share in percent. Only a whole is 100% and only nothing is 0%."""
+    """A share in percent. It shows 100% only for a share of exactly 1, and 0% only for exactly 0."""
     if share is None:
         return "an unknown share"
     text = f"{100 * share:.1f}%"
@@ -62,7 +64,7 @@ def _percent(share: float | None) -> str:
 
 
 def collapsed(said: dict[str, str]) -> list[tuple[str, str]]:
-    """The entries of a dict, with names that differ only in numbers as one: `layers.{0..47}.gate`."""
+    """The entries of a dict. Entries whose names differ only in numbers become one: `layers.{0..47}.gate`."""
     groups: dict[tuple[str, str], list[tuple[int, ...]]] = {}
     for name, text in said.items():
         parts = name.split(".")
@@ -73,7 +75,7 @@ def collapsed(said: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def _names(form: str, numbers: list[tuple[int, ...]]) -> Iterable[str]:
-    """The names of one form. One name if the numbers are all combinations of some numbers for each place."""
+    """The names of one form. It is a single name if `numbers` holds each combination of the numbers of every place."""
     each = [sorted(set(column)) for column in zip(*numbers, strict=True)]
     if sorted(numbers) == list(itertools.product(*each)):
         for numbers_here in each:

@@ -1,4 +1,4 @@
-"""SwiGLU experts as one differentiable function, for a format whose ops write codes of SwiGLU and no values.
+"""SwiGLU experts as one differentiable function, for a format whose ops write the codes of SwiGLU, not its values.
 
 | step | forward | backward |
 |---|---|---|

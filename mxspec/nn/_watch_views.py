@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("layer", "operand", "elements", "saturated", "underflow", "NaN blocks", "scales", "SQNR, dB")
 _SHOWN = 10  # rows of the text
 _TENSORS = {"activation": ("tab:blue", "o"), "weight": ("tab:gray", "s"), "gradient": ("tab:orange", "^")}
-_NAMED = 40  # more layers than this have no name on the axis
+_NAMED = 40  # with more layers than this, the axis shows no names
 _LEAST = 1e-7  # where the picture draws a share of zero
 
 
@@ -30,7 +30,7 @@ def table(rows: Sequence[WatchedOperand]) -> Table:
     for place, name in enumerate(_COLUMNS):
         made.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, _cells(row)))  # as Text, so that a name with brackets is no markup
+        made.add_row(*map(Text, _cells(row)))  # as Text: rich would read brackets as markup
     return made
 
 

@@ -74,7 +74,7 @@ class Forward:
         return matmul
 
     def _next_weight(self, w: Tensor) -> str:
-        """The name of a matmul's weight: the layer's next one, or the parameter that w comes from, or a number."""
+        """The name of a matmul's weight: the layer's next name, or the parameter that w comes from, or a number."""
         number, module = self.call.products, self.call.module
         self.call.products += 1
         names = () if self.is_function else getattr(module, "weight_names", ())

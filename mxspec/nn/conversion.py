@@ -46,26 +46,27 @@ def convert(
       as many outputs as there are experts;
     - the feed-forward Linears of an `nn.TransformerEncoderLayer`. In evaluation, a fast path of this layer reads their
       weights and does not call them. If `include` names them, `convert` switches the fast path off. The fast path of an
-      `nn.TransformerEncoder` returns zeros at padded tokens. Without it, the results at padded tokens are as in
-      training.
+      `nn.TransformerEncoder` returns zeros at padded tokens. Without the fast path, evaluation returns the same values
+      at padded tokens as training.
 
     Args:
         model: the model. Convert it before DDP, `fully_shard` or `torch.compile` wraps it.
         recipe: a `Recipe` or its name. The recipe `bf16` leaves every Linear, because an `nn.Linear` already computes
             in the dtype of its input or of autocast.
         filter_fn: a function of a layer (a Linear or experts) and its name. If it returns false, the layer is left as
-            it is. It decides last: it is asked only about layers that would be converted. Without a filter_fn, all
+            it is. `convert` calls it last, only for layers that it would convert otherwise. Without a filter_fn, all
             these layers are converted.
         include: names of layers that are left by default, or patterns of such names, as `fnmatch` reads them.
         experts_per_token: the number of experts that a token goes to, for the share of operations in the report. The
             default is `num_experts_per_tok` of the config of a model of transformers.
 
     Returns:
-        A `Conversion`: the converted layers, everything that was left with the reasons, and the shares of the
-        parameters and of the matmul operations that now run in low precision.
+        A `Conversion`: the converted layers, the layers and parameters that were left, each with the reason, and the
+        shares of the parameters and of the matmul operations that now run in low precision.
 
     Raises:
-        TypeError: the model is no `nn.Module`, the recipe is no `Recipe` or name, or filter_fn is no function.
+        TypeError: the model is not an `nn.Module`, the recipe is neither a `Recipe` nor a name, or filter_fn is not a
+            function.
         ValueError: the recipe is unknown, the model is itself a Linear, or a pattern of `include` matches no layer.
         RuntimeError: `cache_weights` holds codes of the model's weights, or the model is already compiled, sharded or
             wrapped by DDP.
@@ -134,7 +135,7 @@ def _check(model: nn.Module, filter_fn: object, experts_per_token: object) -> No
 
 
 def _wrapper(module: nn.Module) -> str | None:
-    """What has wrapped a module: compile, DDP or FSDP."""
+    """The name of the wrapper of a module (compile, DDP or FSDP), or None."""
     names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
     for wrapper in ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
         if wrapper in names:
@@ -158,7 +159,7 @@ def _module_of(package: str) -> Any:
 
 
 def _is_ours(layer: nn.Module) -> bool:
-    """Whether a layer is a Linear or experts, so that `convert` asks filter_fn about it and reports it by its name."""
+    """Whether a layer is a Linear or experts: `convert` gives only these to filter_fn, and reports each by its name."""
     return isinstance(layer, (nn.Linear, GroupedExperts)) or _integration(layer) is not None
 
 
@@ -186,7 +187,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
     """Make PyTorch's encoders call their low-precision Linears in evaluation too."""
     for module in model.modules():
         if _has_low_precision(module):
-            # 0 means an activation that the fast path does not support.
+            # This attribute is 0 for an activation that the fast path does not support.
             module.activation_relu_or_gelu = 0  # type: ignore[assignment]
         if isinstance(module, nn.TransformerEncoder) and any(map(_has_low_precision, module.layers)):
             module.use_nested_tensor = False
@@ -199,7 +200,7 @@ def _has_low_precision(module: nn.Module) -> bool:
 
 
 def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
-    """The converted layer. Raises an error that says why, if the layer cannot be converted."""
+    """The converted layer. If the layer cannot be converted, this raises an error that says why."""
     if (integration := _integration(layer)) is not None:
         return integration.adapt(layer, name, recipe)
     if isinstance(layer, GroupedExperts):

@@ -26,13 +26,13 @@ from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
 
 
 class QuantizedExperts(QuantizesWeights):
-    """Experts of two grouped matmuls with an activation between them: what mxspec's and other libraries' layers share.
+    """Experts of two grouped matmuls with an activation between them: the base of mxspec's and converted layers.
 
     `weight_names` names the weights of the two matmuls, `(E, N, K)`, or `(E, K, N)` if `is_transposed`.
     """
 
     def train_by(self, recipe: Recipe, **widths: int) -> None:
-        """Set the recipe. Raises if it cannot run these widths, or if `cache_weights` holds codes."""
+        """Set the recipe. Raises if the recipe cannot run these widths, or if `cache_weights` holds codes."""
         name = type(self).__name__
         check_features(name, BLOCK_SIZES[recipe.format], **widths)
         if self._cached:
@@ -45,7 +45,7 @@ class QuantizedExperts(QuantizesWeights):
             check_parameters(type(self).__name__, weight.dtype)  # `half()` may have come after the constructor
 
     def checked(self, x: Tensor, width: int, **others: Tensor) -> Tensor:
-        """The tokens x, after autocast. Raises if x has no shape `(M, width)`, or a dtype or device does not fit."""
+        """The tokens x, after autocast. Raises if x is not of shape `(M, width)`, or a dtype or device does not fit."""
         name = type(self).__name__
         check_tensors(name, x=x, **others)
         x = as_autocast(x)
@@ -87,12 +87,11 @@ class QuantizedExperts(QuantizesWeights):
 class GroupedExperts(QuantizedExperts):
     """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
 
-    The gate's and the up's weights are one parameter, so that one grouped matmul computes both, and each gradient is
-    one matmul too. The matmuls are those of `mx_grouped_mm` and `fp8_grouped_mm`. With fp8_128 and bfloat16 tokens,
-    SwiGLU and its gradient are computed by the ops that quantize them
-    (`swiglu_fp8_quantize_rowcol_groups`, `swiglu_backward_fp8_quantize_rowcol_groups`). Each forward quantizes the
-    weights once. Inside a `cache_weights` block, they are quantized once for all forwards. The host never waits for the
-    device.
+    The weights of the gate and of up are one parameter. So one grouped matmul computes both, and each of their
+    gradients is one matmul too. The layer uses the matmuls of `mx_grouped_mm` and `fp8_grouped_mm`. With fp8_128 and
+    bfloat16 tokens, one op computes SwiGLU and quantizes it (`swiglu_fp8_quantize_rowcol_groups`), and one op does the
+    same for its gradient (`swiglu_backward_fp8_quantize_rowcol_groups`). Each forward quantizes the weights once.
+    Inside a `cache_weights` block, they are quantized once for all forwards. The host never waits for the device.
 
     Args:
         num_experts: the number of experts, E.
@@ -101,10 +100,10 @@ class GroupedExperts(QuantizedExperts):
         recipe: a `Recipe` or its name, as for `mx_grouped_mm` and `fp8_grouped_mm`. `set_recipe` changes it later.
         device, dtype: the device and dtype of the parameters; bfloat16 or float32.
 
-    Parameters: `w_gate_up`, `(E, 2 * hidden_dim, dim)`, the rows of the gate before those of up, and `w_down`,
-        `(E, dim, hidden_dim)`. They start with the same random distribution as the weight of an `nn.Linear` of the same
-        width. `w_gate` and `w_up` are views of the halves of `w_gate_up`. A state dict of a version before 0.3, which
-        has `w_gate` and `w_up`, loads.
+    Parameters: `w_gate_up`, `(E, 2 * hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`. In `w_gate_up`, the rows
+        of the gate come before the rows of up. The parameters start with the same random distribution as the weight of
+        an `nn.Linear` of the same width. `w_gate` and `w_up` are views of the halves of `w_gate_up`. A state dict of a
+        version before 0.3, which has `w_gate` and `w_up`, loads.
 
     Shapes:
         x: `(M, dim)`, bfloat16 or float32. The tokens of each expert lie together. Under autocast, x is cast first.
@@ -114,7 +113,7 @@ class GroupedExperts(QuantizedExperts):
     Special values: as for `mx_grouped_gemm` and `fp8_grouped_gemm`: a NaN stays with its expert.
 
     Raises:
-        TypeError: an argument is no tensor, or has another dtype.
+        TypeError: an argument is not a tensor, or has another dtype.
         ValueError: a size, a shape or a device does not fit, or the recipe is unknown.
         RuntimeError: a weight changed while `cache_weights` held its codes; a gradient is differentiated, as a gradient
             penalty does; or a checkpointed forward ran again on another backend.

@@ -20,9 +20,9 @@ class Float8BlockwiseLinear(QuantizedLinear):
     """`nn.Linear` whose forward, dgrad and wgrad multiply e4m3fn codes with fp32 scales in blocks of 128.
 
     `y = x @ weight^T + bias`, with x in 1x128 blocks and the weight in 128x128 blocks. The gradient of the output is in
-    1x128 blocks too, and the gradient of the weight is summed in fp32. Each forward quantizes the weight once, for
-    itself and for dgrad. Inside a `cache_weights` block, the weight is quantized once for all forwards. The layer has
-    the parameters and the state dict of `nn.Linear`.
+    1x128 blocks too, and the gradient of the weight is summed in fp32. Each forward quantizes the weight once, for its
+    own matmul and for dgrad. Inside a `cache_weights` block, the weight is quantized once for all forwards. The layer
+    has the parameters and the state dict of `nn.Linear`.
 
     Args:
         in_features, out_features: K and N, multiples of 128.
@@ -37,9 +37,9 @@ class Float8BlockwiseLinear(QuantizedLinear):
         output columns of its block NaN.
 
     Raises:
-        TypeError: the input is no tensor, or a dtype is neither bfloat16 nor float32.
-        ValueError: the features are no multiples of 128, or x is not dense, has another last dimension or is on another
-            device.
+        TypeError: the input is not a tensor, or a dtype is neither bfloat16 nor float32.
+        ValueError: the features are not multiples of 128, or x is not dense, has another last dimension or is on
+            another device.
         RuntimeError: a weight changed while `cache_weights` held its codes; a gradient is differentiated, as a gradient
             penalty does; or a checkpointed forward ran again on another backend.
 

@@ -34,7 +34,7 @@ def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mx
         offs: `(E,)` int32 on x's device, the exclusive end of each group. An end may be any number, not only a
             multiple of 32. The ends never decrease, and the last end is at most M.
         recipe: an mxfp8 `Recipe` or its name, or `bf16`. `bf16` casts the operands to bfloat16 and runs PyTorch's
-            grouped matmul. With `wgrad_bf16`, only the gradient of w is computed that way, and rounded to bfloat16.
+            grouped matmul. With `wgrad_bf16`, only the gradient of w is a bfloat16 matmul, rounded to bfloat16.
 
     Returns:
         `(M, N)` in x's dtype, contiguous. Rows from `offs[-1]` on are 0, and so are their gradients. The gradient of w
@@ -44,8 +44,7 @@ def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mx
 
     Raises:
         TypeError: x, w or offs is no tensor or has another dtype.
-        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is fp8_128, which `fp8_grouped_mm`
-            takes.
+        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is fp8_128 (use `fp8_grouped_mm`).
         RuntimeError: a gradient is differentiated, as a gradient penalty does, or a checkpointed forward ran again on
             another backend.
 
@@ -78,8 +77,8 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
 
     Raises:
         TypeError: x, w or offs is no tensor or has another dtype.
-        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is an mxfp8 recipe, which
-            `mx_grouped_mm` takes.
+        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is an mxfp8 recipe (use
+            `mx_grouped_mm`).
         RuntimeError: as for `mx_grouped_mm`.
 
     Example:

@@ -21,9 +21,9 @@ class MXLinear(QuantizedLinear):
     """`nn.Linear` whose forward, dgrad and wgrad multiply MXFP8 codes.
 
     `y = x @ weight^T + bias`. Each operand is quantized in blocks of 32 along the dimension that its matmul sums over.
-    Each forward quantizes the weight once, for itself and for dgrad. Inside a `cache_weights` block, the weight is
-    quantized once for all forwards. If the weight needs a gradient, the forward also quantizes x along the tokens, and
-    saves only these codes of x. For this, it pads x with zero rows to a multiple of 32 tokens. The layer has the
+    Each forward quantizes the weight once, for its own matmul and for dgrad. Inside a `cache_weights` block, the weight
+    is quantized once for all forwards. If the weight needs a gradient, the forward also quantizes x along the tokens,
+    and saves only these codes of x. For this, it pads x with zero rows to a multiple of 32 tokens. The layer has the
     parameters and the state dict of `nn.Linear`.
 
     Args:
@@ -42,8 +42,8 @@ class MXLinear(QuantizedLinear):
         makes the output column of this row NaN.
 
     Raises:
-        TypeError: the input is no tensor, or a dtype is neither bfloat16 nor float32.
-        ValueError: the features are no multiples of 32, x is not dense, has another last dimension or is on another
+        TypeError: the input is not a tensor, or a dtype is neither bfloat16 nor float32.
+        ValueError: the features are not multiples of 32, x is not dense, has another last dimension or is on another
             device, or the recipe has another format.
         RuntimeError: a weight changed while `cache_weights` held its codes; a gradient is differentiated, as a gradient
             penalty does; or a checkpointed forward ran again on another backend.

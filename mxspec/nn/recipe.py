@@ -8,8 +8,8 @@ import torch
 
 from mxspec.formats import FP8_BLOCK_SIZE, FP8_DTYPES, MX_BLOCK_SIZE, SCALINGS
 
-# For each format, the number that N and K must be multiples of. bf16 has the number of mxfp8, so that a model can
-# change between the two formats.
+# N and K must be multiples of the format's number. bf16 has the same number as mxfp8, so that a model can change
+# between the two formats.
 BLOCK_SIZES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_BLOCK_SIZE, "bf16": MX_BLOCK_SIZE}
 
 
@@ -26,7 +26,7 @@ class Recipe:
         wgrad_bf16: for mxfp8, whether the gradient of a weight is computed from bfloat16 operands.
 
     Raises:
-        TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16 is no bool.
+        TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16 is not a bool.
         ValueError: the format or the scaling is unknown, or an option of mxfp8 is set for another format.
 
     Example:

@@ -10,13 +10,13 @@ from torch.nn.functional import pad
 
 
 class Routing(NamedTuple):
-    """The order of (token, expert) pairs. `P` = tokens times experts a token."""
+    """The (token, expert) pairs, sorted by expert. Their number is `P = tokens * top_k`."""
 
     experts: Tensor  # (P,), the expert of each pair; it never decreases
-    order: Tensor  # (P,), the pair at each place, numbered as the flattened index of the router numbers it
+    order: Tensor  # (P,), the pair at each place; a pair's number is its position in the router's flattened index
     places: Tensor  # (P,), the place of each pair: the inverse of `order`
     offs: Tensor  # (E,) int32, the exclusive end of each expert's pairs
-    top_k: int
+    top_k: int  # the number of experts that each token goes to
 
     def gather(self, x: Tensor) -> Tensor:
         """The token of each pair, sorted by expert: `(tokens, K)` -> `(P, K)`."""
@@ -40,11 +40,11 @@ class Routing(NamedTuple):
 
 
 def routing(index: Tensor, num_experts: int) -> Routing:
-    """Sort the pairs of `index`, the experts that the router chose, by expert. The host never waits for the device.
+    """Sort the (token, expert) pairs of `index` by expert. The host never waits for the device.
 
     Args:
-        index: `(tokens, top_k)`, integers. A number from num_experts on means an expert of another device: its pairs
-            come last and belong to no group.
+        index: `(tokens, top_k)`, integers: the experts that the router chose. A number from num_experts on means an
+            expert of another device: its pairs come last and belong to no group.
         num_experts: E, the number of experts here.
     """
     experts, order = index.reshape(-1).sort(stable=True)
@@ -59,7 +59,7 @@ def _sum_of_pairs(pairs: Tensor, top_k: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """`x[order // top_k]`. Its backward gathers and sums. PyTorch's own adds rows to the same addresses."""
+    """`x[order // top_k]`. Its backward gathers and sums. PyTorch's own backward adds rows to the same addresses."""
 
     @staticmethod
     def forward(x: Tensor, order: Tensor, places: Tensor, top_k: int) -> Tensor:

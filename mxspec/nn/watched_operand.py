@@ -27,16 +27,16 @@ class WatchedOperand:
             the largest representable value of their block, `max * scale`. For fp8_128 it must be larger by a factor
             of more than `1 + 2^-22`, because the scale itself is rounded.
         underflowed: elements that are not zero and whose code is zero.
-        blocks: the number of blocks with at least one element that is no padding.
+        blocks: the number of blocks that hold at least one element besides padding.
         zero_blocks: blocks whose elements are all zero.
         nonfinite_blocks: blocks with a NaN or an Inf. All codes of such a block are NaN.
         scale_min, scale_max: the smallest and the largest scale of the blocks that are neither zero nor nonfinite; NaN
             if there is no such block. An element is read back as `code * scale`.
         sqnr_db: `10 log10(sum x^2 / sum (q - x)^2)` in float64, with q the element that is read back. The sums go over
-            the sampled rows of all calls, without nonfinite blocks. `inf` if no sampled element changed; NaN if the
-            sample has no element but zeros. The rows are every s-th row of the operand as its matmul
-            reads it, from row 0 on, with `s = ceil(rows / 64)`. For wgrad, a row of the operand is a feature. For
-            experts, `rows` counts the rows of all experts, and every expert has at least its first row in the sample.
+            the sampled rows of all calls, without nonfinite blocks. `inf` if no sampled element changed; NaN if all
+            sampled elements are zero. The sample is every s-th row of the operand as its matmul reads it, from row 0
+            on, with `s = ceil(rows / 64)`. For wgrad, a row of the operand is a feature. For experts, `rows` counts
+            the rows of all experts, and every expert has at least its first row in the sample.
     """
 
     layer: str
@@ -61,10 +61,10 @@ class WatchedOperand:
 
     @property
     def loss(self) -> float:
-        """The order of `worst`: `inf` with a nonfinite block, else the larger of two shares.
+        """The number by which `worst` sorts: `inf` with a nonfinite block, else the larger of two shares.
 
-        The shares are the power of the noise as a share of the signal's, `10^(-sqnr_db / 10)`, and the underflowed
-        elements as a share of all elements.
+        One share is the noise's power divided by the signal's power, `10^(-sqnr_db / 10)`. The other share is the
+        number of underflowed elements divided by the number of all elements.
         """
         if self.nonfinite_blocks:
             return math.inf

@@ -25,21 +25,21 @@ _MATMULS = {"forward": 0, "forward, dgrad": 0, "dgrad": 1, "wgrad": 2}
 def watch(model: nn.Module) -> WatchReport:
     """Count what quantization loses in each layer of a model, in a `with` block.
 
-    The layers count the elements that saturate or underflow, the blocks with a NaN or an Inf, the range of the scales
-    and the SQNR, for each tensor that they quantize in the block: activations, weights and gradients, for each matmul
-    that reads them. `WatchedOperand` defines the numbers. They accumulate in tensors on the device. The host waits for
-    the device only when the numbers are asked for: by `rows`, `worst`, `table`, `draw` or `print`. The results of the
+    A layer quantizes activations, weights and gradients. For each such tensor, and for each matmul that reads it, the
+    layer counts the elements that saturate or underflow, the blocks with a NaN or an Inf, the range of the scales and
+    the SQNR. `WatchedOperand` defines the numbers. They accumulate in tensors on the device. The host waits for the
+    device only when the user asks for the numbers: with `rows`, `worst`, `table`, `draw` or `print`. The results of the
     layers stay the same bits.
 
     The layers are `MXLinear`, `Float8BlockwiseLinear`, `GroupedExperts` and layers of other libraries that `convert`
     changed. `mx_grouped_mm` and `fp8_grouped_mm` count for the module of the model in whose forward they run.
     `unwatched` lists every other module that has a weight.
 
-    - The watch quantizes each tensor once more, with plain scales. The bits are those that the matmul reads. Steps in
-      the block take longer. Outside of a block, a layer only checks whether a block is open.
+    - The watch quantizes each tensor a second time, with plain scales. It gets the same codes and scales as the matmul.
+      So steps in the block take longer. Outside of a block, a layer only checks whether a block is open.
     - With fp8_128 and bfloat16 tokens, `GroupedExperts` writes neither SwiGLU's result nor its gradient. The watch
-      computes them again, by PyTorch's ops. The bits are the same, except for gates of -87.5, -88 and -88.5: their
-      results around 1e-37 are not zero here.
+      computes them again, by PyTorch's ops. The bits are the same, except for gates of -87.5, -88 and -88.5: for
+      these gates the op gives zero, and the watch counts results around 1e-37.
     - A forward counts if it runs in the block. Its backward counts if it also runs in the block.
     - Every forward counts the codes of the weight that it reads, also if `cache_weights` holds them.
     - A layer that checkpointing runs twice counts its activation and its weight twice. The shares and the SQNR stay the
@@ -47,11 +47,11 @@ def watch(model: nn.Module) -> WatchReport:
     - A frozen weight has no wgrad, and without gradients only the forward is counted.
     - Blocks may be nested, also of the same model: each watch counts for itself. An exception in the block closes it
       and keeps the counts. Entering a watch again adds to its counts.
-    - `torch.compile` is switched off in the block, for the whole process: what was compiled before runs uncompiled
-      (`torch.compiler.set_stance("force_eager")`). So the bits may differ from the compiled model's. PyTorch may warn
-      that the hooks of the watch fire an extra time for a compiled module, which changes no count. If the first
-      `torch.compile` of the process is in the block, the layers break its graph and run uncompiled; with
-      `fullgraph=True` they raise an error.
+    - `torch.compile` is switched off in the block, for the whole process: a model that was compiled before runs
+      uncompiled (`torch.compiler.set_stance("force_eager")`). So its bits may differ from the bits of the compiled
+      model. PyTorch may warn that the hooks of the watch fire an extra time for a compiled module. This changes no
+      count. If the first `torch.compile` of the process is in the block, the layers break its graph and run
+      uncompiled. With `fullgraph=True` they raise an error.
     - Each process counts its own part of the model and of the data.
 
     Args:
@@ -61,7 +61,7 @@ def watch(model: nn.Module) -> WatchReport:
         A `WatchReport`, which is the value of the `with` statement.
 
     Raises:
-        TypeError: the model is no `nn.Module`.
+        TypeError: the model is not an `nn.Module`.
         RuntimeError: the watch is open already; or a layer runs while a CUDA graph is captured, or under a torch.func
             transform, or is compiled in the block with `fullgraph=True`.
 
@@ -125,7 +125,7 @@ class WatchReport:
         return sorted(self.rows(), key=lambda row: -row.loss)[:count]
 
     def unwatched(self) -> dict[str, str]:
-        """The modules that have a weight of two or more dimensions and no counts, by name, each with the reason."""
+        """Maps the name of each module without counts to the reason, if it has a weight of two or more dimensions."""
         seen = {key[0] for key in self._log.sums}
         return {
             name: _reason(module, module in self._log.names)
@@ -143,9 +143,9 @@ class WatchReport:
         return table(self.rows() if count is None else self.worst(count))
 
     def draw(self, count: int = 5) -> Figure:
-        """A picture of all layers, by matplotlib, which names the `count` layers that lose most. Waits for the device.
+        """A matplotlib picture of all layers. It names the `count` layers that lose most. Waits for the device.
 
-        The upper half shows the SQNR of each layer's activations, weights and gradients, and the lower half the share
+        The upper half shows the SQNR of each layer's activations, weights and gradients. The lower half shows the share
         of their elements that underflow.
 
         Raises:

@@ -324,7 +324,7 @@ class OtherLinear(Linear):
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
-        (OtherMatmul, "OtherMatmul already has another grouped matmul, that of OtherMatmul"),
+        (OtherMatmul, "OtherMatmul already has another grouped matmul, from OtherMatmul"),
         (OtherForward, "OtherForward has its own forward, which does not call _grouped_mm"),
     ],
 )
