@@ -3,10 +3,11 @@
 `us = KERNEL_US + max(bytes / memory, flops / matmul)`. Each rate is the rate of the data sheet times the share of it
 that an H200 reaches (`devices.py`).
 
-The model has been compared with measured times only on an H200, not on an H100 or a B200. There it is good for calls
-that memory bounds and that move more than 100 MB, and for large matmuls. It is too low for FP8 matmuls in which both
-operands have a scale for each row. For smaller calls the time of a launch decides, which the model does not know. How
-close it is: see benchmarks/results/decisions.md. `tests/engine/test_bench.py` compares it with the stored run.
+The model has been compared with measured times only on an H200, not on an H100 or a B200. There it is good for
+memory-bound calls that move more than 100 MB, and for large matmuls. It is too low for FP8 matmuls in which both
+operands have a scale for each row. A smaller call takes mostly the time of its launch, and the model does not know this
+time. benchmarks/results/decisions.md says how close the model is. `tests/engine/test_bench.py` compares it with the
+stored run.
 """
 
 from __future__ import annotations

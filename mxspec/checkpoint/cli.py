@@ -29,7 +29,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     """Say what a checkpoint holds, what is wrong with it, and which loaders read it as it is meant.
 
     The exit code is 0 if there is no problem, 1 if there is one, and 2 if the checkpoint cannot be read. A trap of a
-    loader is no problem of the checkpoint.
+    loader is not a problem of the checkpoint.
     """
     path, colon, name = options.path.rpartition(":")
     include = [name] if colon and not Path(options.path).exists() else []
@@ -102,10 +102,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("dst", metavar="DST", help="a new directory")
     sub.add_argument("--to", required=True, choices=tuple(TARGETS), help="the family to write")
     sub.add_argument("--scales", choices=("fp32", "ue8m0"), help="ue8m0 stores powers of two; default of FP8: fp32")
-    sub.add_argument("--rule", default="contract", help="the rule that quantizes plain weights, a peer of mxspec.rules")
+    sub.add_argument("--rule", default="contract", help="contract, or a peer of mxspec.rules; quantizes plain weights")
     sub.add_argument("--include", action="append", default=[], metavar="GLOB", help="quantize only these tensors")
-    sub.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="leave these tensors in bfloat16")
-    sub.add_argument("--allow-lossy", action="store_true", help="quantize again what cannot keep its values")
+    sub.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="do not quantize these tensors")
+    sub.add_argument("--allow-lossy", action="store_true", help="quantize a weight again if it cannot keep its values")
     sub.add_argument("--workers", type=_count, default=2, help="the number of threads")
     sub = commands.add_parser("verify", help=run_verify.__doc__, description=run_verify.__doc__)
     sub.set_defaults(run=run_verify)
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next strip. Otherwise it returns it, and its pages are cleared again."""
+    """Let glibc keep freed memory for the next strip. Returned pages would be cleared before their next use."""
     with contextlib.suppress(OSError, AttributeError):  # another libc
         libc = ctypes.CDLL(None)
         for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):

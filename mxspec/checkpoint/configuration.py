@@ -1,4 +1,4 @@
-"""The configuration of a checkpoint against its weights."""
+"""Check the configuration of a checkpoint against its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXCLUDED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modul
 
 
 def defects(checkpoint: Checkpoint, weights: Sequence[QuantizedWeight]) -> Iterator[Problem]:
-    """Where `config.json` or `hf_quant_config.json` does not describe the weights."""
+    """The problems of a `config.json` or `hf_quant_config.json` that does not describe the weights."""
     config, said = checkpoint.config, method(checkpoint.config, checkpoint.hf_quant_config)
     if not checkpoint.path.is_dir():
         return

@@ -40,10 +40,11 @@ def convert(
 ) -> dict[str, Any]:
     """Write a checkpoint in another family. The source is only read.
 
-    Plain weights are quantized by `rule`. Quantized weights keep their values, which is proven block by block; a weight
-    that cannot keep them is refused, or with `allow_lossy` quantized again. bf16 holds what every loader computes,
-    `bfloat16(fp32(q * scale))`. Embeddings, `lm_head`, norms and routers are copied. A shard has its name only when it
-    is whole. A second call with the same arguments goes on where an interrupted one stopped.
+    Plain weights are quantized by `rule`. Quantized weights keep their values, and `convert` checks this for every
+    block. If a weight cannot keep its values, `convert` raises, or with `allow_lossy` quantizes the weight again. The
+    family bf16 holds the values that every loader computes, `bfloat16(fp32(q * scale))`. Embeddings, `lm_head`, norms
+    and routers are copied. A shard gets its final name only when it is complete. If a call is interrupted, a second
+    call with the same arguments goes on from the last complete shard.
 
     Args:
         src: a directory of safetensors files with config.json.
@@ -52,21 +53,22 @@ def convert(
             `modelopt_mxfp8` or `modelopt_mxfp4`.
         scales: `fp32` or `ue8m0` (powers of two) for FP8 blocks; the default is fp32. The MX families have ue8m0.
         rule: `contract`, or a peer in `mxspec.rules.peers()` that quantizes to the family's scheme.
-        include: globs; if there are any, only tensors with a name that matches one are quantized.
-        exclude: globs; tensors with a name that matches one are bfloat16 in dst.
+        include: globs. If there are any, only tensors whose name matches a glob are quantized.
+        exclude: globs. Tensors whose name matches a glob are not quantized in dst: a quantized weight becomes bfloat16,
+            and a plain weight is copied.
         allow_lossy: quantize a weight again if its values cannot be kept. The manifest says so.
         workers: the number of threads.
         progress: wraps the list of shards, as `mxspec.console.progress` does.
 
     Returns:
         The manifest, as in `mxspec_manifest.json`: the options, the warnings, and for each tensor its shard, dtype,
-        shape, SHA-256, sources, rule, and whether its values are those of the source.
+        shape, SHA-256, sources, rule, and whether it keeps the values of the source.
 
     Raises:
         CheckpointError: the source cannot be read as a checkpoint, no loader reads the family of this model, dst holds
             other files, or a weight cannot keep its values.
         OSError: reading or writing failed, for example on a full disk. The message names the shards that are missing.
-        ValueError: an argument has another value.
+        ValueError: an argument has a value that is not listed above.
 
     Example:
         >>> import json, pathlib, tempfile

@@ -56,7 +56,7 @@ def defects(checkpoint: Checkpoint, weights: Sequence[QuantizedWeight]) -> list[
 
 
 def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Files that are numbered, and of which one is missing; an index names it elsewhere."""
+    """The missing files of a numbered series. (Another check finds the files that an index names.)"""
     if not checkpoint.path.is_dir():
         return
     for shard in checkpoint.shards[:1]:
@@ -90,13 +90,13 @@ def _codes(
         return near, None  # one scale for a tensor or for a row: no block format, and no defect
     known = [f for f in FAMILIES if f.codes == ends and module + f.scale in near and header.stored in f.stored]
     if not known:
-        said = f"has {header.stored} codes, and a scale of a name that no family has, {near[0]}"
+        said = f"has {header.stored} codes, and no family has a scale with the name {near[0]}"
         return near, Problem("renamed scale", name, said)
     return near, _misfit(name, header, module + known[0].scale, checkpoint.tensors[module + known[0].scale], known)
 
 
 def _misfit(name: str, header: Header, scale: str, stored: Header, known: Sequence[Family]) -> Problem:
-    """The dtype or the shape of the scales is none that a family has."""
+    """The problem of scales whose dtype or shape fits no family."""
     grids = {}
     for family in known:
         shape = elements(header, family)

@@ -22,12 +22,12 @@ class Family:
     Attributes:
         name: the family.
         method: `quant_method` of the configuration.
-        codes, scale: what follows the name of the module in the names of the tensors of codes and of scales.
+        codes, scale: the suffix after the module's name, for the tensor of codes and for the tensor of scales.
         stored, scale_stored: the dtypes of safetensors that these tensors have.
         block: the rows and columns that share a scale.
         element: the format of a code.
-        second: what follows the name of the module in the name of the scale of a whole tensor; empty if there is none.
-        direction: whether the scale, or `second` if there is one, multiplies or divides.
+        second: the suffix after the module's name, in the name of the scale of a whole tensor; empty if there is none.
+        direction: `multiplier` or `divisor`: how the scale is used. If the family has `second`, how `second` is used.
     """
 
     name: str
@@ -87,7 +87,7 @@ class QuantizedWeight:
     """A quantized weight of a checkpoint.
 
     Attributes:
-        module: the name without what the family adds.
+        module: the name without the family's suffix.
         family: how it is stored.
         codes, scale, second: the names of its tensors; `second` is None if the family has none, or if it is missing.
         shape: `(N, K)` in elements, with the experts of a fused weight before them.
@@ -118,12 +118,12 @@ def quantization(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def weights(tensors: Mapping[str, Header], quant_method: str | None) -> Iterator[QuantizedWeight]:
     """The quantized weights that a family explains: its names, dtypes and shapes.
 
-    If several families store the same names and dtypes, the configuration decides; without it, the first of them is
-    taken.
+    If several families store the same names and dtypes, the configuration decides. Without a configuration, the first
+    of these families in `FAMILIES` is taken.
 
     Args:
         tensors: the headers, by name.
-        quant_method: what `method` gives.
+        quant_method: the result of `method`.
     """
     for name, header in tensors.items():
         fits = [weight for family in FAMILIES if (weight := _weight(tensors, name, header, family))]
@@ -133,7 +133,7 @@ def weights(tensors: Mapping[str, Header], quant_method: str | None) -> Iterator
 
 
 def elements(header: Header, family: Family) -> tuple[int, ...] | None:
-    """The shape of a tensor of codes in elements; None if the bytes of a row are no whole number of elements."""
+    """The shape of a tensor of codes in elements; None if a row is not a whole number of elements."""
     if not header.shape:
         return None
     *lead, last = header.shape

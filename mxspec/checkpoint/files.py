@@ -48,7 +48,7 @@ class Scan:
     hf_quant_config: dict[str, Any] | None = None
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    elsewhere: dict[str, str] = field(default_factory=dict)  # of one file: the tensors that its index names in others
+    elsewhere: dict[str, str] = field(default_factory=dict)  # tensors that the index puts into files not scanned here
 
     def add(self, kind: str, where: str, message: str, *, fatal: bool = True) -> None:
         self.problems.append(Problem(kind, where, message, fatal))
@@ -115,7 +115,7 @@ def _json(found: Scan, name: str) -> dict[str, Any] | None:
 
 
 def _outside(folder: Path, shard: str) -> str | None:
-    """Why a file of an index is refused; links of the cache of huggingface_hub, which lead to `blobs`, are taken."""
+    """Why a file of an index is refused, or None. Links to `blobs`, as huggingface_hub's cache has, are accepted."""
     root = folder.resolve()
     try:
         target = (folder / shard).resolve()
@@ -141,7 +141,7 @@ def _weight_map(found: Scan) -> dict[str, str]:
 
 
 def _index(found: Scan) -> dict[str, str]:
-    """The tensors that the index names; the shards that it names are those that are read."""
+    """The tensors that the index names. Only the shards that it names are read."""
     named, shards = _weight_map(found), []
     for shard in sorted(set(named.values())):
         if not shard.endswith(".safetensors"):
@@ -160,13 +160,13 @@ def _index(found: Scan) -> dict[str, str]:
 
 
 def _compare(found: Scan, named: dict[str, str]) -> None:
-    """The index against the files."""
+    """Check the index against the files."""
     for name, shard in named.items():
         if shard not in found.shards:
             continue
         header = found.tensors.get(name)
         if header is None and not any(p.where == shard for p in found.problems):
-            found.add("index", name, f"is in {shard} by the index, and in no file")
+            found.add("index", name, f"is in {shard} by the index, but no file has it")
         elif header is not None and header.shard != shard:
             found.add("index", name, f"is in {shard} by the index; it is in {header.shard}")
     if named:

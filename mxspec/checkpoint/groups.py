@@ -20,12 +20,12 @@ class Group:
 
     Attributes:
         pattern: the name of the codes, with `*` for numbers.
-        first: the name of the first of them.
-        weights: how many there are.
+        first: the name of the first weight's codes.
+        weights: the number of weights.
         family: how they are stored.
-        shape, grid: the shape in elements, and that of the scales.
-        stored, scale_stored: the dtypes of safetensors.
-        other_shard: how many of them have their scales in another file than their codes.
+        shape, grid: the shape of a weight in elements, and the shape of its scales.
+        stored, scale_stored: the safetensors dtypes of the codes and of the scales.
+        other_shard: the number of weights whose scales lie in another file than their codes.
         scales, codes: the counts over all of them; codes is None for FP6.
     """
 
@@ -42,7 +42,7 @@ class Group:
     codes: Codes | None
 
     def facts(self, config: Mapping[str, Any]) -> Facts:
-        """What a trap is told."""
+        """The facts that the test of a trap gets."""
         return Facts(self.family, self.first, self.shape, self.grid, self.scale_stored, self.scales, config)
 
     def to_json(self) -> dict[str, Any]:

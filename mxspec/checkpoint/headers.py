@@ -97,7 +97,7 @@ def _header(name: str, shard: str, said: Any, start: int, length: int) -> Header
         raise ValueError(f"{name} is no object with exactly dtype, shape and data_offsets")
     stored, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(stored, str) or stored not in BITS:
-        raise ValueError(f"{name} has the dtype {stored!r}, which safetensors has not")
+        raise ValueError(f"{name} has the dtype {stored!r}, which safetensors does not have")
     for value in (shape, offsets):
         if not isinstance(value, list) or any(type(n) is not int or not 0 <= n < 1 << 63 for n in value):
             raise ValueError(f"{name} has the shape {shape} and the offsets {offsets}; needs lists of numbers from 0")
@@ -110,7 +110,7 @@ def _header(name: str, shard: str, said: Any, start: int, length: int) -> Header
 
 
 def _gaps(mine: dict[str, Header], start: int, length: int) -> Iterator[str]:
-    """Where the bytes of a file belong to two tensors or to none; safetensors refuses both."""
+    """The bytes of a file that belong to two tensors or to none. safetensors refuses such files."""
     at, before = start, "the header"
     for name, entry in sorted(mine.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < at:

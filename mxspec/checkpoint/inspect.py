@@ -22,7 +22,7 @@ from mxspec.checkpoint.traps import TRAPS
 
 @dataclass(frozen=True)
 class Trapped:
-    """A trap that these weights fall into: the loaders, the effect, what happens, to how many weights, the source."""
+    """A trap: its loaders, effect, message and source, the number of weights that it affects, and the first weight."""
 
     loaders: tuple[str, ...]
     effect: str
@@ -41,7 +41,7 @@ class Inspection:
         groups: the quantized weights whose names differ only in numbers, with the counts of their scales and codes.
         plain: the other tensors: how many there are of each dtype of safetensors.
         problems: the defects of the checkpoint.
-        traps: what loaders do otherwise than it is meant.
+        traps: the cases in which a loader does not read the weights as they are meant.
         loaders: for each known loader, `yes`, `not known to read` a family, or the worst effect of a trap.
         notes: what was not read, and why.
     """
@@ -56,7 +56,7 @@ class Inspection:
 
     @property
     def exit_code(self) -> int:
-        """0 if there is no defect, 1 if there is one, 2 if the checkpoint cannot be read. A trap is no defect."""
+        """0 if there is no defect, 1 if there is one, 2 if the checkpoint cannot be read. A trap is not a defect."""
         return 2 if any(problem.fatal for problem in self.problems) else 1 if self.problems else 0
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def inspect(
         progress: wraps the list of quantized weights, as `mxspec.console.progress` does.
 
     Returns:
-        An `Inspection`. A checkpoint that cannot be read is one with a fatal problem.
+        An `Inspection`. If the checkpoint cannot be read, one of its problems is fatal.
 
     Raises:
         FileNotFoundError: there is nothing at the path.

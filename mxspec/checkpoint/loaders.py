@@ -20,8 +20,8 @@ T517, T523, CT, VLLM, SGLANG, MODELOPT = LOADERS = (
 TRANSFORMERS = (T517, T523)
 WRONG, RAISES, CHANGES, CAUTION = EFFECTS = "reads wrong", "raises", "changes", "caution"
 
-# A loader that is not listed was not seen to read the family. transformers needs the library
-# compressed-tensors for the families of that library, and torchao for those of torchao.
+# The loaders that were seen to read each family. transformers needs the library compressed-tensors for the families
+# `ct_*`, and the library torchao for the families `torchao_*`.
 READERS: dict[str, tuple[str, ...]] = {
     "fp8_block": (*TRANSFORMERS, VLLM, SGLANG),
     "mxfp8": (*TRANSFORMERS, SGLANG),
@@ -40,7 +40,7 @@ READERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trap is told of: a group of weights with the same family, shape and kind of scales."""
+    """What the test of a trap gets: a group of weights with the same family, shape and kind of scales."""
 
     family: Family
     name: str
@@ -56,13 +56,14 @@ Test = Callable[[Facts], str | None]
 
 @dataclass(frozen=True)
 class Trap:
-    """A trap.
+    """A trap: a case in which a loader does not read weights as they are meant.
 
     Attributes:
-        loaders: who falls into it.
+        loaders: the loaders that have it.
         effect: `reads wrong`, `raises`, `changes` (the weights are quantized again) or `caution`.
-        source: the thread where it was reported, or the release in which it was run.
-        test: from `Facts` to what happens to these weights; None if nothing does.
+        source: the thread that reports it, or the release that showed it in a run.
+        test: a function of `Facts`. It returns a message that says what happens to these weights, or None if nothing
+            happens.
     """
 
     loaders: tuple[str, ...]

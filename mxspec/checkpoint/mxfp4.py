@@ -1,4 +1,4 @@
-"""MXFP4 as FP8 with 128x128 blocks: lossless if the exponents of each tile lie close enough, which is proven."""
+"""MXFP4 as FP8 with 128x128 blocks: lossless if the exponents of each tile lie close enough. Every value is checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mxfp4_to_fp8_blocks(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] |
         scale: `(N, K/32)` uint8 or float8_e8m0fnu. K is a multiple of 32.
 
     Returns:
-        `(qdata, scale)`, or a NotLossless, whose blocks are the tiles.
+        `(qdata, scale)`, or a NotLossless that counts tiles as its blocks.
 
         - qdata: `(N, K)` float8_e4m3fn, contiguous.
         - scale: `(ceil(N/128), ceil(K/128))` float32 powers of two, contiguous.
@@ -75,7 +75,7 @@ def _strip(codes: Tensor, bytes_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     per_tile = FP8_BLOCK_SIZE // MX_BLOCK_SIZE
 
     def reduced(values: Tensor, largest: bool) -> Tensor:
-        """Over the rows, and over the four blocks of a tile."""
+        """The largest or the smallest value of each tile: over its rows and its four blocks."""
         columns = values.amax(0) if largest else values.amin(0)
         extra = -len(columns) % per_tile
         columns = pad(columns, (0, extra), value=-999 if largest else 999).view(-1, per_tile)

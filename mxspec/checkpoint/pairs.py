@@ -1,4 +1,4 @@
-"""Which loaders read a family of a model: pairs that nobody reads are refused, others carry a warning."""
+"""Which loaders read a model in a family. A pair that no loader reads is refused; other pairs may have warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_
 
 
 def refusal(config: Mapping[str, Any], family: str) -> str | None:
-    """Why no loader reads this family of this model; None if one does."""
+    """Why no loader reads this model in this family, or None if a loader reads it."""
     gptoss = config.get("model_type") == "gpt_oss"
     if TARGETS[family].packed and not gptoss:
         return (

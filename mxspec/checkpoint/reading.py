@@ -28,10 +28,10 @@ class Entry(Header):
         """The dtype of torch.
 
         Raises:
-            CheckpointError: torch has no dtype for F4, F6_E2M3 or F6_E3M2 with this shape.
+            CheckpointError: the tensor is F4, F6_E2M3 or F6_E3M2, and torch has no such dtype.
         """
         if self.stored not in NAMES:
-            raise CheckpointError(f"{self.shard}: a tensor has the dtype {self.stored}, which torch has not")
+            raise CheckpointError(f"{self.shard}: a tensor has the dtype {self.stored}, which torch does not have")
         return NAMES[self.stored]
 
 
@@ -85,7 +85,7 @@ class Checkpoint:
         return self._read(entry, entry.begin + start, min(entry.begin + stop, entry.end))
 
     def _read(self, entry: Entry, begin: int, end: int) -> Tensor:
-        """Bytes of a file. They are read and not mapped, so that memory holds only what is in use."""
+        """Bytes of a file. They are read and not mapped, so that memory holds only the tensors in use."""
         data = torch.empty(end - begin, dtype=torch.uint8)
         if begin == end:
             return data

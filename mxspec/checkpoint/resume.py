@@ -1,4 +1,4 @@
-"""What `convert` has finished: a file in the destination that lists whole shards, until the manifest is written."""
+"""What `convert` has finished. Until it writes the manifest, a file in the destination lists the complete shards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Progress:
         return shard in self.finished
 
     def add(self, shard: str, works: list[Work], digests: dict[str, str]) -> None:
-        """Note a shard that is whole."""
+        """Note a shard that is complete."""
         self.finished[shard] = {
             planned.name: {
                 "shard": shard,

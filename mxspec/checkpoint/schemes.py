@@ -1,6 +1,7 @@
-"""The schemes of block-scaled weights, without names: what a weight's codes and scales are, and the ways between them.
+"""The schemes of block-scaled weights: a weight's codes and scales, and the conversions between schemes.
 
-Every family of checkpoints stores one of these schemes under its own names. A weight is `(N, K)`.
+A scheme knows no names of tensors. Every family of checkpoints stores one of the schemes under its own names. A weight
+is `(N, K)`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mxspec.formats import E2M1, E4M3FN, E8M0FNU, FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.reference.common.numerics import widened
 
 CONTRACT = "contract"
-COLUMNS = 2048  # quantized at once: no block crosses it, and the temporary tensors stay in a core's cache
+COLUMNS = 2048  # columns quantized at once: a multiple of every block, and temporary tensors stay in a core's cache
 SCALE_FORMAT = {"fp32": "fp32", "ue8m0": "pow2"}
 
 
@@ -121,7 +122,7 @@ def strips(rows: int) -> Iterator[slice]:
 
 
 def keeping(blocks: Blocks, scheme: str, scale_dtype: torch.dtype | None = None) -> Blocks | NotLossless | None:
-    """The same values in another scheme; a NotLossless if some block would change; None if no way is known.
+    """The same values in another scheme; a NotLossless if a block would change; None if there is no conversion.
 
     Args:
         blocks: the weight.

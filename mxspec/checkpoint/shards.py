@@ -1,4 +1,4 @@
-"""Writing safetensors files whose tensors arrive in pieces: a file has its name only when it is whole."""
+"""Write safetensors files whose tensors arrive in pieces. A file gets its final name only when it is complete."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ShardWriter:
             self._places[t.name] = _Place(t, start + begin, start + end)
         self._file = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            if hasattr(os, "posix_fallocate"):  # a full disk shows here
+            if hasattr(os, "posix_fallocate"):  # so that a full disk raises here, not during a later write
                 os.posix_fallocate(self._file, 0, start + at)
             _write_all(self._file, struct.pack("<Q", len(text)) + text, 0)
         except OSError:

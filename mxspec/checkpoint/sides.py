@@ -73,7 +73,7 @@ def _unquantized(checkpoint: Checkpoint, unit: Unit, matrix: int) -> Weight:
 
 
 def _quantized(checkpoint: Checkpoint, unit: Unit, matrix: int, as_loaded: str | None) -> Weight:
-    cache: list[Blocks] = []  # of one weight at a time: `verify` drops the side's weight after it was compared
+    cache: list[Blocks] = []  # holds one weight at a time: `verify` drops each weight after it has compared it
 
     def read() -> Blocks:
         found = blocks(checkpoint, unit, matrix)
@@ -97,7 +97,7 @@ def _quantized(checkpoint: Checkpoint, unit: Unit, matrix: int, as_loaded: str |
 
 
 def _as_transformers(name: str, found: Blocks, rows: slice) -> Tensor:
-    """The values with blocks of `rows // scale rows`, as transformers takes them from the shapes."""
+    """The values as transformers reads them: it computes the size of a block as the weight's shape // the grid."""
     N, K = found.shape
     R, C = found.scale.shape
     if N % R or K % C:
@@ -122,7 +122,7 @@ def _of_module(module: nn.Module) -> dict[str, Weight]:
 
 
 def _experts(name: str, x: Tensor, transposed: bool) -> dict[str, Weight]:
-    """The experts of a fused weight: gpt-oss's, which have a bias, by number; the others by the names of files."""
+    """The experts of a fused weight. gpt-oss's experts, with a bias, are numbered; others are named as in files."""
     head, _, projection = name.rpartition(".")
     if transposed:
         return {f"{name}.{i}": _plain(e.mT) for i, e in enumerate(x)}

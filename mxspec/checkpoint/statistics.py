@@ -1,4 +1,4 @@
-"""What the codes and scales of a weight are: counts over pieces of a file, never over a whole tensor in memory."""
+"""Count the codes and scales of a weight. A file is read in pieces; a whole tensor is never in memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Scales:
 
     Attributes:
         count: the number of scales.
-        least, largest: the least positive and the largest finite one.
-        nan, infinite, negative, zero: how many are so.
-        bytes_ff: the bytes 0xFF of E8M0, which are NaN.
+        least, largest: the smallest and the largest of the positive finite scales.
+        nan, infinite, negative, zero: the number of scales that are NaN, infinite, negative or zero.
+        bytes_ff: the number of E8M0 bytes 0xFF, which are NaN.
         powers_of_two: whether every positive finite scale is a power of two.
         exact_in_bf16: whether bfloat16 holds every finite scale.
-        whole_numbers: whether every scale is a whole number from 1 to 255, as bytes that were cast to numbers are.
+        whole_numbers: whether every scale is a whole number from 1 to 255. Bytes that were cast to numbers are so.
     """
 
     count: int = 0
@@ -91,12 +91,12 @@ class Codes:
 
     @property
     def numbers(self) -> int:
-        """How many codes are no NaN."""
+        """How many codes of the format are not NaN."""
         return len(self.counts) - len(NAN_CODES[self.element])
 
     @property
     def unused(self) -> int:
-        """How many of the codes that are no NaN never occur."""
+        """How many of these codes never occur in the weight."""
         return sum(not n for i, n in enumerate(self.counts) if i not in NAN_CODES[self.element])
 
     def _sum(self, codes: dict[str, Any]) -> int:
@@ -150,7 +150,7 @@ def zero_scale_over_codes(checkpoint: Checkpoint, weight: QuantizedWeight) -> tu
 
 
 def merged(a: Scales, b: Scales) -> Scales:
-    """The counts of both."""
+    """The counts of a and b together."""
     x, y = asdict(a), asdict(b)
     both = {key: x[key] and y[key] if isinstance(x[key], bool) else x[key] + y[key] for key in x}
     return Scales(**{**both, "least": min(a.least, b.least), "largest": max(a.largest, b.largest)})

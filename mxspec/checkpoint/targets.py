@@ -106,7 +106,7 @@ def _compressed_tensors(family: str, plain: Sequence[str]) -> dict[str, Any]:
 
 
 def hf_quant_config(family: str, plain: Sequence[str], version: str) -> dict[str, Any] | None:
-    """The file `hf_quant_config.json` of ModelOpt's families; None for the others.
+    """The file `hf_quant_config.json` of ModelOpt's families; None for other families.
 
     Source: nvidia-modelopt 0.47.0, torch/export/quant_utils.py (`process_layer_quant_config`), model_config.py.
     """
@@ -120,7 +120,7 @@ def hf_quant_config(family: str, plain: Sequence[str], version: str) -> dict[str
 
 
 def scale_dtype(family: str, exact_in_bf16: bool) -> torch.dtype:
-    """The dtype of the scales in the file; compressed-tensors stores those of FP8 blocks in bfloat16."""
+    """The dtype of the scales in the file. compressed-tensors stores scales of FP8 blocks in bfloat16 if it can."""
     if TARGETS[family].scheme != SQUARE:
         return torch.uint8
     return torch.bfloat16 if family == "ct_fp8_block" and exact_in_bf16 else torch.float32

@@ -1,4 +1,4 @@
-"""The traps: where a loader reads a checkpoint otherwise than it is meant, each with its source."""
+"""The traps: the cases in which a loader does not read a checkpoint as it is meant, each with its source."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ CT_ALL = tuple(name for name in READERS if name.startswith("ct_"))
 MODELOPT_ALL = tuple(name for name in READERS if name.startswith("modelopt_"))
 FP4_EXPERTS = ("gptoss_mxfp4", "ct_mxfp4", "deepseek_v4_fp4")
 
-# A source that is a release says where the trap was seen; the other sources are threads of users and maintainers.
+# A source is either a release in which the trap was seen, or a thread of users and maintainers.
 TRAPS = (
     Trap(TRANSFORMERS, WRONG, "NVIDIA/TensorRT-Model-Connect#1115", _guessed(wrong=True)),
     Trap(TRANSFORMERS, RAISES, "axolotl#3486", _guessed(wrong=False)),

@@ -22,12 +22,12 @@ class Unit:
     """A weight of a checkpoint.
 
     Attributes:
-        module: the name without the suffix; of gpt-oss's experts the name of the fused parameter.
+        module: the name without the suffix; for gpt-oss's experts, the name of the fused parameter.
         codes: the name of the tensor of codes, or of the plain weight.
         scale: the name of the tensor of scales; None for a plain weight.
         scheme: a name in `SCHEMES`; None for a plain tensor.
         shape: `(N, K)`, or `(E, N, K)` for gpt-oss's experts, where K is the dimension of the blocks.
-        packed: gpt-oss's storage, with 16 bytes for each block, or transposed if it is plain.
+        packed: gpt-oss's storage: codes with 16 bytes for each block, or a plain weight that is stored transposed.
     """
 
     module: str
@@ -51,7 +51,7 @@ def units(checkpoint: Checkpoint) -> list[Unit]:
     """All weights and other tensors, in the order of the checkpoint.
 
     Raises:
-        CheckpointError: a tensor of codes has no scale, or a scale whose grid is no known one.
+        CheckpointError: a tensor of codes has no scale, or its scale has an unknown grid.
     """
     found: list[Unit] = []
     used: set[str] = set()

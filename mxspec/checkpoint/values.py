@@ -9,7 +9,7 @@ from mxspec.checkpoint.files import Problem
 from mxspec.checkpoint.reading import Checkpoint
 from mxspec.checkpoint.statistics import LARGEST, Codes, Scales, zero_scale_over_codes
 
-TOO_LARGE = 1e4  # no weight of a model that was trained is near it
+TOO_LARGE = 1e4  # weights of trained models are far below
 TOO_SMALL = 1e-20
 
 
@@ -19,7 +19,7 @@ def defects(
     """The defects of one weight.
 
     Args:
-        checkpoint: the checkpoint, of which only blocks with a scale of zero are read again.
+        checkpoint: the checkpoint. The function reads only blocks with a scale of zero again.
         weight: the weight.
         scales, codes, second: the counts of its tensors.
     """

@@ -1,4 +1,4 @@
-"""Compare two checkpoints, or a live module and a checkpoint: equal values, or the rule that made one of the other."""
+"""Compare two checkpoints, or a live module and a checkpoint: are the values equal, or did a rule make A from B?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EQUAL, MADE, DIFFERS, MISSING = "equal", "made by a rule", "differs", "missing"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one tensor.
+    """What `verify` found out about one tensor.
 
     Attributes:
         name: the module of a weight, or the name of another tensor.
@@ -40,7 +40,7 @@ class Verdict:
 
     Attributes:
         findings: one for each tensor.
-        rules: the rules that explain every tensor that a rule made; empty if none does.
+        rules: the rules that explain every tensor that is `made by a rule`; empty if no single rule explains them all.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -72,12 +72,12 @@ def verify(
     as_loaded: str | None = None,
     progress: Callable[[Sequence[str]], Iterable[str]] = lambda names: names,
 ) -> Verdict:
-    """Say of each tensor whether A has the values of B, by bits, or which rule quantizes B to exactly A.
+    """Say for each tensor whether A has the same bits as B, or which rule quantizes B to exactly A.
 
     Two quantized weights are compared by `fp32(q * scale)`. A quantized and a plain weight are compared in the dtype of
-    the plain one, as a loader would store it. If the values differ and A is quantized, the function looks for a rule
-    that makes the codes and scales of A from the values of B: those of `mxspec.rules`, and the requantization of vLLM
-    and SGLang.
+    the plain weight, as a loader would store it. If the values differ and A is quantized, the function looks for a rule
+    that makes the codes and scales of A from the values of B. It tries the rules of `mxspec.rules`, and the
+    requantization of vLLM and SGLang.
 
     Args:
         a: a directory, a safetensors file, or a live `torch.nn.Module`, whose weights are plain.

@@ -55,7 +55,7 @@ def _candidates(want: Blocks, b: Weight) -> Iterable[tuple[str, Any]]:
 
 
 def _requantized(dtype: torch.dtype) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The second half of the loaders' rule: the values are read already."""
+    """The second half of the requantization by vLLM and SGLang. Its first half, reading the values, is done already."""
 
     def quantize(x: Tensor) -> tuple[Tensor, ...]:
         return vllm_requant.quantize(x.to(dtype))

@@ -56,7 +56,7 @@ def copied(checkpoint: Checkpoint, unit: Unit) -> Work:
 
 
 def quantized(checkpoint: Checkpoint, unit: Unit, options: Options) -> Work:
-    """A plain weight by a rule, strip by strip."""
+    """A plain weight, quantized by a rule, strip by strip."""
     scheme = TARGETS[options.to].scheme
     assert scheme
     in_bf16 = checkpoint.tensors[unit.codes].dtype == torch.bfloat16 and options.rule == "compressed_tensors"

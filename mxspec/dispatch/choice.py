@@ -60,9 +60,10 @@ class use_backend:
     So an `autograd.Function` must read `current_backend()` in its forward and pass it as `backend=` in its backward.
 
     Deprecated, removed in 0.3: `use_backend("triton")` without `with` does what `set_backend("triton")` does. mxspec
-    recognizes such a call because no block has entered the object. So the call acts when the object is deleted (at
-    once, if nothing holds it) or when its thread next reads the switch; other threads do not see it before then. If an
-    op runs between the creation of an object and the `with` that enters it, the object counts as such a call.
+    recognizes such a call because no block has entered the object. So the call takes effect late: when the object is
+    deleted (at once, if nothing holds it), or when its thread next reads the switch. Other threads do not see the
+    choice before then. If an op runs after an object is made and before a `with` enters it, the object counts as such a
+    call.
 
     Raises:
         ValueError: an unknown backend.

@@ -21,7 +21,7 @@ class Explanation:
     asked: str
     backend: str | None  # None: the call would raise
     reasons: dict[str, str]
-    note: str | None = None  # how the backend runs this call, if not in the way in which its rank was measured
+    note: str | None = None  # set if the backend runs this call in another way than its rank assumes
 
     def __str__(self) -> str:
         head = f"{self.op}: {self.asked!r} " + (f"runs {self.backend!r}" if self.backend else "raises")

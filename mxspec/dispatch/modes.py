@@ -12,11 +12,14 @@ from torch.nn import Parameter
 
 
 def is_plain_eager(values: Iterable[Any]) -> bool:
-    """Whether a call can skip the torch.library operator, which saves the dispatcher's time.
+    """Whether a call can skip the torch.library operator. Skipping it saves the dispatcher's time.
 
-    The call then runs under no tracing mode, no dispatch mode and no functorch transform. None of its tensors is a
-    subclass other than a parameter, lies on the meta device, requires a gradient while gradients are recorded, or is a
-    view with a pending negation (`is_neg`).
+    It can if no tracing mode, no dispatch mode and no functorch transform is active, and if each of its tensors
+
+    - is a plain tensor or a parameter, and no other subclass,
+    - does not lie on the meta device,
+    - requires no gradient while gradients are recorded,
+    - is not a view with a pending negation (`is_neg`).
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

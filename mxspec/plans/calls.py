@@ -19,7 +19,7 @@ _functorch_transform = torch._C._functorch.peek_interpreter_stack
 _deterministic = torch._C._get_deterministic_algorithms  # torch.empty then fills the memory
 # Options of these types are part of a description. A call with any other option has no plan.
 _OPTIONS = frozenset((int, bool, str, torch.dtype, type(None)))
-_off, _blocks = threading.local(), list[None]()  # whether a thread is in a block of `turned_off`, and all blocks
+_off, _blocks = threading.local(), list[None]()  # `turned_off`: whether this thread is in a block; all open blocks
 _enabled = os.environ.get("MXSPEC_LAUNCH_PLANS", "1") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
 Description = tuple[tuple[Hashable, ...], list[int]]
 
@@ -41,10 +41,10 @@ def described(name: str, asked: str, args: tuple[Any, ...], kwargs: Mapping[str,
     """All facts that the ordinary path of a call depends on, and the addresses of the call's tensors.
 
     None if the call cannot have a plan: plans are off, a mode or a transform of torch sees the call, or an argument is
-    no plain tensor and no plain option. A flag such as `check_offs=True` makes the ordinary path read the values of a
-    tensor. The recorder refuses such a call.
+    neither a plain tensor nor a plain option. A flag such as `check_offs=True` makes the ordinary path read the values
+    of a tensor. The recorder refuses such a call.
 
-    The type stands beside each option, because 1 == True == 1.0. The storage offset of a tensor is not needed: kernels
+    The description holds the type of each option too, because 1 == True == 1.0. The storage offset of a tensor is not needed: kernels
     get addresses, and the address modulo 16 is part of the description.
     """
     if not _enabled or _dispatch_modes() or _functorch_transform() is not None:

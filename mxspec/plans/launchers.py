@@ -42,7 +42,7 @@ def watched() -> bool:
 
 
 class _Address:
-    """A tensor, as far as a descriptor asks for it."""
+    """A stand-in for a tensor: Triton's descriptor asks it only for its address."""
 
     def __init__(self, address: int) -> None:
         self.address = address

@@ -36,7 +36,7 @@ class Descriptor(NamedTuple):
 
 
 class Refused(Exception):
-    """Why a call has no plan."""
+    """A call cannot have a plan. The message says why."""
 
 
 @dataclass(frozen=True)

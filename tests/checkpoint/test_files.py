@@ -97,7 +97,7 @@ DIRECTORIES = {
     "pickle by the index": (lambda f: shards(f, {"a": "pytorch_model.bin"}), "pickles are not read"),
     "entry in no file": (
         lambda f: shards(f, {"a": "1.safetensors", "c": "2.safetensors"}),
-        "c: is in 2.safetensors by the index, and in no file",
+        "c: is in 2.safetensors by the index, but no file has it",
     ),
     "wrong shard": (
         lambda f: shards(f, {"a": "2.safetensors", "b": "1.safetensors"}),
@@ -176,7 +176,7 @@ def test_every_dtype_of_safetensors_is_read_as_it_is_stored(tmp_path):
     checkpoint = Checkpoint.open(tmp_path / "model.safetensors")
     assert checkpoint.tensors["f4"].shape == (2, 8)
     assert checkpoint.read("f4").tolist() == list(range(8))
-    with pytest.raises(CheckpointError, match="has the dtype F4, which torch has not"):
+    with pytest.raises(CheckpointError, match="has the dtype F4, which torch does not have"):
         _ = checkpoint.tensors["f4"].dtype
     for name, expected in tensors.items():
         if name != "f4":
