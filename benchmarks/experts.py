@@ -6,9 +6,8 @@
 With `--model`, the call is one step, forward and backward, of the SwiGLU experts of a real model. The experts get
 uneven numbers of tokens, which fall as rank^-0.3. All contenders take turns in one loop, as plain eager calls.
 PyTorch's `grouped_mm` in bfloat16, with three separate weights, is the reference for speed and for values. First, each
-contender's output and gradients are compared with the reference. They must also have the same bits in a second step
-whose memory is poisoned. Then each kernel of the fp8_128 step is timed
-alone.
+contender's output and gradients are compared with the reference. A second step, whose new tensors start full of a
+poison, must give the same bits. After the race, each kernel of the fp8_128 step is timed alone.
 
 Without `--model`, the calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width
 N. There are M tokens of width K, E experts, and weights `(E, N, K)`.
@@ -354,7 +353,7 @@ def measure_model(name: str, device: torch.device, pace: Pace) -> list[dict[str,
 
 
 def peak_bytes(run: StepOf) -> int:
-    """The most memory that a step takes beside the memory that is taken before it."""
+    """The peak memory of a step, above the memory that is in use before the step."""
     for leaf in (run.x, *run.weights):
         leaf.grad = None
     torch.cuda.synchronize()

@@ -3,7 +3,8 @@
 python benchmarks/lessons.py        # writes benchmarks/results/lessons/lessons-<device>-<date>.json
 
 `mxspec.course.stored` prints the newest stored run in each notebook; `make notebooks` puts it into the stored outputs.
-Every kernel is checked by `course.race` before it is timed: two poisons must leave the same bytes in its outputs.
+Before a kernel is timed, `course.race` checks that it writes all of its outputs: over two different poisons, the bytes
+must be the same.
 """
 
 from __future__ import annotations

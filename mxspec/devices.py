@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The shares of the data sheet that an H200 reaches, from benchmarks/results. Memory: a cast alone of 131072 x 7168.
-# bf16 and FP8 (DeepGEMM): matmuls of 8192^3 at the GPU's power limit. KERNEL_US is the time that a kernel takes besides
-# moving its bytes.
+# The shares of the data sheet that an H200 reaches, from benchmarks/results. Memory: the bare cast of a tensor
+# of 131072 x 7168. bf16 and FP8 (DeepGEMM): matmuls of 8192^3 at the GPU's power limit. KERNEL_US is the time that a
+# kernel takes besides moving its bytes.
 MEMORY_SHARE = 0.91
 BF16_SHARE = 0.68
 FP8_SHARE = 0.62
@@ -31,7 +31,7 @@ class Device:
 DEVICES = {
     "NVIDIA H100 80GB HBM3": Device(3350, 989, 1979),  # NVIDIA H100 data sheet, SXM column, halved for dense
     "NVIDIA H200": Device(4800, 989, 1979, measured=True),  # NVIDIA H200 data sheet, SXM column, halved for dense
-    "NVIDIA B200": Device(8000, 2250, 4500, mx=True),  # NVIDIA DGX B200 data sheet, an eighth, halved for dense
+    "NVIDIA B200": Device(8000, 2250, 4500, mx=True),  # NVIDIA DGX B200 data sheet, 1 of 8 GPUs, halved for dense
 }
 
 
@@ -41,5 +41,5 @@ def named(name: str) -> Device | None:
 
 
 def balance(name: str) -> Device:
-    """The same, but an H200's peaks if the table does not have the device: the bound seldom depends on the device."""
+    """The peaks of the named GPU. For an unknown device, an H200's: what bounds a call seldom depends on the device."""
     return DEVICES.get(name, DEVICES["NVIDIA H200"])

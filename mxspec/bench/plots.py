@@ -1,4 +1,4 @@
-"""A run as pictures: the roofline, bandwidth against size, and matmuls beside each other. The tables are their text."""
+"""A run as pictures: the roofline, bandwidth against size, and matmuls side by side. `tables` has the same as text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _colour(name: str) -> str:
 
 
 def _variant(name: str, names: list[str]) -> int:
-    """Which of a library's several labels this is."""
+    """The index of a name among the names of the same library."""
     return [n for n in names if n.split()[0] == name.split()[0]].index(name)
 
 
@@ -75,7 +75,7 @@ def _entries(run: Run) -> Iterator[tuple[Race, Entry]]:
 
 
 def _roofline(run: Run) -> Any:
-    """Every contender at its flops for a byte, under what the memory and the matrix units allow."""
+    """TFLOP/s of every contender against its flops per byte, below the limits of the memory and of the matrix units."""
     points = [(e.flops / e.bytes_moved, e.tflops, e.name) for _, e in _entries(run) if e.flops]
     if not points:
         return None

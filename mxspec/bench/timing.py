@@ -321,5 +321,5 @@ def baselines(inputs: Sequence[tuple[Any, ...]]) -> list[Contender]:
 
 
 def bytes_of_call(contender: Contender) -> int:
-    """The bytes that one call of a baseline reads and writes."""
+    """The bytes of the inputs and outputs of one call. For a baseline, the call reads and writes exactly these."""
     return bytes_of(contender.inputs[0], contender.outputs[0])

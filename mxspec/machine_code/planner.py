@@ -86,7 +86,7 @@ def calls(op: str, module: Any, names: Collection[str] | None = None, generated:
 
 @functools.cache
 def plan(ops: tuple[str, ...], backend: str, target: str, together: int) -> dict[str, frozenset[str]]:
-    """The names of the cases of each op that together show what all cases show of `together` options (`covering`).
+    """For each op, the names of enough cases to show every combination of `together` options (see `covering`).
 
     Ops share kernels. If the cases of one op show something of a kernel, no other op has to show it again, provided
     that both ops check the kernel's machine code in the same way. Each op shows each of its kernels at least once.
@@ -126,9 +126,9 @@ def _as_checked(op: str, call: Call, launches: Iterable[Launch], ptx: tuple[str,
 def worth_tracing(op: str, cases: Sequence[Case]) -> list[Case]:
     """The cases that are worth a trace by Helion when Triton's interpreter runs the code that Helion generates.
 
-    A trace takes a second, and ref mode runs every case of these kernels. Only tiles and masks are left for the
-    interpreter to show. So any two numbers of a kernel (tiles, layouts) meet in some case, and every other option
-    (dtypes, rules) is in some case. Cases that share their generated code with many others come first.
+    A trace takes a second, and ref mode runs every case of these kernels. So the interpreter only has to show that
+    tiles and masks are right. For this, any two numbers of a kernel (tiles, layouts) meet in some case, and every other
+    option (dtypes, rules) is in some case. Cases that share their generated code with many others come first.
     """
     fn, generated = getattr(kernel_module(op, "helion"), op), []
     with recorded() as seen:

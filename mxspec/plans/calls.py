@@ -44,8 +44,8 @@ def described(name: str, asked: str, args: tuple[Any, ...], kwargs: Mapping[str,
     neither a plain tensor nor a plain option. A flag such as `check_offs=True` makes the ordinary path read the values
     of a tensor. The recorder refuses such a call.
 
-    The description holds the type of each option too, because 1 == True == 1.0. The storage offset of a tensor is not needed: kernels
-    get addresses, and the address modulo 16 is part of the description.
+    The description holds the type of each option too, because 1 == True == 1.0. The storage offset of a tensor is not
+    needed: kernels get addresses, and the address modulo 16 is part of the description.
     """
     if not _enabled or _dispatch_modes() or _functorch_transform() is not None:
         return None
