@@ -11,34 +11,34 @@ else
   READY := $(VENV)/ready
 endif
 PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
-# As many processes as there are cores; the slow tests lie together, and are shared out. A notebook stays with one
-# process (loadscope), or its cells would scatter over kernels.
+# One process for each core. Slow tests lie next to each other, so `worksteal` spreads them over the processes.
+# `loadscope` keeps a notebook in one process. Otherwise its cells would run in different kernels.
 WORKERS ?= auto
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 NBVAL = $(PYTHON) -m pytest -q -o addopts= -n $(WORKERS) --dist loadscope \
     --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
 TESTS = $(wildcard tests/*/test_*.py tests/*/*/test_*.py)
-# What `make quick` leaves to `make test`: each takes more than ten seconds.
+# The tests that only `make test` runs, not `make quick`. Each takes more than ten seconds.
 SLOW = $(addsuffix .py,$(addprefix %/test_,any_number_of_tokens bench check cli cli_refusals compile conformance \
     dispatch docstring_mutants facts formats_pages fp8_gemm_sm90 fp8_grouped_gemm_kernels fp8_grouped_gemm_sm90 \
     from_the_pages loaders mx_bf16_sm90 mx_gemm_sm90 pytest_plugin shapes triton_releases vectors))
-# Where kernels are called by their backend's name, and so run on the CPU only interpreted.
+# The tests that call kernels by their backend's name. On a CPU, these kernels run only under an interpreter.
 INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
     $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_gemm_tiles.py offs_out_of_order.py \
         swiglu_pairs.py) \
     $(addprefix tests/ops/test_,fp8_quantize_1x128.py fp8_dequantize.py zero_unused_.py) \
     tests/kernels/blackwell/test_mx_gemm_blackwell.py
-# The other releases of triton that pyproject.toml takes, from the oldest to the newest, for kernels to be compiled and
-# interpreted under them too: each a folder put first on PYTHONPATH, no second torch.
+# The other releases of triton that pyproject.toml allows, from the oldest to the newest. Tests compile and interpret
+# the kernels under each of them. Each release is a folder that comes first on PYTHONPATH. All use the same torch.
 OTHER_TRITONS := 3.6.0 3.8.0 3.9.0
-# The oldest release of transformers that pyproject.toml takes, with the packages that the newest one has replaced, in a
-# folder of the same kind.
+# The oldest release of transformers that pyproject.toml allows, in a folder of the same kind. The folder also has the
+# versions of other packages that this release needs and that the newest release has replaced.
 OTHER_TRANSFORMERS := 5.17.0
 WITH_TRANSFORMERS := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 h11==0.16.0 anyio==4.16.0
 export MXSPEC_TRITONS = $(abspath $(VENV))
-# The checkout itself, from whichever folder a test or a notebook runs, installed or not.
+# Tests and notebooks import this checkout, from any folder, whether or not mxspec is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
-# Helion ships configurations with its kernels; none is searched for at run time.
+# mxspec's Helion kernels come with their configurations, so Helion must not search for others at run time.
 export HELION_AUTOTUNE_EFFORT = none
 
 .PHONY: demo test quick lint types pytest interpreted notebooks-test notebooks docs lab bench clean
@@ -46,13 +46,13 @@ export HELION_AUTOTUNE_EFFORT = none
 demo: $(if $(VENV),$(VENV)/demo)
 	$(PYTHON) -m mxspec demo $(if $(WEIGHTS),--weights $(WEIGHTS))
 
-# The site is the same on every machine, so an interpreter of one's own need not have what builds it.
+# The site is the same on every machine. So `make test VENV=` does not build it: that interpreter may lack sphinx.
 test: lint types pytest interpreted notebooks-test $(if $(VENV),docs)
 # After a change: a minute or so. `make test` has the rest.
 quick: lint types
 	OMP_NUM_THREADS=1 $(PYTEST) $(filter-out $(SLOW),$(TESTS))
 
-# There is a process for every core already. Threads of one process, waiting for each other, would use those cores up.
+# One thread in each process: there is a process for every core already, and more threads would wait for a core.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
 
 lint: $(READY)
@@ -65,7 +65,8 @@ types: $(READY)
 pytest: $(READY)
 	$(PYTEST)
 
-# The kernels on the CPU: Helion as eager torch, then Triton, and the Triton that Helion generates, tile by tile.
+# Run the kernels on the CPU. Helion's kernels run as eager torch. Then Triton's interpreter runs the Triton kernels and
+# the Triton code that Helion generates, tile by tile.
 interpreted: $(READY)
 	HELION_INTERPRET=1 $(PYTEST) $(addprefix tests/engine/test_,conformance.py mutants.py)
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
@@ -83,8 +84,8 @@ notebooks: $(READY)
 	$(PYTHON) -m nbstripout --keep-output --keep-count \
 	    --extra-keys "metadata.language_info cell.metadata.execution" notebooks/*.ipynb
 
-# The site, in site/, from the notebooks as they are stored, and the docstrings. A warning is an error, and every file is
-# read again, because a file that is not read gives no warning. The tests then follow every link of the pages.
+# Build the site into site/, from the stored notebooks, the Markdown pages and the docstrings. A warning is an error,
+# and every file is read again, because a file that is not read gives no warning. The tests then follow every link.
 docs: $(READY)
 	rm -rf site build/site docs/api/*.rst docs/api/*.png
 	$(PYTHON) -m sphinx -q -E -W --keep-going -j auto -c docs -d build/doctrees . build/site

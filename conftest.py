@@ -1,4 +1,7 @@
-"""What doctests know (an op's example runs twice, on its reference and on the public op), and what a test leaves."""
+"""Fixtures of all tests: the names that doctests know, and what is cleaned up before and after a test.
+
+As a doctest, an op's example runs twice: on its reference and on the public op.
+"""
 
 import pytest
 import torch
@@ -13,13 +16,13 @@ def _torch_in_doctests(doctest_namespace):
 
 @pytest.fixture(autouse=True)
 def _no_launch_plans_of_other_tests():
-    """A test may change a table of a kernel. A plan of another test would not follow."""
+    """A test may change a kernel's configurations. A launch plan of another test would keep the old ones."""
     PLANS.clear()
 
 
 @pytest.fixture(autouse=True)
 def _memory_goes_back_to_the_gpu():
-    """A test of rows gigabytes apart frees its memory for the other processes; torch would keep it in its cache."""
+    """Free the memory of a test with gigabytes of tensors for the other processes. torch would keep it in its cache."""
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()

@@ -34,7 +34,7 @@ _BEGIN, _END = "<!-- written by benchmarks/results.py publish -->", "<!-- end --
 
 
 def name_of(run: Run) -> str:
-    """What the files of a run are called: `h200-2026-11-21`, `h200-2026-11-22-matmuls`."""
+    """The name of a run's files, such as `h200-2026-11-21` or `h200-2026-11-22-matmuls`."""
     part = run.command.removeprefix(COMPLETE).split()
     return "-".join([*run.device.removeprefix("NVIDIA ").lower().split(), run.date, *part])
 
@@ -86,7 +86,7 @@ ROWS = {
     "8 token groups, padded, along rows": ("mx_quantize_groups", "{}, G 8, rceil, blocked"),
     "8 token groups, padded, along the tokens": ("mx_quantize_groups", "{}, G 8, rceil, blocked, axis -2"),
 }
-# The races of the quantizers that the summary sums up: the op, and whether a case's name is of the kind.
+# The races of the quantizers that the summary sums up: the op, and a function that tells whether a case is of the kind.
 KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
     "along rows": ("mx_quantize", lambda case: "axis -2" not in case),
     "along columns": ("mx_quantize", lambda case: "axis -2" in case),
@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
     "both directions, plain scales": ("mx_quantize_rowcol", lambda case: "plain" in case),
     "both directions, blocked scales": ("mx_quantize_rowcol", lambda case: "blocked" in case),
 }
-LARGE = 300e6  # bytes of a call from which on the memory alone decides
+LARGE = 300e6  # bytes; for calls that move more, only the memory limits the speed
 # The summary's matmuls of token groups and of MX: the op, its case, and the peer that multiplies in bfloat16.
 GROUPED = {
     "FP8, 8 experts": ("fp8_grouped_gemm", "32768x2048x7168, E 8, even", "torch bf16"),
@@ -260,7 +260,7 @@ def publish(path: Path) -> None:
     """Write a run's files, the summary and the README's table."""
     run = read(path)
     if run.command.removeprefix(COMPLETE).strip() not in ("", *PARTS):
-        raise ValueError(f"results: {path} is of `{run.command}`; only one of `{COMPLETE}` or a part is published")
+        raise ValueError(f"results: {path} is a run of `{run.command}`; needs a run of `{COMPLETE}` or of a part of it")
     if run.wrong:
         raise ValueError(f"results: {path} found something wrong, so it is not published: {'; '.join(run.wrong)}")
     timed = {race.op for race in run.races}

@@ -1,4 +1,4 @@
-"""The site's configuration. Its pages are the repository's files, where they lie, and those of `docs/pages.py`."""
+"""The site's configuration. Its pages are the repository's own files, and the pages that `docs/pages.py` writes."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ extensions = [
     "pages",
 ]
 root_doc = "README"
-# The navigation: what is below a page that has no list of its own.
+# The navigation: the pages below a page that does not list its own.
 pages = {"Ops": "ops", "Notebooks": "notebooks", "Reference": "reference", "Figures": "figures"}
 trees = {
     "README": ["Guides <docs/guides/README>", "Formats <docs/formats/README>"]
@@ -41,7 +41,7 @@ autodoc_default_options = {"members": True, "undoc-members": True}
 autosummary_generate = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["Returns", "Yields", "Shapes", "Special values", "Source"]
-# The stored inventory has what our signatures name, for a build without a network.
+# A build without a network uses the stored inventory. It has the names of torch that our signatures use.
 intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable/", (None, "docs/torch.inv"))}
 intersphinx_timeout = 5
 

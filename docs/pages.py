@@ -1,4 +1,4 @@
-"""Pages from docs/templates, a page for each source file, links from names in prose, and the house's docstrings."""
+"""Pages from docs/templates, a page for each source file, links from names in prose, and docstrings for napoleon."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ MODULES = [m.name for m in pkgutil.iter_modules(mxspec.__path__) if not re.searc
 
 
 def files(pattern: str, text: str = "") -> list[str]:
-    """The files of the repository, without their suffixes, in which the text, a regular expression, is found."""
+    """The files of the repository whose text matches a regular expression, without their suffixes."""
     found = [path for path in sorted(ROOT.glob(pattern)) if re.search(text, path.read_text())]
     return [path.relative_to(ROOT).with_suffix("").as_posix() for path in found]
 
@@ -61,7 +61,7 @@ def link_names(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def read_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """As napoleon reads it: a heading on its own line, a list of Shapes. A constant has no docstring of its type."""
+    """For napoleon: put each heading on its own line and make Shapes a list. Drop a docstring of a constant's type."""
     text = "" if what == "data" and obj.__doc__ == type(obj).__doc__ else SECTION.sub(r"\1:\n    ", "\n".join(lines))
     items = re.compile(r"(?<=^Shapes:\n)(    .*\n?)+", re.MULTILINE)
     text = items.sub(lambda m: re.sub(r"(?m)^    (?=\S)", "    * ", m[0]).replace(" " * 8, " " * 6), text)
@@ -73,7 +73,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_pages)
     app.connect("source-read", read_source)
     app.connect("doctree-read", link_names)
-    kept = re.compile("function|method|property").search  # and no fields of a class, which its signature has
+    kept = re.compile("function|method|property").search  # a class's fields are left out: its signature has them
     app.connect("autodoc-skip-member", lambda _, of, n, o, *x: (of == "class" and not kept(str(type(o)))) or None)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
     return {"parallel_read_safe": True}

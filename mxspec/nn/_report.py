@@ -24,8 +24,8 @@ class Conversion:
     Attributes:
         swapped: the layers that this call converted. It maps a layer's name to its new kind.
         left: the layers that stay as they were. It maps a layer's name to the reason. It also maps the name of a
-            parameter to a reason, if the parameter has two or more dimensions, and belongs neither to a converted
-            layer nor to a layer of this dict.
+            parameter to a reason, if the parameter has two or more dimensions, is not a weight of a converted layer,
+            and belongs to no layer of this dict.
         share_of_parameters: the elements of the weights that the model now multiplies in low precision, divided by the
             elements of all parameters. A parameter that several modules share counts once. None if the size of a
             parameter is unknown until a first forward.

@@ -57,8 +57,8 @@ def convert(
             it is. `convert` calls it last, only for layers that it would convert otherwise. Without a filter_fn, all
             these layers are converted.
         include: names of layers that are left by default, or patterns of such names, as `fnmatch` reads them.
-        experts_per_token: the number of experts that a token goes to, for the share of operations in the report. The
-            default is `num_experts_per_tok` of the config of a model of transformers.
+        experts_per_token: the number of experts that a token goes to, for the share of operations in the report. By
+            default it comes from the config of a model of transformers: `num_experts_per_tok` or a similar name.
 
     Returns:
         A `Conversion`: the converted layers, the layers and parameters that were left, each with the reason, and the

@@ -1,4 +1,4 @@
-"""What a loader must see, from the plain weights: quantized and read back without mxspec."""
+"""The values that a loader must return: the plain weights, quantized and read back without mxspec."""
 
 import torch
 

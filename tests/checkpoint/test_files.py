@@ -1,4 +1,4 @@
-"""The headers of safetensors files are untrusted: each defect is named, and no byte of a tensor is read before."""
+"""The headers of safetensors files are untrusted: each defect is named before any byte of a tensor is read."""
 
 import json
 import os

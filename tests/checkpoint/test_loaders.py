@@ -1,4 +1,4 @@
-"""Every pair of family and model that transformers reads: it loads without a complaint, and every weight bit for bit.
+"""Every pair of family and model that transformers reads loads without a complaint, and each weight has the right bits.
 
 The expected weights come from `oracle.py`, which does not use mxspec.
 """

@@ -1,4 +1,4 @@
-"""The examples run, and what they compare can fail."""
+"""The examples run, and their comparisons can fail."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 """Compare planned launches with ordinary launches, without a GPU: `python -m tests.engine.planned_launches OP ...`.
 
-Tensors on the CPU play those on a GPU. `stub_cuda.c` plays the driver: it keeps the grid, the stream and the bytes of
-all parameters of each launch. Addresses of memory that a call allocates differ from call to call, so they are compared
-as a number of an allocation and an offset.
+CPU tensors stand in for GPU tensors. `stub_cuda.c` stands in for the driver: it keeps the grid, the stream and the
+bytes of all parameters of each launch. The addresses of the memory that a call allocates differ from call to call. So
+such an address is compared as the number of its allocation and an offset.
 
 Prints a line of JSON for each case: the op, the case, the number of launches, and what is wrong.
 """

@@ -1,4 +1,4 @@
-"""The walls of docs/house.md: the names of files, and which modules each folder may import."""
+"""The rules of docs/house.md: the names of files, and which modules each folder may import."""
 
 import ast
 import base64

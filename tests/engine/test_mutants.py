@@ -1,7 +1,7 @@
 """Mistakes that authors of kernels make, put into the quantizers one at a time. `check` must find each mistake.
 
-A mutant is a copy of a backend's files with one replacement, imported as a package of its own. It names one small case
-of all the cases that fail, so that a reader sees which case guards against which mistake.
+A mutant is a copy of a backend's files with one replacement, imported as a package of its own. A mutant may
+fail many cases. It names a small one of these cases, so that a reader sees which case guards against which mistake.
 """
 
 import importlib

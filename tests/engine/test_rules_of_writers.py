@@ -1,4 +1,4 @@
-"""Rules of writers of checkpoints, beside the libraries' own code where it is installed, bit by bit."""
+"""The rules of libraries that write checkpoints, compared bit by bit with their own code if it is installed."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""The sets of shapes that an op is timed at. The contract of the op allows them, and the offs of its cases."""
+"""The sets of shapes at which an op is timed. The op's contract allows every shape, and the offs of every case."""
 
 import inspect
 import json

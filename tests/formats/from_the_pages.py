@@ -1,7 +1,7 @@
 """The formats, implemented from docs/formats alone.
 
-Nothing of mxspec is imported here. torch only brings tensors and takes bytes: every number is made by numpy. Comments
-name the rules of the pages. Written to be compared with the pages and not to be fast.
+Nothing of mxspec is imported here. torch only carries tensors in and bytes out: numpy computes every number. Comments
+name the rules of the pages. The code is written to be compared with the pages, and not to be fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The example that trains a mixture of experts of transformers runs, and what it compares can fail."""
+"""The example that trains a mixture of experts of transformers runs, and its comparisons can fail."""
 
 from __future__ import annotations
 

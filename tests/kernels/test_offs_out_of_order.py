@@ -1,4 +1,4 @@
-"""An offs out of order: values have no meaning, but no access is outside of the operands and the result."""
+"""If offs is out of order, the values have no meaning, but no access is outside of the operands and the result."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""fp8_gemm_: literal sums onto a matrix, elements that stay unchanged, and torch's knowledge of the change."""
+"""fp8_gemm_: literal sums onto a matrix, elements that stay unchanged, and that torch knows of the change."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
 """Any routing of tokens to experts: group by group, a grouped matmul gives the result of the dense matmul.
 
-The references run everywhere. On a GPU the Triton kernels run too, and must be as near as the SQNR asks.
+The references run everywhere. On a GPU the Triton kernels run too, and must reach the op's SQNR.
 """
 
 import torch

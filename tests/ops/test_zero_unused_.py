@@ -1,4 +1,4 @@
-"""zero_unused_: literal rows and matrices, elements that stay unchanged, offsets past 2^31, and torch's knowledge."""
+"""zero_unused_: literal rows and matrices, unchanged elements, offsets past 2^31, and torch knows of the change."""
 
 import pytest
 import torch
