@@ -207,7 +207,7 @@ def show(run: Run, console: Console) -> None:
 
 
 def print_sheet(sheet: Sheet, console: Console) -> None:
-    """Print a table. If the output is no terminal, the table is as wide as it needs to be."""
+    """Print a table. If the output is not a terminal, the table is as wide as it needs to be."""
     table = sheet.rich()
     needed = console.measure(table).maximum
     console.print(table, width=None if console.is_terminal else max(needed, console.width))

@@ -260,7 +260,7 @@ def race(contenders: Sequence[Contender], pace: Pace | None = None) -> None:
     while time.perf_counter() < warm:
         for c in contenders:
             c.round()
-    for i in range(pace.rounds):  # forward and back, so that no contender always follows the same other one
+    for i in range(pace.rounds):  # forward and back, so that no contender always follows the same contender
         for c in contenders if i % 2 == 0 else reversed(contenders):
             c.rounds.append(c.round())
     for c in contenders:

@@ -126,7 +126,7 @@ def _keep_freed_memory() -> None:
 
 def _count(text: str) -> int:
     if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of threads")
     return int(text)
 
 

@@ -135,7 +135,7 @@ def _checked(to: str, scales: str | None, rule: str, allow_lossy: bool) -> Optio
 
 def _refuse_overlap(source: Path, target: Path) -> None:
     if not source.is_dir():
-        raise CheckpointError(f"convert: {source} is no directory; needs a directory of safetensors files")
+        raise CheckpointError(f"convert: {source} is not a directory; needs a directory of safetensors files")
     a, b = source.resolve(), target.resolve()
     if b == a or a in b.parents:
         raise CheckpointError(f"convert: {target} is {source} or lies inside it; needs a directory elsewhere")

@@ -85,7 +85,7 @@ def scan(path: str | Path) -> Scan:
     elif path.suffix in PICKLES:
         found.add("pickle", path.name, "files that hold pickles are not read; needs a safetensors file")
     elif not path.is_file():
-        found.add("no file", path.name, "is no directory and no plain file")
+        found.add("no file", path.name, "is neither a directory nor a plain file")
     else:
         found.shards = [path.name]
         found.elsewhere = {n: shard for n, shard in _weight_map(found).items() if shard != path.name}
@@ -104,7 +104,7 @@ def _json(found: Scan, name: str) -> dict[str, Any] | None:
         if not path.exists():
             return None
         if not path.is_file() or path.stat().st_size > LARGEST_HEADER:
-            raise ValueError(f"is no plain file of at most {LARGEST_HEADER} bytes")
+            raise ValueError(f"is not a plain file of at most {LARGEST_HEADER} bytes")
         value = json.loads(path.read_bytes(), object_pairs_hook=without_duplicates)
         if not isinstance(value, dict):
             raise TypeError(f"is a JSON {type(value).__name__}; needs an object")
@@ -120,14 +120,14 @@ def _outside(folder: Path, shard: str) -> str | None:
     try:
         target = (folder / shard).resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        return f"is no path: {error}"
+        return f"is not a path: {error}"
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
     if Path(shard).is_absolute() or ".." in Path(shard).parts:
         return "leaves the directory; needs the name of a file in it"
     if not target.is_relative_to(root) and target.parent != blobs:
         return f"is a link that leaves the directory, to {target}"
     if target.exists() and not target.is_file():
-        return "is no plain file"
+        return "is not a plain file"
     return None
 
 

@@ -69,10 +69,10 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, Header], dict[str, st
                 raise ValueError(f"the header is said to have {size} bytes, the file has {length}")
             header = json.loads(file.read(size).decode(), object_pairs_hook=without_duplicates)
         if not isinstance(header, dict):
-            raise TypeError("the header is no JSON object")
+            raise TypeError("the header is not a JSON object")
         metadata = header.pop("__metadata__", None) or {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise TypeError("__metadata__ is no object of strings")
+            raise TypeError("__metadata__ is not an object of strings")
         tensors = {name: _header(name, shard, said, 8 + size, length) for name, said in header.items()}
     except struct.error:
         raise CheckpointError(f"{shard}: the file is shorter than 8 bytes") from None
@@ -94,7 +94,7 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _header(name: str, shard: str, said: Any, start: int, length: int) -> Header:
     if not isinstance(said, dict) or set(said) != KEYS:
-        raise ValueError(f"{name} is no object with exactly dtype, shape and data_offsets")
+        raise ValueError(f"{name} is not an object with exactly dtype, shape and data_offsets")
     stored, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
     if not isinstance(stored, str) or stored not in BITS:
         raise ValueError(f"{name} has the dtype {stored!r}, which safetensors does not have")

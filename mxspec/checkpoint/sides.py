@@ -24,7 +24,7 @@ class Weight:
 
     Attributes:
         shape: `(N, K)` of a matrix; for other tensors their own shape.
-        dtype: the dtype of a plain tensor; float32 for a quantized one, whose values are `fp32(q * scale)`.
+        dtype: the dtype of a plain tensor; float32 for a quantized tensor, whose values are `fp32(q * scale)`.
         blocks: the codes and scales; None for a plain tensor.
         rows: the values of some rows.
     """

@@ -105,7 +105,8 @@ def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mappin
         bytes_ = dtype in (torch.uint8, torch.float8_e8m0fnu)
         if grid == (-(-N // height), -(-K // width)) and (bytes_ or scheme == "fp8_128x128"):
             return Unit(module, name, scale, scheme, (N, K))
-    raise CheckpointError(f"{name}: {entry.dtype} {(N, K)} with scales {dtype} {grid} is no scheme that convert knows")
+    stored = f"{entry.dtype} {(N, K)} with scales {dtype} {grid}"
+    raise CheckpointError(f"{name}: {stored} is not a scheme that convert knows")
 
 
 def blocks(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:

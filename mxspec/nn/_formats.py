@@ -64,7 +64,7 @@ class Format:
     watch: Forward | None = None  # counts the losses of this forward and its backward, if a watch is open
 
     def weight(self, w: Tensor, transposed: bool = False) -> Weight:
-        """The codes of a weight `(N, K)` or `(E, N, K)`, or of a transposed one `(E, K, N)`, in both directions.
+        """The codes of a weight `(N, K)` or `(E, N, K)`, or of a transposed weight `(E, K, N)`, in both directions.
 
         One op reads the weight once. For a transposed weight, the codes of the two directions change places.
         """

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def forward_of(layer: nn.Module | None) -> Forward | None:
-    """What a forward of this layer reports to. None if no watch is open for the layer.
+    """The object to which a forward of this layer reports its operands. None if no watch is open for the layer.
 
-    Without a layer: the forward of the innermost running module that an open watch knows.
+    Without a layer, the forward belongs to the innermost running module that an open watch knows.
     """
     if not open_logs:
         return None

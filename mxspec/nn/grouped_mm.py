@@ -43,7 +43,7 @@ def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mx
     Special values: as for `mx_grouped_gemm`: a NaN stays within its group.
 
     Raises:
-        TypeError: x, w or offs is no tensor or has another dtype.
+        TypeError: x, w or offs is not a tensor or has another dtype.
         ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is fp8_128 (use `fp8_grouped_mm`).
         RuntimeError: a gradient is differentiated, as a gradient penalty does, or a checkpointed forward ran again on
             another backend.
@@ -76,7 +76,7 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
     Special values: as for `fp8_grouped_gemm`: a NaN stays within its group.
 
     Raises:
-        TypeError: x, w or offs is no tensor or has another dtype.
+        TypeError: x, w or offs is not a tensor or has another dtype.
         ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is an mxfp8 recipe (use
             `mx_grouped_mm`).
         RuntimeError: as for `mx_grouped_mm`.

@@ -120,7 +120,7 @@ def launcher(kernel: Any, grid: tuple[int, int, int], values: tuple[Any, ...], s
         raise Refused("the kernel is instrumented")
     descriptors = sum(type(value) is Descriptor for value in values)
     if len(metas) != descriptors or any(meta is None or meta["fp4_padded"] for meta in metas):
-        raise Refused("a descriptor is no descriptor of TMA")
+        raise Refused("a descriptor is not a descriptor of TMA")
     # `kernel` is among the names because Triton unloads the code of a kernel that nobody holds.
     source = _Source(function=kernel.function, packed=kernel.packed_metadata, launch=None, kernel=kernel)
     head = f"{', '.join(map(str, grid))}, stream, function, {run.launch_cooperative_grid}, {run.launch_pdl}"

@@ -68,7 +68,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call does, apart from the addresses of its tensors and the stream."""
+    """All that a call does, apart from the addresses of its tensors and the stream."""
 
     device: int
     memory: tuple[Memory, ...]

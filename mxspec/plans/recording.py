@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, tuple | list):
             return tuple(self._argument(part) for part in value)
         if hasattr(value, "data_ptr") or (type(value) is int and self._place(value)):
-            raise Refused("a kernel gets an address that is no tensor's")
+            raise Refused("a kernel gets an address that belongs to no tensor")
         return value if isinstance(value, int | float) else None
 
     def _launch(
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
             return tuple(memory), None
         outputs = (result,) if isinstance(result, Tensor) else result
         if type(outputs) is not tuple or not all(type(output) is Tensor for output in outputs):
-            raise Refused("the result is no tensor and no tuple of tensors")
+            raise Refused("the result is neither a tensor nor a tuple of tensors")
         places = [self._place(output.data_ptr()) for output in outputs]
         results = []
         for output, place in zip(outputs, places, strict=True):

@@ -51,10 +51,10 @@ def test_a_difference_is_exit_code_1_and_names_the_block(plain, tmp_path, capsys
     [
         (["convert", "{plain}", "{plain}", "--to", "mxfp8"], "lies inside it"),
         (["convert", "{plain}", "{out}", "--to", "mxfp8", "--rule", "deepseek"], "does not quantize to mxfp8"),
-        (["convert", "{out}", "{plain}", "--to", "mxfp8"], "is no directory"),
+        (["convert", "{out}", "{plain}", "--to", "mxfp8"], "is not a directory"),
         (["verify", "{plain}", "{out}"], "No such file or directory"),
         (["convert", "{plain}", "{out}", "--to", "fp4"], "invalid choice: 'fp4'"),
-        (["convert", "{plain}", "{out}", "--to", "mxfp8", "--workers", "0"], "'0' is no number of threads"),
+        (["convert", "{plain}", "{out}", "--to", "mxfp8", "--workers", "0"], "'0' is not a number of threads"),
     ],
 )
 def test_what_cannot_be_carried_out_is_exit_code_2(plain, tmp_path, capsys, rest, words):

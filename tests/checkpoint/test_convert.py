@@ -281,7 +281,7 @@ def rewritten(path, change):
             lambda text: text.replace("lm_head.weight", "model.layers.0.o_proj.weight"),
             "has 'model.layers.0.o_proj.weight' twice",
         ),
-        (lambda text: "[]", "the header is no JSON object"),
+        (lambda text: "[]", "the header is not a JSON object"),
     ],
     ids=["cut", "dtype", "shape", "twice", "no object"],
 )
@@ -366,14 +366,14 @@ def test_deepseek_v4_has_fp4_experts_that_become_fp8_without_loss(plain, tmp_pat
         ({"a.weight_scale_inv": torch.ones(1, 1)}, r"a\.weight_scale_inv: scales without codes"),
         (
             {"a.weight": weight(128, 128).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)},
-            r"with scales torch\.float32 \(1,\) is no scheme",
+            r"with scales torch\.float32 \(1,\) is not a scheme",
         ),
         (
             {
                 "a.weight": torch.zeros(64, 32, dtype=torch.uint8),
                 "a.weight_scale": weight(64, 4).to(torch.float8_e4m3fn),
             },
-            "is no scheme that convert knows",
+            "is not a scheme that convert knows",
         ),
     ],
     ids=["no scale", "no codes", "one scale", "NVFP4"],

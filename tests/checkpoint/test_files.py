@@ -35,8 +35,8 @@ HEADERS = {
     "no object": (lambda p: raw(p, "[]"), "no JSON object"),
     "deep": (lambda p: raw(p, "[" * 200_000), "recursion"),
     "name twice": (lambda p: raw(p, '{"a": 1, "a": 2}'), "has 'a' twice"),
-    "tensor is a number": (lambda p: raw(p, {"a": 1}), "a is no object with exactly dtype"),
-    "without offsets": (lambda p: raw(p, {"a": {"dtype": "U8", "shape": []}}), "a is no object with exactly dtype"),
+    "tensor is a number": (lambda p: raw(p, {"a": 1}), "a is not an object with exactly dtype"),
+    "without offsets": (lambda p: raw(p, {"a": {"dtype": "U8", "shape": []}}), "a is not an object with exactly dtype"),
     "unknown dtype": (lambda p: raw(p, {"a": tensor([1], 0, 1, "F9")}, b"1"), "has the dtype 'F9'"),
     "dtype is a list": (lambda p: raw(p, {"a": tensor([1], 0, 1, ["U8"])}, b"1"), r"has the dtype \['U8'\]"),
     "negative size": (lambda p: raw(p, {"a": tensor([-1, -1], 0, 1)}, b"1"), "needs lists of numbers from 0"),
@@ -51,7 +51,7 @@ HEADERS = {
     "overlap": (lambda p: raw(p, {"a": tensor([3], 0, 3), "b": tensor([3], 2, 5)}, b"12345"), "a and b overlap"),
     "gap": (lambda p: raw(p, {"a": tensor([1], 0, 1), "b": tensor([1], 3, 4)}, b"1234"), "2 bytes between a and b"),
     "rest": (lambda p: raw(p, {"a": tensor([1], 0, 1)}, b"1234"), "3 bytes after a belong to no tensor"),
-    "metadata of numbers": (lambda p: raw(p, {"__metadata__": {"a": 1}}), "__metadata__ is no object of strings"),
+    "metadata of numbers": (lambda p: raw(p, {"__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
 }
 
 
@@ -93,7 +93,7 @@ DIRECTORIES = {
     "absolute path": (lambda f: shards(f, {"a": "/etc/x.safetensors"}), "leaves the directory"),
     "parent": (lambda f: shards(f, {"a": "../1.safetensors"}), "leaves the directory; needs the name"),
     "link": (link_out, "is a link that leaves the directory"),
-    "null in the name": (lambda f: shards(f, {"a": "1\0.safetensors"}), "is no path|null"),
+    "null in the name": (lambda f: shards(f, {"a": "1\0.safetensors"}), "is not a path|null"),
     "pickle by the index": (lambda f: shards(f, {"a": "pytorch_model.bin"}), "pickles are not read"),
     "entry in no file": (
         lambda f: shards(f, {"a": "1.safetensors", "c": "2.safetensors"}),
@@ -113,8 +113,8 @@ DIRECTORIES = {
         "it holds pytorch_model",
     ),
     "empty": (lambda f: None, "holds no safetensors file"),
-    "folder as a shard": (lambda f: (f / "1.safetensors").mkdir(), "is no plain file"),
-    "pipe as a shard": (lambda f: os.mkfifo(f / "1.safetensors"), "is no plain file"),
+    "folder as a shard": (lambda f: (f / "1.safetensors").mkdir(), "is not a plain file"),
+    "pipe as a shard": (lambda f: os.mkfifo(f / "1.safetensors"), "is not a plain file"),
 }
 
 
