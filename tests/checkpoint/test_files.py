@@ -32,7 +32,7 @@ HEADERS = {
     "header of 2^63 bytes": (lambda p: raw(p, "{}", size=1 << 63), "said to have 9223372036854775808 bytes"),
     "truncated header": (lambda p: raw(p, '{"a": {"dtype":'), "Expecting value"),
     "no UTF-8": (lambda p: p.write_bytes((4).to_bytes(8, "little") + b'{"\xff"'), "codec"),
-    "no object": (lambda p: raw(p, "[]"), "no JSON object"),
+    "no object": (lambda p: raw(p, "[]"), "not a JSON object"),
     "deep": (lambda p: raw(p, "[" * 200_000), "recursion"),
     "name twice": (lambda p: raw(p, '{"a": 1, "a": 2}'), "has 'a' twice"),
     "tensor is a number": (lambda p: raw(p, {"a": 1}), "a is not an object with exactly dtype"),
