@@ -95,24 +95,25 @@ def parser() -> argparse.ArgumentParser:
     sub.set_defaults(run=run_inspect)
     helped = "a directory, a safetensors file, or one of them with the name of a tensor, as in DIR:model.norm.weight"
     sub.add_argument("path", metavar="DIR|FILE|TENSOR", help=helped)
-    sub.add_argument("--json", action="store_true")
+    sub.add_argument("--json", action="store_true", help="print the result as JSON")
     sub = commands.add_parser("convert", help=run_convert.__doc__, description=run_convert.__doc__)
     sub.set_defaults(run=run_convert)
     sub.add_argument("src", metavar="SRC", help="a directory of safetensors files with config.json")
     sub.add_argument("dst", metavar="DST", help="a new directory")
     sub.add_argument("--to", required=True, choices=tuple(TARGETS), help="the family to write")
-    sub.add_argument("--scales", choices=("fp32", "ue8m0"), help="ue8m0 stores powers of two; default of FP8: fp32")
-    sub.add_argument("--rule", default="contract", help="contract, or a peer of mxspec.rules; quantizes plain weights")
+    sub.add_argument("--scales", choices=("fp32", "ue8m0"), help="the scales of FP8 blocks; ue8m0: powers of two")
+    rule_help = "the rule that quantizes plain weights: a peer of mxspec.rules, or contract (the default), mxspec's own"
+    sub.add_argument("--rule", default="contract", help=rule_help)
     sub.add_argument("--include", action="append", default=[], metavar="GLOB", help="quantize only these tensors")
     sub.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="do not quantize these tensors")
     sub.add_argument("--allow-lossy", action="store_true", help="quantize a weight again if it cannot keep its values")
-    sub.add_argument("--workers", type=_count, default=2, help="the number of threads")
+    sub.add_argument("--workers", type=_count, default=2, help="the number of threads; default: 2")
     sub = commands.add_parser("verify", help=run_verify.__doc__, description=run_verify.__doc__)
     sub.set_defaults(run=run_verify)
     sub.add_argument("a", metavar="A", help="a directory or a safetensors file")
     sub.add_argument("b", metavar="B", help="a directory or a safetensors file")
     sub.add_argument("--as-loaded", choices=LOADERS, help="compare A as this loader changes it")
-    sub.add_argument("--json", action="store_true")
+    sub.add_argument("--json", action="store_true", help="print the result as JSON")
     return root
 
 

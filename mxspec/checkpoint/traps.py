@@ -56,8 +56,13 @@ def _spread(f: Facts) -> str | None:
     if f.family.element != "e2m1" or f.scale_stored not in ("U8", "F8_E8M0") or not f.scales.largest:
         return None
     spread = round(f.scales.largest / f.scales.least).bit_length() - 1
-    if spread > 14 or f.scales.bytes_ff:
-        return f"exponents spread by {spread}: MXFP4 to FP8 with 128x128 blocks is lossless only for 14 in a tile"
+    if spread > 14:
+        return (
+            f"exponents spread by {spread}: MXFP4 to FP8 with 128x128 blocks may lose values if the spread in one tile is "
+            "above 14"
+        )
+    if f.scales.bytes_ff:
+        return f"{f.scales.bytes_ff} scales are NaN: MXFP4 to FP8 with 128x128 blocks cannot keep their tiles"
     return None
 
 

@@ -45,10 +45,12 @@ def _table(results: Sequence[Result]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mxspec compile", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--op", choices=ops())
-    parser.add_argument("--backend", choices=[b for b in backends() if b != "reference"])
-    parser.add_argument("--target", choices=TARGETS)
-    cover_help = "compile only enough cases to have each kernel (0), each option (1) or every two options (2) once"
+    parser.add_argument("--op", choices=ops(), help="compile only this op; default: all ops")
+    parser.add_argument(
+        "--backend", choices=[b for b in backends() if b != "reference"], help="default: every backend with a kernel"
+    )
+    parser.add_argument("--target", choices=TARGETS, help="sm90 is Hopper, sm100 is Blackwell; default: both")
+    cover_help = "compile fewer cases: enough to have each kernel (0), each option (1) or each pair of options (2)"
     parser.add_argument("--cover", type=int, choices=(0, 1, 2), help=cover_help)
     parser.add_argument("--json", action="store_true", help="print all results as JSON, without the PTX")
     asked = parser.parse_args(argv)

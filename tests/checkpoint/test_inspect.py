@@ -279,6 +279,7 @@ TRAPS = {
     ),
     "zeroed": ("gptoss_mxfp4", {"kind": "gpt_oss"}, None, "SGLang", "leave the scales of experts zero"),
     "spread": ("ct_mxfp4", {}, put(Q + S, at(0, 90)), "vLLM", "exponents spread by .* MXFP4 to FP8"),
+    "NaN scale": ("ct_mxfp4", {}, put(Q + S, at(0, 255)), "vLLM", r"'1 scales are NaN: MXFP4 to FP8"),
     "tensor parallel": ("fp8_block", {"shapes": {Q: (320, 128)}}, None, "vLLM", "320 is no multiple of 128"),
     "divisor": (
         "ct_mxfp4",
