@@ -58,8 +58,8 @@ def _spread(f: Facts) -> str | None:
     spread = round(f.scales.largest / f.scales.least).bit_length() - 1
     if spread > 14:
         return (
-            f"exponents spread by {spread}: MXFP4 to FP8 with 128x128 blocks may lose values if the spread in one tile is "
-            "above 14"
+            f"exponents spread by {spread}: MXFP4 to FP8 with 128x128 blocks may lose values if the spread in one "
+            "tile is above 14"
         )
     if f.scales.bytes_ff:
         return f"{f.scales.bytes_ff} scales are NaN: MXFP4 to FP8 with 128x128 blocks cannot keep their tiles"
