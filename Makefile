@@ -52,7 +52,8 @@ test: lint types pytest interpreted notebooks-test $(if $(VENV),docs)
 quick: lint types
 	OMP_NUM_THREADS=1 $(PYTEST) $(filter-out $(SLOW),$(TESTS))
 
-# One thread in each process: there is a process for every core already, and more threads would wait for a core.
+# One thread in each process, because there is a process for every core already. More threads would wait for each other
+# and keep the cores busy.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
 
 lint: $(READY)

@@ -18,7 +18,7 @@ extensions = [
     "pages",
 ]
 root_doc = "README"
-# The navigation: the pages below a page that does not list its own.
+# The navigation: the pages below a page that has no list of links.
 pages = {"Ops": "ops", "Notebooks": "notebooks", "Reference": "reference", "Figures": "figures"}
 trees = {
     "README": ["Guides <docs/guides/README>", "Formats <docs/formats/README>"]

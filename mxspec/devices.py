@@ -41,5 +41,5 @@ def named(name: str) -> Device | None:
 
 
 def balance(name: str) -> Device:
-    """The peaks of the named GPU. For an unknown device, an H200's: what bounds a call seldom depends on the device."""
+    """The peaks of the named GPU, or of an H200 if it is unknown: what bounds a call seldom depends on the device."""
     return DEVICES.get(name, DEVICES["NVIDIA H200"])

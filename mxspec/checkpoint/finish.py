@@ -29,7 +29,7 @@ def finish(
     to: str,
     scales: str,
 ) -> dict[str, Any]:
-    """Copy the source's other files, and write the configuration, the index and then the manifest. Returns the last."""
+    """Copy the source's other files; write the configuration, the index and, last, the manifest, which is returned."""
     plain = sorted(
         {"lm_head", *(w.unit.module for w in plan if w.note["how"] in ("copied", "dequantized") and _is_linear(w.unit))}
     )

@@ -1,4 +1,4 @@
-"""Count the codes and scales of a weight. A file is read in pieces; a whole tensor is never in memory."""
+"""Count the codes and scales of a weight, piece by piece: a whole tensor of codes is never in memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Grouped matmuls in bfloat16, with gradients.
 
-PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there. Plain eager
-code writes these zeros in place. Under torch.compile or a dispatch mode, the functions copy the whole result.
+PyTorch's grouped matmul leaves some rows and experts uninitialized. These functions write zeros there. In plain
+eager mode they write these zeros in place. Under torch.compile or a dispatch mode they copy the whole result.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ class Conversion:
         share_of_parameters: the elements of the weights that the model now multiplies in low precision, divided by the
             elements of all parameters. A parameter that several modules share counts once. None if the size of a
             parameter is unknown until a first forward.
-        share_of_flops: the floating-point operations for one token. The operations of the matmuls that now run in low
-            precision are divided by the operations of all matmuls with a parameter. A lookup in an embedding is not a
-            matmul. The matmul of queries and keys has no parameter and does not count. None if unknown_flops is not
-            empty.
+        share_of_flops: the share of the floating-point operations for one token: the operations of the matmuls that
+            now run in low precision, divided by the operations of all matmuls with a parameter. A lookup in an
+            embedding is not a matmul. The matmul of queries and keys has no parameter and does not count. None if
+            unknown_flops is not empty.
         unknown_flops: the layers and parameters whose operations for a token are unknown. It maps the name to the
             reason.
     """

@@ -103,7 +103,7 @@ class GroupedExperts(QuantizedExperts):
     Parameters: `w_gate_up`, `(E, 2 * hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`. In `w_gate_up`, the rows
         of the gate come before the rows of up. The parameters start with the same random distribution as the weight of
         an `nn.Linear` of the same width. `w_gate` and `w_up` are views of the halves of `w_gate_up`. A state dict of a
-        version before 0.3, which has `w_gate` and `w_up`, loads.
+        version before 0.3 has `w_gate` and `w_up`; it loads too.
 
     Shapes:
         x: `(M, dim)`, bfloat16 or float32. The tokens of each expert lie together. Under autocast, x is cast first.

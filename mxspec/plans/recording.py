@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, tuple | list):
             return tuple(self._argument(part) for part in value)
         if hasattr(value, "data_ptr") or (type(value) is int and self._place(value)):
-            raise Refused("a kernel gets an address that belongs to no tensor")
+            raise Refused("a kernel gets an address that is not passed as a tensor")
         return value if isinstance(value, int | float) else None
 
     def _launch(

@@ -1,4 +1,4 @@
-"""Every pair of family and model that transformers reads loads without a complaint, and each weight has the right bits.
+"""transformers loads every pair of family and model that it reads without a complaint, and with the right bits.
 
 The expected weights come from `oracle.py`, which does not use mxspec.
 """
