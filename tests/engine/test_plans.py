@@ -322,8 +322,8 @@ def after(*work):
         (after(lambda x, y: x.new_empty(4, device="meta")), "a tensor is empty or on another device"),
         (lambda x, y, launch: x.new_empty(4), "the call launches no kernel of Triton"),
         (lambda x, y, launch: launch(OUTSIDE), "memory that is neither an input nor allocated"),
-        (lambda x, y, launch: launch(x.data_ptr()), "an address that is not passed as a tensor"),
-        (lambda x, y, launch: launch(SimpleNamespace(data_ptr=x.data_ptr)), "an address that is not passed as a tensor"),
+        (lambda x, y, launch: launch(x.data_ptr()), "address that is not passed as a tensor"),
+        (lambda x, y, launch: launch(SimpleNamespace(data_ptr=x.data_ptr)), "address that is not passed as a tensor"),
         (lambda x, y, launch: (launch(x), x)[1], "an output is an input"),
         (lambda x, y, launch: (launch(x), [x.new_empty(4)])[1], "the result is neither a tensor nor a tuple"),
         (
