@@ -42,8 +42,8 @@ def convert(
 
     - the output head: a Linear that `get_output_embeddings()` of the model or of a submodule returns, or whose weight
       is also the weight of an `nn.Embedding`;
-    - a router: a Linear beside experts that is called `router` or `gate`, or lies in a module with such a name, or has
-      as many outputs as there are experts;
+    - a router: a Linear with experts beside it. It is called `router` or `gate`, or lies in a module with such a name,
+      or has as many outputs as there are experts;
     - the feed-forward Linears of an `nn.TransformerEncoderLayer`. In evaluation, a fast path of this layer reads their
       weights and does not call them. If `include` names them, `convert` switches the fast path off. The fast path of an
       `nn.TransformerEncoder` returns zeros at padded tokens. Without the fast path, evaluation returns the same values
