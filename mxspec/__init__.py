@@ -33,6 +33,8 @@ from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.place_token_groups import place_token_groups
+from mxspec.reference.swiglu import swiglu
+from mxspec.reference.swiglu_backward import swiglu_backward
 from mxspec.reference.swiglu_backward_fp8_quantize_rowcol_groups import swiglu_backward_fp8_quantize_rowcol_groups
 from mxspec.reference.swiglu_fp8_quantize_rowcol_groups import swiglu_fp8_quantize_rowcol_groups
 from mxspec.reference.to_blocked import to_blocked
@@ -85,6 +87,8 @@ __all__ = [
     "pad_token_groups",
     "place_token_groups",
     "set_backend",
+    "swiglu",
+    "swiglu_backward",
     "swiglu_backward_fp8_quantize_rowcol_groups",
     "swiglu_fp8_quantize_rowcol_groups",
     "to_blocked",

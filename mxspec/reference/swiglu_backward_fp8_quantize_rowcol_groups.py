@@ -9,7 +9,7 @@ from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.reference.common.groups import padded_rows
-from mxspec.reference.common.swiglu import swiglu_backward
+from mxspec.reference.common.swiglu import halves, swiglu_backward
 from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_groups
 from mxspec.spec import per_element, spec
 
@@ -75,4 +75,4 @@ def swiglu_backward_fp8_quantize_rowcol_groups(
     Source: PyTorch, `silu_backward` of bfloat16; DeepSeek-V3 technical report, section 3.3.2.
     """
     check_args(gate_up, dh, offs, scale_format=scale_format, check_offs=check_offs)
-    return fp8_quantize_rowcol_groups(swiglu_backward(gate_up, dh), offs, scale_format=scale_format)
+    return fp8_quantize_rowcol_groups(swiglu_backward(*halves(gate_up), dh), offs, scale_format=scale_format)

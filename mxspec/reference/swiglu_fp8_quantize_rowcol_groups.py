@@ -9,7 +9,7 @@ from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.reference.common.groups import padded_rows
-from mxspec.reference.common.swiglu import swiglu
+from mxspec.reference.common.swiglu import halves, swiglu
 from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_groups
 from mxspec.spec import per_element, spec
 
@@ -67,4 +67,4 @@ def swiglu_fp8_quantize_rowcol_groups(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; PyTorch, `silu` of bfloat16.
     """
     check_args(gate_up, offs, scale_format=scale_format, check_offs=check_offs)
-    return fp8_quantize_rowcol_groups(swiglu(gate_up), offs, scale_format=scale_format)
+    return fp8_quantize_rowcol_groups(swiglu(*halves(gate_up)), offs, scale_format=scale_format)

@@ -1,4 +1,4 @@
-"""SwiGLU on Helion tiles: `silu(gate) * up`. `reference/common/swiglu.py` defines it."""
+"""SwiGLU on Helion tiles, `silu(gate) * up`, and its gradient. `reference/common/swiglu.py` defines both."""
 
 from __future__ import annotations
 
@@ -23,15 +23,55 @@ def swiglu_silu(x):
 """
 
 
+# The gradient needs more. `triton_kernels/common/swiglu.py` explains the steps.
+_EXACT_SIGMOID = """
+@triton.jit
+def swiglu_exact_sigmoid(x):
+    x_64 = tl.minimum(x, 64.0)
+    t = tl.fma(x_64, -1.44268798828125, 12582912.0)
+    whole = t - 12582912.0
+    rest = tl.fma(x_64, -7.05420098e-06, tl.fma(x_64, -1.44268798828125, -whole))
+    power = tl.fma(tl.fma(0.00133969157, rest, 0.00966591109), rest, 0.0555034429)
+    power = tl.fma(tl.fma(tl.fma(power, rest, 0.240223229), rest, 0.693147004), rest, 1.0)
+    power = (power.to(tl.int32, bitcast=True) + (t.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
+    y = -1.0 - power
+    s = -1.0 / y
+    s = tl.where(x < -87.25, 0.0, tl.fma(tl.fma(y, s, 1.0), s, s))
+    s = tl.where(tl.abs(x) < 0.00390625, tl.fma(x, 0.25 - 2.0**-26, 0.5), s)
+    s = tl.where(x == -1.28125, 0.21733751893043518, s)
+    return tl.where(x == -8.375, 0.00023050671734381467, s)
+"""
+
+# The product is rounded before the sum. It is written as a sum with +0, so that no compiler fuses the two.
+_SLOPE = """
+@triton.jit
+def swiglu_slope(x, s):
+    return tl.fma(x, 1.0 - s, 0.0) + 1.0
+"""
+
+
+def _ref_sigmoid(x: Tensor) -> Tensor:
+    x = x.double()
+    s = torch.where(x.abs() < 2.0**-12, 0.5 + x * (0.25 - 2.0**-26), 1.0 / (1.0 + torch.exp(-x))).float()
+    return torch.where(s < torch.finfo(torch.float32).tiny, 0.0, s)
+
+
 def _silu(gate: Tensor) -> Tensor:
     """`gate * sigmoid(gate)` in fp32. Rounded to bfloat16, it is right for every gate."""
-    if not _REF:
-        return hl.triton_kernel(_SILU, args=(gate,), output_like=gate)
-    s = (1.0 / (1.0 + torch.exp(-gate.double()))).float()
-    return gate * torch.where(s < torch.finfo(torch.float32).tiny, 0.0, s)
+    return gate * _ref_sigmoid(gate) if _REF else hl.triton_kernel(_SILU, args=(gate,), output_like=gate)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up` of bfloat16. Silu and the product are each rounded to bfloat16."""
     silu = _silu(widened(gate)).to(torch.bfloat16)
     return (widened(silu) * widened(up)).to(torch.bfloat16)
+
+
+def gradients(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the gate and of up in bfloat16."""
+    x, d = widened(gate), widened(dh)
+    s = _ref_sigmoid(x) if _REF else hl.triton_kernel(_EXACT_SIGMOID, args=(x,), output_like=x)
+    slope = 1.0 + x * (1.0 - s) if _REF else hl.triton_kernel(_SLOPE, args=(x, s), output_like=x)
+    d_up = d * widened((x * s).to(torch.bfloat16))
+    d_silu = (d * widened(up)).to(torch.bfloat16)
+    return (widened(d_silu) * s * slope).to(torch.bfloat16), d_up.to(torch.bfloat16)

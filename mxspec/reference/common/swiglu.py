@@ -12,8 +12,13 @@ from torch import Tensor
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """`1 / (1 + e^-x)` of float64, rounded to fp32; 0 where it is below the smallest normal number, 2^-126."""
-    s = (1.0 / (1.0 + torch.exp(-x.double()))).float()
+    """The real number `1 / (1 + e^-x)`, rounded to fp32; 0 where it is below the smallest normal number, 2^-126.
+
+    Near 0 it is `1/2 + x/4 - x^3/48`. For some small x, `1/2 + x/4` lies in the middle of two fp32 numbers, and float64
+    has no room for the rest. So the second line moves the sum toward 1/2, by less than it takes to pass any other middle.
+    """
+    x = x.double()
+    s = torch.where(x.abs() < 2.0**-12, 0.5 + x * (0.25 - 2.0**-26), 1.0 / (1.0 + torch.exp(-x))).float()
     return torch.where(s < torch.finfo(torch.float32).tiny, 0.0, s)  # False for NaN, so NaN stays
 
 
@@ -28,19 +33,17 @@ def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `(M, 2I)` bfloat16, rounded to bfloat16: `(M, I)`."""
-    gate, up = halves(gate_up)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, rounded to bfloat16."""
     return silu(gate) * up
 
 
-def swiglu_backward(gate_up: Tensor, dh: Tensor) -> Tensor:
-    """The gradient of gate and up, `(M, 2I)` bfloat16, from the gradient of `swiglu`, `(M, I)`.
+def swiglu_backward(gate: Tensor, up: Tensor, dh: Tensor) -> Tensor:
+    """The gradient of gate and up, `(M, 2I)` bfloat16, from the gradient of `swiglu`. Each argument is `(M, I)`.
 
     `d_up = dh * silu(gate)` and `d_silu = dh * up`, each rounded to bfloat16. With `s = sigmoid(gate)`,
     `d_gate = (d_silu * s) * (1 + gate * (1 - s))`: each operation is rounded to fp32, and the result to bfloat16.
     """
-    gate, up = halves(gate_up)
     d_up, d_silu = dh * silu(gate), dh * up
     s = sigmoid(gate)
     d_gate = (d_silu.float() * s) * (1.0 + gate.float() * (1.0 - s))
