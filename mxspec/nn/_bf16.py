@@ -15,6 +15,8 @@ from torch.nn.functional import grouped_mm
 import mxspec
 from mxspec.nn._autograd import first_derivative_only, keep, kept
 
+MAX_GROUPS = 1023  # the limit of PyTorch's grouped matmul
+
 
 class GroupedBf16(torch.autograd.Function):
     """`x @ w^T` of each expert's tokens and weights. If w is stored transposed, `(E, K, N)`, this is `x @ w`.
@@ -25,7 +27,7 @@ class GroupedBf16(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, offs: Tensor, name: str, transposed: bool) -> Tensor:
-        return _by_experts(x, w if transposed else w.mT, offs)
+        return gemm_bf16(x, w if transposed else w.mT, offs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -38,7 +40,7 @@ class GroupedBf16(torch.autograd.Function):
         (grad_out,), (x, w, offs) = gradients, kept(ctx)
         (dgrad, wgrad), grad_x, grad_w = ctx.needs_input_grad[:2], None, None
         if dgrad:
-            grad_x = _by_experts(contiguous(grad_out), w.mT if ctx.transposed else w, offs)
+            grad_x = gemm_bf16(contiguous(grad_out), w.mT if ctx.transposed else w, offs)
         if wgrad:
             grad_w = wgrad_bf16(x, grad_out, offs) if ctx.transposed else wgrad_bf16(grad_out, x, offs)
         return grad_x, grad_w, None, None, None
@@ -56,7 +58,8 @@ def contiguous(tokens: Tensor) -> Tensor:
     return tokens.contiguous() if tokens.numel() else tokens.clone(memory_format=torch.contiguous_format)
 
 
-def _by_experts(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+def gemm_bf16(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """The tokens of each expert times the expert's matrix of w, `(E, K, N)`. Rows without an expert are 0."""
     return _with_zeros(grouped_mm(x, w, offs=offs), offs)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from mxspec.nn._formats import Format, format_of
+from mxspec.nn._formats import Format, Weight, format_of
 from mxspec.nn.recipe import Recipe
 
-Quantized = tuple[Tensor, ...]  # the fields of a `Weight`; empty for the recipe bf16, which quantizes nothing
+Quantized = Weight | None  # None for the recipe bf16, which quantizes nothing
 
 
 class QuantizesWeights(nn.Module):
@@ -23,20 +23,25 @@ class QuantizesWeights(nn.Module):
     is_transposed: bool = False  # whether the weights are stored `(E, K, N)`
     recipe: Recipe
     _cached: tuple[Quantized, ...] | None = None
+    _cached_values: bool = False
     _cached_from: tuple[tuple[int, int], ...] | None = None
 
-    def _format(self, backend: str | None) -> Format | None:
-        return format_of(self.recipe, backend, type(self).__name__, self)
+    def _format(self, backend: str | None, by_values: bool = False) -> Format | None:
+        return format_of(self.recipe, backend, type(self).__name__, self, by_values)
+
+    def _caches_values(self) -> bool:
+        """Whether `cache_weights` shall hold bf16 values in place of codes."""
+        return False
 
     def _weights(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.weight_names)
 
-    def _quantized(self, backend: str | None) -> tuple[Quantized, ...]:
-        """The codes of each weight: the held codes if there are any, else new codes."""
-        if self._cached is None:
-            by = self._format(backend)
+    def _quantized(self, backend: str | None, by_values: bool = False) -> tuple[Quantized, ...]:
+        """The codes of each weight: the held codes if there are any, else new codes. With `by_values`, its values."""
+        if self._cached is None or by_values != self._cached_values:
+            by = self._format(backend, by_values)
             stored = self.is_transposed
-            return tuple(() if by is None else by.weight(weight.detach(), stored) for weight in self._weights())
+            return tuple(None if by is None else by.weight(weight.detach(), stored) for weight in self._weights())
         if not torch.compiler.is_compiling():
             self._check_cache()
         return self._cached
@@ -56,7 +61,8 @@ class QuantizesWeights(nn.Module):
                 "wrong codes would go unnoticed. Make the weights outside of torch.inference_mode()."
             )
         with torch.inference_mode(False), torch.no_grad():  # so that a forward outside of these modes can save them
-            self._cached = self._quantized(None)
+            by_values = self._caches_values()
+            self._cached, self._cached_values = self._quantized(None, by_values), by_values
         self._cached_from = self._state()
 
     def _note_step(self, parameters: list[Tensor]) -> None:
@@ -77,7 +83,7 @@ class QuantizesWeights(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles. It leaves out the codes, because a copy may change its own weights."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_cached", "_cached_from")}
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_cached")}
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -136,3 +142,4 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
         hook.remove()
         for layer in layers:
             layer._cached = layer._cached_from = None
+            layer._cached_values = False

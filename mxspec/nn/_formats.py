@@ -22,17 +22,23 @@ from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE
+from mxspec.nn._bf16 import MAX_GROUPS, gemm_bf16, wgrad_bf16
 from mxspec.nn._watched import Forward, forward_of
 from mxspec.nn.recipe import Recipe
 
+# Up to so many rows of weights for each token, MXFP8 by bf16 values moves fewer bytes than MXFP8 by codes.
+WEIGHT_ROWS_PER_TOKEN = 4
 _SCALE_LAYOUT = "plain"  # mx_gemm's kernels for Hopper read this layout; cuBLAS needs `blocked`
 
 
 class Operand(NamedTuple):
-    """K-major codes and their scales. For padded token groups, also the first row and the end row of each group."""
+    """K-major codes and their scales. For padded token groups, also the first row and the end row of each group.
+
+    For the format `MXValues`: bf16 values in place of codes, in the order of the tokens, and no scales.
+    """
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | None = None
     start: Tensor | None = None
     end: Tensor | None = None
 
@@ -48,12 +54,12 @@ class Tokens(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """The codes of a weight for the forward, and the codes of its transpose for dgrad."""
+    """The codes of a weight for the forward, and the codes of its transpose for dgrad. Or values, without scales."""
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | None
     codes_t: Tensor
-    scale_t: Tensor
+    scale_t: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,9 @@ class Format:
         """The codes of activations `(M, K)`, or of gradients, in the directions asked for."""
         raise NotImplementedError
 
-    def gemm(self, a: Operand, b: Tensor, b_scale: Tensor, offs: Tensor | None, M: int, dtype: torch.dtype) -> Tensor:
+    def gemm(
+        self, a: Operand, b: Tensor, b_scale: Tensor | None, offs: Tensor | None, M: int, dtype: torch.dtype
+    ) -> Tensor:
         """The matmul of the forward, or of dgrad."""
         raise NotImplementedError
 
@@ -151,7 +159,9 @@ class MX(Format):
             return Tokens(None, Operand(q_col.mT, s_col))
         return Tokens(Operand(*mxspec.mx_quantize(x, axis=-1, **options)) if along_features else None, None)
 
-    def gemm(self, a: Operand, b: Tensor, b_scale: Tensor, offs: Tensor | None, M: int, dtype: torch.dtype) -> Tensor:
+    def gemm(
+        self, a: Operand, b: Tensor, b_scale: Tensor | None, offs: Tensor | None, M: int, dtype: torch.dtype
+    ) -> Tensor:
         options: Any = {"out_dtype": dtype, "backend": self.backend}
         if offs is None:
             return mxspec.mx_gemm(a.codes, a.scale, b, b_scale, scale_layout=_SCALE_LAYOUT, **options)
@@ -170,6 +180,55 @@ class MX(Format):
 
     def reads_once(self, offs: Tensor | None) -> bool:
         return offs is None
+
+
+class MXValues(MX):
+    """MXFP8 of token groups, multiplied as bf16 values: what a GPU without MX tensor cores can multiply fastest.
+
+    `mx_fake_quantize_rowcol_groups` gives the values of the codes in both directions from one read. PyTorch's grouped
+    matmul multiplies them. No code, no scale and no padding is written.
+
+    Each value of at least 2^-126 is exactly a bf16 number. Smaller values are rounded to multiples of 2^-133, the
+    smallest bf16 number.
+    """
+
+    def both_ways(self, w: Tensor) -> Weight:
+        E, N, _ = w.shape
+        # N is a multiple of 32, so the blocks along N of all matrices are the blocks of one group of E * N rows.
+        whole = torch.full((1,), E * N, dtype=torch.int32, device=w.device)
+        rows, columns = mxspec.mx_fake_quantize_rowcol_groups(w.reshape(E * N, -1), whole, **self._options())
+        return Weight(rows.view_as(w), None, columns.view_as(w).mT, None)
+
+    def tokens(
+        self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
+    ) -> Tokens:
+        assert offs is not None
+        options = self._options(elem_dtype=elem_dtype)
+        rows, columns = mxspec.mx_fake_quantize_rowcol_groups(x, offs, **options)
+        return Tokens(Operand(rows) if along_features else None, Operand(columns) if along_tokens else None)
+
+    def gemm(
+        self, a: Operand, b: Tensor, b_scale: Tensor | None, offs: Tensor | None, M: int, dtype: torch.dtype
+    ) -> Tensor:
+        assert offs is not None
+        return gemm_bf16(a.codes, b.mT, offs)
+
+    def wgrad(self, grad_out: Operand, x: Operand, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return wgrad_bf16(grad_out.codes, x.codes, offs)
+
+    def reads_once(self, offs: Tensor | None) -> bool:
+        return True
+
+    def fuses_swiglu(self, x: Tensor) -> bool:
+        return True
+
+    def swiglu(self, gate_up: Tensor, offs: Tensor) -> Tokens:
+        hidden = mxspec.swiglu(*gate_up.chunk(2, -1), backend=self.backend)
+        return self.tokens(hidden, offs, torch.float8_e4m3fn, True, True)
+
+    def swiglu_backward(self, gate_up: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
+        gradient = mxspec.swiglu_backward(*gate_up.chunk(2, -1), grad_hidden, backend=self.backend)
+        return self.tokens(gradient, offs, self.recipe.grad_dtype, True, True)
 
 
 class FP8Blocks(Format):
@@ -195,7 +254,9 @@ class FP8Blocks(Format):
             columns = Operand(codes.mT, scale)
         return Tokens(rows, columns)
 
-    def gemm(self, a: Operand, b: Tensor, b_scale: Tensor, offs: Tensor | None, M: int, dtype: torch.dtype) -> Tensor:
+    def gemm(
+        self, a: Operand, b: Tensor, b_scale: Tensor | None, offs: Tensor | None, M: int, dtype: torch.dtype
+    ) -> Tensor:
         options: Any = {"out_dtype": dtype, "backend": self.backend}
         if offs is None:
             return mxspec.fp8_gemm(a.codes, a.scale, b, b_scale, **options)
@@ -233,9 +294,48 @@ def _both_ways(quantized: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor])
 _OF_NAME: dict[str, type[Format]] = {"mxfp8": MX, "fp8_128": FP8Blocks}
 
 
-def format_of(recipe: Recipe, backend: str | None, name: str, layer: nn.Module | None = None) -> Format | None:
-    """The format of a recipe, for the layer or function `name`. None for the recipe bf16, which quantizes nothing."""
-    return None if recipe.format == "bf16" else _OF_NAME[recipe.format](recipe, backend, name, forward_of(layer))
+def format_of(
+    recipe: Recipe, backend: str | None, name: str, layer: nn.Module | None = None, by_values: bool = False
+) -> Format | None:
+    """The format of a recipe, for the layer or function `name`. None for the recipe bf16, which quantizes nothing.
+
+    With `by_values`, mxfp8 multiplies bf16 values of token groups. `refusal_of_values` says when it can.
+    """
+    if recipe.format == "bf16":
+        return None
+    kind = MXValues if by_values else _OF_NAME[recipe.format]
+    return kind(recipe, backend, name, forward_of(layer))
+
+
+def refusal_of_values(
+    recipe: Recipe, backend: str | None, w: Tensor, dtype: torch.dtype, tokens: int | None, transposed: bool = False
+) -> str | None:
+    """Why a grouped matmul of MXFP8 does not multiply bf16 values, but codes. None if it multiplies values.
+
+    w is a weight `(E, N, K)`, or transposed `(E, K, N)`. `tokens` is the number of tokens, whose dtype is `dtype`. None
+    means any number: the values of the weights are kept.
+    """
+    if recipe.format != "mxfp8":
+        return f"the recipe's format is {recipe.format}"
+    if recipe.wgrad_bf16:
+        return "the recipe multiplies wgrad in bfloat16"
+    if not dtype == w.dtype == torch.bfloat16:
+        return f"the tokens are {dtype} and the weights {w.dtype}; values need bfloat16 for both"
+    if w.shape[0] > MAX_GROUPS:
+        return f"{w.shape[0]} experts; PyTorch's grouped matmul takes up to {MAX_GROUPS}"
+    if backend not in (None, "auto", "triton"):
+        return f"the backend is {backend!r}"
+    if not _is_hopper(w.device):
+        return "the GPU is no Hopper"
+    rows = w.shape[0] * w.shape[-1 if transposed else -2]
+    # A compiled graph serves any number of tokens.
+    if tokens is not None and not torch.compiler.is_compiling() and rows > WEIGHT_ROWS_PER_TOKEN * tokens:
+        return f"there are {rows} rows of weights for {tokens} tokens; values pay up to {WEIGHT_ROWS_PER_TOKEN} a token"
+    return None
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def whole_blocks(x: Tensor, block_size: int) -> Tensor:

@@ -66,11 +66,12 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         check_input(name, x, self.in_features)
         check_devices(name, x, weight=self.weight, bias=self.bias)
         backend = backend_now(self)
-        (codes,), by = self._quantized(backend), self._format(backend)
+        (weight,), by = self._quantized(backend), self._format(backend)
         assert by is not None  # no Linear takes the recipe bf16
+        assert weight is not None
         rows = x.reshape(-1, self.in_features)
         tokens = by.activations(rows, None, self.weight.requires_grad)
-        out = product(rows, self.weight, None, tokens, codes, by)
+        out = product(rows, self.weight, None, tokens, weight, by)
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.view(*x.shape[:-1], self.out_features)

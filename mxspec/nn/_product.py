@@ -9,24 +9,24 @@ from torch import Tensor
 
 from mxspec.nn._autograd import first_derivative_only, keep, kept
 from mxspec.nn._bf16 import GroupedBf16, contiguous, wgrad_bf16
-from mxspec.nn._cache import Quantized
 from mxspec.nn._formats import Format, Operand, Tokens, Weight
 
 
-def product(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, codes: Quantized, by: Format) -> Tensor:
-    """`x @ w^T`. The caller has checked x and w, and has quantized them to `tokens` and `codes`."""
-    return _Product.apply(x, w, offs, tokens, Weight(*codes), by, False)
+def product(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, weight: Weight, by: Format) -> Tensor:
+    """`x @ w^T`. The caller has checked x and w, and has quantized them to `tokens` and `weight`."""
+    return _Product.apply(x, w, offs, tokens, weight, by, False)
 
 
 def grouped_product(
-    x: Tensor, w: Tensor, offs: Tensor, tokens: Tokens | None, codes: Quantized, by: Format | None, name: str,
+    x: Tensor, w: Tensor, offs: Tensor, tokens: Tokens | None, weight: Weight | None, by: Format | None,
+    name: str,
     transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     """`product` of token groups. Without a format, the matmul is in bfloat16. A transposed w is `(E, K, N)`."""
-    if by is None or tokens is None:
-        weight = w.bfloat16().contiguous()
-        return GroupedBf16.apply(contiguous(x.bfloat16()), weight, offs, name, transposed).to(x.dtype)
-    return _Product.apply(x, w, offs, tokens, Weight(*codes), by, transposed)
+    if by is None or tokens is None or weight is None:
+        operand = w.bfloat16().contiguous()
+        return GroupedBf16.apply(contiguous(x.bfloat16()), operand, offs, name, transposed).to(x.dtype)
+    return _Product.apply(x, w, offs, tokens, weight, by, transposed)
 
 
 class _Product(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""SwiGLU experts as one differentiable function, for a format whose ops write the codes of SwiGLU, not its values.
+"""SwiGLU experts as one differentiable function, for a format that quantizes SwiGLU and its gradient itself.
 
 | step | forward | backward |
 |---|---|---|
@@ -17,18 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mxspec
 from mxspec.nn._autograd import first_derivative_only, keep, kept
-from mxspec.nn._cache import Quantized
 from mxspec.nn._formats import Format, Operand, Tokens, Weight
 
 
 def swiglu_experts(
-    x: Tensor, w_gate_up: Tensor, w_down: Tensor, offs: Tensor, tokens: Tokens, codes: tuple[Quantized, Quantized],
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, offs: Tensor, tokens: Tokens, weights: tuple[Weight, Weight],
     by: Format,
 ) -> Tensor:  # fmt: skip
     """The experts' output for tokens x. The caller has checked all arguments, and has quantized x and the weights."""
-    of_gate_up, of_down = (Weight(*quantized) for quantized in codes)
-    out, *_ = _SwigluExperts.apply(x, w_gate_up, w_down, offs, tokens, of_gate_up, of_down, by)
+    out, *_ = _SwigluExperts.apply(x, w_gate_up, w_down, offs, tokens, *weights, by)
     return out
 
 
@@ -45,15 +44,15 @@ class _SwigluExperts(torch.autograd.Function):
         rows, columns = by.swiglu(gate_up, offs)
         assert rows is not None
         assert columns is not None
-        assert columns.end is not None
         out = by.gemm(rows, of_down.codes, of_down.scale, offs, x.shape[0], x.dtype)
-        return out, gate_up, columns.codes, columns.scale, columns.end
+        return out, gate_up, *(tensor for tensor in columns[:2] if tensor is not None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, w_gate_up, w_down, offs, tokens, of_gate_up, of_down, by = inputs
-        _, gate_up, codes, scale, end = output
-        ctx.mark_non_differentiable(gate_up, codes, scale, end)
+        _, gate_up, codes, *scales = output
+        scale = scales[0] if scales else None
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         dgrad, wgrad, wgrad_down = ctx.needs_input_grad[:3]
         x_codes, x_scale, *_ = tokens.columns or (None, None)
@@ -112,7 +111,7 @@ class _SwigluExperts(torch.autograd.Function):
 
 
 class Swiglu(torch.autograd.Function):
-    """`silu(gate) * up` of `(M, 2I)` by PyTorch's kernels. Its backward concatenates the gradients of gate and up."""
+    """`silu(gate) * up` of `(M, 2I)`: in bfloat16 by mxspec's ops, in float32 by PyTorch's."""
 
     @staticmethod
     def forward(gate_up: Tensor, name: str) -> Tensor:
@@ -130,12 +129,19 @@ class Swiglu(torch.autograd.Function):
         return _swiglu_backward(gate_up, grad_hidden), None
 
 
+# The ops run with the backend "auto", whatever the user chose: all backends write the same bytes.
+
+
 def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
+    if gate_up.dtype == torch.bfloat16:
+        return mxspec.swiglu(gate, up, backend="auto")
     return torch.nn.functional.silu(gate) * up
 
 
 def _swiglu_backward(gate_up: Any, grad_hidden: Any) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
+    if gate_up.dtype == torch.bfloat16:
+        return mxspec.swiglu_backward(gate, up, grad_hidden, backend="auto")
     d_up, d_silu = grad_hidden * torch.nn.functional.silu(gate), grad_hidden * up
     return torch.cat([torch.ops.aten.silu_backward(d_silu, gate), d_up], -1)

@@ -19,6 +19,7 @@ from mxspec.nn._checks import (
     check_sizes,
     check_tensors,
 )
+from mxspec.nn._formats import refusal_of_values
 from mxspec.nn._product import grouped_product
 from mxspec.nn._swiglu import Swiglu, swiglu_experts
 from mxspec.nn.grouped_mm import check_offs
@@ -56,6 +57,36 @@ class QuantizedExperts(QuantizesWeights):
         check_devices(name, x, **others, **dict(zip(self.weight_names, self._weights(), strict=True)))
         return x
 
+    def explain(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        """Say how the matmuls of this layer would run for so many tokens, without running them.
+
+        On Hopper, MXFP8 has two ways: PyTorch's grouped matmul on the bf16 values of the codes, or mxspec's kernels on
+        the codes. Both are MXFP8. The sums differ in their order.
+
+        >>> from mxspec.nn import GroupedExperts
+        >>> print(GroupedExperts(2, 32, 64).explain(100))
+        GroupedExperts: mxfp8 multiplies codes: the tokens are torch.bfloat16 and the weights torch.float32; values ...
+        """
+        name, backend = type(self).__name__, backend_now(self)
+        if self.recipe.format == "bf16":
+            return f"{name}: bf16 quantizes nothing and multiplies bfloat16"
+        why_not = self._why_no_values(backend, dtype, tokens)
+        if why_not is None:
+            return f"{name}: mxfp8 multiplies bf16 values, because Hopper has no MX tensor cores"
+        return f"{name}: {self.recipe.format} multiplies codes: {why_not}"
+
+    def _why_no_values(self, backend: str | None, dtype: torch.dtype, tokens: int) -> str | None:
+        """Why the experts multiply codes and not their bf16 values. None if they multiply values."""
+        rows = tokens if self._cached is None else None
+        first = self._weights()[0]
+        if why_not := refusal_of_values(self.recipe, backend, first, dtype, rows, self.is_transposed):
+            return why_not
+        return None if self._cached is None or self._cached_values else "cache_weights holds codes"
+
+    def _caches_values(self) -> bool:
+        first = self._weights()[0]
+        return refusal_of_values(self.recipe, None, first, torch.bfloat16, None) is None
+
     def feed_forward(self, x: Tensor, offs: Tensor, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Run the experts by the recipe on tokens sorted by expert.
 
@@ -69,12 +100,12 @@ class QuantizedExperts(QuantizesWeights):
         """
         name, (first, second), stored = type(self).__name__, self._weights(), self.is_transposed
         backend = backend_now(self)
-        codes, by = self._quantized(backend), self._format(backend)
-        if by is None:
-            out = grouped_product(x, first, offs, None, (), None, name, stored)
+        by_values = self._why_no_values(backend, x.dtype, x.shape[0]) is None
+        (of_first, of_second), by = self._quantized(backend, by_values), self._format(backend, by_values)
+        if by is None or of_first is None or of_second is None:
+            out = grouped_product(x, first, offs, None, None, None, name, stored)
             hidden = activation(out) if activation else Swiglu.apply(out, name)
-            return grouped_product(hidden, second, offs, None, (), None, name, stored)
-        of_first, of_second = codes
+            return grouped_product(hidden, second, offs, None, None, None, name, stored)
         tokens = by.activations(x, offs, first.requires_grad)
         if activation is None and not stored and by.fuses_swiglu(x):
             return swiglu_experts(x, first, second, offs, tokens, (of_first, of_second), by)
@@ -92,6 +123,8 @@ class GroupedExperts(QuantizedExperts):
     bfloat16 tokens, one op computes SwiGLU and quantizes it (`swiglu_fp8_quantize_rowcol_groups`), and one op does the
     same for its gradient (`swiglu_backward_fp8_quantize_rowcol_groups`). Each forward quantizes the weights once.
     Inside a `cache_weights` block, they are quantized once for all forwards. The host never waits for the device.
+
+    On Hopper, the MXFP8 recipes may multiply the bfloat16 values of the codes. `explain` says when.
 
     Args:
         num_experts: the number of experts, E.

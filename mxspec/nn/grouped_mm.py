@@ -14,7 +14,7 @@ from mxspec.nn._checks import (
     check_parameters,
     check_tensors,
 )
-from mxspec.nn._formats import format_of
+from mxspec.nn._formats import format_of, refusal_of_values
 from mxspec.nn._product import grouped_product
 from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
 
@@ -108,10 +108,12 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
     check_features(name, BLOCK_SIZES[found.format], N=w.shape[1], K=w.shape[2])
     check_offs(name, offs, w.shape[0])
     check_devices(name, x, w=w, offs=offs)
-    by = format_of(found, backend_now(w), name)
-    codes = () if by is None else by.weight(w.detach())
+    backend = backend_now(w)
+    by_values = refusal_of_values(found, backend, w, x.dtype, x.shape[0]) is None
+    by = format_of(found, backend, name, by_values=by_values)
+    weight = None if by is None else by.weight(w.detach())
     tokens = None if by is None else by.activations(x, offs, w.requires_grad)
-    return grouped_product(x, w, offs, tokens, codes, by, name)
+    return grouped_product(x, w, offs, tokens, weight, by, name)
 
 
 def check_offs(name: str, offs: Tensor, experts: int) -> None:
