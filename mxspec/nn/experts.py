@@ -58,14 +58,14 @@ class QuantizedExperts(QuantizesWeights):
         return x
 
     def explain(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> str:
-        """Say how the matmuls of this layer would run for so many tokens, without running them.
+        """Say how the matmuls of this layer would run for a number of tokens of a dtype, without running them.
 
         On Hopper, MXFP8 has two ways: PyTorch's grouped matmul on the bf16 values of the codes, or mxspec's kernels on
-        the codes. Both are MXFP8. The sums differ in their order.
+        the codes. Both multiply the same MXFP8 numbers. The sums differ in their order.
 
         >>> from mxspec.nn import GroupedExperts
-        >>> print(GroupedExperts(2, 32, 64).explain(100))
-        GroupedExperts: mxfp8 multiplies codes: the tokens are torch.bfloat16 and the weights torch.float32; values ...
+        >>> print(GroupedExperts(2, 128, 128, "fp8_128").explain(100))
+        GroupedExperts: fp8_128 multiplies codes: the recipe's format is fp8_128
         """
         name, backend = type(self).__name__, backend_now(self)
         if self.recipe.format == "bf16":
