@@ -334,6 +334,7 @@ def refusal_of_values(
     return None
 
 
+@torch.compiler.assume_constant_result  # torch.compile does not trace the driver's answer
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
