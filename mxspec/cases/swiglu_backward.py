@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.elementwise import impossible, space, told_before
-from mxspec.cases.common.swiglu import gates, of_matrices
+from mxspec.cases.common.swiglu import gates, hard_gates, of_matrices
 from mxspec.spec import Case, Shapes, random_normal, these
 
 
 def cases() -> Iterator[Case]:
     yield from of_matrices(3)
+    yield Case("gates that show every rounding", hard_gates, flags={"edge"})
     (gate, up), dh = gates(20, 512).chunk(2, -1), random_normal(20, 256, seed=3)
 
     def refused(

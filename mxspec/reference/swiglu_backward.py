@@ -38,10 +38,10 @@ def swiglu_backward(gate: Tensor, up: Tensor, dh: Tensor) -> Tensor:
     Returns:
         `(M, 2I)` bfloat16, contiguous: `d_gate` in the columns `0 .. I`, `d_up` in the columns `I .. 2I`.
 
-    Special values: NaN and Inf follow the arithmetic of IEEE 754. A gate of NaN or -Inf makes both gradients NaN. A gate
-        of Inf makes d_gate NaN, because it is `Inf * 0`, and d_up is an Inf with the sign of dh, or NaN beside a dh of
-        0. For a finite gate from -87.5 down, both gradients of finite numbers are 0. Subnormal numbers keep their
-        values.
+    Special values: NaN and Inf follow the arithmetic of IEEE 754. A gate of NaN or -Inf makes both gradients NaN. A
+        gate of Inf makes d_gate NaN, because it is `Inf * 0`. Its d_up is an Inf with the sign of dh, or NaN beside a
+        dh of 0. A finite gate from -87.5 down makes both gradients 0, except that d_gate is NaN beside a d_silu that
+        is Inf or NaN, and d_up is NaN beside a dh that is. Subnormal numbers keep their values.
 
     Raises:
         TypeError: gate, up or dh is not bfloat16.

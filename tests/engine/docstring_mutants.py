@@ -1241,3 +1241,100 @@ def the_zeros_keep_their_signs(x, offs):
     signs = x.signbit()
     right.zero_unused_(x, offs)
     x.copy_(torch.where((x == 0) & signs, -0.0, x))
+
+
+# ---- swiglu, swiglu_backward
+
+
+def gate_up_dh(M=5, width=12):
+    t = rand(M, width, dtype=BF16)
+    return t * 3, t.flip(1), t.roll(1, 0)
+
+
+@mutant("swiglu", "arithmetic", lambda: gate_up_dh(64, 64)[:2])
+def silu_is_not_rounded(gate, up):
+    right.swiglu(gate, up)
+    return (gate.float() * torch.sigmoid(gate.float()) * up.float()).to(BF16)
+
+
+@before("swiglu", "operand", lambda: gate_up_dh()[:2])
+def the_first_operand_is_up(c):
+    return {"gate": c.up, "up": c.gate}
+
+
+@mutant("swiglu", "special", lambda: (torch.full((1, 1), -88.0, dtype=BF16), torch.full((1, 1), 2.0**120, dtype=BF16)))
+def tiny_sigmoids_stay(gate, up):
+    right.swiglu(gate, up)
+    s = (1 / (1 + torch.exp(-gate.double()))).float()
+    return ((gate.float() * s).to(BF16) * up).contiguous()
+
+
+@mutant("swiglu", "special", lambda: (torch.full((1, 1), -INF, dtype=BF16), torch.ones(1, 1, dtype=BF16)))
+def silu_of_minus_inf_is_0(gate, up):
+    return right.swiglu(gate, up).masked_fill(gate == -INF, -0.0)
+
+
+@mutant("swiglu", "special", lambda: (torch.full((1, 1), 2.0**-130, dtype=BF16), torch.ones(1, 1, dtype=BF16)))
+def subnormal_results_are_0(gate, up):
+    h = right.swiglu(gate, up)
+    return torch.where(h.abs() < 2.0**-126, h * 0, h)
+
+
+@after("swiglu", "layout", lambda: tuple(t.mT for t in gate_up_dh()[:2]))
+def h_has_the_strides_of_the_gate(out, c):
+    return out.mT.contiguous().mT if c.gate.numel() and c.gate.stride(0) == 1 and min(c.gate.shape) > 1 else out
+
+
+@accepts("swiglu", "refusal", lambda: (gate_up_dh()[0], gate_up_dh()[1][:1]))
+def up_may_be_one_row(c):
+    return {"up": c.up.expand(c.gate.shape)}
+
+
+@after("swiglu_backward", "return", gate_up_dh)
+def the_gradient_of_up_comes_first(out, c):
+    return out.roll(out.shape[1] // 2, 1)
+
+
+def slope_by(gate, up, dh, factor):
+    out = right.swiglu_backward(gate, up, dh)
+    x = gate.double()
+    s = (1 / (1 + torch.exp(-x))).float()
+    d_gate = factor((dh * up).float(), s, gate.float()).to(BF16)
+    # other NaN, other gates, and -88 stay as they are
+    some = (gate.abs() < 80) & (gate.abs() > 2.0**-10) & d_gate.isfinite()
+    out[:, : gate.shape[1]] = torch.where(some, d_gate, out[:, : gate.shape[1]])
+    return out
+
+
+def hard():
+    """A gate of -2.265625 beside small gradients."""
+    dh = torch.arange(1, 2**15 - 2**7).to(torch.int16).view(BF16)[None]
+    return torch.full_like(dh, -2.265625), torch.ones_like(dh), dh
+
+
+@mutant("swiglu_backward", "arithmetic", hard)
+def the_derivative_is_fused(gate, up, dh):
+    fused = lambda d, s, x: (d * s) * (1 + x.double() * (1 - s)).float()  # noqa: E731
+    return slope_by(gate, up, dh, fused)
+
+
+@mutant("swiglu_backward", "arithmetic", lambda: gate_up_dh(64, 64))
+def d_silu_is_not_rounded(gate, up, dh):
+    out = right.swiglu_backward(gate, up, dh)
+    s = (1 / (1 + torch.exp(-gate.double()))).float()
+    exact = (dh.float() * up.float() * s) * (1 + gate.float() * (1 - s))
+    some = (gate.abs() < 80) & (gate.abs() > 2.0**-10) & exact.isfinite() & out[:, : gate.shape[1]].isfinite()
+    out[:, : gate.shape[1]] = torch.where(some, exact.to(BF16), out[:, : gate.shape[1]])
+    return out
+
+
+@mutant("swiglu_backward", "special", lambda: tuple(torch.full((1, 1), v, dtype=BF16) for v in (INF, 1.0, 1.0)))
+def the_slope_at_inf_is_1(gate, up, dh):
+    out = right.swiglu_backward(gate, up, dh)
+    out[:, : gate.shape[1]] = torch.where(gate == INF, dh * up, out[:, : gate.shape[1]])
+    return out
+
+
+@accepts("swiglu_backward", "refusal", lambda: (*gate_up_dh()[:2], rand(5, 12)))
+def the_gradient_may_be_fp32(c):
+    return {"dh": c.dh.to(BF16)}

@@ -428,8 +428,9 @@ def fp8_quantize_rowcol_groups(
 
 
 def sigmoid(gate: np.ndarray) -> np.ndarray:
-    """FP8-34, of fp32 numbers: by float64, which is wrong only where the rule leaves a choice."""
-    s = (1 / (1 + np.exp(-gate.astype(np.float64)))).astype(np.float32)
+    """FP8-34, of fp32 numbers."""
+    x = gate.astype(np.float64)
+    s = np.where(np.abs(x) < 2.0**-12, 0.5 + x * (0.25 - 2.0**-26), 1 / (1 + np.exp(-x))).astype(np.float32)
     return np.where(s < power(np.array(-126)), np.float32(0), s)
 
 
@@ -447,12 +448,44 @@ def halves(gate_up: Any, offs: Any, check_offs: Any) -> tuple[np.ndarray, np.nda
     return both[:, :middle], both[:, middle:]
 
 
+def silu_times(gate: np.ndarray, up_: np.ndarray) -> Tensor:
+    """FP8-35: h."""
+    return rounded(bf16(gate * sigmoid(gate)) * up_, torch.bfloat16)
+
+
+def silu_gradients(gate: np.ndarray, up_: np.ndarray, of_h: np.ndarray) -> Tensor:
+    """FP8-38, and the matrix of FP8-39."""
+    s, one = sigmoid(gate), np.float32(1)
+    d_up, d_silu = of_h * bf16(gate * s), bf16(of_h * up_)
+    d_gate = (d_silu * s) * (one + gate * (one - s))
+    return rounded(np.concatenate([d_gate, d_up], 1), torch.bfloat16)
+
+
+def of_one_shape(**tensors: Any) -> list[np.ndarray]:
+    """FP8-40: bfloat16 matrices of one shape on one device, as fp32."""
+    first = next(iter(tensors.values()))
+    for name, t in tensors.items():
+        check_tensor(name, t, (torch.bfloat16,), (2,))
+        check_device(first, t)
+        need(t.shape == first.shape, f"shape of {name}")
+    return [widened(t) for t in tensors.values()]
+
+
+def swiglu(gate: Any, up_: Any) -> Tensor:
+    """FP8-40 and FP8-41."""
+    return silu_times(*of_one_shape(gate=gate, up=up_))
+
+
+def swiglu_backward(gate: Any, up_: Any, dh: Any) -> Tensor:
+    """FP8-40 and FP8-42."""
+    return silu_gradients(*of_one_shape(gate=gate, up=up_, dh=dh))
+
+
 def swiglu_fp8_quantize_rowcol_groups(
     gate_up: Any, offs: Any, *, scale_format: Any = "fp32", check_offs: Any = False
 ) -> tuple[Tensor, ...]:
     """FP8-33 to FP8-36."""
-    gate, up_ = halves(gate_up, offs, check_offs)
-    h = rounded(bf16(gate * sigmoid(gate)) * up_, torch.bfloat16)
+    h = silu_times(*halves(gate_up, offs, check_offs))
     return fp8_quantize_rowcol_groups(h, offs, scale_format=scale_format)
 
 
@@ -464,11 +497,7 @@ def swiglu_backward_fp8_quantize_rowcol_groups(
     check_tensor("dh", dh, (torch.bfloat16,), (2,))
     check_device(gate_up, dh)
     need(dh.shape == gate.shape, "shape of dh")
-    s, of_h = sigmoid(gate), widened(dh)
-    d_up, d_silu = of_h * bf16(gate * s), bf16(of_h * up_)
-    one = np.float32(1)
-    d_gate = (d_silu * s) * (one + gate * (one - s))
-    gradient = rounded(np.concatenate([d_gate, d_up], 1), torch.bfloat16)
+    gradient = silu_gradients(gate, up_, widened(dh))
     return fp8_quantize_rowcol_groups(gradient, offs, scale_format=scale_format)
 
 

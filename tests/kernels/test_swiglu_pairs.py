@@ -5,13 +5,15 @@ and the code its sign. A power of two brings each value near to 1, since eps hid
 is interpreted, with a sample of the values.
 """
 
+import importlib.util
+
 import pytest
 import torch
 
 import mxspec
-from mxspec import check, dispatch
+from mxspec import check, dispatch, plans
 from mxspec.cases.common.swiglu import every_gate
-from mxspec.reference.common.swiglu import silu, swiglu_backward
+from mxspec.reference.common.swiglu import sigmoid, silu, swiglu_backward
 from tests.helpers import DEVICE, ends, u8
 
 FORWARD, BACKWARD = "swiglu_fp8_quantize_rowcol_groups", "swiglu_backward_fp8_quantize_rowcol_groups"
@@ -67,7 +69,7 @@ def test_every_gate(backend):
 def test_every_gate_and_every_mantissa(backend):
     """up is 1, so that dh is the gradient of silu."""
     ones = torch.ones(len(FINITE), 1, dtype=torch.bfloat16)
-    power = toward_one(swiglu_backward(torch.cat([FINITE[:, None], ones], 1), ones)[:, 0]).to(DEVICE)
+    power = toward_one(swiglu_backward(FINITE[:, None], ones, ones)[:, 0]).to(DEVICE)
     gate, mantissa = FINITE.to(DEVICE), (1 + torch.arange(128, device=DEVICE) / 128).bfloat16()
     pairs = torch.arange(0, len(gate) * 128, 4099 if ON_A_CPU else 1, device=DEVICE)
     for some in pairs.split(ROWS * BLOCKS):
@@ -92,3 +94,66 @@ def test_no_gate_hides_behind_eps():
     hidden = FINITE[(some == 0) & (FINITE != 0)]
     assert sorted(hidden[hidden > -1].tolist()) == [-(2**-133), 2**-133]  # half of it is a tie, and rounded to 0
     assert hidden[hidden < -1].max() == -87.5
+
+
+# --- the ops without codes, whose results show every bit ------------------------------------------------------------
+
+EVERY = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+# A sigmoid that is off by one or by two shows at these gates, and a fused sum at the first four. For the last eight,
+# `1/2 + gate/4` is near the middle of two fp32 numbers.
+HARD = torch.tensor(
+    [-0.1123046875, -1.28125, -1.421875, -2.265625, -1.6640625, -2.09375, -7.0, -7.9375, -8.375, -10.125, -24.625]
+    + [-37.75, -38.75, -51.25, -54.25, -87.0, 2.265625, 7.09375, -torch.inf, torch.inf]
+    + [sign * odd * 2.0**-22 for sign in (1, -1) for odd in (1.5, 2.5, 5.5, 9.5)]
+).bfloat16()
+
+
+@pytest.fixture(params=[True, False] if torch.cuda.is_available() else [False], ids=lambda on: "ptx" if on else "plain")
+def hopper(request, monkeypatch):
+    """Triton's kernel with the PTX of `hopper/swiglu.py`, and in Triton's own language. On a CPU, only the latter."""
+    if importlib.util.find_spec("triton") and not request.param:
+        monkeypatch.setattr("mxspec.triton_kernels.tiles.swiglu._on_hopper", lambda device: False)
+    with plans.turned_off():
+        yield
+
+
+def agree(op, backend, *tensors):
+    """Whether a kernel gives the bits of the reference, where any NaN equals any NaN."""
+    got, wanted = (getattr(mxspec, op)(*tensors, backend=b) for b in (backend, "reference"))
+    nan = got.isnan()
+    same = (got.view(torch.int16) == wanted.view(torch.int16)) | nan
+    return bool(same.all()) and bool((nan == wanted.isnan()).all())
+
+
+@pytest.mark.parametrize("backend", [*kernels("swiglu")])
+def test_every_gate_without_codes(backend, hopper):
+    gate = EVERY.view(256, 256).to(DEVICE)
+    for up in (1.0, -1.3984375, 2.0**127, 2.0**-120, torch.inf, 0.0):
+        assert agree("swiglu", backend, gate, torch.full_like(gate, up))
+    assert agree("swiglu", backend, gate, gate)
+
+
+@pytest.mark.parametrize("backend", [*kernels("swiglu_backward")])
+def test_every_gate_and_every_gradient_of_silu(backend, hopper):
+    """up is 1, so that dh is the gradient of silu. A GPU tries all 2^32 pairs."""
+    gates = HARD if ON_A_CPU else torch.cat([EVERY, HARD])
+    dh = EVERY.to(DEVICE)
+    for some in gates.to(DEVICE).split(512):
+        gate = some[:, None].repeat(1, len(dh))
+        assert agree("swiglu_backward", backend, gate, torch.ones_like(gate), dh.expand(gate.shape))
+
+
+@pytest.mark.parametrize("backend", [*kernels("swiglu_backward")])
+def test_every_gate_and_some_gradients_of_silu(backend, hopper):
+    gate = EVERY.view(256, 256).to(DEVICE)
+    for dh in (1.0, -1.3984375, 2.0**127, 3 * 2.0**-133, torch.inf, 0.0):
+        assert agree("swiglu_backward", backend, gate, gate, torch.full_like(gate, dh))
+
+
+def test_a_fused_sum_gives_other_bits():
+    """`1 + gate * (1 - s)` needs both of its roundings: four small gradients of silu show that."""
+    gate, d_silu = HARD[:4, None].double(), EVERY[None].float()
+    s = sigmoid(HARD[:4, None])
+    fused, apart = (1 + gate * (1 - s)).float(), 1 + gate.float() * (1 - s)
+    one, other = (((d_silu * s) * slope).bfloat16() for slope in (fused, apart))
+    assert ((one != other) & one.isfinite()).sum(1).tolist() == [2, 2, 2, 2]  # of both signs

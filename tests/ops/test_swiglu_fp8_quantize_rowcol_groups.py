@@ -112,7 +112,7 @@ def test_the_case_of_every_gate_has_every_gate():
     assert gate_up[:, :128].reshape(-1).view(torch.int16).unique().numel() == 2**16
     gate, up = gate_up.chunk(2, -1)
     theirs = torch.nn.functional.silu(gate) * up
-    assert sorted(gate[other_bits(swiglu(gate_up), theirs)].tolist(), reverse=True) == WITH_S_OF_0
+    assert sorted(gate[other_bits(swiglu(*gate_up.chunk(2, -1)), theirs)].tolist(), reverse=True) == WITH_S_OF_0
 
 
 def exact_sigmoids(gate):
@@ -132,19 +132,13 @@ def exact_sigmoids(gate):
     return rounded, torch.tensor(distances, dtype=torch.float64)
 
 
-def test_sigmoid_is_the_real_number_rounded_except_beside_ties():
-    """Below 2^-16 some gates lie so near to a tie that float64 cannot tell its side. No result can tell it either."""
+def test_sigmoid_is_the_real_number_rounded():
+    """Below 2^-12 some gates lie so near to a tie that float64 alone cannot tell its side."""
     some = EVERY[EVERY.isfinite() & (EVERY.abs() < 90) & (EVERY.abs() > 2**-30) & (EVERY > -87.5)]
     exact, distance = exact_sigmoids(some)
-    gate = some[exact != sigmoid(some)]
-    assert 60 <= len(gate) <= 70  # the C library's exponential decides beside a tie: 63 or 64
-    assert (gate.abs() < 2**-16).all()
-    assert distance[exact != sigmoid(some)].max() < 2**-28
-    s = exact[exact != sigmoid(some)]
-    assert (gate.float() * s).bfloat16().equal(silu(gate))
-    d_silu = (1 + torch.arange(128)[:, None] / 128).bfloat16().float()
-    d_gate = [((d_silu * one) * (1 + gate.float() * (1 - one))).bfloat16() for one in (s, sigmoid(gate))]
-    assert d_gate[0].equal(d_gate[1])
+    assert exact.equal(sigmoid(some))
+    assert distance[some.abs() >= 2**-12].min() > 2**-20  # float64 has 2^-29 of such a unit
+    assert distance.min() < 2**-40
 
 
 def test_bench_cases_are_the_matrices():

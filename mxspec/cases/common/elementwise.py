@@ -21,7 +21,7 @@ _OF_VALUES = r"(?:strides|begins|sign|values|[+-]?Inf|NaN|-0|subnormal|largest|n
 def _of(name: str, choice: Choice) -> Choice:
     """The choice of another matrix, under the names of the first."""
     own = {key.removeprefix(f"{name} "): value for key, value in choice.items() if key.startswith(f"{name} ")}
-    sizes = {key: choice[key] for key in ("rows", "cols") if key in choice}
+    sizes: Choice = {key: choice[key] for key in ("rows", "cols") if key in choice}
     return {"experts": None, "negated": False, "dtype": torch.bfloat16, **sizes, **own}
 
 
@@ -42,8 +42,8 @@ def space(*names: str) -> Space:
     apart = {**ONE_COLUMN_APART, **{f"{name} strides": "rows apart" for name in names}}
     beyond = [{**plain, **choice} for choice in (*LARGE_BOTH_WAYS, *PAST_A_GRID, apart)]
     long = [part for part in REPEATED if "strides" not in part]  # one row or column that shows every special value
-    # One value of another matrix: an Inf beside a single column.
-    also = [*REPEATED, *({**part, f"{name} values": "special"} for part in long for name in names)]
+    whole = [{f"{name} values": "special", f"{name} strides": "row-major"} for name in names]
+    also = [*REPEATED, *({**part, **of_other} for part in long for of_other in whole)]
     make: Callable[[Choice], tuple[Tensor, ...]] = partial(_made, names)
     dimensions = {**MATRIX, "dtype": (torch.bfloat16,), **of_others}
     return Space(dimensions, make, {}, partial(_possible, names), also, beyond=beyond)
@@ -56,10 +56,10 @@ def told_before(*names: str) -> tuple[str, ...]:
 
 def impossible(first: str, *names: str) -> tuple[tuple[str, str], ...]:
     """The pairs of facts that no call has: a size of the first matrix is a size of the others."""
-    others = "|".join(names)
+    others, only_one = "|".join(names), r"\.strides (?:column-major|one {0} repeated|{0}s apart)"
     return (
         (rf"{first}\.cols = 1 \| \w+\.(?:block of zeros|saturating block somewhere)", "a block has 32 columns"),
         (rf"{first}\.(?:rows|cols) = 0 \| (?:{others})\." + _OF_VALUES, "every matrix is empty"),
-        (rf"{first}\.rows = 1 \| (?:{others})\.strides (?:column-major|one row repeated|rows apart)", "one row"),
-        (rf"{first}\.cols = 1 \| (?:{others})\.strides (?:column-major|one column repeated|columns apart)", "one column"),
+        (rf"{first}\.rows = 1 \| (?:{others})" + only_one.format("row"), "one row has no stride"),
+        (rf"{first}\.cols = 1 \| (?:{others})" + only_one.format("column"), "one column has no stride"),
     )

@@ -41,10 +41,23 @@ def with_subnormal(t: Tensor) -> Tensor:
 
 
 def tied_gates() -> Tensor:
-    """`(64, 128)`: in each row a gate near 0, where `1/2 + gate/4` may be the middle of two fp32 numbers."""
-    odd = torch.arange(129, 257, 2).float()
-    exponent = -torch.arange(64) % 8
-    return (torch.where(torch.arange(64) % 2 == 0, odd, -odd) * 2.0 ** (-31.0 - exponent)).bfloat16()[:, None].repeat(1, 128)
+    """`(64, 128)`: in each row a gate near 0 for which `1/2 + gate/4` is the middle of two fp32 numbers."""
+    odd = torch.arange(1, 65, 2).float()
+    gate = torch.cat([odd * 2.0**-23, -odd * 2.0**-24])  # below 1/2, fp32 numbers lie nearer to each other
+    return gate.bfloat16()[:, None].repeat(1, 128)
+
+
+def hard_gates() -> tuple[Tensor, Tensor, Tensor]:
+    """`(16, 10240)`: gates beside an up of 1 and the least gradients, which show every rounding of d_gate.
+
+    A sigmoid that is off by one shows at most of the gates, and a fused sum at the first four.
+    """
+    gates = [-0.1123046875, -1.28125, -1.421875, -2.265625, -1.6640625, -7.0, -7.9375, -8.375, -10.125, -14.75]
+    gate = (
+        torch.tensor([*gates, -37.75, -38.75, -51.25, -54.25, 2.265625, 7.09375]).bfloat16()[:, None].repeat(1, 10240)
+    )
+    dh = torch.arange(10240).to(torch.int16).view(torch.bfloat16).repeat(16, 1)
+    return gate, torch.ones_like(gate), dh
 
 
 # Every kind of number, with its negative.

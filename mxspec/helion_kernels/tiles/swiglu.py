@@ -53,7 +53,8 @@ def elementwise(gate: Tensor, up: Tensor, dh: Tensor | None) -> Tensor:
     rows = elements // cols
     d = gate if dh is None else dh
     launch(
-        _swiglu, {(9, 0): on_grid(2, num_warps)}, flat(gate), *gate.stride(), flat(up), *up.stride(), flat(d), *d.stride(),
+        _swiglu, {(9, 0): on_grid(2, num_warps)},
+        flat(gate), *gate.stride(), flat(up), *up.stride(), flat(d), *d.stride(),
         flat(out), M, width, -(-M // rows), -(-width // cols), dh is not None, rows, cols,
     )  # fmt: skip
     return out

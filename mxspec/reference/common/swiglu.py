@@ -15,7 +15,7 @@ def sigmoid(x: Tensor) -> Tensor:
     """The real number `1 / (1 + e^-x)`, rounded to fp32; 0 where it is below the smallest normal number, 2^-126.
 
     Near 0 it is `1/2 + x/4 - x^3/48`. For some small x, `1/2 + x/4` lies in the middle of two fp32 numbers, and float64
-    has no room for the rest. So the second line moves the sum toward 1/2, by less than it takes to pass any other middle.
+    has no room for the rest. So for small x the sum is moved toward 1/2 by a little, which passes no other middle.
     """
     x = x.double()
     s = torch.where(x.abs() < 2.0**-12, 0.5 + x * (0.25 - 2.0**-26), 1.0 / (1.0 + torch.exp(-x))).float()

@@ -18,9 +18,10 @@ _QUARTER = tl.constexpr(0.25 - 2.0**-26)
 def sigmoid(x):
     """`1 / (1 + e^-x)` of a widened bfloat16, within a few roundings of fp32; 0 where it is below 2^-126.
 
-    Its last bits may be wrong, but silu in bfloat16 is right for every gate. The bits are the same on every machine. Each
-    step is an operation that IEEE 754 defines, except the quotient, and a step of Newton's method corrects its last
-    bits. Above 64 the result is 1, as at 64.
+    Its last bits may be wrong, but silu in bfloat16 is right for every gate. The bits are the same on every machine.
+    Each step is an operation that IEEE 754 defines, except the quotient, and a step of Newton's method corrects its
+    last bits. Above 64 the result is 1, as at 64. `exp2` is not used: its last bits on a GPU and in the interpreter
+    differ, and a few gradients would show that.
     """
     # e^-x is 2^(whole + rest), with rest between -0.5 and 0.5. The integer is in the low bits of `t`.
     x_64 = tl.minimum(x, 64.0)

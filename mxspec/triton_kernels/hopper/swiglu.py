@@ -25,7 +25,7 @@ def _bits(value: float) -> str:
 
 
 def _exact_sigmoid() -> str:
-    """The steps of `exact_sigmoid` in `common/swiglu.py`, with the same bits. 1 / y is within one unit, and corrected."""
+    """The steps of `exact_sigmoid` in `common/swiglu.py`, with the same bits: Newton's method corrects `rcp.approx`."""
     steps = (
         f"min.f32 p, $X, {_bits(64.0)}; fma.rn.f32 t, p, {_bits(-1.44268798828125)}, {_bits(12582912.0)};"
         f" mov.f32 l, {_bits(12582912.0)}; sub.rn.f32 l, l, t; fma.rn.f32 l, p, {_bits(-1.44268798828125)}, l;"

@@ -49,10 +49,7 @@ def _swiglu(
         tl.store(to, d_gate, mask=there)
         tl.store(to + width, d_up, mask=there)
     else:
-        if HOPPER:
-            h = hopper.swiglu(g, u)
-        else:
-            h = swiglu.swiglu(g, u)
+        h = hopper.swiglu(g, u) if HOPPER else swiglu.swiglu(g, u)
         tl.store(out + (row * width)[:, None] + i[None, :], h, mask=there)
 
 

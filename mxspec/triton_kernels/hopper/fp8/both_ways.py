@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from mxspec.formats import E4M3FN, fp32_bits
 from mxspec.triton_kernels.common.groups import group_of
+from mxspec.triton_kernels.hopper.swiglu import DECLARED, WIDENED, forward, sigmoids
 from mxspec.triton_kernels.tiles.fp8_both_ways import GRADIENT, SWIGLU, TOKENS
 
 _MANTISSA = gl.constexpr(E4M3FN.max / 2.0**E4M3FN.emax)  # 448 is 1.75 * 2^8
@@ -29,13 +30,6 @@ _INVERSE = gl.constexpr(2.0**E4M3FN.emax / E4M3FN.max)
 _EXPONENT = gl.constexpr(fp32_bits(2.0**E4M3FN.emax))
 _HALF = gl.constexpr(fp32_bits(E4M3FN.max / 2))
 _TWO = gl.constexpr(fp32_bits(2.0))
-_DECLARED = "{ .reg .b32 a, b, c; .reg .f32 x, y, u, v, p, q, t, l; .reg .pred z; "
-_WIDENED = "shl.b32 a, $G, 16; and.b32 b, $G, 0xffff0000; mov.b32 x, a; mov.b32 y, b; "
-# Approximations of 2^t and 1 / y with errors of two units in the last place. They suffice for silu in bfloat16: a test
-# tries every gate.
-_SIGMOID = (
-    "mul.rn.f32 t, $X, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t; "
-)
 # The gradient needs smaller errors. t is the product of -x and log2(e), where log2(e) is rounded to 16 bits, so that
 # the product is exact. l is the rest of the exponent, as a factor 1 + l. The bias -2^-25 of l balances the errors of
 # ex2.approx. With this bias, each pair of a gate and a mantissa of d_silu gives the right bits, except for the gate
@@ -48,18 +42,6 @@ _EXACT_SIGMOID = (
 )
 
 
-def _sigmoids(of: str) -> str:
-    return "".join(of.replace("$S", s).replace("$X", x) for s, x in ("ux", "vy"))
-
-
-def _forward() -> str:
-    """$0 is silu($1) * $2, for words of two bf16."""
-    return (
-        _DECLARED + _WIDENED.replace("$G", "$1") + _sigmoids(_SIGMOID) + "mul.rn.f32 x, x, u; mul.rn.f32 y, y, v;"
-        " cvt.rn.bf16x2.f32 a, y, x; mul.rn.bf16x2 $0, a, $2; }"
-    )
-
-
 def _backward() -> str:
     """$0 and $1 are the gradients of the gate $2 and of up, $3, from the gradient $4."""
     gate = (
@@ -67,7 +49,7 @@ def _backward() -> str:
         " mul.rn.f32 $P, $P, t;"
     )
     return (
-        _DECLARED + _WIDENED.replace("$G", "$2") + _sigmoids(_EXACT_SIGMOID) + "mul.rn.f32 p, x, u; mul.rn.f32 q, y, v;"
+        DECLARED + WIDENED.replace("$G", "$2") + sigmoids(_EXACT_SIGMOID) + "mul.rn.f32 p, x, u; mul.rn.f32 q, y, v;"
         " cvt.rn.bf16x2.f32 a, q, p; mul.rn.bf16x2 $1, a, $4; mul.rn.bf16x2 c, $3, $4;"
         " shl.b32 a, c, 16; and.b32 b, c, 0xffff0000; mov.b32 p, a; mov.b32 q, b;"
         + "".join(gate.replace("$S", s).replace("$X", x).replace("$P", p) for s, x, p in ("uxp", "vyq"))
@@ -75,7 +57,7 @@ def _backward() -> str:
     )
 
 
-_FORWARD, _BACKWARD = gl.constexpr(_forward()), gl.constexpr(_backward())
+_FORWARD, _BACKWARD = gl.constexpr(forward()), gl.constexpr(_backward())
 # $0 has the codes of the four values in the words $1 and $2 of a row. $3 and $4 are both the factor of the row.
 _ROW_CODES = gl.constexpr(
     "{ .reg .b32 a, b; .reg .f32 x, y; .reg .b16 h, k;"
