@@ -1,4 +1,4 @@
-"""Experts of Hugging Face transformers that train by a recipe.
+"""Models of Hugging Face transformers: experts that train by a recipe, and FP8 checkpoints that run on our matmuls.
 
 transformers runs experts through an interface: `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS` is a table of
 functions, and `config._experts_implementation` is the name of one of them. `adapt` adds the function `mxspec` to the
@@ -9,6 +9,8 @@ A converted layer keeps its parameters, hooks and methods. Its class becomes a s
 `QuantizedExperts`. So `cache_weights` works, and transformers still recognizes the layer.
 
 The interface came with transformers 5.0.0 (huggingface/transformers#42697). Tested with 5.17.0 and 5.23.0.
+
+`serve` runs the FP8 layers of a checkpoint that is already quantized. It does not train.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from typing import Any
 
 from torch import nn
 
+from mxspec.integrations import _transformers_serving
 from mxspec.integrations._transformers_experts import IMPLEMENTATION, Experts, class_of
+from mxspec.integrations._transformers_serving import Serving
 from mxspec.nn.recipe import Recipe
 
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
@@ -92,3 +96,45 @@ def _is_swiglu(layer: Any) -> bool:
     if layer.has_bias or not getattr(layer, "has_gate", True) or type(activation) not in (nn.SiLU, SiLUActivation):
         return False
     return type(layer)._apply_gate is _default_apply_gate and "_apply_gate" not in vars(layer)
+
+
+def serve() -> Serving:
+    """Run the FP8 layers of transformers on mxspec's matmuls, until the handle is undone.
+
+    This is for checkpoints in FP8 blocks of 128 x 128 (`quant_method: fp8`, the family `fp8_block`). transformers gets
+    its dense, batched and grouped matmul from the package `kernels`, which downloads them. `serve` puts mxspec's ops in
+    their place: `fp8_quantize_1x128`, `fp8_gemm` and `fp8_grouped_gemm`, on the backend that is chosen at each call.
+    Neither `kernels` nor a download is needed. FP8 Linears no longer try DeepGEMM first. The call changes no model. It
+    holds for the whole process, for models that are loaded before and after it.
+
+    transformers has no public place for this. `serve` replaces `_FINEGRAINED_FP8` of
+    `transformers.integrations.finegrained_fp8`, and sets the environment variable
+    `TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR`. Tested with transformers 5.17.0 and 5.23.0 on a CPU, with the reference
+    backend; not run on a GPU.
+
+    transformers computes with FP8 codes on a GPU only. On a CPU it dequantizes the weights when it loads them, and
+    `serve` has no effect. Experts run on mxspec for the experts implementations `grouped_mm` (transformers' default),
+    `batched_mm` and `eager`, and not for `deepgemm`.
+
+    Returns:
+        A handle. Its `undo()` gives transformers its own kernels back. It is also a context manager. Calls may be
+        nested, in any order and from several threads: the last handle that is undone ends it.
+
+    Raises:
+        ImportError: transformers is not installed.
+        RuntimeError: this release of transformers keeps its matmuls elsewhere.
+
+    A layer raises ValueError in its forward if mxspec does not compute it: another block size, FP4 weights, a static
+    scale of the activations, or an input dimension that is no multiple of 128. It raises TypeError if its scales have
+    another dtype than float32, bfloat16 and float8_e8m0fnu.
+
+    Example, on a GPU:
+
+        from mxspec.integrations.transformers import serve
+        model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B-FP8", device_map="cuda")
+        with serve():
+            tokens = model.generate(**inputs)
+
+    Source: transformers 5.17.0 and 5.23.0, integrations/finegrained_fp8.py.
+    """
+    return _transformers_serving.install()
