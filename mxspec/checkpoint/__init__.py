@@ -2,6 +2,7 @@
 
 - `inspect` says what a checkpoint holds, what is wrong with it, and which loaders read it as it is meant.
 - `convert` writes a checkpoint in another family.
+- `save` writes a live model's layers as the codes that they compute with.
 - `verify` compares two checkpoints, or a live module and a checkpoint.
 - `retype`, `mxfp4_to_fp8_blocks` and `blocks_to_rows` change the format of tensors and keep every value, or say which
   blocks would change.
@@ -13,6 +14,7 @@ from mxspec.checkpoint.inspect import Inspection, inspect
 from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, retype
 from mxspec.checkpoint.mxfp4 import mxfp4_to_fp8_blocks
 from mxspec.checkpoint.reading import CheckpointError
+from mxspec.checkpoint.save import save
 from mxspec.checkpoint.verify import Finding, Verdict, verify
 
 __all__ = [
@@ -27,5 +29,6 @@ __all__ = [
     "inspect",
     "mxfp4_to_fp8_blocks",
     "retype",
+    "save",
     "verify",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from mxspec.checkpoint import pairs, work
 from mxspec.checkpoint.finish import finish
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.resume import Progress, source_digest
-from mxspec.checkpoint.shards import ShardWriter
 from mxspec.checkpoint.targets import SQUARE, TARGETS
 from mxspec.checkpoint.units import PLAIN_DTYPES, Unit, units
 from mxspec.checkpoint.work import Options, Work
+from mxspec.checkpoint.writing import write_shard
 
 # Weights that loaders expect in bfloat16, whatever the family.
 NEVER = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*.gate.wg.weight", "*expert_gate*", "*router*", "*.conv*")
@@ -111,7 +111,7 @@ def convert(
             mine = [w for w in plan if checkpoint.tensors[w.unit.codes].shard == shard]
             if not state.has(shard):
                 try:
-                    state.add(shard, mine, _write(pool, target / shard, mine))
+                    state.add(shard, mine, write_shard(target / shard, mine, pool))
                 except OSError as error:
                     missing = [s for s in shards if not state.has(s)]
                     raise OSError(f"convert: {error}; missing in {target}: {', '.join(missing)}") from error
@@ -157,21 +157,3 @@ def _work(checkpoint: Checkpoint, unit: Unit, options: Options, include: Sequenc
 
 def _matches(unit: Unit, globs: Sequence[str]) -> bool:
     return any(fnmatch(name, glob) for glob in globs for name in (unit.codes, unit.module))
-
-
-def _write(pool: ThreadPoolExecutor, path: Path, works: list[Work]) -> dict[str, str]:
-    """Write a shard; the largest weights first, so that the threads end together."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # an index may name a shard in a folder
-    writer = ShardWriter(path, [planned for w in works for planned in w.planned])
-    ordered = sorted(works, key=lambda w: -sum(p.nbytes for p in w.planned))
-    running = [pool.submit(w.run, writer.write) for w in ordered]
-    try:
-        for one in running:
-            one.result()
-    except BaseException:
-        for one in running:
-            one.cancel()
-        wait(running)  # no thread may write to a file that is closed
-        writer.abandon()
-        raise
-    return dict(writer.finish())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mxspec
 from mxspec.checkpoint import pairs
+from mxspec.checkpoint.files import INDEX
 from mxspec.checkpoint.reading import Checkpoint
 from mxspec.checkpoint.resume import PARTIAL, Progress
 from mxspec.checkpoint.shards import write_json
@@ -30,31 +32,60 @@ def finish(
     scales: str,
 ) -> dict[str, Any]:
     """Copy the source's other files; write the configuration, the index and, last, the manifest, which is returned."""
-    plain = sorted(
-        {"lm_head", *(w.unit.module for w in plan if w.note["how"] in ("copied", "dequantized") and _is_linear(w.unit))}
-    )
     for path in sorted(checkpoint.path.iterdir()):
         if path.is_file() and not path.name.endswith(NOT_COPIED) and path.name not in WRITTEN:
             shutil.copyfile(path, target / path.name)
-    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-    if quantization := quantization_config(to, plain, scales):
-        config["quantization_config"] = quantization
-    write_json(target / "config.json", config)
-    if quant := hf_quant_config(to, plain, mxspec.__version__):
-        write_json(target / "hf_quant_config.json", quant)
-    tensors = state.tensors(shards)
-    if len(shards) > 1:
-        size = sum(planned.nbytes for w in plan for planned in w.planned)
-        index = {"metadata": {"total_size": size}, "weight_map": {name: t["shard"] for name, t in tensors.items()}}
-        write_json(target / "model.safetensors.index.json", index)
-    shapes = [(w.unit.codes, w.unit.shape) for w in plan if len(w.planned) == 2]
-    said = pairs.warnings(checkpoint.config, to, scales, shapes)
-    if to == "ct_fp8_block" and any(t["dtype"] == "F32" and n.endswith("_scale") for n, t in tensors.items()):
-        said.append("transformers 5.17 rounds fp32 scales of compressed-tensors to bfloat16; 5.23 keeps them")
-    manifest = {**state.job, "warnings": said, "tensors": tensors}
-    write_json(target / MANIFEST, manifest)
+    plain = {"lm_head", *plain_linears(plan)}
+    manifest = describe(checkpoint.config, target, plan, state.job, state.tensors(shards), to, scales, plain)
     (target / PARTIAL).unlink(missing_ok=True)
     return manifest
+
+
+def describe(
+    config: Mapping[str, Any],
+    target: Path,
+    plan: Sequence[Work],
+    job: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    to: str,
+    scales: str,
+    plain: Iterable[str],
+) -> dict[str, Any]:
+    """Write the configuration, the index and, last, the manifest, which is returned.
+
+    Args:
+        config: the model's config.json.
+        target: the directory, which holds the shards.
+        plan: the works that wrote the shards.
+        job: the manifest's first entries.
+        tensors: the manifest's entries of the tensors.
+        to: the family.
+        scales: `fp32` or `ue8m0`.
+        plain: the modules that the configuration excludes.
+    """
+    excluded = sorted(set(plain))
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if quantization := quantization_config(to, excluded, scales):
+        config["quantization_config"] = quantization
+    write_json(target / "config.json", config)
+    if quant := hf_quant_config(to, excluded, mxspec.__version__):
+        write_json(target / "hf_quant_config.json", quant)
+    if len({entry["shard"] for entry in tensors.values()}) > 1:
+        size = sum(planned.nbytes for w in plan for planned in w.planned)
+        index = {"metadata": {"total_size": size}, "weight_map": {name: t["shard"] for name, t in tensors.items()}}
+        write_json(target / INDEX, index)
+    shapes = [(w.unit.codes, w.unit.shape) for w in plan if len(w.planned) == 2]
+    said = pairs.warnings(config, to, scales, shapes)
+    if to == "ct_fp8_block" and any(t["dtype"] == "F32" and n.endswith("_scale") for n, t in tensors.items()):
+        said.append("transformers 5.17 rounds fp32 scales of compressed-tensors to bfloat16; 5.23 keeps them")
+    manifest = {**job, "warnings": said, "tensors": dict(tensors)}
+    write_json(target / MANIFEST, manifest)
+    return manifest
+
+
+def plain_linears(plan: Sequence[Work]) -> set[str]:
+    """The modules whose weight is a plain matrix."""
+    return {w.unit.module for w in plan if w.note["how"] in ("copied", "dequantized") and _is_linear(w.unit)}
 
 
 def _is_linear(unit: Unit) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,7 @@ class Progress:
 
     def add(self, shard: str, works: list[Work], digests: dict[str, str]) -> None:
         """Note a shard that is complete."""
-        self.finished[shard] = {
-            planned.name: {
-                "shard": shard,
-                "dtype": DTYPES[planned.dtype],
-                "shape": list(planned.shape),
-                "sha256": digests[planned.name],
-                "from": list(work.unit.names),
-                **work.note,
-            }
-            for work in works
-            for planned in work.planned
-        }
+        self.finished[shard] = entries(shard, works, digests)
         self._store()
 
     def tensors(self, shards: list[str]) -> dict[str, Any]:
@@ -63,6 +53,22 @@ class Progress:
 
     def _store(self) -> None:
         write_json(self.target / PARTIAL, {"job": self.job, "shards": self.finished})
+
+
+def entries(shard: str, works: list[Work], digests: Mapping[str, str]) -> dict[str, Any]:
+    """What the manifest says of the tensors of a shard."""
+    return {
+        planned.name: {
+            "shard": shard,
+            "dtype": DTYPES[planned.dtype],
+            "shape": list(planned.shape),
+            "sha256": digests[planned.name],
+            "from": list(work.unit.names),
+            **work.note,
+        }
+        for work in works
+        for planned in work.planned
+    }
 
 
 def _is_whole(path: Path, tensors: dict[str, Any]) -> bool:

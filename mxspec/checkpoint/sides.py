@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxspec.checkpoint import live
+from mxspec.checkpoint.live import Part
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import SCHEMES, Blocks, is_power_of_two, widened_scale
 from mxspec.checkpoint.units import Unit, blocks, units
+from mxspec.nn._cache import QuantizesWeights
 from mxspec.rules import vllm_requant
 
 LOADERS = ("vllm", "sglang", "transformers")
@@ -27,12 +30,23 @@ class Weight:
         dtype: the dtype of a plain tensor; float32 for a quantized tensor, whose values are `fp32(q * scale)`.
         blocks: the codes and scales; None for a plain tensor.
         rows: the values of some rows.
+        scheme: the scheme of the codes, a name in `SCHEMES`; None for a plain tensor.
+        live: the codes that a layer of mxspec computes with, of a plain weight of a live module.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     blocks: Callable[[], Blocks] | None
     rows: Callable[[slice], Tensor]
+    scheme: str | None = None
+    live: Callable[[], Blocks] | None = None
+
+    def computed(self, other: Weight) -> Weight | None:
+        """This weight as its layer computes with it, if the other one has codes of the same scheme."""
+        if self.live is None or self.scheme != other.scheme or other.blocks is None:
+            return None
+        found = self.live()
+        return Weight(self.shape, torch.float32, lambda: found, lambda rows: found.values(torch.float32, rows))
 
 
 def weights(side: Any, as_loaded: str | None = None) -> dict[str, Weight]:
@@ -93,7 +107,7 @@ def _quantized(checkpoint: Checkpoint, unit: Unit, matrix: int, as_loaded: str |
         return cache[0].values(torch.float32, rows)
 
     dtype = torch.bfloat16 if as_loaded == "transformers" else torch.float32
-    return Weight(unit.shape[-2:], dtype, None if as_loaded == "transformers" else read, rows)
+    return Weight(unit.shape[-2:], dtype, None if as_loaded == "transformers" else read, rows, unit.scheme)
 
 
 def _as_transformers(name: str, found: Blocks, rows: slice) -> Tensor:
@@ -110,27 +124,26 @@ def _as_transformers(name: str, found: Blocks, rows: slice) -> Tensor:
 
 def _of_module(module: nn.Module) -> dict[str, Weight]:
     found = {}
-    state = module.state_dict()
-    for name, x in state.items():
-        if not x.dtype.is_floating_point:
-            continue
-        if x.ndim == 3 and ".experts." in name:
-            found.update(_experts(name, x, transposed=f"{name}_bias" in state))
-        else:
-            found[name.removesuffix(".weight")] = _plain(x)
+    latest: dict[QuantizesWeights, list[Blocks]] = {}  # the codes of one layer
+    for part in live.parts(module, every_expert=True):
+        found[part.name.removesuffix(".weight")] = _of_part(part, latest)
     return found
 
 
-def _experts(name: str, x: Tensor, transposed: bool) -> dict[str, Weight]:
-    """The experts of a fused weight. gpt-oss's experts, with a bias, are numbered; others are named as in files."""
-    head, _, projection = name.rpartition(".")
-    if transposed:
-        return {f"{name}.{i}": _plain(e.mT) for i, e in enumerate(x)}
-    if projection == "gate_up_proj":
-        halves = (("gate_proj", slice(0, x.shape[1] // 2)), ("up_proj", slice(x.shape[1] // 2, None)))
-        return {f"{head}.{i}.{part}": _plain(e[rows]) for i, e in enumerate(x) for part, rows in halves}
-    return {f"{head}.{i}.{projection}": _plain(e) for i, e in enumerate(x)}
+def _of_part(part: Part, latest: dict[QuantizesWeights, list[Blocks]]) -> Weight:
+    x, layer = part.x, part.layer
 
+    def codes() -> Blocks:
+        assert layer is not None
+        if layer not in latest:
+            latest.clear()
+            latest[layer] = live.codes_of(layer)
+        held = live.blocks_of(part, latest[layer])
+        return Blocks(held.scheme, held.codes.cpu(), held.scale.cpu())
 
-def _plain(x: Tensor) -> Weight:
-    return Weight(tuple(x.shape), x.dtype, None, lambda rows: (x if x.ndim == 0 else x[rows]).cpu())
+    def rows(rows: slice) -> Tensor:
+        return (x if x.ndim == 0 else x[rows]).cpu()
+
+    if layer is None:
+        return Weight(tuple(x.shape), x.dtype, None, rows)
+    return Weight(tuple(x.shape), x.dtype, None, rows, live.SCHEME_OF[layer.recipe.format], codes)

@@ -70,7 +70,7 @@ def quantized(checkpoint: Checkpoint, unit: Unit, options: Options) -> Work:
                     codes, scale = quantize(x)
                 except NotImplementedError as error:  # the peer has no rule for this dtype
                     raise CheckpointError(f"{unit.codes}: {error}") from error
-                _refuse_nan(unit, scale, rows)
+                refuse_nan(unit, scale, rows)
                 write(planned[0].name, codes)
                 write(planned[1].name, scale.to(planned[1].dtype))
 
@@ -109,7 +109,7 @@ def _again(old: Blocks, unit: Unit, planned: list[Planned], options: Options, wr
     quantize = quantizer(TARGETS[options.to].scheme or "", options.rule, options.scales)
     for rows in strips(unit.shape[-2]):
         codes, scale = quantize(old.values(torch.float32, rows))
-        _refuse_nan(unit, scale, rows)
+        refuse_nan(unit, scale, rows)
         write(planned[0].name, codes)
         write(planned[1].name, scale.to(planned[1].dtype))
 
@@ -161,7 +161,7 @@ def _exact_in_bf16(checkpoint: Checkpoint, unit: Unit, options: Options) -> bool
     return unit.scale is None or isinstance(retype(checkpoint.read(unit.scale), torch.bfloat16), Tensor)
 
 
-def _refuse_nan(unit: Unit, scale: Tensor, rows: slice) -> None:
+def refuse_nan(unit: Unit, scale: Tensor, rows: slice) -> None:
     finite = scale.ne(255) if scale.dtype == torch.uint8 else scale.isfinite()
     if not bool(finite.all()):
         raise CheckpointError(f"{unit.codes}: rows {rows.start} to {rows.stop - 1} hold a NaN or an Inf; needs numbers")

@@ -126,7 +126,7 @@ def _check(model: nn.Module, filter_fn: object, experts_per_token: object) -> No
     if any(isinstance(layer, QuantizesWeights) and layer._cached for layer in model.modules()):
         raise RuntimeError("convert: cache_weights holds the model's weights. Leave its with-block first.")
     for name, module in model.named_modules():
-        if kind := _wrapper(module):
+        if kind := wrapper_of(module):
             where = f"the module {name!r}" if name else "the model"
             raise RuntimeError(
                 f"convert: {where} is already wrapped by {kind}. Convert the plain model first, then call fully_shard "
@@ -134,7 +134,7 @@ def _check(model: nn.Module, filter_fn: object, experts_per_token: object) -> No
             )
 
 
-def _wrapper(module: nn.Module) -> str | None:
+def wrapper_of(module: nn.Module) -> str | None:
     """The name of the wrapper of a module (compile, DDP or FSDP), or None."""
     names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
     for wrapper in ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
