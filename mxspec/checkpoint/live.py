@@ -123,7 +123,7 @@ def library_of(model: nn.Module) -> Any:
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
-    from mxspec.integrations import transformers as library
+    from mxspec.integrations import _transformers_files as library
 
     return library
 

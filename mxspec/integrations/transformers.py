@@ -16,11 +16,9 @@ The interface came with transformers 5.0.0 (huggingface/transformers#42697). Tes
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from mxspec.integrations import _transformers_serving
 from mxspec.integrations._transformers_experts import IMPLEMENTATION, Experts, class_of
@@ -140,40 +138,3 @@ def serve() -> Serving:
     Source: transformers 5.17.0 and 5.23.0, integrations/finegrained_fp8.py.
     """
     return _transformers_serving.install()
-
-
-def without_ties(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict that files hold: without a second name of a tied weight, and without keys that are not saved."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return remove_tied_weights_from_state_dict({name: x for name, x in state.items() if name not in ignored}, model)
-
-
-def named_as_files(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model by the names of its files, cut as its files hold them: `save_pretrained` calls the same.
-
-    A model that was loaded from a quantized checkpoint has conversions that would quantize it again. They are left out.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    own = vars(model)
-    kept = {"_weight_conversions": own["_weight_conversions"]} if "_weight_conversions" in own else {}
-    if getattr(model, "hf_quantizer", None) is not None:
-        own.pop("_weight_conversions", None)  # transformers then takes the conversions of the model's class
-    try:
-        return dict(revert_weight_conversion(model, dict(state)))
-    finally:
-        own.update(kept)
-
-
-def configurations(model: Any) -> dict[str, dict[str, Any]]:
-    """The files `config.json` and, for a model that generates, `generation_config.json`. The model stays as it is."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    found = {"config.json": json.loads(config.to_json_string())}
-    found["config.json"].pop("quantization_config", None)
-    if model.can_generate() and model.generation_config is not None:
-        found["generation_config.json"] = json.loads(model.generation_config.to_json_string())
-    return found

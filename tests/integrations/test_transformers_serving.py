@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from tests.helpers import ROOT
 from tests.integrations import serving
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra [transformers])")
+pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers needs for FP8")
 theirs = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
 OLDER = ROOT / ".venv" / "transformers-5.17.0"
@@ -100,9 +102,10 @@ def test_transformers_5_17_has_the_private_name_and_generates(checkpoints):
         check(found["served"][str(checkpoints / name)], name.partition("-")[0])
 
 
-def test_the_version_that_is_tested_here():
-    assert transformers.__version__ == "5.23.0"
+def test_the_guide_and_the_docstring_name_the_versions_that_are_tested():
     assert ours.TESTED == ("5.17.0", "5.23.0")
+    assert "5.17.0 and 5.23.0" in (serve.__doc__ or "")
+    assert "transformers 5.23 and\n5.17" in (ROOT / "docs" / "guides" / "checkpoints.md").read_text()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: transformers has no FP8 layers on a CPU")
@@ -191,7 +194,9 @@ def test_another_release_of_transformers_is_refused(monkeypatch, name, value):
         monkeypatch.delattr(theirs, name)
     else:
         monkeypatch.setattr(theirs, name, value)
-    with pytest.raises(RuntimeError, match=r"transformers 5\.23\.0 does not keep .* 5\.17\.0 or 5\.23\.0"):
+    with pytest.raises(
+        RuntimeError, match=rf"transformers {re.escape(transformers.__version__)} does not keep .* 5\.17\.0 or 5\.23\.0"
+    ):
         serve()
     assert not ours._open
     assert ours.WITHOUT_DEEPGEMM not in os.environ
