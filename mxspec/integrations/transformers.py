@@ -128,7 +128,7 @@ def serve() -> Serving:
     scale of the activations, or an input dimension that is no multiple of 128. It raises TypeError if its scales have
     another dtype than float32, bfloat16 and float8_e8m0fnu.
 
-    Example, on a GPU:
+    On a GPU::
 
         from mxspec.integrations.transformers import serve
         model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B-FP8", device_map="cuda")
