@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mxspec
 from mxspec.checkpoint import live, pairs
 from mxspec.checkpoint.files import INDEX
 from mxspec.checkpoint.finish import WRITTEN, describe, plain_linears
-from mxspec.checkpoint.live import HALVES, SCHEME_OF, WHOLE, Part
+from mxspec.checkpoint.live import Part
 from mxspec.checkpoint.reading import CheckpointError
 from mxspec.checkpoint.resume import entries
+from mxspec.checkpoint.saveable import format_of, refuse_fused, refuse_other_weights
 from mxspec.checkpoint.schemes import SCHEMES, Blocks
 from mxspec.checkpoint.shards import DTYPES, Planned, write_json
 from mxspec.checkpoint.targets import SQUARE, TARGETS, scale_dtype
@@ -26,9 +26,6 @@ from mxspec.checkpoint.units import Unit
 from mxspec.checkpoint.work import COPIED_AT_ONCE, Work, Write, refuse_nan
 from mxspec.checkpoint.writing import write_shard
 from mxspec.nn._cache import QuantizesWeights
-from mxspec.nn.conversion import wrapper_of
-from mxspec.nn.experts import GroupedExperts
-from mxspec.nn.recipe import Recipe
 
 SHARD_BYTES = 5_000_000_000
 
@@ -49,14 +46,16 @@ def save(
     All other tensors are written in their dtype, and the configuration excludes them.
 
     A model of transformers gets its own config.json and the names that `save_pretrained` gives: each expert has tensors
-    of its own. The tokenizer is no part of a model; save it beside. In another model, `experts.w_gate_up` becomes
-    `experts.0.gate_proj.weight`, `experts.0.up_proj.weight` and so on, and config.json has the quantization alone.
+    of its own. The tokenizer and the code of a model with code of its own are not written. In another model,
+    `experts.w_gate_up` becomes `experts.0.gate_proj.weight`, `experts.0.up_proj.weight` and so on, and config.json has
+    the quantization alone.
 
     A file has its name only when it is whole. The manifest comes last. If an error stops the call, it removes the files
     that it wrote.
 
     Args:
-        model: a model after `mxspec.nn.convert`, or one built from the layers. It is only read, and may be on a GPU.
+        model: a model after `mxspec.nn.convert`, or one built from the layers. It is only read. It may be on a GPU,
+            which was not run.
         directory: a new directory, or an empty one.
         to: a family that stores the format of the layers' recipe. fp8_128: `fp8_block` or `ct_fp8_block`, with fp32
             scales. mxfp8: `mxfp8`, `ct_mxfp8` or `modelopt_mxfp8`. `convert` writes other families from the result.
@@ -69,8 +68,8 @@ def save(
     Raises:
         CheckpointError: the directory holds files; no layer computes with codes, or two layers have different formats;
             a tensor is sharded or on the meta device; no loader reads the family of this model; files cannot hold the
-            experts of this model; a quantized and a plain layer share a weight; or a quantized weight has a NaN or an
-            Inf. The message says what to do.
+            experts of this model; a quantized and a plain layer share a weight; a quantized weight is parametrized, or
+            has a NaN or an Inf; or the model has adapters of peft. The message says what to do.
         OSError: writing failed, for example on a full disk.
         RuntimeError: a weight changed while `cache_weights` held its codes.
         TypeError: the model is no `nn.Module`.
@@ -86,20 +85,24 @@ def save(
 
     Source: mxspec; the families are described in docs/guides/checkpoints.md.
     """
-    target, recipe = Path(directory), _checked(model, to, shard_bytes)
+    target = Path(directory)
+    form = format_of(model, to)
+    if not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise ValueError(f"save: shard_bytes = {shard_bytes!r}; needs an int of at least 1")
     configs = _configurations(model)
-    if why := pairs.refusal(configs.get("config.json", {}), to):
+    config = configs.pop("config.json", {})
+    if why := pairs.refusal(config, to):
         raise CheckpointError(f"save: {why}")
-    _refuse_ties(model)
+    refuse_other_weights(model)
     parts = live.parts(model)
-    _refuse_fused(parts)
-    plan = _works(parts, to, recipe)
+    refuse_fused(parts)
+    plan = _works(parts, to)
     shards = _shards(plan, shard_bytes)
     scales = "fp32" if TARGETS[to].scheme == SQUARE else "ue8m0"
     job: dict[str, Any] = {
         "to": to,
         "scales": scales,
-        "recipe": {key: str(value) for key, value in asdict(recipe).items()},
+        "format": form,
         "mxspec": mxspec.__version__,
         "source": {"model": type(model).__name__},
     }
@@ -108,9 +111,9 @@ def save(
     try:
         for shard in progress(list(shards)):
             tensors |= entries(shard, shards[shard], write_shard(target / shard, shards[shard]))
-        for name, config in configs.items():
-            write_json(target / name, config)
-        return describe(configs.get("config.json", {}), target, plan, job, tensors, to, scales, plain)
+        for name, other in configs.items():
+            write_json(target / name, other)
+        return describe(config, target, plan, job, tensors, to, scales, plain)
     except BaseException as error:
         _remove(target, {*shards, *configs, *WRITTEN, INDEX}, is_new)
         if isinstance(error, OSError):
@@ -118,88 +121,11 @@ def save(
         raise
 
 
-def _checked(model: nn.Module, to: str, shard_bytes: int) -> Recipe:
-    """The recipe of the layers. Raises if the model cannot be saved in this family."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"save: the model is a {type(model).__name__}; needs an nn.Module")
-    if to not in TARGETS:
-        raise ValueError(f"save: no family is named {to!r}; there are {', '.join(TARGETS)}")
-    if not isinstance(shard_bytes, int) or shard_bytes < 1:
-        raise ValueError(f"save: shard_bytes = {shard_bytes!r}; needs an int of at least 1")
-    for name, module in model.named_modules():
-        if kind := wrapper_of(module):
-            where = f"the module {name!r}" if name else "the model"
-            raise CheckpointError(
-                f"save: {where} is wrapped by {kind}. Pass the model that was wrapped. If its parameters are sharded, "
-                "gather them with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True)), load them into a converted copy that is not sharded, "
-                "and save the copy on one rank."
-            )
-    if empty := [name for name, x in model.state_dict().items() if isinstance(x, Tensor) and x.is_meta]:
-        raise CheckpointError(f"save: {empty[0]} is on the meta device and has no values. Load the weights first.")
-    recipes: dict[str, dict[str, Recipe]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, QuantizesWeights) and layer.recipe.format != "bf16":
-            recipes.setdefault(layer.recipe.format, {})[name] = layer.recipe
-    if not recipes:
-        raise CheckpointError(
-            "save: no layer of the model computes with codes. Call mxspec.nn.convert(model, recipe) first, or write a "
-            "plain checkpoint and use mxspec.checkpoint.convert."
-        )
-    if len(recipes) > 1:
-        first = ", ".join(f"{next(iter(layers))!r} has {form}" for form, layers in recipes.items())
-        raise CheckpointError(
-            f"save: the layers have several formats: {first}. A checkpoint has one: convert all layers by one recipe, "
-            "or give the others the recipe bf16."
-        )
-    ((form, layers),) = recipes.items()
-    if TARGETS[to].scheme != SCHEME_OF[form]:
-        fit = ", ".join(name for name, target in TARGETS.items() if target.scheme == SCHEME_OF[form])
-        raise ValueError(
-            f"save: the layers compute with {form}, which {to} does not store; it needs {fit}. To write {to}, save one "
-            "of these and call mxspec.checkpoint.convert."
-        )
-    return next(iter(layers.values()))
-
-
 def _configurations(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The configuration files that the model's library writes, by name."""
     library = live.library_of(model)
     found: dict[str, dict[str, Any]] = library.configurations(model) if library else {}
     return found
-
-
-def _refuse_ties(model: nn.Module) -> None:
-    """A quantized weight that another, plain layer has too: a loader would tie them again."""
-    owners = live.owners(model)
-    names: dict[int, list[str]] = {}
-    quantized = {name for name, (layer, _) in owners.items() if layer.recipe.format != "bf16"}
-    for name, x in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(x), []).append(name)
-    for tied in names.values():
-        low, plain = [n for n in tied if n in quantized], [n for n in tied if n not in quantized]
-        if low and plain:
-            raise CheckpointError(
-                f"save: {low[0]} is quantized and {plain[0]} is plain, and they are one parameter. Leave the layer of "
-                f"{low[0]} out of mxspec.nn.convert, or give it a parameter of its own."
-            )
-
-
-def _refuse_fused(parts: Sequence[Part]) -> None:
-    """Quantized experts that files hold fused, or whose names are unknown."""
-    for part in parts:
-        layer = part.layer
-        if layer is None or (part.x.ndim == 2 and not layer.is_transposed and _is_named(part, layer)):
-            continue
-        raise CheckpointError(
-            f"save: {part.source} are experts of {type(layer).__name__}, and no family names their codes in a file. "
-            "Leave them out of mxspec.nn.convert by filter_fn, or give them the recipe bf16."
-        )
-
-
-def _is_named(part: Part, layer: QuantizesWeights) -> bool:
-    """Whether the name of an expert is one that transformers or `GroupedExperts` gives it."""
-    leaf = part.source.rpartition(".")[2]
-    return part.matrix is None or isinstance(layer, GroupedExperts) or leaf in HALVES or leaf in WHOLE
 
 
 def _plain_experts(part: Part) -> str | None:
@@ -209,7 +135,7 @@ def _plain_experts(part: Part) -> str | None:
     return part.name.rpartition(".")[0] if part.x.ndim == 3 and ".experts." in part.name else None
 
 
-def _works(parts: Sequence[Part], to: str, recipe: Recipe) -> list[Work]:
+def _works(parts: Sequence[Part], to: str) -> list[Work]:
     latest: dict[QuantizesWeights, list[Blocks]] = {}  # the codes of one layer: those of its parts come together
 
     def codes(layer: QuantizesWeights) -> list[Blocks]:
@@ -218,8 +144,7 @@ def _works(parts: Sequence[Part], to: str, recipe: Recipe) -> list[Work]:
             latest[layer] = live.codes_of(layer)
         return latest[layer]
 
-    rule = "contract" if recipe.format == "fp8_128" else f"contract, scaling {recipe.scaling}"
-    return [_copied(part) if part.layer is None else _coded(part, to, rule, codes) for part in parts]
+    return [_copied(part) if part.layer is None else _coded(part, part.layer, to, codes) for part in parts]
 
 
 def _copied(part: Part) -> Work:
@@ -239,11 +164,11 @@ def _copied(part: Part) -> Work:
     return Work(_unit(part), [Planned(part.name, x.dtype, tuple(x.shape))], note, run)
 
 
-def _coded(part: Part, to: str, rule: str, codes: Callable[[QuantizesWeights], list[Blocks]]) -> Work:
+def _coded(part: Part, layer: QuantizesWeights, to: str, codes: Callable[[QuantizesWeights], list[Blocks]]) -> Work:
     """The codes and scales of a quantized weight."""
-    target, unit, layer = TARGETS[to], _unit(part), part.layer
+    target, unit = TARGETS[to], _unit(part)
+    rule = "contract" if layer.recipe.format == "fp8_128" else f"contract, scaling {layer.recipe.scaling}"
     assert target.scheme
-    assert layer
     (N, K), (height, width) = part.x.shape, SCHEMES[target.scheme].block
     planned = [
         Planned(target.codes.format(unit.module), torch.float8_e4m3fn, (N, K)),

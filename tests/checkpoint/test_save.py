@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
 
 import mxspec
 from mxspec import checkpoint, dispatch
@@ -105,6 +106,29 @@ def test_the_forward_multiplies_the_saved_bytes(tmp_path):
         q, s = mxspec.fp8_quantize_1x128(x)
         want = mxspec.fp8_gemm(q, s, found["q_proj.weight"], found["q_proj.weight_scale_inv"]) + found["q_proj.bias"]
         assert model.q_proj(x).equal(want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("recipe", "to"), RECIPES_AND_FAMILIES)
+def test_a_model_on_a_gpu_has_the_same_bytes(tmp_path, recipe, to):
+    digests = []
+    for device in ("cpu", "cuda"):
+        manifest = save(Model(RECIPES[recipe]).to(device), tmp_path / device, to=to)
+        digests.append({name: tensor["sha256"] for name, tensor in manifest["tensors"].items()})
+    assert digests[0] == digests[1]
+
+
+def test_layers_of_one_format_may_have_different_scalings(tmp_path):
+    first, second = MXLinear(64, 32, recipe="mxfp8_floor"), MXLinear(64, 32)
+    manifest = save(nn.Sequential(first, second), tmp_path, to="mxfp8")
+    assert [manifest["tensors"][f"{i}.weight"]["rule"] for i in (0, 1)] == [
+        "contract, scaling floor",
+        "contract, scaling rceil",
+    ]
+    found = load_file(tmp_path / "model.safetensors")
+    for i, layer in enumerate((first, second)):
+        assert found[f"{i}.weight"].view(torch.uint8).equal(quantized(layer.weight.detach(), layer.recipe)[0])
+    assert manifest["format"] == "mxfp8"
 
 
 def test_inside_cache_weights_the_held_codes_are_saved(tmp_path):
@@ -251,6 +275,22 @@ def test_an_error_leaves_no_file(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["other"]
 
 
+def test_the_manifest_comes_last_and_config_json_has_the_quantization_at_once(tmp_path, monkeypatch):
+    renamed, rename = [], os.replace
+
+    def noted(source, target):
+        renamed.append(target.name)
+        rename(source, target)
+        if target.name == "config.json":
+            assert "quantization_config" in json.loads(target.read_text())
+
+    monkeypatch.setattr(os, "replace", noted)
+    save(Model("fp8_128"), tmp_path, to="fp8_block", shard_bytes=500_000)
+    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    assert renamed == [*shards, "config.json", "model.safetensors.index.json", "mxspec_manifest.json"]
+
+
 def test_a_directory_that_holds_files_is_refused(tmp_path):
     model = MXLinear(64, 32)
     (tmp_path / "a").mkdir()
@@ -308,6 +348,14 @@ def test_models_that_cannot_be_saved_get_an_error_that_says_what_to_do(tmp_path)
     head.weight = embedding.weight
     with pytest.raises(CheckpointError, match=r"1\.weight is quantized and 0\.weight is plain, and they are one param"):
         save(nn.Sequential(embedding, head), out, to="mxfp8")
+
+    parametrized = nn.Sequential(MXLinear(64, 32))
+    parametrize.register_parametrization(parametrized[0], "weight", nn.Identity())
+    with pytest.raises(CheckpointError, match=r"0\.weight is no parameter, so it is parametrized. Call torch\.nn"):
+        save(parametrized, out, to="mxfp8")
+    adapter = type("LoraModel", (nn.Sequential,), {"__module__": "peft.tuners.lora.model"})
+    with pytest.raises(CheckpointError, match=r"0 is a module of peft. Merge the adapters first \(merge_and_unload\)"):
+        save(nn.Sequential(adapter(linear)), out, to="mxfp8")
 
     class WithState(nn.Sequential):
         def get_extra_state(self):

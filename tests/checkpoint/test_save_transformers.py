@@ -161,6 +161,12 @@ def test_the_models_own_files_are_written_and_the_model_stays(tmp_path):
     before = model.config.to_dict()
     save(model, tmp_path / "saved", to="fp8_block")
     assert model.config.to_dict() == before
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "mxspec_manifest.json",
+    ]
     model.save_pretrained(tmp_path / "plain")
     saved, plain = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("saved", "plain"))
     quantization = saved.pop("quantization_config")

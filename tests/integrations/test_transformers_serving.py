@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from mxspec import use_backend
-from mxspec.checkpoint import convert
+from mxspec.checkpoint import convert, save
 from mxspec.integrations import _transformers_serving as ours
 from mxspec.integrations.transformers import serve
+from mxspec.nn import convert as convert_layers
 from tests.helpers import ROOT
 from tests.integrations import serving
 
@@ -73,6 +74,18 @@ def check(found, model):
 def test_an_fp8_checkpoint_generates_on_our_ops(checkpoints, model, scales):
     with use_backend("reference"):
         check(serving.report(str(checkpoints / f"{model}-{scales}")), model)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_a_saved_model_is_served_with_the_bits_of_the_trained_one(checkpoints, tmp_path, model):
+    trained = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / model, dtype=torch.bfloat16)
+    convert_layers(trained, "fp8_128")
+    save(trained, tmp_path / "saved", to="fp8_block")
+    served, prompt = serving.load(str(tmp_path / "saved"), dequantize=False), torch.tensor(serving.PROMPT)
+    with use_backend("reference"), serve():
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert served(prompt).logits.equal(trained(prompt).logits)
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
