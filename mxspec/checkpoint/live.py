@@ -96,8 +96,15 @@ def codes_of(layer: QuantizesWeights) -> list[Blocks]:
     return found
 
 
+def begins_a_block(part: Part) -> bool:
+    """Whether the first row of a quantized tensor is the first row of a block."""
+    if part.layer is None or part.rows is None:
+        return True
+    return bool(part.rows.start % SCHEMES[SCHEME_OF[part.layer.recipe.format]].block[0] == 0)
+
+
 def blocks_of(part: Part, codes: list[Blocks]) -> Blocks:
-    """The codes and scales of one tensor, of those that `codes_of` gave for its layer."""
+    """The codes and scales of a tensor that begins a block, from those that `codes_of` gave for its layer."""
     whole = codes[part.weight]
     q, scale = (
         (whole.codes, whole.scale) if part.matrix is None else (x[part.matrix] for x in (whole.codes, whole.scale))

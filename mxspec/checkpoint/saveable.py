@@ -85,9 +85,14 @@ def refuse_other_weights(model: nn.Module) -> None:
 
 
 def refuse_fused(parts: Sequence[Part]) -> None:
-    """Raise for quantized experts that files hold fused, or whose names are unknown."""
+    """Raise for quantized experts that files hold fused or whose names are unknown, and for a tensor inside a block."""
     for part in parts:
         layer = part.layer
+        if not live.begins_a_block(part):
+            raise CheckpointError(
+                f"save: {part.name} is cut from {part.source} inside a block of 128 rows. Leave this layer out of "
+                "mxspec.nn.convert by filter_fn."
+            )
         if layer is None or (part.x.ndim == 2 and not layer.is_transposed and _is_named(part, layer)):
             continue
         raise CheckpointError(

@@ -144,6 +144,6 @@ def _of_part(part: Part, latest: dict[QuantizesWeights, list[Blocks]]) -> Weight
     def rows(rows: slice) -> Tensor:
         return (x if x.ndim == 0 else x[rows]).cpu()
 
-    if layer is None:
+    if layer is None or not live.begins_a_block(part):
         return Weight(tuple(x.shape), x.dtype, None, rows)
     return Weight(tuple(x.shape), x.dtype, None, rows, live.SCHEME_OF[layer.recipe.format], codes)

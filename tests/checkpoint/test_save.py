@@ -285,7 +285,7 @@ def test_the_manifest_comes_last_and_config_json_has_the_quantization_at_once(tm
             assert "quantization_config" in json.loads(target.read_text())
 
     monkeypatch.setattr(os, "replace", noted)
-    save(Model("fp8_128"), tmp_path, to="fp8_block", shard_bytes=500_000)
+    save(Model("fp8_128"), tmp_path, to="fp8_block", shard_bytes=200_000)
     shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(shards) > 1
     assert renamed == [*shards, "config.json", "model.safetensors.index.json", "mxspec_manifest.json"]

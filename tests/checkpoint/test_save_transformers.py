@@ -325,6 +325,46 @@ def test_rows_that_transformers_reorders_are_refused(monkeypatch):
         live.parts(model)
 
 
+def test_a_tensor_that_begins_inside_a_block_is_refused(monkeypatch, tmp_path):
+    """As of a family whose files have one tensor where the model has two, or the reverse."""
+    from mxspec.integrations import _transformers_files as library
+
+    named = library.named_as_files
+
+    def cut(model, state):
+        found = named(model, state)
+        whole = found.pop("model.layers.0.mlp.up_proj.weight", None)
+        halves = {} if whole is None else {"a.weight": whole[:at], "b.weight": whole[at:]}
+        return found | halves
+
+    monkeypatch.setattr(library, "named_as_files", cut)
+    for recipe, to, at, fits in (
+        ("fp8_128", "fp8_block", 192, False),
+        ("fp8_128", "fp8_block", 256, True),
+        ("mxfp8_rceil", "mxfp8", 192, True),
+    ):
+        model = model_of("llama")
+        convert_layers(model, recipe)
+        if not fits:
+            with pytest.raises(
+                CheckpointError, match=r"b\.weight is cut from model\.layers\.0\.mlp\.up_proj\.weight inside"
+            ):
+                save(model, tmp_path / "out", to=to)
+            assert verify(model, model).ok
+            continue
+        save(model, tmp_path / f"{recipe}", to=to)
+        assert verify(model, tmp_path / f"{recipe}").ok
+        found = load_file(tmp_path / f"{recipe}" / "model.safetensors")
+        of_one = oracle.fp8_128 if recipe == "fp8_128" else lambda x: oracle.mx(x, 448)
+        want = of_one(model.model.layers[0].mlp.up_proj.weight.detach())
+        height = 128 if recipe == "fp8_128" else 1
+        for name, rows in (("a", slice(0, at)), ("b", slice(at, None))):
+            q, s = found[f"{name}.weight"].float(), found[f"{name}.weight_scale_inv"]
+            s = s.view(torch.float8_e8m0fnu).float() if s.dtype == torch.uint8 else s
+            values = q * s.repeat_interleave(height, 0).repeat_interleave(q.shape[1] // s.shape[1], 1)
+            assert values.bfloat16().equal(want[rows])
+
+
 @pytest.mark.parametrize(
     "family",
     ["deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_next"],
