@@ -81,12 +81,15 @@ def parts(model: nn.Module, every_expert: bool = False) -> list[Part]:
 def codes_of(layer: QuantizesWeights) -> list[Blocks]:
     """The codes and scales that the layer's forward multiplies: one `Blocks` for each weight, with experts in front.
 
-    Inside a `cache_weights` block these are the codes that it holds.
+    Inside a `cache_weights` block these are the codes that it holds. If it holds bf16 values, the codes are made anew.
     """
     with torch.no_grad():
         quantized = layer._quantized(None)
     found = []
-    for codes, scale, *_ in quantized:
+    for weight in quantized:
+        assert weight is not None
+        codes, scale = weight.codes, weight.scale
+        assert scale is not None  # never bf16 values: they were not asked for
         N, K = codes.shape[-2:]
         if scale.ndim < codes.ndim:  # the layout of grouped matmuls
             scale = mxspec.from_blocked(scale, N, K // MX_BLOCK_SIZE, backend="reference")
