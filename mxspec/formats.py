@@ -37,6 +37,8 @@ SCALINGS = ("floor", "rceil", "ceil", "even")  # the rules that give the scale o
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
 FP8_BLOCK_SIZE = 128  # DeepSeek-V3 technical report, section 3.3.2: 1x128 activations, 128x128 weights
+# TMA reads rows whose distance is a multiple of 16 bytes: CUDA Driver API, cuTensorMapEncodeTiled
+FP8_SIZE_MULTIPLE = 16
 
 # The integer dtypes in which bytes are moved and compared, by width.
 INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

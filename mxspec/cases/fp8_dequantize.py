@@ -14,9 +14,10 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import axis_of, fits
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.tensors import code_values, laid
+from mxspec.cases.fp8_quantize_1x128 import TAILS
 from mxspec.cases.mx_dequantize import DIMENSIONS as MX_DIMENSIONS
 from mxspec.cases.mx_dequantize import SCALE_IMPOSSIBLE, beyond, scale_shape
-from mxspec.formats import FP8_BLOCK_SIZE
+from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these
 
@@ -54,6 +55,13 @@ def cases() -> Iterator[Case]:
             kw,
             flags={"large"},
         )
+    for i, K in enumerate(TAILS):
+        out: dict[str, Any] = {"out_dtype": OUT_DTYPES[i % 2]}
+        yield Case(f"{K} columns", these(codes(40, K), scales(40, -(-K // 128))), out)
+        yield Case(f"{K} rows, axis -2", these(codes(40, K).mT, scales(40, -(-K // 128))), {**out, "axis": -2})
+    yield Case("128x128 experts, 208 columns", these(codes(2, 130, 208), scales(2, 2, 2)))
+    yield Case("128x128, 400 rows, axis -2", these(codes(2, 144, 400).mT, scales(2, 2, 4)), {"axis": -2})
+    yield Case("400 rows of a transposed matrix, axis -2", these(codes(400, 144), scales(144, 4)), {"axis": -2})
     every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128)
     for out_dtype in OUT_DTYPES:
         exponents = torch.arange(256, dtype=torch.int32)
@@ -72,6 +80,9 @@ def cases() -> Iterator[Case]:
         ("scale of another shape", (q, s[:3]), {}, ValueError, "needs (64, 2)"),
         ("mixed devices", (q, s.to("meta")), {}, ValueError, "needs one device"),
         ("K = 100", (q[:, :100], s), {}, ValueError, "K = 100"),
+        ("K = 8", (q[:, :8], s[:, :1]), {}, ValueError, "K = 8 is not a multiple of 16; pad"),
+        ("M = 40", (q[:40], s[:, :1]), {"axis": -2}, ValueError, "M = 40 is not a multiple of 16; pad"),
+        ("K = 144 with one scale", (q[:, :144], s[:, :1]), {}, ValueError, "needs (64, 2)"),
     ]
     for name, args, options, error, match in refused:
         yield Case(name, these(*args), options, raises=error, match=match)
@@ -98,7 +109,7 @@ def _scale_shape(choice: Choice) -> tuple[int, ...] | None:
 
 def _possible(choice: Choice) -> bool:
     axis, shape = axis_of(choice), _scale_shape(choice)
-    if not fits(choice, 128 if axis == -2 else 1, 128 if axis == -1 else 1):
+    if not fits(choice, FP8_SIZE_MULTIPLE if axis == -2 else 1, FP8_SIZE_MULTIPLE if axis == -1 else 1):
         return False
     return scale_fits(choice, shape) and (shape is None or _room(choice, shape))
 
@@ -145,12 +156,9 @@ SPACE = Space(
     DIMENSIONS, _make, {"axis": (-1, -2), "out_dtype": OUT_DTYPES}, _possible, ALSO, beyond=beyond(torch.float8_e4m3fn)
 )
 IMPOSSIBLE = (
-    (r"axis (?:= -1|not given) \| qdata\.cols (?:= 1|odd|a multiple of 16)", "K is a multiple of 128"),
-    (r"axis = -2 \| qdata\.rows (?:= 1|odd|a multiple of 16)", "M is a multiple of 128"),
-    (
-        r"qdata\.cols (?:= 1|odd|a multiple of 16) \| qdata\.rows (?:= 1|odd|a multiple of 16)",
-        "rows or columns are a multiple of 128",
-    ),
+    (r"axis (?:= -1|not given) \| qdata\.cols (?:= 1|odd)", "K is a multiple of 16"),
+    (r"axis = -2 \| qdata\.rows (?:= 1|odd)", "M is a multiple of 16"),
+    (r"qdata\.cols (?:= 1|odd) \| qdata\.rows (?:= 1|odd)", "rows or columns are a multiple of 16"),
     *SCALE_IMPOSSIBLE,
-    (r"qdata\.cols = 1 \| scale\.blocks of 128 rows", "K is a multiple of 128"),
+    (r"qdata\.cols = 1 \| scale\.blocks of 128 rows", "K is a multiple of 16"),
 )

@@ -11,7 +11,8 @@ from torch import Tensor
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import STACK, WHOLE_BOTH_WAYS, fits, made, shape_of
 from mxspec.cases.common.space import Space
-from mxspec.cases.fp8_quantize_1x128 import REPEATED_HERE
+from mxspec.cases.fp8_quantize_1x128 import REPEATED_HERE, TAILS
+from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.spec import Case, Shapes, given, random_bits, random_normal, these
@@ -24,6 +25,14 @@ def cases() -> Iterator[Case]:
             yield Case(name, given(random_normal, 128, 256, dtype=dtype), {"scale_format": scale_format})
     for shape in [(1, 128), (127, 128), (129, 384), (300, 256), (2, 128, 128), (3, 130, 256)]:
         yield Case("x".join(map(str, shape)), given(random_normal, *shape))
+    for i, K in enumerate(TAILS):
+        yield Case(f"130x{K}", given(random_normal, 130, K))
+        turned: dict[str, Any] = {"with_transpose": True, "scale_format": SCALE_FORMATS[i % 2]}
+        yield Case(f"with transpose, {K}x144", given(random_normal, K, 144, dtype=checks.FLOAT_DTYPES[i % 3]), turned)
+    for prefix, own in (("with transpose, ", {"with_transpose": True}), ("", {})):
+        yield Case(f"{prefix}2x144x208", given(random_normal, 2, 144, 208), own)
+        yield Case(f"{prefix}208x400, transposed input", lambda: (random_normal(400, 208).mT,), own)
+        yield Case(f"{prefix}tails of zeros and with a NaN", _tails, own, flags={"edge"})
     yield Case("experts, partial, pow2", given(random_normal, 2, 130, 256), {"scale_format": "pow2"})
     yield Case("larger eps", given(torch.full, (130, 128), 1e-6), {"eps": 1e-4})
     yield Case("random bit patterns", given(random_bits, 256, 256, dtype=torch.bfloat16), flags={"edge"})
@@ -54,6 +63,8 @@ def cases() -> Iterator[Case]:
     yield Case("with transpose, no experts", given(torch.zeros, 0, 130, 128), with_transpose, flags={"edge"})
     refused: list[tuple[str, Tensor, dict[str, Any], type[Exception], str]] = [
         ("K = 100", torch.zeros(128, 100), {}, ValueError, "K = 100"),
+        ("K = 8", torch.zeros(128, 8), {}, ValueError, "K = 8 is not a multiple of 16; pad"),
+        ("K = 2888", torch.zeros(1, 2888), {}, ValueError, "K = 2888 is not a multiple of 16; pad"),
         ("1-D", torch.zeros(128), {}, ValueError, "2-D or 3-D"),
         ("int8", torch.zeros(128, 128, dtype=torch.int8), {}, TypeError, "int8"),
         ("unknown scale format", torch.zeros(128, 128), {"scale_format": "e8m0"}, ValueError, "'e8m0'"),
@@ -62,6 +73,13 @@ def cases() -> Iterator[Case]:
     ]
     for name, w, options, error, match in refused:
         yield Case(name, these(w), options, raises=error, match=match)
+
+
+def _tails() -> tuple[Tensor]:
+    """Three rows of squares of 16 columns: of zeros, with a NaN, and with the largest number of the matrix."""
+    w = random_normal(300, 272)
+    w[:128, 256:], w[200, 271], w[299, 256] = -0.0, torch.nan, 2.0**30
+    return (w,)
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
@@ -78,10 +96,10 @@ def _make(choice: Choice) -> tuple[Tensor]:
 
 def _possible(choice: Choice) -> bool:
     wide = choice.get("cols", 0) > 4096 and (choice.get("experts") or 0) > 256
-    return fits(choice, 1, 128) and not wide
+    return fits(choice, 1, FP8_SIZE_MULTIPLE) and not wide
 
 
-SIZES = {"rows": (0, 1, 33, 128, 144, 1152, 4224), "cols": (0, 128, 1152, 4224)}
+SIZES = {"rows": (0, 1, 33, 128, 144, 1152, 4224), "cols": (0, 128, 144, 1152, 4224)}
 OPTIONS = {"scale_format": SCALE_FORMATS, "eps": (1e-12, 1e-4), "with_transpose": (False, True)}
 ALSO = [
     *(part for part in REPEATED_HERE if part.get("cols") != 1),

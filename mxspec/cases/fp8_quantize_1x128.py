@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space
-from mxspec.formats import FP8_BLOCK_SIZE
+from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.reference.fp8_quantize_1x128 import SCALE_MAJORS
@@ -55,6 +56,17 @@ def cases() -> Iterator[Case]:
         yield Case(f"2^31 elements and more, axis {axis}, mn-major", large, kw, flags={"large"})
     yield Case("2^31 elements and more", large, flags={"large"})
     yield Case("odd K, axis -2", given(random_normal, 128, 333), {"axis": -2}, flags={"edge"})
+    for i, K in enumerate(TAILS):
+        first, second = ({"scale_major": major} for major in (SCALE_MAJORS if i % 2 else SCALE_MAJORS[::-1]))
+        yield Case(f"{K} columns, {first['scale_major']}-major scale", given(random_normal, 33, K), first)
+        yield Case(f"{K} columns of a transposed input", partial(_transposed, K, 33), second)
+        across = {"axis": -2, **second}
+        yield Case(f"{K} rows, axis -2, {second['scale_major']}-major scale", given(random_normal, K, 48), across)
+    yield Case("144x144", given(random_normal, 144, 144))
+    for axis in (-1, -2):
+        yield Case(f"tails of zeros and with a NaN, axis {axis}", partial(_tails, axis), {"axis": axis}, flags={"edge"})
+    bits = given(random_bits, 64, 208, dtype=torch.bfloat16)
+    yield Case("random bit patterns, 208 columns", bits, {"scale_format": "pow2"}, flags={"edge"})
     yield Case("larger eps", lambda: (random_normal(4, 128) * 2**-30,), {"eps": 1e-4})
     yield Case("zeros, bf16", given(torch.zeros, 2, 128, dtype=torch.bfloat16), flags={"edge"})
     yield Case("zeros, fp32", lambda: (-torch.zeros(2, 128),), {"scale_format": "pow2"}, flags={"edge"})
@@ -69,6 +81,9 @@ def cases() -> Iterator[Case]:
     ok = torch.zeros(128, 128)
     refused: list[tuple[str, Tensor, dict[str, Any], type[Exception], str]] = [
         ("K = 100", torch.zeros(4, 100), {}, ValueError, "K = 100"),
+        ("K = 8", torch.zeros(4, 8), {}, ValueError, "K = 8 is not a multiple of 16; pad"),
+        ("K = 2888", torch.zeros(1, 2888), {}, ValueError, "K = 2888 is not a multiple of 16; pad"),
+        ("M = 2888", torch.zeros(2888, 1), {"axis": -2}, ValueError, "M = 2888 is not a multiple of 16; pad"),
         ("M = 100", torch.zeros(100, 4), {"axis": -2}, ValueError, "M = 100"),
         ("3-D", torch.zeros(1, 4, 128), {}, ValueError, "2-D"),
         ("float64", ok.double(), {}, TypeError, "float64"),
@@ -84,6 +99,17 @@ def cases() -> Iterator[Case]:
         yield Case(name, these(x), options, raises=error, match=match)
 
 
+def _transposed(rows: int, cols: int) -> tuple[Tensor]:
+    return (random_normal(rows, cols).mT,)
+
+
+def _tails(axis: int) -> tuple[Tensor]:
+    """Rows that end with a shorter block: of zeros, with a NaN, with an Inf, and with the largest number of the row."""
+    x = random_normal(4, 272)
+    x[0, 256:], x[1, 271], x[2, 256], x[3, 260] = -0.0, torch.nan, torch.inf, 2.0**30
+    return (x if axis == -1 else x.mT.contiguous(),)
+
+
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
     for M, K in (shape for shape in shapes.matrices if shape[0] >= 128):
         x = given(torch.randn, M, K, dtype=torch.bfloat16)
@@ -95,7 +121,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
 
 def _possible(choice: Choice) -> bool:
     axis = axis_of(choice)
-    return fits(choice, 128 if axis == -2 else 1, 128 if axis == -1 else 1)
+    return fits(choice, FP8_SIZE_MULTIPLE if axis == -2 else 1, FP8_SIZE_MULTIPLE if axis == -1 else 1)
 
 
 def _make(choice: Choice) -> tuple[Tensor]:
@@ -103,16 +129,14 @@ def _make(choice: Choice) -> tuple[Tensor]:
 
 
 SIZES = (0, 1, 33, 128, 144, 1152, 4224)
+TAILS = (16, 144, 576, 1440, 2880)  # the last block is shorter
 REPEATED_HERE = [{name: 1152 if value == 1056 else value for name, value in part.items()} for part in REPEATED]
 OPTIONS = {"axis": (-1, -2), "scale_format": SCALE_FORMATS, "scale_major": SCALE_MAJORS, "eps": (1e-12, 1e-4)}
 BEYOND = [{**PAST_A_GRID[0], "cols": 128}, {**PAST_A_GRID[1], "rows": 128, "axis": -2}]
 BEYOND += [*WHOLE_BOTH_WAYS, ONE_COLUMN_APART]
 SPACE = Space({**MATRIX, "rows": SIZES, "cols": SIZES}, _make, OPTIONS, _possible, REPEATED_HERE, beyond=BEYOND)
 IMPOSSIBLE = (
-    (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd|a multiple of 16)", "K is a multiple of 128"),
-    (r"axis = -2 \| x\.rows (?:= 1|odd|a multiple of 16)", "M is a multiple of 128"),
-    (
-        r"x\.cols (?:= 1|odd|a multiple of 16) \| x\.rows (?:= 1|odd|a multiple of 16)",
-        "rows or columns are a multiple of 128",
-    ),
+    (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 16"),
+    (r"axis = -2 \| x\.rows (?:= 1|odd)", "M is a multiple of 16"),
+    (r"x\.cols (?:= 1|odd) \| x\.rows (?:= 1|odd)", "rows or columns are a multiple of 16"),
 )

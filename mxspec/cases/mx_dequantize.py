@@ -135,7 +135,7 @@ def scale_shape(choice: Choice, block: int) -> tuple[int, ...] | None:
     if not {"rows", "cols", "experts"} <= choice.keys():
         return None
     rows, cols = choice["rows"], choice["cols"]
-    matrix = (rows, cols // block) if axis_of(choice) == -1 else (cols, rows // block)
+    matrix = (rows, -(-cols // block)) if axis_of(choice) == -1 else (cols, -(-rows // block))
     return matrix if choice["experts"] is None else (choice["experts"], *matrix)
 
 

@@ -39,8 +39,9 @@ def _flat(qdata: Tensor, scale: Tensor, out: Tensor) -> None:
 
 
 def _along(
-    qdata: Tensor, stride_e: int, stride_r: int, stride_k: int, E: int, R: int, C: int,
+    qdata: Tensor, stride_e: int, stride_r: int, stride_k: int, E: int, R: int, C: int, K: int,
     scale: Tensor, scale_stride_e: int, scale_stride_r: int, scale_stride_c: int, out: Tensor, square: hl.constexpr,
+    tail: hl.constexpr,
 ) -> None:  # fmt: skip
     # All tensors are flat, so only the mask of an access limits what it touches.
     for matrix, row, block in hl.tile([E, R, C]):
@@ -52,15 +53,16 @@ def _along(
         e, r = matrix.index[:, None, None, None], row.index[None, :, None, None]
         k = block.index[None, None, :, None] * 128 + hl.arange(128)[None, None, None, :]
         place = e * stride_e + r * stride_r + k * stride_k
-        valid = ((e < E) & (r < R) & (k < C * 128)).expand(place.size())
+        width = K if tail else C * 128  # with a tail, the last block of a row is shorter
+        valid = ((e < E) & (r < R) & (k < width)).expand(place.size())
         value = hl.load(qdata, [place], extra_mask=valid).to(torch.float32) * value
-        hl.store(out, [(e * R + r) * (C * 128) + k], value.to(out.dtype), extra_mask=valid)
+        hl.store(out, [(e * R + r) * width + k], value.to(out.dtype), extra_mask=valid)
 
 
 def _tile(
     qdata: Tensor, stride_e: int, stride_r: int, stride_k: int, R: int, K: int,
     scale: Tensor, scale_stride_e: int, scale_stride_r: int, scale_stride_c: int, out: Tensor,
-    square: bool, even: bool, cols: int, e: int, c: int, r_tile: int,
+    square: bool, even: bool, tail: bool, cols: int, e: int, c: int, r_tile: int,
 ) -> None:  # fmt: skip
     """128 rows by `cols` columns of the output. They are one block of each of `cols` rows of the transpose.
 
@@ -74,9 +76,11 @@ def _tile(
     column = r.unsqueeze(-1).unsqueeze(-1) + dimension(8 // part, 4, 6) * part + dimension(part, 5, 6)
     mask = left = inside = owned = None
     if not even:
-        mask, left = (r < R).expand(4, 8, cols // 32, 16), R - r
+        # With a tail, the last block is shorter. A thread has all of its 16 codes or none: K is a multiple of 16.
+        mask, left = ((r < R) & (k < K) if tail else r < R).expand(4, 8, cols // 32, 16), R - r
         inside = column < R
-        owned = inside.expand(4, 8, cols // 32, 16, 8 // part, part)
+        stored = inside & (k < K).unsqueeze(-1).unsqueeze(-1) if tail else inside
+        owned = stored.expand(4, 8, cols // 32, 16, 8 // part, part)
     q = load_run(qdata, r, stride_r, e * stride_e + k * stride_k, mask, 8, left=left)
     value = q.to(torch.float32).reshape(4, 8, cols // 32, 16, 8 // part, part)
     rows = column >> 7 if square else column
@@ -88,12 +92,12 @@ def _tile(
 def _turned(
     qdata: Tensor, stride_e: int, stride_r: int, stride_k: int, E: int, R: int, K: int,
     scale: Tensor, scale_stride_e: int, scale_stride_r: int, scale_stride_c: int, out: Tensor,
-    square: hl.constexpr, even: hl.constexpr, cols: hl.constexpr,
+    square: hl.constexpr, even: hl.constexpr, tail: hl.constexpr, cols: hl.constexpr,
 ) -> None:  # fmt: skip
-    for e, c, r_tile in hl.grid([E, K // 128, (R + cols - 1) // cols]):
+    for e, c, r_tile in hl.grid([E, (K + 127) // 128, (R + cols - 1) // cols]):
         _tile(
             qdata, stride_e, stride_r, stride_k, R, K, scale, scale_stride_e, scale_stride_r, scale_stride_c, out,
-            square, even, cols, e, c, r_tile,
+            square, even, tail, cols, e, c, r_tile,
         )  # fmt: skip
 
 
@@ -103,20 +107,23 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
         return out
     q = qdata if axis == -1 else qdata.mT  # from here on the blocks lie along the last dimension
     *lead, R, K = q.shape
-    C, square = K // FP8_BLOCK_SIZE, scale.shape[-2] != R
+    C, tail, square = -(-K // FP8_BLOCK_SIZE), K % FP8_BLOCK_SIZE != 0, scale.shape[-2] != R
     E, stride_e, scale_stride_e = (lead[0], q.stride(0), scale.stride(0)) if lead else (1, 0, 0)
     codes = flat(q), stride_e, *q.stride()[-2:], E, R
     scales = flat(scale), scale_stride_e, *scale.stride()[-2:]
     if axis == -2:
         tiles = for_device(TILES, q.device)
-        even = R % tiles["turned"].cols == 0
+        even = R % tiles["turned"].cols == 0 and not tail
         cols, num_warps = tiles["turned" if even else "turned, ragged"]
         pid_type = "xyz" if max(E, C) < 65536 else "flat"
-        launch(_turned, {(9, 0): on_grid(3, num_warps, pid_type)}, *codes, K, *scales, out.view(-1), square, even, cols)
-    elif not square and E * R * C > 1 and q.is_contiguous() and scale.is_contiguous():
+        launch(
+            _turned, {(9, 0): on_grid(3, num_warps, pid_type)}, *codes, K, *scales, out.view(-1), square, even, tail,
+            cols,
+        )  # fmt: skip
+    elif not square and not tail and E * R * C > 1 and q.is_contiguous() and scale.is_contiguous():
         # Not for a single block: Helion does not mask along a dimension of 1.
         blocks = (-1, FP8_BLOCK_SIZE)
         launch(_flat, CONFIGS["flat"], q.view(blocks), scale.view(-1), out.view(blocks))
     else:
-        launch(_along, CONFIGS["along"], *codes, C, *scales, out.view(-1), square)
+        launch(_along, CONFIGS["along"], *codes, C, K, *scales, out.view(-1), square, tail)
     return out

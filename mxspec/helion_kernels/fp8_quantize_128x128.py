@@ -29,14 +29,14 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m
 
 def _plain(
     w: Tensor, stride_e: int, stride_n: int, stride_k: int, N: int, K: int,
-    qdata: Tensor, scale: Tensor, eps_bits: int, pow2: bool, even: bool, e: int, b: int, c: int,
+    qdata: Tensor, scale: Tensor, eps_bits: int, pow2: bool, even: bool, tail: bool, e: int, b: int, c: int,
 ) -> None:  # fmt: skip
     n, k = b * 128 + dimension(128, 0, 2), c * 128 + dimension(128, 1, 2)
-    inside = None if even else (n < N).expand(128, 128)
+    inside = None if even else ((n < N) & (k < K)).expand(128, 128) if tail else (n < N).expand(128, 128)
     wide = widened(hl.load(w, [e * stride_e + n * stride_n + k * stride_k], extra_mask=inside))
     s, back = factors(magnitude_bits(wide).reshape(1, 128 * 128).amax(-1), eps_bits, pow2)
     hl.store(qdata, [(e * N + n) * K + k], saturating_cast(wide * s.unsqueeze(-1), E4M3FN), extra_mask=inside)
-    hl.store(scale, [(e * ((N + 127) // 128) + b) * (K // 128) + c + hl.arange(1)], back)
+    hl.store(scale, [(e * ((N + 127) // 128) + b) * ((K + 127) // 128) + c + hl.arange(1)], back)
 
 
 def _with_transpose(
@@ -71,7 +71,7 @@ def _with_transpose(
 def _squares(
     w: Tensor, stride_e: int, stride_n: int, stride_k: int, E: int, N: int, K: int,
     qdata: Tensor, scale: Tensor, qdata_t: Tensor, scale_t: Tensor, eps_bits: int,
-    pow2: hl.constexpr, even: hl.constexpr, whole: hl.constexpr, lanes: hl.constexpr,
+    pow2: hl.constexpr, even: hl.constexpr, tail: hl.constexpr, whole: hl.constexpr, lanes: hl.constexpr,
 ) -> None:  # fmt: skip
     for e, b, c in hl.grid([E, (N + 127) // 128, (K + 127) // 128]):
         if lanes:
@@ -80,7 +80,7 @@ def _squares(
                 eps_bits, pow2, even, whole, lanes, e, b, c,
             )  # fmt: skip
         else:
-            _plain(w, stride_e, stride_n, stride_k, N, K, qdata, scale, eps_bits, pow2, even, e, b, c)
+            _plain(w, stride_e, stride_n, stride_k, N, K, qdata, scale, eps_bits, pow2, even, tail, e, b, c)
 
 
 def fp8_quantize_128x128(
@@ -107,6 +107,7 @@ def fp8_quantize_128x128(
         even = N % FP8_BLOCK_SIZE == 0 == K % FP8_BLOCK_SIZE
         launch(
             _squares, {(9, 0): on_grid(3, num_warps, pid_type)}, flat(w), stride_e, *w.stride()[-2:], E, N, K,
-            *(t.view(-1) for t in written), fp32_bits(eps), scale_format == "pow2", even, N % 16 == 0, lanes,
+            *(t.view(-1) for t in written), fp32_bits(eps), scale_format == "pow2", even,
+            K % FP8_BLOCK_SIZE != 0, N % 16 == 0, lanes,
         )  # fmt: skip
     return result

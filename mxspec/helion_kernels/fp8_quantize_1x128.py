@@ -53,18 +53,19 @@ def _flat(x: Tensor, qdata: Tensor, scale: Tensor, eps_bits: int, pow2: hl.const
 
 
 def _along(
-    x: Tensor, stride_r: int, stride_k: int, R: int, C: int, qdata: Tensor,
-    scale: Tensor, scale_stride_r: int, scale_stride_c: int, eps_bits: int, pow2: hl.constexpr,
+    x: Tensor, stride_r: int, stride_k: int, R: int, C: int, K: int, qdata: Tensor,
+    scale: Tensor, scale_stride_r: int, scale_stride_c: int, eps_bits: int, pow2: hl.constexpr, tail: hl.constexpr,
 ) -> None:  # fmt: skip
     # All tensors are flat, so only the mask of an access limits what it touches.
     for row, block in hl.tile([R, C]):
         r, c = row.index[:, None, None], block.index[None, :, None]
         k = c * 128 + hl.arange(128)[None, None, :]
-        inside = (r < R) & (c < C)
+        # With a tail, the last block of a row is shorter.
+        inside, width = (r < R) & (k < K if tail else c < C), K if tail else C * 128
         place = r * stride_r + k * stride_k
         values = hl.load(x, [place], extra_mask=inside.expand(place.size()))
         codes, back = _quantize(widened(values), eps_bits, pow2)
-        hl.store(qdata, [r * (C * 128) + k], codes, extra_mask=inside.expand(place.size()))
+        hl.store(qdata, [r * width + k], codes, extra_mask=inside.expand(place.size()))
         r, c = row.index[:, None], block.index[None, :]
         hl.store(scale, [r * scale_stride_r + c * scale_stride_c], back, extra_mask=(r < R) & (c < C))
 
@@ -72,15 +73,17 @@ def _along(
 def _tile(
     x: Tensor, stride_r: int, stride_k: int, R: int, K: int, qdata: Tensor,
     scale: Tensor, scale_stride_r: int, scale_stride_c: int, eps_bits: int, pow2: bool,
-    even: bool, blocks: int, cols: int, r_tile: int, c_tile: int,
+    even: bool, tail: bool, blocks: int, cols: int, r_tile: int, c_tile: int,
 ) -> None:  # fmt: skip
     """`blocks` blocks of each of `cols` rows. These rows are columns of memory."""
     r, run = turned_index(cols)
     r, c = r_tile * cols + r, c_tile * blocks + dimension(blocks, 2, 4)
     inside = None if even else (r < R) & (c * 128 < K)
+    # A run has 16 elements, and K is a multiple of 16. So a run lies in the row as a whole, or not at all.
+    runs = c.unsqueeze(1) * 128 + run < K if tail else None
     back = turn(
         x, r * stride_r, c.unsqueeze(1) * 128 + run, stride_k, qdata, r * K + c * 128, inside, None, None, eps_bits,
-        pow2,
+        pow2, runs,
     )  # fmt: skip
     hl.store(scale, [r * scale_stride_r + c * scale_stride_c], back, extra_mask=inside)
 
@@ -88,12 +91,12 @@ def _tile(
 def _across(
     x: Tensor, stride_r: int, stride_k: int, R: int, K: int, qdata: Tensor,
     scale: Tensor, scale_stride_r: int, scale_stride_c: int, eps_bits: int,
-    pow2: hl.constexpr, even: hl.constexpr, blocks: hl.constexpr, cols: hl.constexpr,
+    pow2: hl.constexpr, even: hl.constexpr, tail: hl.constexpr, blocks: hl.constexpr, cols: hl.constexpr,
 ) -> None:  # fmt: skip
-    for r_tile, c_tile in hl.grid([(R + cols - 1) // cols, (K // 128 + blocks - 1) // blocks]):
+    for r_tile, c_tile in hl.grid([(R + cols - 1) // cols, ((K + 127) // 128 + blocks - 1) // blocks]):
         _tile(
             x, stride_r, stride_k, R, K, qdata, scale, scale_stride_r, scale_stride_c, eps_bits, pow2,
-            even, blocks, cols, r_tile, c_tile,
+            even, tail, blocks, cols, r_tile, c_tile,
         )  # fmt: skip
 
 
@@ -102,7 +105,7 @@ def fp8_quantize_1x128(
 ) -> tuple[Tensor, Tensor]:
     rows = x if axis == -1 else x.mT  # from here on the blocks lie along the last dimension
     R, K = rows.shape
-    C, rule = K // FP8_BLOCK_SIZE, (fp32_bits(eps), scale_format == "pow2")
+    C, tail, rule = -(-K // FP8_BLOCK_SIZE), K % FP8_BLOCK_SIZE != 0, (fp32_bits(eps), scale_format == "pow2")
     qdata = torch.empty((R, K), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((R, C) if scale_major == "k" else (C, R), dtype=torch.float32, device=x.device)
     flat_scale, scale_strides = scale.view(-1), (C, 1) if scale_major == "k" else (1, R)
@@ -111,15 +114,15 @@ def fp8_quantize_1x128(
     elif rows.stride(1) != 1 and rows.stride(0) == 1:
         blocks, cols, num_warps = for_device(TILES, x.device)[f"across, {scale_major}"]
         pid_type = "xyz" if -(-R // cols) < 65536 else "flat"
-        even = R % cols == 0 == C % blocks
+        even = R % cols == 0 == C % blocks and not tail
         launch(
             _across, {(9, 0): on_grid(2, num_warps, pid_type)}, flat(rows),
-            *rows.stride(), R, K, qdata.view(-1), flat_scale, *scale_strides, *rule, even, blocks, cols,
+            *rows.stride(), R, K, qdata.view(-1), flat_scale, *scale_strides, *rule, even, tail, blocks, cols,
         )  # fmt: skip
-    elif rows.is_contiguous() and (scale_major == "k" or C == 1) and R * C > 1:
+    elif rows.is_contiguous() and (scale_major == "k" or C == 1) and R * C > 1 and not tail:
         # Not for a single block: Helion does not mask along a dimension of 1.
         launch(_flat, CONFIGS["flat"], rows.view(-1, FP8_BLOCK_SIZE), qdata.view(-1, FP8_BLOCK_SIZE), flat_scale, *rule)
     else:
         results = qdata.view(-1), flat_scale, *scale_strides
-        launch(_along, CONFIGS["along"], flat(rows), *rows.stride(), R, C, *results, *rule)
+        launch(_along, CONFIGS["along"], flat(rows), *rows.stride(), R, C, K, *results, *rule, tail)
     return qdata if axis == -1 else qdata.mT, scale if scale_major == "k" else scale.mT

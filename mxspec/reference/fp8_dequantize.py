@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
+from mxspec.reference.common.fp8_numerics import blocks_of, in_blocks
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.spec import per_element, spec
 
@@ -19,9 +20,9 @@ def check_args(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: torch
     checks.same_device(op, ("qdata", qdata), ("scale", scale))
     checks.choice(op, "axis", axis, (-1, -2))
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
-    checks.multiple(op, "K" if axis == -1 else "M", qdata.shape[axis], FP8_BLOCK_SIZE)
-    *lead, R, C = qdata.shape if axis == -1 else qdata.mT.shape
-    vector, square = (*lead, R, C // FP8_BLOCK_SIZE), (*lead, -(-R // FP8_BLOCK_SIZE), C // FP8_BLOCK_SIZE)
+    checks.fp8_size(op, "K" if axis == -1 else "M", qdata.shape[axis])
+    *lead, R, K = qdata.shape if axis == -1 else qdata.mT.shape
+    vector, square = (*lead, R, blocks_of(K)), (*lead, blocks_of(R), blocks_of(K))
     if tuple(scale.shape) != square:
         because = f"(1x128 blocks) or {square} (128x128) for qdata {tuple(qdata.shape)}, axis {axis}"
         checks.shape(op, "scale", scale, vector, because)
@@ -35,13 +36,14 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     """Read FP8 codes back: `out = out_dtype(fp32(q * scale))`.
 
     The shape of the scale says whether the blocks are 1x128 or 128x128, as in the matmuls. If qdata has one row, both
-    shapes are the same, and both kinds of block mean the same.
+    shapes are the same, and both kinds of block mean the same. The last block may be shorter than 128.
 
     Args:
         qdata: `(M, K)` or `(E, N, K)` float8_e4m3fn; any strides.
-        scale: float32 on qdata's device, any strides: `(..., M, K/128)` for 1x128 blocks, `(..., ceil(M/128), K/128)`
-            for 128x128 blocks. For axis -2 these are the shapes for the transpose of qdata.
-        axis: the dimension along which the blocks of 128 lie, -1 or -2.
+        scale: float32 on qdata's device, any strides: `(..., M, ceil(K/128))` for 1x128 blocks,
+            `(..., ceil(M/128), ceil(K/128))` for 128x128 blocks. For axis -2 these are the shapes for the transpose of
+            qdata.
+        axis: the dimension along which the blocks of 128 lie, -1 or -2. Its size is a multiple of 16.
         out_dtype: torch.bfloat16 or torch.float32.
 
     Returns:
@@ -53,7 +55,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     Raises:
         TypeError: qdata, scale or out_dtype has a dtype that is not listed above.
         ValueError: qdata has a rank that is not listed above; axis is neither -1 nor -2; the size along axis is not a
-            multiple of 128; scale has a shape that does not fit; or the operands are on two devices.
+            multiple of 16; scale has a shape that does not fit; or the operands are on two devices.
 
     Example:
         >>> qdata = torch.full((2, 128), 1.5).to(torch.float8_e4m3fn)
@@ -64,9 +66,9 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     """
     check_args(qdata, scale, axis=axis, out_dtype=out_dtype)
     q = qdata.mT if axis == -2 else qdata
-    R = q.shape[-2]
+    R, K = q.shape[-2:]
     if scale.shape[-2] != R:  # 128x128: one row of scales serves 128 rows of codes
         scale = scale.repeat_interleave(FP8_BLOCK_SIZE, dim=-2)[..., :R, :]
-    blocks = q.to(torch.float32).unflatten(-1, (q.shape[-1] // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE))  # (..., K/128, 128)
-    out = (blocks * scale.unsqueeze(-1)).flatten(-2).to(out_dtype)
+    blocks = in_blocks(q.to(torch.float32))  # (..., ceil(K/128), 128)
+    out = (blocks * scale.unsqueeze(-1)).flatten(-2)[..., :K].to(out_dtype)
     return (out.mT if axis == -2 else out).contiguous()

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.common.fp8_numerics import SCALE_FORMATS, quantization_scale
+from mxspec.reference.common.fp8_numerics import SCALE_FORMATS, blocks_of, quantization_scale
 from mxspec.reference.common.numerics import saturating_cast
 from mxspec.spec import per_element, spec
 
@@ -20,7 +20,7 @@ def check_args(w: Tensor, *, scale_format: str = "fp32", eps: float = 1e-12, wit
     checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
     checks.eps(op, eps)
     checks.boolean(op, "with_transpose", with_transpose)
-    checks.multiple(op, "K", w.shape[-1], FP8_BLOCK_SIZE)
+    checks.fp8_size(op, "K", w.shape[-1])
 
 
 @spec(
@@ -37,8 +37,8 @@ def fp8_quantize_128x128(
     transpose gives the transpose of the result. So one quantized weight serves the forward and the backward pass.
 
     Args:
-        w: `(N, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides; K a multiple of 128. The last block along
-            N may be partial: its amax is over the rows that exist.
+        w: `(N, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides; K a multiple of 16, N free. The last
+            block along N and the last block along K may be partial: amax is over the elements that exist.
         scale_format: `fp32`, or `pow2`, which rounds the factor `448 / amax` down to a power of two.
         eps: the smallest amax, 1e-35 to 1e35; rounded to fp32.
         with_transpose: True also returns the transposes of both outputs. A kernel writes them from the same read of w.
@@ -47,9 +47,10 @@ def fp8_quantize_128x128(
         `(qdata, scale)`, or `(qdata, scale, qdata_t, scale_t)` with with_transpose.
 
         - qdata: w's shape, float8_e4m3fn, contiguous.
-        - scale: `(..., ceil(N/128), K/128)` float32, contiguous: the factor that an element is multiplied by to read it
-          back.
-        - qdata_t, scale_t: `(..., K, N)` and `(..., K/128, ceil(N/128))`, contiguous: the same numbers, transposed.
+        - scale: `(..., ceil(N/128), ceil(K/128))` float32, contiguous: the factor that an element is multiplied by to
+          read it back.
+        - qdata_t, scale_t: `(..., K, N)` and `(..., ceil(K/128), ceil(N/128))`, contiguous: the same numbers,
+          transposed.
 
     Special values: as for `fp8_quantize_1x128`. A block of zeros gives scale 2.23214294e-15 for the default options. A
         NaN or an Inf makes its block's scale and elements NaN.
@@ -57,7 +58,7 @@ def fp8_quantize_128x128(
     Raises:
         TypeError: w has a dtype that is not listed above, eps is not a number, or with_transpose is not a bool.
         ValueError: w has a rank that is not listed above, scale_format is not in the list above, eps is out of range,
-            or K is not a multiple of 128.
+            or K is not a multiple of 16.
 
     Example:
         >>> w = torch.zeros(130, 128)
@@ -73,13 +74,13 @@ def fp8_quantize_128x128(
     """
     check_args(w, scale_format=scale_format, eps=eps, with_transpose=with_transpose)
     *lead, N, K = w.shape
-    row_blocks = -(-N // FP8_BLOCK_SIZE)
-    padded = pad(w.to(torch.float32), (0, 0, 0, row_blocks * FP8_BLOCK_SIZE - N))  # zeros do not change amax
-    blocks = padded.reshape(*lead, row_blocks, FP8_BLOCK_SIZE, K // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
+    rows, cols = (blocks_of(size) * FP8_BLOCK_SIZE for size in (N, K))
+    padded = pad(w.to(torch.float32), (0, cols - K, 0, rows - N))  # zeros do not change amax
+    blocks = padded.reshape(*lead, blocks_of(N), FP8_BLOCK_SIZE, blocks_of(K), FP8_BLOCK_SIZE)
 
-    s = quantization_scale(blocks.abs().amax((-3, -1)), scale_format, eps)  # (..., ceil(N/128), K/128)
+    s = quantization_scale(blocks.abs().amax((-3, -1)), scale_format, eps)  # (..., ceil(N/128), ceil(K/128))
     scaled = blocks * s.unsqueeze(-1).unsqueeze(-3)
-    qdata = saturating_cast(scaled, E4M3FN).reshape(*lead, row_blocks * FP8_BLOCK_SIZE, K)[..., :N, :].contiguous()
+    qdata = saturating_cast(scaled, E4M3FN).reshape(*lead, rows, cols)[..., :N, :K].contiguous()
     outputs: tuple[Tensor, ...] = qdata, s.reciprocal()
     if with_transpose:  # clone, because outputs never share memory; contiguous() alone may return its input
         outputs += tuple(t.mT.clone(memory_format=torch.contiguous_format) for t in outputs)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
+from mxspec.reference.common.fp8_numerics import blocks_of, in_blocks
 from mxspec.reference.common.numerics import saturating_cast
 from mxspec.reference.fp8_quantize_1x128 import check_args as check_1x128
 from mxspec.reference.fp8_quantize_128x128 import check_args as check_128x128
@@ -32,9 +33,10 @@ def quantize_1x128(
     check_1x128(x, axis=axis, scale_format=scale_format, scale_major=scale_major)
     if axis == -2:
         x = x.mT
-    blocks = x.contiguous().unflatten(-1, (x.shape[-1] // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE))  # (M, K/128, 128)
+    blocks = in_blocks(x.contiguous())  # (M, ceil(K/128), 128)
     factor, stored = rule(blocks, (-1,), scale_format, eps)
-    qdata, scale = saturating_cast(scaled(blocks, factor), E4M3FN).flatten(-2), stored.squeeze(-1)
+    qdata = saturating_cast(scaled(blocks, factor), E4M3FN).flatten(-2)[:, : x.shape[1]].contiguous()
+    scale = stored.squeeze(-1)
     if scale_major == "mn":
         scale = scale.mT.contiguous().mT
     return qdata.mT if axis == -2 else qdata, scale
@@ -46,12 +48,12 @@ def quantize_128x128(
     """`fp8_quantize_128x128` with a peer's rule, in the contract's layouts; eps may have any value."""
     check_128x128(w, scale_format=scale_format, with_transpose=with_transpose)
     *lead, N, K = w.shape
-    rows = -(-N // FP8_BLOCK_SIZE)
-    padded = pad(w, (0, 0, 0, rows * FP8_BLOCK_SIZE - N))  # zeros do not change amax
-    blocks = padded.reshape(*lead, rows, FP8_BLOCK_SIZE, K // FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
+    rows, cols = blocks_of(N), blocks_of(K)
+    padded = pad(w, (0, cols * FP8_BLOCK_SIZE - K, 0, rows * FP8_BLOCK_SIZE - N))  # zeros do not change amax
+    blocks = padded.reshape(*lead, rows, FP8_BLOCK_SIZE, cols, FP8_BLOCK_SIZE)
     factor, stored = rule(blocks, (-3, -1), scale_format, eps)
     codes = saturating_cast(scaled(blocks, factor), E4M3FN)
-    outputs: tuple[Tensor, ...] = codes.reshape(*padded.shape)[..., :N, :].contiguous(), stored.squeeze(-1).squeeze(-2)
+    outputs: tuple[Tensor, ...] = codes.reshape(*padded.shape)[..., :N, :K].contiguous(), stored.squeeze(-1).squeeze(-2)
     if with_transpose:
         outputs += tuple(t.mT.clone(memory_format=torch.contiguous_format) for t in outputs)
     return outputs

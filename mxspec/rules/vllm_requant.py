@@ -21,8 +21,8 @@ def requantize(qdata: Tensor, scale: Tensor, *, dtype: torch.dtype = torch.float
     log2 in fp32, and the elements are multiplied by its reciprocal.
 
     Args:
-        qdata: `(N, K)` or `(E, N, K)` float8_e4m3fn; K a multiple of 128.
-        scale: `(..., ceil(N/128), K/128)` float32.
+        qdata: `(N, K)` or `(E, N, K)` float8_e4m3fn; K a multiple of 16.
+        scale: `(..., ceil(N/128), ceil(K/128))` float32.
         dtype: torch.float32 is vLLM's rule. SGLang reads to torch.bfloat16 first, which rounds once more.
 
     Returns:

@@ -36,7 +36,7 @@ PTX = (r"ld\.global\.(v[24]\.)?b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e
 def _along(
     qdata, scale, out,
     E, R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
-    SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # A thread reads as many codes at once as make 16 bytes of output. By default, Triton would read 16 codes at once
     # and then exchange them through shared memory, because a thread stores 16 bytes.
@@ -45,24 +45,28 @@ def _along(
     e, r0 = (place // tiles).to(tl.int64), (place % tiles).to(tl.int64) * ROWS
     r, k = tl.arange(0, ROWS), tl.max_contiguous(tl.arange(0, 128), at_once)
     inside = ((r0 + r < R) & (e < E)) | EVEN
+    there = inside[:, None]
+    if TAIL:  # the last block of a row is shorter
+        there = there & (k < K - tl.program_id(0) * 128)[None, :]
     if WIDE:  # the products with strides are above 2^31
         r, k = r.to(tl.int64), k.to(tl.int64)
     qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
-    q = tl.load(qdata + (r[:, None] * stride_r + k[None, :] * stride_k), mask=inside[:, None])
+    q = tl.load(qdata + (r[:, None] * stride_r + k[None, :] * stride_k), mask=there)
     scale += e * scale_stride_e + c * scale_stride_c
     if SQUARE:
         value = q.to(tl.float32) * tl.load(scale + r0 // 128 * scale_stride_r, mask=(e < E) | EVEN)
     else:
         value = q.to(tl.float32) * tl.load(scale + r0 * scale_stride_r + r * scale_stride_r, mask=inside)[:, None]
     out += (e * R + r0) * K + c * 128
-    tl.store(out + (r[:, None] * K + k[None, :]), value.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(out + (r[:, None] * K + k[None, :]), value.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def _turned(
     qdata, scale, out,
     E, R, K, tiles, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c,
-    SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, COLS: tl.constexpr,
+    SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, WHOLE: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     # R and K are the sizes of the transpose: the output has K rows and R columns. Programs run along a row of the
     # output first.
@@ -72,12 +76,16 @@ def _turned(
     e, c = (place // tiles).to(tl.int64), (place % tiles).to(tl.int64)
     r = (tl.arange(0, 4) * 8)[:, None, None, None] + (tl.arange(0, COLS // 32) * 32)[None, None, :, None]
     k = (tl.arange(0, 8) * 16)[None, :, None, None] + tl.arange(0, 16)
+    there = ((r0 + r < R) & (e < E)) | EVEN
+    if TAIL:  # the last block is shorter; a thread has all of its 16 codes or none, because K is a multiple of 16
+        rows = k < K - place % tiles * 128
+        there = there & rows
     if WIDE:  # the products with strides are above 2^31
         r, k = r.to(tl.int64), k.to(tl.int64)
     qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
     # WHOLE: R is a multiple of 8, so that a thread has all of its 8 columns or none.
     left = None if WHOLE else R - r0 - r
-    q = load8(qdata + (r * stride_r + k * stride_k), stride_r, ((r0 + r < R) & (e < E)) | EVEN, left, 0, 1)
+    q = load8(qdata + (r * stride_r + k * stride_k), stride_r, there, left, 0, 1)
     # In parts of 16 bytes, because a thread stores 16 bytes. Triton would give the halves of a longer run to two
     # threads.
     PART: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
@@ -89,6 +97,8 @@ def _turned(
         value *= tl.load(scale + (r0 + column) // 128 * scale_stride_r, mask=inside)
     else:
         value *= tl.load(scale + r0 * scale_stride_r + column * scale_stride_r, mask=inside)
+    if TAIL:
+        inside = inside & rows[:, :, :, :, None, None]
     out += (e * K + c * 128) * R + r0
     tl.store(out + (k[:, :, :, :, None, None] * R + column), value.to(out.dtype.element_ty), mask=inside)
 
@@ -99,18 +109,18 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
         return out
     q = qdata if axis == -1 else qdata.mT  # from here on the blocks lie along the last dimension
     *lead, R, K = q.shape
-    C, square = K // FP8_BLOCK_SIZE, scale.shape[-2] != R
+    C, tail, square = -(-K // FP8_BLOCK_SIZE), K % FP8_BLOCK_SIZE != 0, scale.shape[-2] != R
     E, stride_e, scale_stride_e = (lead[0], q.stride(0), scale.stride(0)) if lead else (1, 0, 0)
     strides, scale_strides = q.stride()[-2:], scale.stride()[-2:]
     config = launch.for_device(CONFIGS, q.device)
     if axis == -2:
         q = q.view(torch.uint8)  # as integers, so that a masked load can give 0
-        even = R % config["turned"]["COLS"] == 0
+        even = R % config["turned"]["COLS"] == 0 and not tail
         kernel, chosen = _turned, {**config["turned" if even else "turned, ragged"], "WHOLE": R % 8 == 0}
         across, tiles = -(-R // chosen["COLS"]), C
     else:
         which = "along"
-        if not square and q.is_contiguous() and scale.is_contiguous():
+        if not square and q.is_contiguous() and scale.is_contiguous() and not tail:
             which, R, K, E, C, strides, scale_strides = "flat", E * R * C, FP8_BLOCK_SIZE, 1, 1, (128, 1), (1, 1)
         kernel, chosen = _along, config[which]
         across, tiles, even = C, -(-R // chosen["ROWS"]), R % chosen["ROWS"] == 0
@@ -118,7 +128,7 @@ def fp8_dequantize(qdata: Tensor, scale: Tensor, *, axis: int = -1, out_dtype: t
     even = even and grid[1] * grid[2] == E * tiles
     wide = max(FP8_BLOCK_SIZE, chosen.get("COLS", 0)) * max(*strides, *scale_strides, R if axis == -2 else K) >= 2**31
     kernel[grid](
-        q, scale, out, E, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, **chosen,
-        **launch.UNFUSED,
+        q, scale, out, E, R, K, tiles, stride_e, *strides, scale_stride_e, *scale_strides, square, even, wide, tail,
+        **chosen, **launch.UNFUSED,
     )  # fmt: skip
     return out

@@ -38,11 +38,13 @@ def supports(w: Tensor, **_: Any) -> str | None:
 def _square(
     w, qdata, scale,
     N, K, stride_e, stride_n, stride_k, eps_bits,
-    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     c, b, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n0, k0, n, k = b.to(tl.int64) * 128, c.to(tl.int64) * 128, tl.arange(0, 128), tl.arange(0, 128)
     inside = (n0 + n < N)[:, None] | EVEN
+    if TAIL:  # the last block of a row is shorter
+        inside = inside & (k < K - c * 128)[None, :]
     if WIDE:  # the products with strides are above 2^31
         n, k = n.to(tl.int64), k.to(tl.int64)
     w += e * stride_e + n0 * stride_n + k0 * stride_k
@@ -107,10 +109,9 @@ def fp8_quantize_128x128(
         row_blocks, col_blocks = -(-N // FP8_BLOCK_SIZE), -(-K // FP8_BLOCK_SIZE)
         even = N % FP8_BLOCK_SIZE == 0 == K % FP8_BLOCK_SIZE
         wide = FP8_BLOCK_SIZE * max(*w.stride()[-2:], K, N * with_transpose) >= 2**31
-        if with_transpose:
-            chosen = {**chosen, "WHOLE": N % 16 == 0}
+        more = {"WHOLE": N % 16 == 0} if with_transpose else {"TAIL": K % FP8_BLOCK_SIZE != 0}
         (_square_and_transpose if with_transpose else _square)[col_blocks, row_blocks, E](
             w, *written, N, K, stride_e, *w.stride()[-2:], fp32_bits(eps), scale_format == "pow2", even, wide, **chosen,
-            **launch.UNFUSED,
+            **more, **launch.UNFUSED,
         )  # fmt: skip
     return result

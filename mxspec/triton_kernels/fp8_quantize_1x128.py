@@ -35,20 +35,23 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e4m
 def _along(
     x, qdata, scale,
     R, K, stride_r, stride_k, scale_stride_r, scale_stride_c, eps_bits,
-    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # A program has ROWS rows of one block, so that it stores column-major scales as a run. Programs run along the row
     # first.
     r0 = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * ROWS
     c, r, k = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS), tl.arange(0, 128)
     inside = (r0 + r < R) | EVEN
+    there = inside[:, None]
+    if TAIL:  # the last block of a row is shorter
+        there = there & (k < K - tl.program_id(0) * 128)[None, :]
     if WIDE:  # the products with strides are above 2^31
         r, k = r.to(tl.int64), k.to(tl.int64)
     x += r0 * stride_r + c * 128 * stride_k
-    values = widened(tl.load(x + (r[:, None] * stride_r + k[None, :] * stride_k), mask=inside[:, None], other=0))
+    values = widened(tl.load(x + (r[:, None] * stride_r + k[None, :] * stride_k), mask=there, other=0))
     s, back = factors(tl.max(magnitude_bits(values), axis=1), eps_bits, POW2)
     q = saturating_cast(values * s[:, None], qdata.dtype.element_ty)
-    tl.store(qdata + r0 * K + c * 128 + (r[:, None] * K + k[None, :]), q, mask=inside[:, None])
+    tl.store(qdata + r0 * K + c * 128 + (r[:, None] * K + k[None, :]), q, mask=there)
     tl.store(scale + r0 * scale_stride_r + c * scale_stride_c + r * scale_stride_r, back, mask=inside)
 
 
@@ -56,7 +59,8 @@ def _along(
 def _across(
     x, qdata, scale,
     R, K, stride_r, stride_k, scale_stride_r, scale_stride_c, eps_bits,
-    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, TAIL: tl.constexpr, BLOCKS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     # A program has BLOCKS blocks of each of COLS rows. These rows are columns of memory. Programs run along a row
     # first, so that neighbouring programs write neighbouring codes of the row.
@@ -64,9 +68,11 @@ def _across(
     k0 = tl.program_id(0).to(tl.int64) * (BLOCKS * 128)
     r, k, run = turned_index(WIDE, BLOCKS, COLS)
     inside = ((r0 + r < R) & (k0 + k < K)) | EVEN  # (4, COLS // 32, BLOCKS, 8)
+    # A run has 16 elements, and K is a multiple of 16. So a run lies in the row as a whole, or not at all.
+    runs = k0 + k + run < K if TAIL else None
     back = turn(
         x + r0 * stride_r + k0 * stride_k, qdata + r0 * K + k0, r, k, run, stride_r, stride_k, K,
-        inside, inside, None, eps_bits, POW2, BLOCKS, COLS,
+        inside, inside, None, eps_bits, POW2, BLOCKS, COLS, runs,
     )  # fmt: skip
     scale += r0 * scale_stride_r + tl.program_id(0).to(tl.int64) * BLOCKS * scale_stride_c
     tl.store(scale + (r * scale_stride_r + k // 128 * scale_stride_c), back, mask=inside)
@@ -77,7 +83,7 @@ def fp8_quantize_1x128(
 ) -> tuple[Tensor, Tensor]:
     rows = x if axis == -1 else x.mT  # from here on the blocks lie along the last dimension
     R, K = rows.shape
-    C = K // FP8_BLOCK_SIZE
+    C, tail = -(-K // FP8_BLOCK_SIZE), K % FP8_BLOCK_SIZE != 0
     qdata = x.new_empty((R, K), dtype=torch.float8_e4m3fn)
     scale = x.new_empty((R, C) if scale_major == "k" else (C, R), dtype=torch.float32)
     result = qdata if axis == -1 else qdata.mT, scale if scale_major == "k" else scale.mT
@@ -86,7 +92,7 @@ def fp8_quantize_1x128(
     scale_strides = (C, 1) if scale_major == "k" else (1, R)
     if rows.stride(1) != 1 and rows.stride(0) == 1:
         kernel, which = _across, f"across, {scale_major}"
-    elif rows.is_contiguous() and (scale_major == "k" or C == 1):
+    elif rows.is_contiguous() and (scale_major == "k" or C == 1) and not tail:
         kernel, which = _along, "flat"
         rows, R, K, scale_strides = rows.view(-1, FP8_BLOCK_SIZE), R * C, FP8_BLOCK_SIZE, (1, 1)
     else:
@@ -99,6 +105,6 @@ def fp8_quantize_1x128(
     wide = max(height * max(rows.stride(0), K, scale_strides[0]), width * rows.stride(1)) >= 2**31
     kernel[grid](
         rows, qdata, scale, R, K, *rows.stride(), *scale_strides, fp32_bits(eps), scale_format == "pow2", even, wide,
-        **config, **launch.UNFUSED,
+        tail, **config, **launch.UNFUSED,
     )  # fmt: skip
     return result

@@ -353,11 +353,16 @@ def fp8_factor(amax: np.ndarray, scale_format: str, eps: float) -> tuple[np.ndar
 
 
 def fp8_codes(x: np.ndarray, scale_format: str, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """FP8-1 to FP8-8, with blocks of 128 along the last dimension."""
-    blocks = np.ascontiguousarray(x).reshape(*x.shape[:-1], x.shape[-1] // 128, 128)
-    amax = (blocks.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0)
-    s, scale = fp8_factor(amax, scale_format, eps)
-    return scaled_codes(blocks, s, amax > 0, E4M3FN).reshape(x.shape), scale
+    """FP8-1 to FP8-8, with blocks of 128 along the last dimension, of which the last may be shorter."""
+    C = up(x.shape[-1], 128) // 128
+    codes, scale = np.zeros(x.shape, np.uint8), np.zeros((*x.shape[:-1], C), np.float32)
+    for j in range(C):
+        block = np.ascontiguousarray(x[..., 128 * j : 128 * j + 128])[..., None, :]
+        amax = (block.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0)
+        s, of_block = fp8_factor(amax, scale_format, eps)
+        scale[..., j] = of_block[..., 0]
+        codes[..., 128 * j : 128 * j + 128] = scaled_codes(block, s, amax > 0, E4M3FN)[..., 0, :]
+    return codes, scale
 
 
 def fp8_quantize_1x128(
@@ -368,7 +373,7 @@ def fp8_quantize_1x128(
     check_choice("axis", axis, (-1, -2))
     check_choice("scale_major", scale_major, ("k", "mn"))
     check_fp8(scale_format, eps)
-    need(x.shape[axis] % 128 == 0, "no multiple of 128")
+    need(x.shape[axis] % 16 == 0, "no multiple of 16")
     codes, scale = fp8_codes(widened(x) if axis == -1 else widened(x).T, scale_format, eps)
     qdata = tensor(codes, torch.float8_e4m3fn)
     stored = tensor(scale.T, torch.float32).mT if scale_major == "mn" else tensor(scale, torch.float32)
@@ -383,15 +388,15 @@ def fp8_quantize_128x128(
     check_fp8(scale_format, eps)
     need(type(with_transpose) is bool, f"with_transpose = {with_transpose!r}")
     *lead, N, K = w.shape
-    need(K % 128 == 0, "no multiple of 128")
+    need(K % 16 == 0, "no multiple of 16")
     x = widened(w)
-    codes, scale = np.zeros(x.shape, np.uint8), np.zeros((*lead, up(N, 128) // 128, K // 128), np.float32)
-    for i in range(0, N, 128):
-        rows = x[..., i : i + 128, :]
-        blocks = rows.reshape(*lead, rows.shape[-2], K // 128, 128)
-        amax = (blocks.view(np.uint32) & 0x7FFFFFFF).max((-3, -1), initial=0)
-        s, scale[..., i // 128, :] = fp8_factor(amax, scale_format, eps)
-        codes[..., i : i + 128, :] = cast(blocks * s[..., None, :, None], E4M3FN).reshape(rows.shape)
+    codes = np.zeros(x.shape, np.uint8)
+    scale = np.zeros((*lead, up(N, 128) // 128, up(K, 128) // 128), np.float32)
+    for i, j in [(i, j) for i in range(0, N, 128) for j in range(0, K, 128)]:
+        block = np.ascontiguousarray(x[..., i : i + 128, j : j + 128])
+        amax = (block.view(np.uint32) & 0x7FFFFFFF).max((-2, -1), initial=0)
+        s, scale[..., i // 128, j // 128] = fp8_factor(amax, scale_format, eps)
+        codes[..., i : i + 128, j : j + 128] = cast(block * s[..., None, None], E4M3FN)
     outputs = tensor(codes, torch.float8_e4m3fn), tensor(scale, torch.float32)
     if not with_transpose:
         return outputs
@@ -510,12 +515,12 @@ def fp8_dequantize(qdata: Any, scale: Any, *, axis: Any = -1, out_dtype: Any = t
     check_choice("out_dtype", out_dtype, (torch.bfloat16, torch.float32))
     codes = raw(qdata) if axis == -1 else raw(qdata).swapaxes(-1, -2)
     *lead, R, C = codes.shape
-    need(C % 128 == 0, "no multiple of 128")
-    factors = raw(scale).view(np.float32)
-    if factors.shape != (*lead, R, C // 128):
-        need(factors.shape == (*lead, up(R, 128) // 128, C // 128), "shape of scale")
+    need(C % 16 == 0, "no multiple of 16")
+    factors, blocks = raw(scale).view(np.float32), up(C, 128) // 128
+    if factors.shape != (*lead, R, blocks):
+        need(factors.shape == (*lead, up(R, 128) // 128, blocks), "shape of scale")
         factors = factors[..., np.arange(R) // 128, :]
-    out = (value(E4M3FN)[codes].reshape(*lead, R, C // 128, 128) * factors[..., None]).reshape(codes.shape)
+    out = value(E4M3FN)[codes] * factors[..., np.arange(C) // 128]
     return rounded(np.ascontiguousarray(out if axis == -1 else out.swapaxes(-1, -2)), out_dtype)
 
 

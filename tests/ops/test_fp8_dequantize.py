@@ -26,6 +26,13 @@ def test_golden_columns():
     assert out.is_contiguous()
 
 
+def test_golden_a_shorter_last_block():
+    scale = torch.tensor([[2.0, 3.0]])
+    out = fp8_dequantize(ones(1, 144), scale, backend="reference")
+    assert out[0, [0, 127, 128, 143]].tolist() == [2.0, 2.0, 3.0, 3.0]
+    assert torch.equal(fp8_dequantize(ones(144, 1), scale, axis=-2, backend="reference"), out.mT)
+
+
 def test_golden_two_roundings():
     """The product 1.5 * scale is 2^-24 above 1 + 2^-8, the tie between 1 and 1 + 2^-7.
 

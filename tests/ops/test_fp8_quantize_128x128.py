@@ -27,6 +27,17 @@ def test_golden_partial_block():
     assert scale.shape == (2, 1)
 
 
+def test_golden_a_partial_block_along_both_dimensions():
+    w = torch.zeros(130, 144)
+    w[0, 0], w[0, 128], w[129, 127], w[129, 143] = 448.0, 896.0, 224.0, -1.75
+    qdata, scale, qdata_t, scale_t = fp8_quantize_128x128(w, with_transpose=True, backend="reference")
+    assert scale.tolist() == [[1.0, 2.0], [0.5, 1 / 256]]
+    assert scale_t.tolist() == [[1.0, 0.5], [2.0, 1 / 256]]
+    assert qdata.shape == (130, 144)
+    assert qdata.float()[[0, 0, 129, 129], [0, 128, 127, 143]].tolist() == [448.0, 448.0, 448.0, -448.0]
+    assert torch.equal(qdata_t.float(), qdata.float().mT)
+
+
 def test_golden_nan_stays_in_its_block():
     w = torch.ones(256, 128)
     w[200, 5] = torch.nan

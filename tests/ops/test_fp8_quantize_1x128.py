@@ -35,6 +35,18 @@ def test_golden_zero_block(dtype):
     assert scale.view(torch.int32).item() == 0x2720D7C5
 
 
+def test_golden_a_shorter_last_block():
+    """The last 16 elements are a block of their own. Their amax is 2, so the factor is 224, and -0.5 becomes -112."""
+    x = torch.zeros(1, 144)
+    x[0, 0], x[0, 128], x[0, 143] = 448.0, 2.0, -0.5
+    for axis in (-1, -2):
+        qdata, scale = fp8_quantize_1x128(x if axis == -1 else x.mT, axis=axis, backend="reference")
+        codes = (qdata if axis == -1 else qdata.mT).view(torch.uint8)
+        assert codes.shape == (1, 144)
+        assert codes[0, [0, 128, 143]].tolist() == [0x7E, 0x7E, 0xEE]  # 448, 448, -112
+        assert scale.view(torch.int32).tolist() == [[0x3F800000, 0x3B924925]]  # 1, and 1 / 224 = 0x1.24924A * 2^-8
+
+
 @pytest.mark.parametrize("special", [torch.nan, torch.inf])
 def test_golden_nan_and_inf(special):
     x = torch.ones(2, 256)

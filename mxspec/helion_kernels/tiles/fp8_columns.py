@@ -23,7 +23,7 @@ def turned_index(cols: int) -> tuple[Tensor, Tensor]:
 
 def turn(
     x: Tensor, row: Tensor, k: Tensor, stride_k: int, qdata: Tensor, place: Tensor, inside: Tensor | None,
-    owned: Tensor | None, left: Tensor | None, eps_bits: int, pow2: bool,
+    owned: Tensor | None, left: Tensor | None, eps_bits: int, pow2: bool, runs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Quantize a tile, store its codes, and return the reciprocal factors, `(4, cols // 32, blocks, 8)`.
 
@@ -32,10 +32,13 @@ def turn(
     - `place`: the start of a block's codes.
     - `inside`: which blocks exist. `owned`: which blocks' codes are stored.
     - `left`, if given: how many elements exist from each k on.
+    - `runs`, if given: which runs of 16 elements exist. It needs `inside`.
     """
     _, warps, _, _ = row.shape
     blocks = place.shape[2]
     mask = None if inside is None else inside.unsqueeze(1)
+    if mask is not None and runs is not None:
+        mask = mask & runs
     if left is not None:
         left = left.expand(4, 8, warps, blocks, 8)
     wide = widened(load_run(x, k, stride_k, row.unsqueeze(1), mask, 16, left=left))
@@ -43,7 +46,11 @@ def turn(
     s, back = factors(magnitude_bits(wide).amax(-1).amax(1), eps_bits, pow2)
     codes = saturating_cast(wide * s.unsqueeze(1).unsqueeze(-1), E4M3FN)
     owned = inside if owned is None else owned if inside is None else inside & owned
-    mask = None if owned is None else owned.unsqueeze(1).unsqueeze(-1).expand(4, 8, warps, blocks, 8, 16)
+    if owned is None:
+        mask = None
+    else:
+        stored = owned.unsqueeze(1) if runs is None else owned.unsqueeze(1) & runs
+        mask = stored.unsqueeze(-1).expand(4, 8, warps, blocks, 8, 16)
     place = (place.unsqueeze(1) + dimension(8, 1, 5) * 16).unsqueeze(-1) + dimension(16, 5, 6)
     hl.store(qdata, [place], codes, extra_mask=mask)
     return back

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.formats import FP8_SIZE_MULTIPLE
+
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -46,12 +48,17 @@ def rank(op: str, name: str, tensor: Tensor, allowed: Collection[int]) -> None:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; needs a {needs} tensor")
 
 
-def multiple(op: str, name: str, size: int, block_size: int) -> None:
-    if size % block_size:
+def multiple(op: str, name: str, size: int, number: int, of: str = "block_size ") -> None:
+    if size % number:
         raise ValueError(
-            f"{op}: {name} = {size} is not a multiple of block_size {block_size}; "
-            f"pad with torch.nn.functional.pad to {size + -size % block_size}"
+            f"{op}: {name} = {size} is not a multiple of {of}{number}; "
+            f"pad with torch.nn.functional.pad to {size + -size % number}"
         )
+
+
+def fp8_size(op: str, name: str, size: int) -> None:
+    """Check the size of a dimension along which FP8 blocks lie. The last block may be shorter."""
+    multiple(op, name, size, FP8_SIZE_MULTIPLE, of="")
 
 
 def shape(op: str, name: str, tensor: Tensor, needed: tuple[int, ...], because: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
 
@@ -22,11 +23,23 @@ def quantization_scale(amax: Tensor, scale_format: str, eps: float) -> Tensor:
     return torch.where(amax.isfinite(), s, torch.nan)
 
 
+def blocks_of(size: int) -> int:
+    """Return the number of blocks along a dimension. The last block may be shorter."""
+    return -(-size // FP8_BLOCK_SIZE)
+
+
+def in_blocks(x: Tensor) -> Tensor:
+    """Return `(..., K)` as `(..., ceil(K/128), 128)`. Zeros fill the last block: they change no amax."""
+    K = x.shape[-1]
+    C = blocks_of(K)
+    return pad(x, (0, C * FP8_BLOCK_SIZE - K)).unflatten(-1, (C, FP8_BLOCK_SIZE))
+
+
 def values(codes: Tensor, scale: Tensor) -> Tensor:
     """Return `code * scale`, exact in fp64; each row has one scale per 128 elements of the last dimension."""
-    return codes.double() * scale.double().repeat_interleave(FP8_BLOCK_SIZE, -1)
+    return codes.double() * scale.double().repeat_interleave(FP8_BLOCK_SIZE, -1)[..., : codes.shape[-1]]
 
 
 def square_values(codes: Tensor, scale: Tensor) -> Tensor:
-    """The same for 128x128 blocks: one scale serves 128 rows, and the last scale may serve fewer."""
+    """The same for 128x128 blocks: one scale serves 128 rows. The last scale may serve fewer rows."""
     return values(codes, scale.repeat_interleave(FP8_BLOCK_SIZE, -2)[..., : codes.shape[-2], :])

@@ -33,19 +33,22 @@ def turned_index(WIDE: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def turn(
     x, qdata, r, k, run, stride_r, stride_k, K, inside, owned, left, eps_bits,
-    POW2: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
+    POW2: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr, runs=None,
 ):  # fmt: skip
     """Quantize a tile that begins at x, store its codes, and return the reciprocal factors.
 
     The codes are stored from `qdata` on, in rows of length K.
 
     `inside` says which blocks are read, and `owned` which blocks are stored. `left`, if given, is the number of
-    elements that exist from the start of each run on.
+    elements that exist from the start of each run on. `runs`, if given, says which runs of a block exist.
     """
+    there, stored = inside[:, None, :, :, :], owned[:, None, :, :, :]
+    if runs is not None:
+        there, stored = there & runs, stored & runs
     x += (r * stride_r + k * stride_k)[:, None, :, :, :] + run * stride_k
-    wide = widened(load16(x, stride_k, inside[:, None, :, :, :], left)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)
+    wide = widened(load16(x, stride_k, there, left)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)
     s, back = factors(tl.max(tl.max(magnitude_bits(wide), axis=5), axis=1), eps_bits, POW2)
     q = saturating_cast(wide * s[:, None, :, :, :, None], qdata.dtype.element_ty)
     qdata += ((r * K + k)[:, None, :, :, :] + run)[:, :, :, :, :, None] + tl.arange(0, 16)
-    tl.store(qdata, q, mask=owned[:, None, :, :, :, None])
+    tl.store(qdata, q, mask=stored[:, :, :, :, :, None])
     return back
