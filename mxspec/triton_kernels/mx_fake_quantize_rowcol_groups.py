@@ -1,8 +1,9 @@
-"""mx_fake_quantize_rowcol_groups in Triton: a program reads a tile of one group once and writes both values of it.
+"""mx_fake_quantize_rowcol_groups in Triton: a program reads a tile of one token group once and writes its values twice.
 
-A tile has ROWS tokens by COLS features, both multiples of 32, and begins at a block of its group. So every block of
-both directions lies inside one tile. Both results are row-major as x is, so nothing is transposed. Rows without a group
-count as one more group, whose column values are 0.
+A tile is RUNS runs of RUN rows each, by COLS columns. It is held as `(RUNS, PARTS, PART, RUN)`, like the tiles of
+`tiles/mx_columns.py`: a thread has 8 columns of RUN rows. Most of a column's maximum and a quarter of a row's maximum
+are then computed in the registers of one thread. PART is small enough for a warp to hold whole 32x1 blocks, so that
+shuffles compute the rest. Both results are row-major like x, so no value passes through shared memory.
 """
 
 from __future__ import annotations
@@ -12,63 +13,118 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.formats import element, exponent_rule
-from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
-from mxspec.triton_kernels.common.launch import UNFUSED, for_device, grid
+from mxspec.formats import E5M2, element, exponent_rule
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.groups import chunk, group_of, tokens_left
 from mxspec.triton_kernels.common.numerics import (
     magnitude_bits,
-    reciprocal_scale,
     saturating_cast,
-    scale_value,
-    shared_exponent,
+    scale_factors,
     widened,
 )
+from mxspec.triton_kernels.common.runs import load8
 
 RANK = {(9, 0): 1, (10, 0): 1}  # compiled and interpreted; neither Hopper nor Blackwell has run it
-PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
-
-# Not timed yet. Larger tiles take twice the registers and one instruction an element less.
-_HOPPER = {"ROWS": 32, "COLS": 128, "num_warps": 4}
+# Not timed yet. A program has 32 rows: the last tile of a group is half full on average, so that low tiles waste less.
+_HOPPER = {"BLOCKS": 1, "COLS": 512, "num_warps": 8}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+PTX = (
+    r"ld\.global\.v4\.b32",
+    r"st\.global\.v4\.b32",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32",
+    r"cvt\.rn\.f16x2\.e[45]m[32]x2",
+    r"cvt\.rn\.bf16x2\.f32",
+)
 
 
 @triton.jit
-def _read_back(x, byte, DTYPE: tl.constexpr):
-    """The bfloat16 values of the codes of blocks, whose scale bytes are `byte`."""
-    code = saturating_cast(x * reciprocal_scale(byte), DTYPE)
-    return (code.to(tl.float32) * scale_value(byte)).to(tl.bfloat16)
+def _store1(out, values, scale, mask, left, ELEM: tl.constexpr, ROW: tl.constexpr):
+    """Round scaled values to elements, and store the bfloat16 values that the elements represent."""
+    codes = saturating_cast(values, ELEM)
+    tl.store(out, (codes.to(tl.float32) * scale).to(tl.bfloat16), mask=mask & (left > ROW))
+
+
+@triton.jit
+def _store2(out, stride, values, scale, mask, left, ELEM: tl.constexpr, ROW: tl.constexpr, STEP: tl.constexpr):
+    even, odd = tl.split(values)
+    scale_even, scale_odd = tl.split(scale)
+    _store1(out, even, scale_even, mask, left, ELEM, ROW)
+    _store1(out + stride, odd, scale_odd, mask, left, ELEM, ROW + STEP)
+
+
+@triton.jit
+def _store4(out, stride, values, scale, mask, left, ELEM: tl.constexpr, ROW: tl.constexpr, STEP: tl.constexpr):
+    even, odd = tl.split(values)
+    scale_even, scale_odd = tl.split(scale)
+    _store2(out, 2 * stride, even, scale_even, mask, left, ELEM, ROW, 2 * STEP)
+    _store2(out + stride, 2 * stride, odd, scale_odd, mask, left, ELEM, ROW + STEP, 2 * STEP)
+
+
+@triton.jit
+def _store8(out, stride, values, scale, mask, left, ELEM: tl.constexpr, ROW: tl.constexpr, STEP: tl.constexpr):
+    even, odd = tl.split(values)
+    scale_even, scale_odd = tl.split(scale)
+    _store4(out, 2 * stride, even, scale_even, mask, left, ELEM, ROW, 2 * STEP)
+    _store4(out + stride, 2 * stride, odd, scale_odd, mask, left, ELEM, ROW + STEP, 2 * STEP)
+
+
+@triton.jit
+def _store(out, stride, values, scale, mask, left, ELEM: tl.constexpr):
+    """Store 8 rows from each pointer on. `values` and `scale` have a row in each place of their last dimension.
+
+    The casts come last, because their instructions convert pairs of columns.
+    """
+    shape: tl.constexpr = [out.shape[0], out.shape[1], 2, 2, 2]
+    scale = tl.broadcast_to(scale, values.shape).reshape(shape)
+    _store8(out, stride, values.reshape(shape), scale, mask, left, ELEM, 0, 1)
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
 @triton.jit(do_not_specialize=["tokens"])
-def _fake_quantize(
+def _mx_fake_quantize_rowcol_groups(
     x, rows, columns, offs,
-    tokens, K, tiles, stride_m, stride_k, G, stride_offs,
-    DTYPE: tl.constexpr, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    tokens, K, stride_m, stride_k, G, stride_offs,
+    E5M2: tl.constexpr, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    ROWS: tl.constexpr = 32 * BLOCKS
+    RUN: tl.constexpr = 8
+    RUNS: tl.constexpr = 32 // RUN
+    PART: tl.constexpr = 8 * RUN
+    PARTS: tl.constexpr = COLS // PART
+    elem: tl.constexpr = tl.float8e5 if E5M2 else tl.float8e4nv
+    # Grid order: along K first, so that neighbouring programs read neighbouring bytes.
     tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    k0 = tl.program_id(0).to(tl.int64) * COLS
     group, token0, stop, begin = group_of(tile * ROWS, offs, stride_offs, G, None, None, False, ROWS, CHUNK)
-    last = tl.load(offs + (G - 1) * stride_offs, mask=G > 0, other=0)
     grouped = group < G
-    token0, stop = tl.where(grouped, token0, last), tl.where(grouped, tl.minimum(stop, tokens), tokens)
-    r, d = tl.arange(0, ROWS), tl.arange(0, COLS)
-    token = token0 + tile * ROWS - begin + r
-    k = tl.program_id(0) * COLS + d
-    # An offs out of order may read a row twice, but no row outside of x.
-    there = ((token >= 0) & (token < stop) & (tile < tiles))[:, None] & (k < K)[None, :]
-    row = token.to(tl.int64)[:, None]
-    v = widened(tl.load(x + row * stride_m + k.to(tl.int64)[None, :] * stride_k, mask=there, other=0))
-    v = v.reshape(ROWS // 32, 32, COLS // 32, 32)
-    bits = magnitude_bits(v)
-    of_row = shared_exponent(tl.max(bits, 3), EMAX, ROUND, EXCEPT)[:, :, :, None]
-    of_column = shared_exponent(tl.max(bits, 1), EMAX, ROUND, EXCEPT)[:, None, :, :]
-    to = row * K + k[None, :]
-    tl.store(rows + to, _read_back(v, of_row, DTYPE).reshape(ROWS, COLS), mask=there)
+    # The rows after the last group count as one more group.
+    last = tl.load(offs + (G - 1) * stride_offs, mask=G > 0, other=0)
+    token0, stop = tl.where(grouped, token0, last) + tile * ROWS - begin, tl.where(grouped, stop, tokens)
+    # `unit` numbers the runs: all runs of a block come first. So a warp has the 32 rows of its columns.
+    unit = tl.arange(0, BLOCKS * PARTS * RUNS)[:, None]
+    token = token0 + unit // (RUNS * PARTS) * 32 + unit % RUNS * RUN
+    k = unit // RUNS % PARTS * PART + tl.arange(0, PART)[None, :]
+    left, inside = tokens_left(token, stop, tokens), k0 + k < K
+    row = token.to(tl.int64)
+    x += k0 * stride_k + row * stride_m + k.to(tl.int64) * stride_k
+    place = row * K + k0 + k
+    values = load8(x, stride_m, inside, left, 0, 1)
+    values = widened(values).reshape(BLOCKS * PARTS, RUNS, PART, RUN)
+
+    # Compute both maxima before any codes, so that the magnitudes free their registers.
+    magnitudes = magnitude_bits(values)
+    down = tl.max(tl.max(magnitudes, axis=3), axis=1)[:, None, :, None]
+    across = tl.max(magnitudes.reshape(BLOCKS * PARTS, RUNS, PART // 32, 32, RUN), axis=3)[:, :, :, None, :]
+    across = tl.broadcast_to(across, (BLOCKS * PARTS, RUNS, PART // 32, 32, RUN)).reshape(values.shape)
+    factor, scale = scale_factors(across, EMAX, ROUND, EXCEPT)
+    _store(rows + place, K, values * factor, scale, inside, left, elem)
+    factor, scale = scale_factors(down, EMAX, ROUND, EXCEPT)
     if grouped:
-        tl.store(columns + to, _read_back(v, of_column, DTYPE).reshape(ROWS, COLS), mask=there)
-    else:
-        tl.store(columns + to, tl.zeros((ROWS, COLS), tl.bfloat16), mask=there)
+        _store(columns + place, K, values * factor, scale, inside, left, elem)
+    else:  # rows that belong to no group
+        for i in tl.static_range(RUN):
+            tl.store(columns + place + i * K, tl.zeros(place.shape, tl.bfloat16), mask=inside & (left > i))
 
 
 def mx_fake_quantize_rowcol_groups(
@@ -79,15 +135,12 @@ def mx_fake_quantize_rowcol_groups(
     scaling: str = "rceil",
     check_offs: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    (M, K), G, fmt = x.shape, offs.shape[0], element(elem_dtype)
+    (M, K), G, fmt, config = x.shape, offs.shape[0], element(elem_dtype), launch.for_device(CONFIGS, x.device)
     rows, columns = (x.new_empty((M, K), dtype=torch.bfloat16) for _ in range(2))
-    if not x.numel():
-        return rows, columns
-    chosen = for_device(CONFIGS, x.device)
-    tiles = padded_rows(M, G, chosen["ROWS"]) // chosen["ROWS"]
-    dtype = tl.float8e4nv if fmt.dtype == torch.float8_e4m3fn else tl.float8e5
-    _fake_quantize[grid(-(-K // chosen["COLS"]), tiles)](
-        x, rows, columns, offs, M, K, tiles, *x.stride(), G, offs.stride(0),
-        dtype, *exponent_rule(fmt, scaling, x.dtype), chunk(G), **chosen, **UNFUSED,
-    )  # fmt: skip
+    if x.numel():
+        grid = launch.grid(-(-K // config["COLS"]), -(-M // (32 * config["BLOCKS"])) + G)
+        _mx_fake_quantize_rowcol_groups[grid](
+            x, rows, columns, offs, M, K, *x.stride(), G, offs.stride(0),
+            fmt == E5M2, *exponent_rule(fmt, scaling, x.dtype), chunk(G), **config, **launch.UNFUSED,
+        )  # fmt: skip
     return rows, columns
