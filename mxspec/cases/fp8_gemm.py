@@ -26,6 +26,7 @@ from mxspec.cases.common.matmuls import (
 )
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space
+from mxspec.cases.fp8_quantize_1x128 import TAILS
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
@@ -35,7 +36,7 @@ from mxspec.spec import Case, Shapes, these
 
 def operands(M: int, N: int, K: int, rows: int = FP8_BLOCK_SIZE, spread: int = 3, major: str = "k") -> Any:
     """The four operands of a call; `rows` is the number of rows of b that share a scale: 128 or 1."""
-    C = K // FP8_BLOCK_SIZE
+    C = -(-K // FP8_BLOCK_SIZE)
     a_scale = scales(M, C, spread, major)
     return codes(M, K), a_scale, codes(N, K, seed=2), scales(-(-N // rows), C, spread, major, seed=3)
 
@@ -54,6 +55,20 @@ def as_quantized() -> Any:
     return a, a_scale, b, scales(3, 8, seed=3)
 
 
+def past_rows(M: int, N: int, K: int, rows: int = FP8_BLOCK_SIZE) -> Any:
+    """The memory after each row of a and b, past K, holds NaN codes."""
+    a, a_scale, b, b_scale = operands(M, N, K, rows)
+    a, b = (torch.cat([t, torch.full((len(t), 112), torch.nan).to(t.dtype)], 1)[:, :K] for t in (a, b))
+    return a, a_scale, b, b_scale
+
+
+def with_nan_in_the_tail(of_scale: bool) -> Any:
+    """A NaN code, or a NaN scale, in the last block of a row of a. The block is shorter."""
+    a, a_scale, b, b_scale = operands(64, 136, 272)
+    (a_scale if of_scale else a)[5, -1] = torch.nan
+    return a, a_scale, b, b_scale
+
+
 def refused() -> Iterator[tuple[str, tuple[Tensor, ...], type[Exception], str]]:
     """Operands that all FP8 matmuls of matrices refuse."""
     a, a_scale, b, b_scale = operands(6, 200, 256)
@@ -63,6 +78,15 @@ def refused() -> Iterator[tuple[str, tuple[Tensor, ...], type[Exception], str]]:
     yield "b not K-major", (a, a_scale, b.t().contiguous().t(), b_scale), ValueError, "b has strides (1, 200); needs"
     yield "a not K-major", (a.t().contiguous().t(), a_scale, b, b_scale), ValueError, "a has strides (1, 6); needs"
     yield "K = 200", (a[:, :200], a_scale, b[:, :200], b_scale), ValueError, "K = 200"
+    yield (
+        "K = 8",
+        (a[:, :8], a_scale[:, :1], b[:, :8], b_scale[:, :1]),
+        ValueError,
+        "K = 8 is not a multiple of 16; pad",
+    )
+    a_long, _, b_long, _ = operands(1, 1, 2888)
+    yield "K = 2888", (a_long, a_scale, b_long, b_scale), ValueError, "K = 2888 is not a multiple of 16; pad"
+    yield "K = 144, one scale", (a[:, :144], a_scale[:, :1], b[:, :144], b_scale), ValueError, "needs (6, 2) (1x128"
     yield "another K", (a, a_scale, b[:, :128], b_scale), ValueError, "b has shape (200, 128); needs (200, 256)"
     yield "a_scale of 128x128", (a, a_scale[:1], b, b_scale), ValueError, "needs (6, 2) (1x128 blocks)"
     yield "b_scale of neither", (a, a_scale, b, b_scale[:1]), ValueError, "needs (200, 2) (1x128 blocks) or (2, 2)"
@@ -77,6 +101,13 @@ def cases() -> Iterator[Case]:
                     made = partial(operands, M, N, K, rows, major=major)
                     named = f"{M}x{N}x{K}, {name}, {major}-major scales, {str(out_dtype)[6:]}"
                     yield Case(named, made, {"out_dtype": out_dtype})
+    for i, K in enumerate(TAILS):
+        made = partial(operands, 130, 264, K, 1 if i % 2 else 128, 1, major="mn" if i % 3 else "k")
+        yield Case(f"130x264x{K}", made, {"out_dtype": OUT_DTYPES[i % 2]})
+    yield Case("130x131x208, NaN past the rows", partial(past_rows, 130, 131, 208))
+    yield Case("130x131x400, 1x128 by 1x128, NaN past the rows", partial(past_rows, 130, 131, 400, 1))
+    yield Case("a NaN code in a shorter block: its row", partial(with_nan_in_the_tail, False), flags={"edge"})
+    yield Case("a NaN scale of a shorter block: its row", partial(with_nan_in_the_tail, True), flags={"edge"})
     # Scales as `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` give them.
     for out_dtype in OUT_DTYPES:
         yield Case(f"as quantized, {str(out_dtype)[6:]}", as_quantized, {"out_dtype": out_dtype})
@@ -142,7 +173,7 @@ def sizes(choice: Choice) -> Sizes:
     rows = None if N is None or "b blocks" not in choice else N
     if rows is not None and choice["b blocks"] == "128x128":
         rows = -(-rows // FP8_BLOCK_SIZE)
-    return M, N, K, rows, None if K is None else K // FP8_BLOCK_SIZE
+    return M, N, K, rows, None if K is None else -(-K // FP8_BLOCK_SIZE)
 
 
 def possible(choice: Choice) -> bool:

@@ -14,6 +14,7 @@ from mxspec.cases.common.matmuls import sum_of, summed, tensor_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space
 from mxspec.cases.fp8_gemm import operands, refused
+from mxspec.cases.fp8_quantize_1x128 import TAILS
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.spec import Case, Shapes, normal
 
@@ -51,6 +52,8 @@ def cases() -> Iterator[Case]:
         for major in ("k", "mn"):
             for M, N, K in [(64, 128, 256), (300, 264, 384)]:
                 yield Case(f"{M}x{N}x{K}, {name}, {major}-major scales", partial(onto, M, N, K, rows, major=major))
+    for i, K in enumerate(TAILS):
+        yield Case(f"130x264x{K}", partial(onto, 130, 264, K, 1 if i % 2 else 128, major="mn" if i % 3 else "k"))
     yield Case("rows of acc far apart", partial(onto, 132, 272, 384, 1, major="mn", row=288))
     yield Case("rows of acc at odd places", partial(onto, 64, 256, 256, row=259), flags={"edge"})
     yield Case("few rows and a long K", partial(onto, 16, 136, 4096, 1, major="mn"))

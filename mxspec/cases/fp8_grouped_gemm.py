@@ -31,6 +31,7 @@ from mxspec.cases.common.mx_operands import bench_sizes
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space, given
 from mxspec.cases.common.token_groups import grouped, offs_of
+from mxspec.cases.fp8_quantize_1x128 import TAILS
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
@@ -46,7 +47,7 @@ def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: st
 
     Scales stay within a factor of two of 1, so that every wrong element shows in the SQNR.
     """
-    M, E, C, blocks = sum(sizes) + rest, len(sizes), K // FP8_BLOCK_SIZE, -(-N // FP8_BLOCK_SIZE)
+    M, E, C, blocks = sum(sizes) + rest, len(sizes), -(-K // FP8_BLOCK_SIZE), -(-N // FP8_BLOCK_SIZE)
     a, a_scale = codes(M, K), scales(M, C, spread, major)
     if E:
         a[sum(sizes) :], a_scale[sum(sizes) :] = torch.nan, torch.nan
@@ -85,6 +86,11 @@ def special() -> Iterator[tuple[str, Arguments]]:
     args = made(sizes, rest, N, K)
     args[0][2, :128], args[1][4, 0], args[3][1] = 0, 0, 0
     yield "zeros", args
+    args = made([1], 0, N, 144)
+    args[0].view(torch.uint8)[0, 3], args[0].view(torch.uint8)[0, 140] = 0x7F, 0xFF
+    yield "one token with NaN codes of both signs", args
+    args = made([1, 20, 12], 0, N, K)
+    yield "one row of scales for all tokens", (args[0], args[1][:1].expand(33, -1), *args[2:])
     args = made([20, 0, 18], rest, N, K)
     args[2][1], args[3][1] = torch.nan, torch.nan
     yield "an expert of NaN without tokens", args
@@ -105,7 +111,10 @@ def refused() -> Iterator[Case]:
     yield case("3-D a", ValueError, "a has shape (1, 50, 256); needs a 2-D tensor", a[None])
     yield case("an offs too few", ValueError, "offs has shape (2,); needs (3,) for 3 experts", offs=offs[:2])
     yield case("another K", ValueError, "needs (3, 200, 128) for a (50, 128)", a[:, :128])
-    yield case("K = 200", ValueError, "K = 200 is not a multiple of block_size 128", a[:, :200], b=b[..., :200])
+    yield case("K = 200", ValueError, "K = 200 is not a multiple of 16; pad", a[:, :200], b=b[..., :200])
+    yield case("K = 8", ValueError, "K = 8 is not a multiple of 16; pad", a[:, :8], b=b[..., :8])
+    of_one = a_scale[:, :1]
+    yield case("K = 144, one scale", ValueError, "needs (50, 2) (1x128", a[:, :144], of_one, b[..., :144])
     yield case("a not K-major", ValueError, "a has strides (1, 50); needs K-major", a.t().contiguous().t())
     yield case("b not K-major", ValueError, "b has strides (51200, 1, 200); needs", b=b.mT.contiguous().mT)
     yield case("a_scale of 128x128", ValueError, "needs (50, 2) (1x128 blocks)", a_scale=a_scale[:1])
@@ -130,6 +139,11 @@ def cases() -> Iterator[Case]:
         yield Case(f"aligned groups, {end}", aligned, kwargs | {"alignment": 128})
         yield Case(f"as quantized, {end}", partial(quantized, [40, 0, 72], 200, 256), kwargs)
         yield Case(f"dgrad, {end}", partial(of_dgrad, [33, 91], 256, 128), kwargs)
+        yield Case(f"dgrad, N = 208, {end}", partial(of_dgrad, [33, 91], 208, 144), kwargs)
+    for i, K in enumerate(TAILS):
+        tail = partial(made, [40, 0, 33], 5, 144, K, 1, "mn" if i % 2 else "k")
+        yield Case(f"K = {K}", tail, {"out_dtype": OUT_DTYPES[i % 2]})
+    yield Case("as quantized, 208 columns", partial(quantized, [40, 0, 72], 144, 208))
     yield Case("few tokens and a long K", partial(made, [3, 1, 8], 0, 136, 2048, 1, "mn"))
     yield Case("checked", partial(made, [30, 0, 10], 3, 40, 128), {"check_offs": True})
     yield Case("checked, aligned", partial(made, [30, 0, 10], 3, 40, 128), {"alignment": 10, "check_offs": True})

@@ -13,7 +13,7 @@ from torch import Tensor
 from mxspec.cases.common.fp8_operands import codes, scales
 from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, nothing_in_groups, offsets
 from mxspec.cases.common.matmuls import (
-    FP8_SIZES,
+    FP8_TOKENS,
     SIZES,
     affordable,
     costly,
@@ -216,7 +216,7 @@ GROUPS = {**OF_EXPERTS, "groups": tuple(name for name in OF_EXPERTS["groups"] if
 DIMENSIONS: dict[str, Any] = {
     "N": SIZES,
     "K": SIZES,
-    "R": FP8_SIZES,
+    "R": FP8_TOKENS,
     **GROUPS,
     **operand("dy", codes_apart=False),
     **operand("x", codes_apart=False),

@@ -3,6 +3,9 @@
 This backend never copies an operand. If DeepGEMM cannot read the layout of an operand, `supports` refuses the call and
 names the layout that it needs. The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128`
 fit if M is a multiple of 4. The kernel for fp32 can only add to its output, so this backend writes zeros first.
+
+The last block of K may be shorter (not run): DeepGEMM's TMA descriptors have the real K, and its kernels count
+`ceil_div(shape_k, 128)` blocks (sm90_fp8_gemm_1d1d.cuh, sm90_fp8_gemm_1d2d.cuh).
 """
 
 from __future__ import annotations

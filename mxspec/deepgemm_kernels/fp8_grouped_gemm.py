@@ -3,7 +3,7 @@
 The device computes the expert of each block of rows (`grouped_layout`), so no call waits for the device. This backend
 never copies an operand. If DeepGEMM cannot read the layout of an operand, `supports` refuses the call and names the
 layout that it needs. The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` fit
-if M is a multiple of 4.
+if M is a multiple of 4. The last block of K may be shorter, as in `fp8_gemm` (not run).
 """
 
 from __future__ import annotations

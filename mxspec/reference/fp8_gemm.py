@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.common.fp8_numerics import square_values, values
+from mxspec.reference.common.fp8_numerics import blocks_of, square_values, values
 from mxspec.reference.common.numerics import round_once
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.spec import spec
@@ -28,13 +27,13 @@ def check_operands(op: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tens
         checks.same_device(op, ("a", a), (name, tensor))
     (M, K), N = a.shape, b.shape[0]
     checks.shape(op, "b", b, (N, K), f"for a {(M, K)}")
-    checks.multiple(op, "K", K, FP8_BLOCK_SIZE)
+    checks.fp8_size(op, "K", K)
     for name, tensor in (("a", a), ("b", b)):
         if tensor.stride(1) != 1 and K > 1:
             raise ValueError(f"{op}: {name} has strides {tensor.stride()}; needs K-major rows, that is stride(1) = 1")
-    C = K // FP8_BLOCK_SIZE
+    C = blocks_of(K)
     checks.shape(op, "a_scale", a_scale, (M, C), f"(1x128 blocks) for a {(M, K)}")
-    square = (-(-N // FP8_BLOCK_SIZE), C)
+    square = (blocks_of(N), C)
     if tuple(b_scale.shape) != square:
         checks.shape(op, "b_scale", b_scale, (N, C), f"(1x128 blocks) or {square} (128x128) for b {(N, K)}")
 
@@ -69,11 +68,13 @@ def fp8_gemm(
     has. If b has one row, both shapes are the same, and both kinds of block mean the same.
 
     Args:
-        a: `(M, K)` float8_e4m3fn, K-major: `stride(1) = 1`. K is a multiple of 128; M and N are free.
-        a_scale: `(M, K/128)` float32, 1x128 blocks; any strides. Kernels are fastest on MN-major scales, which have
-            strides `(1, M)` with M a multiple of 4; `fp8_quantize_1x128(..., scale_major="mn")` gives them.
+        a: `(M, K)` float8_e4m3fn, K-major: `stride(1) = 1`. K is a multiple of 16; M and N are free. If K is no
+            multiple of 128, the last block along K is shorter.
+        a_scale: `(M, ceil(K/128))` float32, 1x128 blocks; any strides. Kernels are fastest on MN-major scales, which
+            have strides `(1, M)` with M a multiple of 4; `fp8_quantize_1x128(..., scale_major="mn")` gives them.
         b: `(N, K)` float8_e4m3fn, K-major.
-        b_scale: float32, any strides: `(ceil(N/128), K/128)` for 128x128 blocks, `(N, K/128)` for 1x128 blocks.
+        b_scale: float32, any strides: `(ceil(N/128), ceil(K/128))` for 128x128 blocks, `(N, ceil(K/128))` for 1x128
+            blocks.
         out_dtype: torch.bfloat16 or torch.float32.
 
     Returns:
@@ -90,7 +91,7 @@ def fp8_gemm(
 
     Raises:
         TypeError: an operand, a scale or out_dtype has a dtype that is not listed above.
-        ValueError: an operand has a rank that is not listed above or is not K-major; K is not a multiple of 128; a
+        ValueError: an operand has a rank that is not listed above or is not K-major; K is not a multiple of 16; a
             scale has a shape that fits neither kind of block; or the tensors are on two devices.
 
     Example:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.common.fp8_numerics import square_values, values
+from mxspec.reference.common.fp8_numerics import blocks_of, square_values, values
 from mxspec.reference.common.groups import each_group, group_of_tokens
 from mxspec.reference.common.numerics import round_once
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB
@@ -43,16 +43,16 @@ def check_args(
     (M, K), (E, N, _) = a.shape, b.shape
     checks.shape(op, "b", b, (E, N, K), f"for a {(M, K)}")
     checks.shape(op, "offs", offs, (E,), f"for {E} experts of b")
-    checks.multiple(op, "K", K, FP8_BLOCK_SIZE)
+    checks.fp8_size(op, "K", K)
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     checks.positive(op, "alignment", alignment)
     for name, operand in (("a", a), ("b", b)):
         if K > 1 and operand.stride(-1) != 1:
             last = operand.ndim - 1
             raise ValueError(f"{op}: {name} has strides {operand.stride()}; needs K-major rows: stride({last}) = 1")
-    C = K // FP8_BLOCK_SIZE
+    C = blocks_of(K)
     checks.shape(op, "a_scale", a_scale, (M, C), f"(1x128 blocks) for a {(M, K)}")
-    checks.shape(op, "b_scale", b_scale, (E, -(-N // FP8_BLOCK_SIZE), C), f"(128x128 blocks) for b {(E, N, K)}")
+    checks.shape(op, "b_scale", b_scale, (E, blocks_of(N), C), f"(128x128 blocks) for b {(E, N, K)}")
     checks.fits_int32(op, f"the padded rows of {E} groups", M + FP8_BLOCK_SIZE * E)
     if checks.flag(op, "check_offs", check_offs):
         checks.offs_in_order(op, offs, "M", M, alignment)
@@ -83,11 +83,11 @@ def fp8_grouped_gemm(
     `fp8_quantize_128x128(w, with_transpose=True)` gives.
 
     Args:
-        a: `(M, K)` float8_e4m3fn, the tokens of each group together, K-major: `stride(1) = 1`. K is a multiple of 128;
-            M and N are free.
-        a_scale: `(M, K/128)` float32, 1x128 blocks; any strides. The fastest strides are as for `fp8_gemm`.
+        a: `(M, K)` float8_e4m3fn, the tokens of each group together, K-major: `stride(1) = 1`. K is a multiple of 16;
+            M and N are free. If K is no multiple of 128, the last block along K is shorter.
+        a_scale: `(M, ceil(K/128))` float32, 1x128 blocks; any strides. The fastest strides are as for `fp8_gemm`.
         b: `(E, N, K)` float8_e4m3fn, each matrix K-major: `stride(2) = 1`.
-        b_scale: `(E, ceil(N/128), K/128)` float32, 128x128 blocks; any strides.
+        b_scale: `(E, ceil(N/128), ceil(K/128))` float32, 128x128 blocks; any strides.
         offs: `(E,)` int32 on a's device: the exclusive end of each group, of any alignment. The ends never decrease,
             and the last is at most M.
         out_dtype: torch.bfloat16 or torch.float32.
@@ -108,7 +108,7 @@ def fp8_grouped_gemm(
     Raises:
         TypeError: an operand, a scale, offs or out_dtype has a dtype that is not listed above.
         ValueError: an operand has a rank that is not listed above or is not K-major; the sizes E or K do not fit; K is
-            not a multiple of 128; a scale has a shape that does not fit; alignment is below 1; the tensors are on two
+            not a multiple of 16; a scale has a shape that does not fit; alignment is below 1; the tensors are on two
             devices; there would be 2^31 padded rows or more; or, with check_offs, offs is not as above.
 
     Example:

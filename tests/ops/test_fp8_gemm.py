@@ -35,6 +35,14 @@ def test_golden_1x128_by_128x128():
     assert out[:, 1:129].count_nonzero() == 0
 
 
+def test_golden_a_shorter_last_block():
+    """Columns 128 to 143 are a block of their own, with the second scale of each row."""
+    a, b = torch.zeros(1, 144).to(E4M3FN), torch.zeros(1, 144).to(E4M3FN)
+    a[0, [0, 143]], b[0, [0, 143]] = torch.tensor([2.0, -4.0]).to(E4M3FN), torch.tensor([1.5, 8.0]).to(E4M3FN)
+    out = fp8_gemm(a, torch.tensor([[10.0, 0.5]]), b, torch.tensor([[1.0, 2.0]]))
+    assert out.tolist() == [[2.0 * 10 * 1.5 - 4.0 * 0.5 * 8 * 2]]
+
+
 def test_golden_1x128_by_1x128():
     a, a_scale, b, b_scale = zeros(1, 3, 256, rows=1)
     a[0, 127], a[0, 128], b[:, 127], b[:, 128] = 1.0, 1.0, 2.0, 1.0

@@ -27,7 +27,8 @@ Operand = tuple[Tensor, Tensor]  # codes with blocks along the last dimension, a
 
 SIZES = (0, 1, 48, 384, 1041, 4128)
 MX_SIZES = (0, 32, 384, 1056, 4128)  # multiples of a block; 384 is the largest that fits with 4128 rows
-FP8_SIZES = (0, 128, 384, 1152, 4224)
+FP8_SIZES = (0, 128, 144, 384, 1152, 4224)
+FP8_TOKENS = (0, 128, 384, 1152, 4224)  # whole blocks of 128
 _CODE_STRIDES = ("none", "row-major", "rows apart", "one row repeated")
 _EXTREMES = torch.tensor([0.0, -0.0, -1.5, 2.0**-140])  # fp32 scales
 

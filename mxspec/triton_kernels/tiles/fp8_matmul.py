@@ -1,6 +1,7 @@
 """FP8 matmuls in plain Triton: a program computes one tile of the output.
 
 Rows of the operands and scales may have any strides; the codes of a row are contiguous. Operands may be token groups.
+The last block of K may be shorter than 128.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _tiles(
     a, a_stride, a_scale, a_scale_stride_m, a_scale_stride_k,
     b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
     out, out_stride_e, out_stride, offs, offs_stride, E, M_tiles, M, N, K_blocks,
-    GROUPED: tl.constexpr, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPED: tl.constexpr, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWIZZLE: tl.constexpr,
 ):  # fmt: skip
     N_tiles = tl.cdiv(N, BLOCK_N)
@@ -69,8 +70,13 @@ def _tiles(
         b_scale_at = b_scale + (n_tile * BLOCK_N // 128).to(tl.int64) * b_scale_stride_n
     in_row, in_column = row < row_end, column < N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(K_blocks):
-        x, w = tl.load(a_at, mask=in_row[:, None], other=0.0), tl.load(b_at, mask=in_column[:, None], other=0.0)
+    for i in range(K_blocks):
+        if TAIL:  # the last block has TAIL columns; zeros fill it
+            along = ((k < TAIL) | (i + 1 < K_blocks))[None, :]
+            x = tl.load(a_at, mask=in_row[:, None] & along, other=0.0)
+            w = tl.load(b_at, mask=in_column[:, None] & along, other=0.0)
+        else:
+            x, w = tl.load(a_at, mask=in_row[:, None], other=0.0), tl.load(b_at, mask=in_column[:, None], other=0.0)
         # Tensor cores keep only about 14 bits of a sum, so each 128 columns of K are added in fp32.
         partial = tl.dot(x, w.T)
         of_row = tl.load(a_scale_at, mask=in_row, other=0.0)
@@ -112,6 +118,7 @@ def fp8_tiles(
     of_b_scale = (0, *b_scale.stride()) if b_scale.ndim == 2 else b_scale.stride()
     _tiles[(M_tiles * N_tiles * (E if grouped == "K" else 1),)](
         a, a.stride(0), a_scale, *a_scale.stride(), b, *of_b[:2], b_scale, *of_b_scale, out, *of_out[:2],
-        offs, 0 if offs is None else offs.stride(0), E, M_tiles, M, N, K // FP8_BLOCK_SIZE,
-        GROUPED=grouped, VECTOR=vector, ACCUMULATE=accumulate, CHUNK=chunk(E), **config, **FUSED,
+        offs, 0 if offs is None else offs.stride(0), E, M_tiles, M, N, -(-K // FP8_BLOCK_SIZE),
+        GROUPED=grouped, VECTOR=vector, ACCUMULATE=accumulate, TAIL=K % FP8_BLOCK_SIZE, CHUNK=chunk(E),
+        **config, **FUSED,
     )  # fmt: skip

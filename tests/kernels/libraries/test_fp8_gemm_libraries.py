@@ -91,6 +91,8 @@ def test_what_does_not_fit_is_refused_with_the_reason(there):
     a, a_scale, b, b_scale = as_quantized()
     long, long_scale, wide, wide_scale = operands(132, 272, 640, major="mn")
     odd = operands(6, 200, 512, major="mn")
+    *some, some_scale = operands(132, 272, 2880, major="mn")
+    tail, tail_by_row = (*some, some_scale.contiguous()), operands(132, 272, 2880, 1, major="mn")
     unaligned = torch.zeros(a.numel() + 1, dtype=torch.uint8).view(a.dtype)[1:].view(a.shape)
     for args, by_cublas, by_deepgemm in [
         ((a, a_scale.contiguous(), b, b_scale), "a_scale with strides (1, 132), not (8, 1)", "a_scale with strides"),
@@ -98,6 +100,8 @@ def test_what_does_not_fit_is_refused_with_the_reason(there):
         ((unaligned, a_scale, b, b_scale), "a to begin at a multiple of 16 bytes", "a to begin at a multiple of 16"),
         ((a[:0], a_scale[:0], b, b_scale), "no empty matrices", "no empty matrices"),
         ((long, long_scale, wide, wide_scale.contiguous()), "K in multiples of 512, not K = 640", None),
+        (tail, "K in multiples of 512, not K = 2880", None),
+        (tail_by_row, "K in multiples of 128, not K = 2880", "does 1x128 by 1x128 to torch.float32"),
         (odd, "M in multiples of 4, not M = 6", "a_scale with strides (1, 8), not (1, 6)"),
         ((a, a_scale, b[:266], b_scale), "N in multiples of 16, not N = 266", "N in multiples of 8 for"),
         ((a[:1], a_scale[:1], b, b_scale), "M in multiples of 4, not M = 1", "the scales of a single row"),
