@@ -17,6 +17,8 @@ from mxspec.cases.common.space import Space
 from mxspec.cases.common.swiglu import every_gate, gates, least_gates, with_subnormal
 from mxspec.cases.common.tensors import BEGINS, STRIDES, VALUES
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
+from mxspec.cases.fp8_quantize_1x128 import TAILS
+from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these
 
@@ -41,6 +43,10 @@ def cases() -> Iterator[Case]:
     yield Case("every second column", lambda: (*(t[:, ::2] for t in tokens(150, 512)), offs_of([130, 9])))
     far = lambda: (far_apart(140, 256), far_apart(140, 128), offs_of([100, 39]))  # noqa: E731
     yield Case("rows far apart", far, flags={"edge"})
+    for i, width in enumerate((*TAILS, 64)):
+        kw = {"scale_format": SCALE_FORMATS[i % 2]}
+        yield Case(f"2I = {2 * width}", partial(_of_width, width), kw)
+    yield Case("a block of both gradients, of which one is NaN", _both_gradients, flags={"edge"})
     yield Case("zeros", lambda: (*(-torch.zeros_like(t) for t in tokens(150)), offs_of([140, 9])), flags={"edge"})
     large = [random_normal(1, columns, seed=columns).expand(2**20 + 256, columns) for columns in (2048, 1024)]
     yield Case("2^31 elements and more", these(*large, offs_of([2**20 + 256])), flags={"large"})
@@ -51,12 +57,34 @@ def cases() -> Iterator[Case]:
     def refused(name: str, error: type[Exception], match: str, gate_up: Tensor = gate_up, dh: Tensor = dh) -> Case:
         return Case(name, these(gate_up, dh, offs), raises=error, match=match)
 
-    yield refused("2I = 384", ValueError, "2I = 384 is not a multiple of block_size 256", gate_up[:, :384])
+    for wide in (16, 400):
+        yield refused(f"2I = {wide}", ValueError, f"2I = {wide} is not a multiple of 32; pad", gate_up[:, :wide])
+    yield refused(
+        "a gradient of another width",
+        ValueError,
+        "dh has shape (50, 128); needs (50, 144)",
+        gate_up[:, :288],
+        dh[:, :128],
+    )
     yield refused("float32", TypeError, "gate_up has dtype torch.float32", gate_up.float())
     yield refused("a float32 gradient", TypeError, "dh has dtype torch.float32", dh=dh.float())
     yield refused("3-D", ValueError, "2-D", gate_up[None])
     yield refused("a gradient as wide as gate_up", ValueError, "dh has shape (50, 512); needs (50, 256)", dh=gate_up)
     yield refused("a gradient elsewhere", ValueError, "one device", dh=dh.to("meta"))
+
+
+def _of_width(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    return gates(145, 2 * width), random_normal(145, width, seed=3), offs_of([130, 0, 9])
+
+
+def _both_gradients() -> tuple[Tensor, Tensor, Tensor]:
+    """I is 144: block 1 of the gradient holds the last 16 columns of d_gate and the first 112 columns of d_up.
+
+    A NaN up makes only d_gate NaN. An up of 2^100 makes d_gate far larger than d_up.
+    """
+    gate_up, dh, offs = _of_width(144)
+    gate_up[7, 144 + 140], gate_up[132, 144 + 130], gate_up[9, 3] = torch.nan, 2.0**100, torch.nan
+    return gate_up, dh, offs
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
@@ -82,12 +110,12 @@ def _make(choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _possible(choice: Choice) -> bool:
-    return possible(choice, cols=256) and fits(_of_dh(choice))
+    return possible(choice, cols=2 * FP8_SIZE_MULTIPLE) and fits(_of_dh(choice))
 
 
 SPACE = Space(
     {
-        **dimensions((0, 256, 1280, 4352), (torch.bfloat16,)),
+        **dimensions((0, 256, 288, 1280, 4352), (torch.bfloat16,)),
         "dh strides": STRIDES,
         "dh values": VALUES,
         "dh begins": BEGINS,

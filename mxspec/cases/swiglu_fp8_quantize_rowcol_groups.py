@@ -16,6 +16,8 @@ from mxspec.cases.common.rowcol_groups import ALSO, BEYOND, dimensions, grouped_
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.swiglu import every_gate, gates, least_gates, with_subnormal
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
+from mxspec.cases.fp8_quantize_1x128 import TAILS
+from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these
 
@@ -36,16 +38,24 @@ def cases() -> Iterator[Case]:
     yield Case("every second row", lambda: (gates(300, 256)[::2], offs_of([130, 9])))
     yield Case("every second column", lambda: (gates(150, 512)[:, ::2], offs_of([130, 9])))
     yield Case("rows far apart", lambda: (far_apart(140, 256), offs_of([100, 39])), flags={"edge"})
+    for i, width in enumerate(TAILS):
+        kw = {"scale_format": SCALE_FORMATS[i % 2]}
+        yield Case(f"2I = {2 * width}", partial(_of_width, width), kw)
     yield Case("zeros", lambda: (-torch.zeros(150, 256).bfloat16(), offs_of([140, 9])), flags={"edge"})
     large = these(random_normal(1, 4096).expand(2**20 + 256, 4096), offs_of([2**20 + 256]))
     yield Case("2^31 elements and more", large, flags={"large"})
 
     yield from refused_offs(tokens)
     x, offs = gates(50, 384), offs_of([5, 0, 40])
-    match = "2I = 384 is not a multiple of block_size 256"
-    yield Case("2I = 384", these(x, offs), raises=ValueError, match=match)
+    for wide in (16, 400, 5776):
+        match = f"2I = {wide} is not a multiple of 32; pad"
+        yield Case(f"2I = {wide}", these(torch.zeros(50, wide).bfloat16(), offs), raises=ValueError, match=match)
     yield Case("float32", these(x.float(), offs), raises=TypeError, match="torch.float32")
     yield Case("3-D", these(x[None], offs), raises=ValueError, match="2-D")
+
+
+def _of_width(width: int) -> tuple[Tensor, Tensor]:
+    return gates(145, 2 * width), offs_of([130, 0, 9])
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:
@@ -62,10 +72,10 @@ def _make(choice: Choice) -> tuple[Tensor, Tensor]:
 
 
 SPACE = Space(
-    dimensions((0, 256, 1280, 4352), (torch.bfloat16,)),
+    dimensions((0, 256, 288, 1280, 4352), (torch.bfloat16,)),
     _make,
     {"scale_format": SCALE_FORMATS, "check_offs": (False, True)},
-    partial(possible, cols=256),
+    partial(possible, cols=2 * FP8_SIZE_MULTIPLE),
     [*(part for part in REPEATED if part.get("cols") not in (1, 1056)), *ALSO],
     beyond=BEYOND,
 )

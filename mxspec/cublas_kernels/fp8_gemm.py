@@ -3,9 +3,9 @@
 This backend never copies an operand. If cuBLAS cannot read the layout of an operand, `supports` refuses the call and
 names the layout that it needs.
 
-The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` fit if M is a multiple of 4 and N
-is a multiple of 16. K must be a multiple of 128. For 128x128 blocks, K must be a multiple of 512, because cuBLAS reads a
-row of their scales in steps of four.
+The results of `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` fit if M is a multiple of 4, N a
+multiple of 16, and K a multiple of 128. For 128x128 blocks, K must be a multiple of 512, because cuBLAS reads a row of
+their scales in steps of four.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def check_args(
     op = "fp8_quantize_rowcol_groups"
     checks.tensor_dtype(op, "x", x, checks.FLOAT_DTYPES)
     checks.rank(op, "x", x, (2,))
-    checks.multiple(op, "D", x.shape[1], FP8_BLOCK_SIZE)
+    checks.fp8_size(op, "D", x.shape[1])
     checks.offsets(op, "offs", offs, ("x", x))
     checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
     checks.eps(op, eps)
@@ -46,7 +46,8 @@ def fp8_quantize_rowcol_groups(
     weight along the tokens.
 
     Args:
-        x: `(M, D)`, the tokens of each group together; D a multiple of 128; bfloat16, float16 or float32; any strides.
+        x: `(M, D)`, the tokens of each group together; D a multiple of 16; bfloat16, float16 or float32; any strides.
+            If D is no multiple of 128, the last block of a row is shorter.
         offs: `(G,)` int32 on x's device: the exclusive end of each group, of any alignment. The ends never decrease,
             and the last is at most M. Rows from `offs[-1]` on belong to no group.
         scale_format, eps: as for `fp8_quantize_1x128`, in both directions.
@@ -57,7 +58,7 @@ def fp8_quantize_rowcol_groups(
         `M + G*128`.
 
         - q_row: `(M, D)` float8_e4m3fn, row-major: the codes of all rows, also of rows without a group.
-        - s_row: `(M, D/128)` float32, MN-major (strides `(1, M)`).
+        - s_row: `(M, ceil(D/128))` float32, MN-major (strides `(1, M)`).
         - q_col: `(D, R)` float8_e4m3fn, contiguous: as `qdata` of `fp8_quantize_k_groups`, each group a matrix of its
           own and the codes after the last group 0.
         - s_col: `(D, R/128)` float32, MN-major (strides `(1, D)`); 0 from column `end[-1] / 128` on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_BLOCK_SIZE
+from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.reference.common.groups import padded_rows
@@ -21,7 +21,7 @@ def check_args(
     for name, tensor in (("gate_up", gate_up), ("dh", dh)):
         checks.tensor_dtype(op, name, tensor, (torch.bfloat16,))
         checks.rank(op, name, tensor, (2,))
-    checks.multiple(op, "2I", gate_up.shape[1], 2 * FP8_BLOCK_SIZE)
+    checks.multiple(op, "2I", gate_up.shape[1], 2 * FP8_SIZE_MULTIPLE, of="")
     needed = gate_up.shape[0], gate_up.shape[1] // 2
     checks.shape(op, "dh", dh, needed, f"for a gate_up of shape {tuple(gate_up.shape)}")
     checks.same_device(op, ("gate_up", gate_up), ("dh", dh))
@@ -56,7 +56,8 @@ def swiglu_backward_fp8_quantize_rowcol_groups(
 
     Returns:
         `(q_row, s_row, q_col, s_col, start, end)` of the gradient, `(M, 2I)`, as `fp8_quantize_rowcol_groups` returns
-        them.
+        them. A block is 128 columns of the gradient, because the matmul that reads it sums over its 2I columns. So if I
+        is no multiple of 128, one block holds the last columns of d_gate and the first columns of d_up.
 
     Special values: as for `swiglu_fp8_quantize_rowcol_groups`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_BLOCK_SIZE
+from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.reference.common.groups import padded_rows
@@ -18,7 +18,7 @@ def check_args(gate_up: Tensor, offs: Tensor, *, scale_format: str = "fp32", che
     op = "swiglu_fp8_quantize_rowcol_groups"
     checks.tensor_dtype(op, "gate_up", gate_up, (torch.bfloat16,))
     checks.rank(op, "gate_up", gate_up, (2,))
-    checks.multiple(op, "2I", gate_up.shape[1], 2 * FP8_BLOCK_SIZE)
+    checks.multiple(op, "2I", gate_up.shape[1], 2 * FP8_SIZE_MULTIPLE, of="")
     checks.offsets(op, "offs", offs, ("gate_up", gate_up))
     checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
     rows = padded_rows(gate_up.shape[0], offs.shape[0], FP8_BLOCK_SIZE)
@@ -42,7 +42,7 @@ def swiglu_fp8_quantize_rowcol_groups(
     and this op gives -0.
 
     Args:
-        gate_up: `(M, 2I)` bfloat16, I a multiple of 128; any strides. The columns `0 .. I` are the gate, the columns
+        gate_up: `(M, 2I)` bfloat16, I a multiple of 16; any strides. The columns `0 .. I` are the gate, the columns
             `I .. 2I` are up. The tokens of each group lie together.
         offs, scale_format, check_offs: as for `fp8_quantize_rowcol_groups`. eps is 1e-12.
 

@@ -30,5 +30,5 @@ def supports(gate_up: Tensor, dh: Tensor, *_: Any, **__: Any) -> str | None:
 def swiglu_backward_fp8_quantize_rowcol_groups(
     gate_up: Tensor, dh: Tensor, offs: Tensor, *, scale_format: str = "fp32", check_offs: bool = False
 ) -> Results:
-    by = quantize if quantize.reads(gate_up, dh) else fp8_both_ways
+    by = quantize if quantize.reads(dh.shape[1], gate_up, dh) else fp8_both_ways
     return by.both_ways(GRADIENT.value, gate_up, dh, offs, scale_format)

@@ -27,5 +27,5 @@ def supports(gate_up: Tensor, *_: Any, **__: Any) -> str | None:
 def swiglu_fp8_quantize_rowcol_groups(
     gate_up: Tensor, offs: Tensor, *, scale_format: str = "fp32", check_offs: bool = False
 ) -> Results:
-    by = quantize if quantize.reads(gate_up) else fp8_both_ways
+    by = quantize if quantize.reads(gate_up.shape[1] // 2, gate_up) else fp8_both_ways
     return by.both_ways(SWIGLU.value, gate_up, None, offs, scale_format)

@@ -447,7 +447,7 @@ def bf16(v: np.ndarray) -> np.ndarray:
 def halves(gate_up: Any, offs: Any, check_offs: Any) -> tuple[np.ndarray, np.ndarray]:
     """FP8-33: gate and up as fp32."""
     check_tensor("gate_up", gate_up, (torch.bfloat16,), (2,))
-    need(gate_up.shape[1] % 256 == 0, "no multiple of 256")
+    need(gate_up.shape[1] % 32 == 0, "no multiple of 32")
     check_ends(offs, gate_up, gate_up.shape[0], check_offs)
     both, middle = widened(gate_up), gate_up.shape[1] // 2
     return both[:, :middle], both[:, middle:]

@@ -29,6 +29,17 @@ def other_bits(a, b):
     return (a.view(torch.int16) != b.view(torch.int16)) & ~(a.isnan() & b.isnan())
 
 
+def test_golden_a_block_may_hold_both_gradients():
+    """I is 16: the 32 columns of the gradient are one block, whose amax is that of d_gate and d_up together."""
+    gate_up, dh = torch.zeros(1, 32, dtype=BF16), torch.zeros(1, 16, dtype=BF16)
+    gate_up[0, 15], dh[0, 15] = 128.0, 14.0  # d_up = 14 * 128 = 4 * 448, d_gate = 0
+    gate_up[0, 16 + 3], dh[0, 3] = 448.0, 2.0  # d_gate = 2 * 448 * 0.5, d_up = 0
+    q_row, s_row, *_ = quantize(gate_up, dh, ends(1))
+    assert (q_row.shape, s_row.tolist()) == ((1, 32), [[4.0]])
+    assert q_row[0, [3, 31]].tolist() == [112.0, 448.0]
+    assert u8(q_row).nonzero().tolist() == [[0, 3], [0, 31]]
+
+
 def test_golden_the_gradient_of_the_gate_comes_first():
     """The derivative of silu is 0.5 at 0 and 1 at 128. silu(0) is 0, and silu(128) is 128."""
     gate_up, dh = zeros(2)

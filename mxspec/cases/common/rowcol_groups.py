@@ -31,6 +31,7 @@ def grouped_cases(make: Make) -> Iterator[Case]:
     yield Case("ragged against every tile", partial(with_offs, make, 560, [129, 300, 128]))
     yield Case("power-of-two scales", partial(with_offs, make, 140, [130, 0, 7]), {"scale_format": "pow2"})
     yield Case("checked", partial(with_offs, make, 41, [30, 10]), {"check_offs": True})
+    yield Case("not checked", partial(with_offs, make, 41, [30, 10]), {"check_offs": False})
 
 
 def refused_offs(make: Make) -> Iterator[Case]:
@@ -61,5 +62,6 @@ BEYOND = in_groups_of_three(
     {**PLAIN, "rows": 4128, "cols": 512},
     {**PLAIN, "rows": 400, "cols": 4352},
     {**PLAIN, "rows": 256, "cols": 512, "groups": "three hundred"},
+    {**PLAIN, "rows": 256, "cols": 32, "groups": "three hundred"},
 )
 ALSO = ARRANGED

@@ -32,30 +32,32 @@ class Tile(NamedTuple):
 
 
 # Larger tiles spill registers to local memory. The tiles are not timed yet, so the ops that use them have no rank.
-_HOPPER = {"tokens": Tile(8, 8, 8), "swiglu": Tile(2, 4, 16)}
+_HOPPER = {"tokens": Tile(8, 8, 8), "tokens, tail": Tile(8, 4, 16), "swiglu": Tile(2, 4, 16)}
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The row codes of a thread are 8 bytes of each token.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v2\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
 def _swiglu_run(
-    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, left: Tensor, run: int, step: int = 1, i: int = 0,
+    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, inside: Tensor | None, left: Tensor, run: int,
+    step: int = 1, i: int = 0,
 ) -> Tensor:  # fmt: skip
     """`silu(gate) * up` of `run` tokens, along new last dimensions of 2, as `load_run` loads them.
 
     A token is computed before it is joined with other tokens. So few intermediate values are in registers at a time.
     """
     if run == 1:
-        gate = hl.load(x, [m * stride_m + d], extra_mask=left > i)
-        return swiglu(gate, hl.load(x, [m * stride_m + up_d], extra_mask=left > i))
-    rest = stride_m, d, up_d, left, run // 2, 2 * step
+        there = left > i if inside is None else inside & (left > i)
+        gate = hl.load(x, [m * stride_m + d], extra_mask=there)
+        return swiglu(gate, hl.load(x, [m * stride_m + up_d], extra_mask=there))
+    rest = stride_m, d, up_d, inside, left, run // 2, 2 * step
     return hl.join(_swiglu_run(x, m, *rest, i), _swiglu_run(x, m + step, *rest, i + step))
 
 
 def _both(
     values: Tensor, d: Tensor, d_block: int, D: int, q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor,
     token: Tensor, left: Tensor, tokens: int, tile: Tensor, first: Tensor, count: Tensor, there: Tensor, live: Tensor,
-    eps_bits: int, pow2: bool, across: int, run: int,
+    inside: Tensor | None, eps_bits: int, pow2: bool, across: int, run: int,
 ) -> None:  # fmt: skip
     """Store the codes and scales of a block of values, in both directions.
 
@@ -63,6 +65,7 @@ def _both(
     - `token`: the first token of each run, `(1, lanes, 1, runs, 1)`. `left`: the tokens that exist from it on.
     - `tile`, `first`, `count`: the block of padded tokens, and the first block and the number of blocks of its group.
     - `there`: whether the block is among the blocks of its group. `live`: whether `offs` has this group.
+    - `inside`: which features exist, in the shape of `values` without the run; None if all exist.
     """
     lanes = 32 // across
     parts, runs = 16 // across, 128 // (lanes * run)
@@ -79,7 +82,7 @@ def _both(
         if run == 8
         else codes.reshape(across, lanes, parts, runs, 8, 2, 2)
     )
-    store_run(q_row, token * D + d, D, halves, None, run, left)
+    store_run(q_row, token * D + d, D, halves, inside, run, left)
     row_token = token.reshape(lanes, runs, 1) + dimension(run, 2, 3)
     written = left.reshape(lanes, runs, 1) > dimension(run, 2, 3)
     hl.store(s_row, [d_block * tokens + row_token], row_back, extra_mask=written)
@@ -87,9 +90,11 @@ def _both(
     codes = torch.where(live, wide * col.reshape(across, 1, parts, 1, 8, 1), 0.0)
     place = (first * D + tile - first + d * count) * 128 + dimension(lanes, 1, 5) * run
     place = (place + dimension(runs, 3, 5) * (lanes * run)).unsqueeze(-1) + dimension(run, 5, 6)
-    owned = there.reshape(1, 1, 1, 1, 1, 1).expand(across, lanes, parts, runs, 8, run)
-    hl.store(q_col, [place], saturating_cast(codes, E4M3FN), extra_mask=owned)
-    hl.store(s_col, [tile * D + d.reshape(across, parts, 8)], torch.where(live, col_back, 0.0))
+    owned = there.reshape(1, 1, 1, 1, 1, 1)
+    stored = (owned if inside is None else owned & inside.unsqueeze(-1)).expand(across, lanes, parts, runs, 8, run)
+    hl.store(q_col, [place], saturating_cast(codes, E4M3FN), extra_mask=stored)
+    d = d.reshape(across, parts, 8)
+    hl.store(s_col, [tile * D + d], torch.where(live, col_back, 0.0), extra_mask=None if inside is None else d < D)
 
 
 # `tokens_2` is the number of tokens plus 2, so that it is never 1. With a constant 1, ptxas 12.8 generates wrong code
@@ -98,7 +103,7 @@ def _rowcol(
     x: Tensor, stride_m: int, stride_d: int, tokens_2: int, width: int,
     q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor, blocks: int,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
-    how: hl.constexpr, pow2: hl.constexpr, empty: hl.constexpr, chunk: hl.constexpr,
+    how: hl.constexpr, pow2: hl.constexpr, empty: hl.constexpr, tail: hl.constexpr, chunk: hl.constexpr,
     across: hl.constexpr, run: hl.constexpr,
 ) -> None:  # fmt: skip
     lanes = 32 // across
@@ -125,14 +130,15 @@ def _rowcol(
             left = tokens_left(m, stop, tokens_2 - 2)
             d = d_tile * 128 + dimension(across, 0, 5) * 8 + dimension(parts, 2, 5) * (8 * across) + dimension(8, 4, 5)
             some = left.expand(across, lanes, parts, runs, 8)
+            inside = (d < width).expand(across, lanes, parts, runs, 8) if tail else None  # the last block is shorter
             source = d * stride_d
             if how == "tokens":
-                values = load_run(x, m, stride_m, source, None, run, left=some)
+                values = load_run(x, m, stride_m, source, inside, run, left=some)
             else:
-                values = _swiglu_run(x, m, stride_m, source, (width + d) * stride_d, some, run)
+                values = _swiglu_run(x, m, stride_m, source, (width + d) * stride_d, inside, some, run)
             _both(
                 values, d, d_tile, width, q_row, s_row, q_col, s_col, m, left,
-                tokens_2 - 2, tile, first, count, there, live, eps_bits, pow2, across, run,
+                tokens_2 - 2, tile, first, count, there, live, inside, eps_bits, pow2, across, run,
             )  # fmt: skip
 
 
@@ -145,13 +151,14 @@ def rowcol_groups(
     R = padded_rows(M, G, FP8_BLOCK_SIZE)
     blocks = R // FP8_BLOCK_SIZE
     q_row = x.new_empty((M, width), dtype=torch.float8_e4m3fn)
-    s_row = x.new_empty((width // FP8_BLOCK_SIZE, M), dtype=torch.float32)
+    s_row = x.new_empty((-(-width // FP8_BLOCK_SIZE), M), dtype=torch.float32)
     q_col = x.new_empty((width, R), dtype=torch.float8_e4m3fn)
     s_col = x.new_empty((blocks, width), dtype=torch.float32)
     start, end = (offs.new_empty(G) for _ in range(2))
-    tile = for_device(TILES, x.device)[how]
+    tail = width % FP8_BLOCK_SIZE != 0
+    tile = for_device(TILES, x.device)["tokens, tail" if tail and how == "tokens" else how]
     if blocks:
-        programs = width // FP8_BLOCK_SIZE
+        programs = -(-width // FP8_BLOCK_SIZE)
         # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. At
         # least one program across: with no features, start and end are still written.
         pid_type = "xyz" if blocks < 65536 else "flat"
@@ -159,6 +166,6 @@ def rowcol_groups(
             _rowcol, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(),
             M + 2, width, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
             flat(offs), offs.stride(0), G, flat(start), flat(end), max(1, programs), fp32_bits(eps),
-            how, scale_format == "pow2", programs == 0, chunk(G), tile.across, tile.run,
+            how, scale_format == "pow2", programs == 0, tail, chunk(G), tile.across, tile.run,
         )  # fmt: skip
     return q_row, s_row.mT, q_col, s_col.mT, start, end

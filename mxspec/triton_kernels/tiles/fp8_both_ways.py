@@ -1,9 +1,9 @@
 """FP8 codes of token groups along the features and along the tokens, from one read of the tokens, in plain Triton.
 
-A program holds 128 padded tokens of one group by 128 features. A row of the tile is
-one block of 128 features, and a column of the tile is one block of 128 tokens. So the maximum of every block lies
-inside the tile. Rows
-without a group follow the last group: a program writes their row codes, and zeros as column codes.
+A program holds 128 padded tokens of one group by 128 features. A row of the tile is one block of 128 features, and a
+column of the tile is one block of 128 tokens. So the maximum of every block lies inside the tile. The last block of
+features may be shorter. Rows without a group follow the last group: a program writes their row codes, and zeros as
+column codes.
 
 The values of a tile are those of x, or SwiGLU's, or the gradient of SwiGLU's. On Hopper, `hopper/fp8/both_ways.py`
 computes the same bytes.
@@ -34,7 +34,7 @@ CONFIGS = {(9, 0): {"num_warps": 8}, (10, 0): {"num_warps": 8}}
 def _both_ways(
     x, dh, q_row, s_row, q_col, s_col, start, end, offs,
     tokens, D, blocks, stride_m, stride_d, dh_stride_m, dh_stride_d, G, stride_offs, eps_bits,
-    VALUES: tl.constexpr, POW2: tl.constexpr, CHUNK: tl.constexpr,
+    VALUES: tl.constexpr, POW2: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     column, block = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     group, token0, stop, begin = group_of(
@@ -49,29 +49,42 @@ def _both_ways(
     place = block - first
     token = token0 + place * 128
     r, d = tl.arange(0, 128), tl.arange(0, 128)
-    if VALUES == GRADIENT:  # two neighbouring programs read the same values: one writes d_gate, one d_up
-        half = D // 2
+    half = D // 2 if VALUES == GRADIENT else D
+    if VALUES == GRADIENT and not TAIL:  # two neighbouring programs read the same values: one writes d_gate, one d_up
         of_up, d0 = column % 2 == 1, (column // 2).to(tl.int64) * 128
+        width = half
     else:
-        half = D
         d0 = column.to(tl.int64) * 128
+        width = D
     # False for all rows if there are no features. An offs out of order may read a row twice, but no row outside of x.
-    there = (token + r >= 0) & (token + r < stop) & (block < blocks) & (d0 < half)
+    there = (token + r >= 0) & (token + r < stop) & (block < blocks) & (d0 < width)
     inside, row = there[:, None], (token + r).to(tl.int64)[:, None]
-    x += row * stride_m + (d0 + d)[None, :] * stride_d
+    source = d0 + d
+    if TAIL:
+        feature = column * 128 + d
+        inside = inside & (feature < D)[None, :]
+        if VALUES == GRADIENT:  # a block may begin in d_gate and end in d_up
+            in_gate = feature < half
+            source = tl.where(in_gate, source, source - half)
+    x += row * stride_m + source[None, :] * stride_d
     v = tl.load(x, mask=inside, other=0)
     if VALUES != TOKENS:
         up = x + tl.cast(half, tl.int64) * stride_d
         if VALUES == SWIGLU:
             v = swiglu(v, tl.load(up, mask=inside, other=0))
         else:
-            dh += row * dh_stride_m + (d0 + d)[None, :] * dh_stride_d
+            dh += row * dh_stride_m + source[None, :] * dh_stride_d
+            if TAIL:
+                of_h = tl.load(dh, mask=inside, other=0)
+                of_gate = gradient_of_gate(v, tl.load(up, mask=inside, other=0), of_h)
+                v = tl.where(in_gate[None, :], of_gate, gradient_of_up(v, of_h))
             # One branch, so that the registers of the other gradient are not needed.
-            if of_up:
+            elif of_up:
                 v = gradient_of_up(v, tl.load(dh, mask=inside, other=0))
             else:
                 v = gradient_of_gate(v, tl.load(up, mask=inside, other=0), tl.load(dh, mask=inside, other=0))
-            d0 += tl.where(of_up, half, 0)
+            if not TAIL:
+                d0 += tl.where(of_up, half, 0)
 
     wide = widened(v)
     bits = magnitude_bits(wide)
@@ -83,6 +96,8 @@ def _both_ways(
     s, back = factors(tl.max(bits, 0), eps_bits, POW2)
     # True for all blocks if offs is in order.
     owned = (d < D) & (place >= 0) & (count > place) & (count <= blocks - first) & (first >= 0)
+    if TAIL:
+        owned = owned & (feature < D)
     tl.store(s_col + block.to(tl.int64) * D + d0 + d, tl.where(grouped, back, 0.0), mask=owned)
     q = saturating_cast(tl.where(grouped, wide * s[None, :], 0.0), q_col.dtype.element_ty)
     to = q_col + (first.to(tl.int64) * D + d0 * count + place) * 128
@@ -98,11 +113,12 @@ def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_for
     blocks = s_col.shape[1]
     if blocks:
         # At least one program across: with no features, start and end are still written, and no value is computed.
-        grid = launch.grid(max(1, D // FP8_BLOCK_SIZE), blocks)
+        grid = launch.grid(max(1, -(-D // FP8_BLOCK_SIZE)), blocks)
+        tail = (D // 2 if values == GRADIENT.value else D) % FP8_BLOCK_SIZE != 0
         _both_ways[grid](
             x, dh, q_row, s_row, q_col, s_col, start, end, offs, M, D, blocks, *x.stride(),
             *((0, 0) if dh is None else dh.stride()), G, offs.stride(0), fp32_bits(eps),
-            values if D else TOKENS.value, scale_format == "pow2", chunk(G),
+            values if D else TOKENS.value, scale_format == "pow2", tail, chunk(G),
             **launch.for_device(CONFIGS, x.device), **launch.UNFUSED,
         )  # fmt: skip
     return results
@@ -114,7 +130,7 @@ def allocated(x: Tensor, offs: Tensor, M: int, D: int) -> Results:
     R = padded_rows(M, G, FP8_BLOCK_SIZE)
     q_row, q_col = (x.new_empty(shape, dtype=torch.float8_e4m3fn) for shape in ((M, D), (D, R)))
     s_row, s_col = (
-        x.new_empty(shape, dtype=torch.float32).mT for shape in ((D // FP8_BLOCK_SIZE, M), (R // FP8_BLOCK_SIZE, D))
+        x.new_empty(shape, dtype=torch.float32).mT for shape in ((-(-D // FP8_BLOCK_SIZE), M), (R // FP8_BLOCK_SIZE, D))
     )
     start, end = (offs.new_empty(G) for _ in range(2))
     return q_row, s_row, q_col, s_col, start, end

@@ -25,10 +25,15 @@ else:
     REGISTERS = {0: 88, 1: 128, 2: None}
 
 
-def reads(*tensors: Tensor | None) -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, and rows of bfloat16 begin at multiples of 16 bytes."""
+def reads(features: int, *tensors: Tensor | None) -> bool:
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and rows of bfloat16 begin at multiples of 16 bytes.
+
+    The plain tiles take a shorter last block of features. The Gluon kernel has no masks along the features.
+    """
     x = tensors[0]
     if x is None or x.device.type == "cpu" or capability(x.device) != (9, 0) or releases.refusal() or not x.numel():
+        return False
+    if features % FP8_BLOCK_SIZE:
         return False
     return all(
         t is None
