@@ -44,14 +44,12 @@ def check_sizes(name: str, **sizes: object) -> None:
             raise TypeError(f"{name}: {what} = {size!r}; needs an int")
 
 
-def check_features(name: str, block_size: int, **sizes: int) -> None:
+def check_features(name: str, multiple: int, **sizes: int) -> None:
     for what, size in sizes.items():
-        if size % block_size or size <= 0:
+        if size % multiple or size <= 0:
             raise ValueError(
-                f"{name}: {what} = {size} must be a {'positive ' if size <= 0 else ''}multiple of {block_size}"
-                f"{' for the recipe fp8_128' if block_size == 128 else ''}. "
-                f"Use {'mxfp8_rceil, which needs a multiple of 32' if block_size == 128 else 'a PyTorch layer'}, "
-                "or pad the model."
+                f"{name}: {what} = {size} must be a {'positive ' if size <= 0 else ''}multiple of {multiple}. "
+                "Use a PyTorch layer, or pad the model."
             )
 
 

@@ -19,7 +19,7 @@ from mxspec.nn._checks import (
     check_tensors,
 )
 from mxspec.nn._product import product
-from mxspec.nn.recipe import BLOCK_SIZES, Recipe
+from mxspec.nn.recipe import SIZE_MULTIPLES, Recipe
 
 
 class QuantizedLinear(QuantizesWeights, nn.Linear):
@@ -35,9 +35,9 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         *,
         recipe: Recipe,
     ) -> None:
-        name, block_size = type(self).__name__, BLOCK_SIZES[recipe.format]
+        name, multiple = type(self).__name__, SIZE_MULTIPLES[recipe.format]
         check_sizes(name, in_features=in_features, out_features=out_features)
-        check_features(name, block_size, in_features=in_features, out_features=out_features)
+        check_features(name, multiple, in_features=in_features, out_features=out_features)
         check_parameters(name, dtype or torch.get_default_dtype())
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = recipe

@@ -23,7 +23,7 @@ from mxspec.nn._formats import refusal_of_values
 from mxspec.nn._product import grouped_product
 from mxspec.nn._swiglu import Swiglu, swiglu_experts
 from mxspec.nn.grouped_mm import check_offs
-from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
+from mxspec.nn.recipe import SIZE_MULTIPLES, Recipe, recipe_of
 
 
 class QuantizedExperts(QuantizesWeights):
@@ -35,7 +35,7 @@ class QuantizedExperts(QuantizesWeights):
     def train_by(self, recipe: Recipe, **widths: int) -> None:
         """Set the recipe. Raises if the recipe cannot run these widths, or if `cache_weights` holds codes."""
         name = type(self).__name__
-        check_features(name, BLOCK_SIZES[recipe.format], **widths)
+        check_features(name, SIZE_MULTIPLES[recipe.format], **widths)
         if self._cached:
             raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
         self.recipe = recipe
@@ -129,7 +129,7 @@ class GroupedExperts(QuantizedExperts):
     Args:
         num_experts: the number of experts, E.
         dim, hidden_dim: the width of a token, and the width between the matmuls. Both are multiples of 32; for fp8_128
-            of 128.
+            of 16.
         recipe: a `Recipe` or its name, as for `mx_grouped_mm` and `fp8_grouped_mm`. `set_recipe` changes it later.
         device, dtype: the device and dtype of the parameters; bfloat16 or float32.
 

@@ -25,7 +25,7 @@ class Float8BlockwiseLinear(QuantizedLinear):
     has the parameters and the state dict of `nn.Linear`.
 
     Args:
-        in_features, out_features: K and N, multiples of 128.
+        in_features, out_features: K and N, multiples of 16. The last block of 128 may be shorter.
         bias: whether the layer has a bias. The bias is added to the rounded product.
         device, dtype: the device and dtype of the parameters; bfloat16 or float32.
 
@@ -38,7 +38,7 @@ class Float8BlockwiseLinear(QuantizedLinear):
 
     Raises:
         TypeError: the input is not a tensor, or a dtype is neither bfloat16 nor float32.
-        ValueError: the features are not multiples of 128, or x is not dense, has another last dimension or is on
+        ValueError: the features are not multiples of 16, or x is not dense, has another last dimension or is on
             another device.
         RuntimeError: a weight changed while `cache_weights` held its codes; a gradient is differentiated, as a gradient
             penalty does; or a checkpointed forward ran again on another backend.

@@ -16,7 +16,7 @@ from mxspec.nn._checks import (
 )
 from mxspec.nn._formats import format_of, refusal_of_values
 from mxspec.nn._product import grouped_product
-from mxspec.nn.recipe import BLOCK_SIZES, Recipe, recipe_of
+from mxspec.nn.recipe import SIZE_MULTIPLES, Recipe, recipe_of
 
 _NAMES = {"mxfp8": "mx_grouped_mm", "fp8_128": "fp8_grouped_mm"}
 
@@ -67,7 +67,7 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
 
     Args:
         x, offs: as for `mx_grouped_mm`. An end may be any number, not only a multiple of 128.
-        w: `(E, N, K)`, bfloat16 or float32; N and K are multiples of 128.
+        w: `(E, N, K)`, bfloat16 or float32; N and K are multiples of 16.
         recipe: `fp8_128` or its `Recipe`, or `bf16`, as for `mx_grouped_mm`.
 
     Returns:
@@ -105,7 +105,7 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, w {tuple(w.shape)}; needs (M, K) and (E, N, K)")
     check_parameters(name, w.dtype)
     check_input(name, x, w.shape[2])
-    check_features(name, BLOCK_SIZES[found.format], N=w.shape[1], K=w.shape[2])
+    check_features(name, SIZE_MULTIPLES[found.format], N=w.shape[1], K=w.shape[2])
     check_offs(name, offs, w.shape[0])
     check_devices(name, x, w=w, offs=offs)
     backend = backend_now(w)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mxspec.formats import FP8_BLOCK_SIZE, FP8_DTYPES, MX_BLOCK_SIZE, SCALINGS
+from mxspec.formats import FP8_DTYPES, FP8_SIZE_MULTIPLE, MX_BLOCK_SIZE, SCALINGS
 
-# N and K must be multiples of the format's number. bf16 has the same number as mxfp8, so that a model can change
-# between the two formats.
-BLOCK_SIZES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_BLOCK_SIZE, "bf16": MX_BLOCK_SIZE}
+# N and K must be multiples of the format's number. The last block of fp8_128 may be shorter. bf16 has the same number as
+# mxfp8, so that a model can change between the two formats.
+SIZE_MULTIPLES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_SIZE_MULTIPLE, "bf16": MX_BLOCK_SIZE}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Recipe:
     wgrad_bf16: bool = False
 
     def __post_init__(self) -> None:
-        for what, value, known in (("format", self.format, BLOCK_SIZES), ("scaling", self.scaling, SCALINGS)):
+        for what, value, known in (("format", self.format, SIZE_MULTIPLES), ("scaling", self.scaling, SCALINGS)):
             if value not in known:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
         if self.grad_dtype not in FP8_DTYPES:

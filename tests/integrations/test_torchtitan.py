@@ -272,7 +272,7 @@ def test_what_an_entry_cannot_do_is_said():
     for match, entry, config in (
         ("no Linear has 'wq' in its name", converter("fp8_128", linears=["attention", "wq"]), tree()),
         ("the model has no experts, and linears names no Linear", converter("fp8_128"), tree(layers=0)),
-        (r"experts\.0: .* out_features of w1_EFD = 64 must be a multiple of 128", converter("fp8_128"), tree(inner=64)),
+        (r"experts\.0: .* out_features of w1_EFD = 72 must be a multiple of 16", converter("fp8_128"), tree(inner=72)),
         ("gate: .* out_features = 3 must be a multiple of 32", converter("mxfp8_rceil", linears=["gate"]), tree()),
     ):
         with pytest.raises(ValueError, match=match):
@@ -361,8 +361,8 @@ def test_convert_takes_a_model_that_is_built():
     assert torch.equal(model.experts[0](x, COUNTS), by_hand("mxfp8_rceil", model.experts[0], x))
     convert(model, "fp8_128")
     assert torch.equal(model.experts[0](x, COUNTS), by_hand("fp8_128", model.experts[0], x))
-    narrow = built(tree(inner=64))
-    assert "out_features of w1_EFD = 64 must be a multiple of 128" in convert(narrow, "fp8_128").left["experts.0"]
+    narrow = built(tree(inner=72))
+    assert "out_features of w1_EFD = 72 must be a multiple of 16" in convert(narrow, "fp8_128").left["experts.0"]
     assert type(narrow.experts[0]) is GroupedExperts
     with (
         pytest.raises(TypeError, match="cache_weights: GroupedExperts of torchtitan casts its weights"),

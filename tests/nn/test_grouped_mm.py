@@ -254,8 +254,8 @@ def test_what_it_does_not_take(change, error, words):
             lambda x, w, o: (x, w, o, E5M2),
             "fp8_grouped_mm: the recipe's format is mxfp8; needs fp8_128 or bf16. Use mx_grouped_mm",
         ),
-        (lambda x, w, o: (x, w[:, :96], o), "fp8_grouped_mm: N = 96 must be a multiple of 128"),
-        (lambda x, w, o: (x[:, :64], w[..., :64], o), "fp8_grouped_mm: K = 64 must be a multiple of 128"),
+        (lambda x, w, o: (x, w[:, :104], o), "fp8_grouped_mm: N = 104 must be a multiple of 16"),
+        (lambda x, w, o: (x[:, :72], w[..., :72], o), "fp8_grouped_mm: K = 72 must be a multiple of 16"),
         (lambda x, w, o: (x, w, o[:1]), r"fp8_grouped_mm: offs has shape \(1,\)"),
     ],
 )
