@@ -8,8 +8,8 @@ import torch
 
 from mxspec.formats import FP8_DTYPES, FP8_SIZE_MULTIPLE, MX_BLOCK_SIZE, SCALINGS
 
-# N and K must be multiples of the format's number. The last block of fp8_128 may be shorter. bf16 has the same number as
-# mxfp8, so that a model can change between the two formats.
+# N and K must be multiples of the format's number. The last block of fp8_128 may be shorter. bf16 has the same number
+# as mxfp8, so that a model can change between the two formats.
 SIZE_MULTIPLES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_SIZE_MULTIPLE, "bf16": MX_BLOCK_SIZE}
 
 
