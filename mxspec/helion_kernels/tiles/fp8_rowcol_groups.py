@@ -32,7 +32,13 @@ class Tile(NamedTuple):
 
 
 # Larger tiles spill registers to local memory. The tiles are not timed yet, so the ops that use them have no rank.
-_HOPPER = {"tokens": Tile(8, 8, 8), "tokens, tail": Tile(8, 4, 16), "swiglu": Tile(2, 4, 16)}
+_HOPPER = {
+    "tokens": Tile(8, 8, 8),
+    "swiglu": Tile(2, 4, 16),
+    # The last block is shorter. The masks along the features take registers, too.
+    "tokens, tail": Tile(8, 4, 16),
+    "swiglu, tail": Tile(4, 4, 16),
+}
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The row codes of a thread are 8 bytes of each token.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v2\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
@@ -156,7 +162,7 @@ def rowcol_groups(
     s_col = x.new_empty((blocks, width), dtype=torch.float32)
     start, end = (offs.new_empty(G) for _ in range(2))
     tail = width % FP8_BLOCK_SIZE != 0
-    tile = for_device(TILES, x.device)["tokens, tail" if tail and how == "tokens" else how]
+    tile = for_device(TILES, x.device)[f"{how}, tail" if tail else how]
     if blocks:
         programs = -(-width // FP8_BLOCK_SIZE)
         # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. At

@@ -27,6 +27,7 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 EPS = 1e-12
 TOKENS, SWIGLU, GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the values that a tile quantizes
 CONFIGS = {(9, 0): {"num_warps": 8}, (10, 0): {"num_warps": 8}}
+TAIL = {(9, 0): {"num_warps": 16}, (10, 0): {"num_warps": 16}}  # the masks along the features take registers, too
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
@@ -119,7 +120,7 @@ def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_for
             x, dh, q_row, s_row, q_col, s_col, start, end, offs, M, D, blocks, *x.stride(),
             *((0, 0) if dh is None else dh.stride()), G, offs.stride(0), fp32_bits(eps),
             values if D else TOKENS.value, scale_format == "pow2", tail, chunk(G),
-            **launch.for_device(CONFIGS, x.device), **launch.UNFUSED,
+            **launch.for_device(TAIL if tail else CONFIGS, x.device), **launch.UNFUSED,
         )  # fmt: skip
     return results
 
