@@ -138,9 +138,9 @@ def _is_slow(case: Case) -> bool:
 
 
 def blanks(fn: Callable[..., Any]) -> str | None:
-    """Which function still has a `...`: fn, or a function or kernel of the same module that fn uses; None if none has.
+    """Which function still has a `...`: fn, or a function or kernel of its module that fn uses. None if all are done.
 
-    A `...` inside an index with other parts, such as `x[..., None]`, is no blank.
+    A `...` inside an index with other parts, such as `x[..., None]`, is not a gap.
     """
     for each in _used_by(fn):
         try:
@@ -161,7 +161,10 @@ def blanks(fn: Callable[..., Any]) -> str | None:
 
 
 def _parts_of_index(index: ast.Subscript) -> list[ast.expr]:
-    """The parts of an index in which `...` is no blank: `...` beside other parts, or in the target of an assignment."""
+    """The parts of an index in which `...` is not a gap to fill in.
+
+    This is `...` beside other parts of the index, or in the target of an assignment.
+    """
     if isinstance(index.slice, ast.Tuple):
         return index.slice.elts
     return [] if isinstance(index.ctx, ast.Load) else [index.slice]
@@ -172,7 +175,7 @@ def _used_by(fn: Callable[..., Any]) -> list[Any]:
     found, todo = dict[int, Any](), [fn]
     while todo:
         each: Any = todo.pop()
-        for attribute in ("__wrapped__", "fn", "func"):  # of a cached function; of a kernel; of a partial
+        for attribute in ("__wrapped__", "fn", "func"):  # attributes of a cached function, a kernel, a partial
             while callable(getattr(each, attribute, None)):
                 each = getattr(each, attribute)
         if not inspect.isfunction(each) or each.__module__ != getattr(fn, "__module__", None) or id(each) in found:

@@ -1,4 +1,4 @@
-"""That the notebooks' conftest can refuse, and what it says."""
+"""The notebooks' conftest refuses a notebook that proves nothing, and its message names the fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 CONFTEST = Path(__file__).with_name("conftest.py")
-problems = runpy.run_path(str(CONFTEST))["problems"]  # `import conftest` would be a matter of luck: there may be two
+problems = runpy.run_path(str(CONFTEST))["problems"]  # `import conftest` may find another folder's
 
 
 def code(source: str, count: int | None, *tags: str) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_pytest_stops_at_collection(tmp_path):
 
 @pytest.mark.parametrize("interpreter", [None, "HELION_INTERPRET", "TRITON_INTERPRET"])
 @pytest.mark.parametrize("gpu", [False, True])
-def test_a_lesson_is_left_out_where_it_would_run_as_it_does_anyway(tmp_path, monkeypatch, interpreter, gpu):
+def test_a_lesson_is_left_out_if_it_would_ignore_the_requested_interpreter(tmp_path, monkeypatch, interpreter, gpu):
     ignored = runpy.run_path(str(CONFTEST))["pytest_ignore_collect"]
     for name in ("HELION_INTERPRET", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
@@ -95,7 +95,7 @@ def test_a_lesson_is_left_out_where_it_would_run_as_it_does_anyway(tmp_path, mon
     for source, lesson in (("device = course.start()", True), ("import mxspec", False)):
         (tmp_path / "one.ipynb").write_text(json.dumps({"cells": [code(source, 1)]}))
         assert bool(ignored(tmp_path / "one.ipynb")) == (lesson and bool(interpreter) and not gpu)
-    if interpreter:  # a variable that asks for none, as the kernels understand it
+    if interpreter:  # the kernels read the value 0 as: no interpreter
         monkeypatch.setenv(interpreter, "0")
         (tmp_path / "one.ipynb").write_text(json.dumps({"cells": [code("device = course.start()", 1)]}))
         assert not ignored(tmp_path / "one.ipynb")

@@ -179,7 +179,7 @@ def _unstorable(reference: Reference[..., Any], case: Case, args: tuple[Any, ...
         if not isinstance(arg, (Tensor, int, float)):
             return f"a {type(arg).__name__} for a tensor"
     if any(isinstance(value, float) and takes == "int" for value, takes in _with_annotations(reference, case, args)):
-        return "a float for an integer, which JSON does not tell from one"
+        return "a float for an integer, which JSON cannot distinguish from an integer"
     return None
 
 

@@ -42,7 +42,10 @@ def check(directory: Path | str, only: Collection[str] | None = None) -> Iterato
     results = directory / "results"
     for path in results.glob("*"):
         if path.stem not in found or path.suffix not in (".json", ".safetensors"):
-            raise ValueError(f"vectors: {path} answers no op; needs <op>.safetensors or .json of {', '.join(found)}")
+            names = ", ".join(found)
+            raise ValueError(
+                f"vectors: {path} holds results of no exported op; needs <op>.safetensors or .json of {names}"
+            )
     answered = [op for op in found if any((results / f"{op}.{end}").exists() for end in ("safetensors", "json"))]
     for op in answered if only is None else only:
         yield from _check_op(op, directory)

@@ -1,4 +1,4 @@
-"""`inspect`: each corrupted checkpoint is named, and each trap of a loader is named on a file that has it."""
+"""`inspect` names the fault of each corrupted checkpoint, and each trap: a file that a loader reads wrongly."""
 
 import json
 import re

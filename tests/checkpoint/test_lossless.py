@@ -1,4 +1,4 @@
-"""lossless: what is kept is equal value by value, and what would change is counted and named."""
+"""lossless: values that it keeps are equal one by one, and values that would change are counted and named."""
 
 import pytest
 import torch

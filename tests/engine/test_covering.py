@@ -1,4 +1,4 @@
-"""A covering omits no option, and no two options that meet in a case."""
+"""A covering is a subset of the cases. It shows each option and each pair of options that the cases show."""
 
 import itertools
 

@@ -422,7 +422,7 @@ def test_an_answer_to_nothing_is_refused(answered):
     answered.outputs[f"{block}.extra"] = torch.zeros(1)
     assert answered.judged()["one block"].message == "has an output extra, which the op does not have"
     (answered.folder / "results" / "foo.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"foo\.json answers no op; needs <op>\.safetensors"):
+    with pytest.raises(ValueError, match=r"foo\.json holds results of no exported op; needs <op>\.safetensors"):
         answered.judged()
 
 

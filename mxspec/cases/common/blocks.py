@@ -43,8 +43,8 @@ FRACTIONS = (1.0, -1.0, 0.53125, -0.59375, 0.5625, 0.6875, 2**-8, -(2**-9), 3 * 
 def every_exponent(fmt: ElementFormat = E4M3FN) -> Tensor:
     """`(255, 128)` fp32: one row per exponent field, with four blocks whose largest magnitudes differ in the mantissa.
 
-    Two of the mantissas are the mantissa of the largest element and its successor, where rceil rounds up. The mantissa
-    of e4m3fn's largest element is also e5m2's.
+    The mantissas are 1, the mantissa of the format's largest value, the next mantissa above it (from which rceil rounds
+    up), and the largest mantissa. The largest values of e4m3fn and e5m2 have the same mantissa, 1.75.
     """
     largest = int((fmt.max / 2.0**fmt.emax - 1) * 2**23)
     mantissas = torch.tensor([0x000000, largest, largest + 1, 0x7FFFFF])
@@ -67,8 +67,8 @@ def edge_blocks() -> Tensor:
 def codes_and_ties(fmt: ElementFormat) -> Tensor:
     """`(rows, 32)` fp32: each block begins with the format's largest value, so its scale is 1.
 
-    The other elements are, in order, every value of the format, the midpoints between neighbouring values and the two
-    fp32 neighbours of each midpoint; then the negatives of them all.
+    The other elements are every value of the format that is not negative, the midpoints between neighbouring values and
+    the two fp32 neighbours of each midpoint. All of these are sorted, and their negatives follow.
     """
     grid = torch.tensor([fmt.value(code) for code in range(fmt.largest_code + 1)])
     ties = (grid[1:] + grid[:-1]) / 2

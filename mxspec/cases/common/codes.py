@@ -23,9 +23,10 @@ SCALES = {
 def scale_fits(
     choice: Choice, plain: tuple[int, ...] | None, layout: str | None = "plain", name: str = "scale"
 ) -> bool:
-    """Whether scales of a plain shape can have the values, strides and place of a choice; shape None is still open.
+    """Whether scales of the shape `plain` can have the values, strides and place in memory of a choice.
 
-    Blocked scales are one run of bytes. Empty scales have neither values nor strides nor a place.
+    `plain` is None while the shape is not chosen yet. Blocked scales are one run of bytes. Empty scales have neither
+    values nor strides nor a place.
     """
     values, strides, begins = (choice.get(f"{name} {what}") for what in ("values", "strides", "begins"))
     told = [word for word in (values, strides) if word is not None]

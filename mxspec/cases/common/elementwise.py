@@ -19,7 +19,7 @@ _OF_VALUES = r"(?:strides|begins|sign|values|[+-]?Inf|NaN|-0|subnormal|largest|n
 
 
 def _of(name: str, choice: Choice) -> Choice:
-    """The choice of another matrix, under the names of the first."""
+    """The part of a choice that describes the matrix `name`, with the keys that describe the first matrix."""
     own = {key.removeprefix(f"{name} "): value for key, value in choice.items() if key.startswith(f"{name} ")}
     sizes: Choice = {key: choice[key] for key in ("rows", "cols") if key in choice}
     return {"experts": None, "negated": False, "dtype": torch.bfloat16, **sizes, **own}
@@ -50,12 +50,12 @@ def space(*names: str) -> Space:
 
 
 def told_before(*names: str) -> tuple[str, ...]:
-    """The sizes of the other matrices."""
+    """The names of the facts that state the other matrices' sizes. The first matrix has the same sizes."""
     return tuple(f"{name}.{size}" for name in names for size in ("rows", "cols"))
 
 
 def impossible(first: str, *names: str) -> tuple[tuple[str, str], ...]:
-    """The pairs of facts that no call has: a size of the first matrix is a size of the others."""
+    """The pairs of facts that no call has, because all matrices have the same sizes."""
     others, only_one = "|".join(names), r"\.strides (?:column-major|one {0} repeated|{0}s apart)"
     return (
         (rf"{first}\.cols = 1 \| \w+\.(?:block of zeros|saturating block somewhere)", "a block has 32 columns"),

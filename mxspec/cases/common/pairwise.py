@@ -74,7 +74,7 @@ def pairwise(
         left[0] -= 1
         size, start = len(values[name]), first[name]
         met = [-(missing & bits).bit_count() for missing in unmet[start : start + size]]
-        # values that are equally good take turns
+        # Equally good values take turns: `turn` rotates the order, and the sort is stable.
         for i in sorted(((i + turn) % size for i in range(size)), key=met.__getitem__):
             if left[0] < 0:
                 return None  # a choice may exist, but finding it would take every combination of the earlier dimensions

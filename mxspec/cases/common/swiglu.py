@@ -50,7 +50,7 @@ def tied_gates() -> Tensor:
 def hard_gates() -> tuple[Tensor, Tensor, Tensor]:
     """`(16, 10240)`: gates beside an up of 1 and the least gradients, which show every rounding of d_gate.
 
-    A sigmoid that is off by one shows at most of the gates, and a fused sum at the first four.
+    A sigmoid with a wrong last bit changes the result for most of the gates, a fused sum for the first four.
     """
     gates = [-0.1123046875, -1.28125, -1.421875, -2.265625, -1.6640625, -7.0, -7.9375, -8.375, -10.125, -14.75]
     gate = (
