@@ -22,6 +22,7 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space
+from mxspec.cases.common.token_groups import offs_of
 from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
@@ -130,6 +131,13 @@ def _make(choice: Choice) -> tuple[Tensor]:
 
 SIZES = (0, 1, 33, 128, 144, 1152, 4224)
 TAILS = (16, 144, 576, 1440, 2880)  # the last block is shorter
+
+
+def tokens_of(width: int) -> tuple[int, Tensor]:
+    """A number of tokens and the ends of their groups. Wide tokens are few, so that the vectors stay small."""
+    return (20, offs_of([17])) if width > 1000 else (145, offs_of([130, 0, 9]))
+
+
 REPEATED_HERE = [{name: 1152 if value == 1056 else value for name, value in part.items()} for part in REPEATED]
 OPTIONS = {"axis": (-1, -2), "scale_format": SCALE_FORMATS, "scale_major": SCALE_MAJORS, "eps": (1e-12, 1e-4)}
 BEYOND = [{**PAST_A_GRID[0], "cols": 128}, {**PAST_A_GRID[1], "rows": 128, "axis": -2}]

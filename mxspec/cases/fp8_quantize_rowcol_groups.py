@@ -15,7 +15,7 @@ from mxspec.cases.common.quantizers import REPEATED, made, shape_of
 from mxspec.cases.common.rowcol_groups import ALSO, BEYOND, dimensions, grouped_cases, possible, refused_offs
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
-from mxspec.cases.fp8_quantize_1x128 import TAILS
+from mxspec.cases.fp8_quantize_1x128 import TAILS, tokens_of
 from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
@@ -58,7 +58,8 @@ def cases() -> Iterator[Case]:
 
 
 def _of_columns(D: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return random_normal(145, D, dtype=dtype), offs_of([130, 0, 9])
+    M, offs = tokens_of(D)
+    return random_normal(M, D, dtype=dtype), offs
 
 
 def _tails() -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from mxspec.cases.common.space import Space
 from mxspec.cases.common.swiglu import every_gate, gates, least_gates, with_subnormal
 from mxspec.cases.common.tensors import BEGINS, STRIDES, VALUES
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
-from mxspec.cases.fp8_quantize_1x128 import TAILS
+from mxspec.cases.fp8_quantize_1x128 import TAILS, tokens_of
 from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these
@@ -74,7 +74,8 @@ def cases() -> Iterator[Case]:
 
 
 def _of_width(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    return gates(145, 2 * width), random_normal(145, width, seed=3), offs_of([130, 0, 9])
+    M, offs = tokens_of(width)
+    return gates(M, 2 * width), random_normal(M, width, seed=3), offs
 
 
 def _both_gradients() -> tuple[Tensor, Tensor, Tensor]:
