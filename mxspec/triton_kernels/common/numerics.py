@@ -78,7 +78,7 @@ def scale_factors(amax_bits, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl
     field = tl.maximum(((amax_bits + ROUND) & -0x800000) - (EMAX << 23), 0)  # the byte times 2^23
     if EXCEPT >= 0:
         field = tl.where(amax_bits == EXCEPT, 0, field)
-    reciprocal = tl.where(amax_bits < 0x7F800000, 0x7F000000 - field, 0x7FC00000)
+    reciprocal = tl.where(amax_bits >= 0x7F800000, 0x7FC00000, 0x7F000000 - field)
     return reciprocal.to(tl.float32, bitcast=True), tl.maximum(field, 0x400000).to(tl.float32, bitcast=True)
 
 
