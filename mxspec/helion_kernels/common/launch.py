@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+MAX_TILE = 2**16  # no kernel has a tile with more rows or columns
 Configs = Mapping[tuple[int, int], helion.Config]
 
 
@@ -63,7 +64,10 @@ def launch(body: Callable[..., None], configs: Configs, *args: Any) -> None:
 
     Helion chooses its index type by the number of elements. A view with long strides may have few elements and still
     reach past 2^31, so this function chooses the index type.
+
+    The last tile may end past the last element, by less than MAX_TILE. Its indices must not wrap around to negative
+    numbers, because a mask `index < size` would let these through.
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
-    wide = max(max(extent(t), t.numel()) for t in tensors) >= 2**31
+    wide = max(max(extent(t), t.numel()) for t in tensors) >= 2**31 - MAX_TILE
     _kernel(body, for_device(configs, tensors[0].device), torch.int64 if wide else torch.int32)(*args)

@@ -11,6 +11,10 @@ A thread keeps 8 rows by 8 columns of it as words of two bf16 values, so that mo
 
 A small kernel first writes a table of the blocks of 128 padded tokens. A row of the table holds the block's first
 token, the end of the group's tokens, the group's first block, and the group's number of blocks.
+
+The last tile of features may be narrower (TAIL). Then each access has a mask. If the gradient of the gate ends inside a
+tile of the output, a program computes one tile of the output (APART). The tile in the middle holds the end of the
+gate's gradient and the start of up's. Otherwise a program computes a tile of both gradients, from one read.
 """
 
 from __future__ import annotations
@@ -42,22 +46,32 @@ _EXACT_SIGMOID = (
 )
 
 
-def _backward() -> str:
-    """$0 and $1 are the gradients of the gate $2 and of up, $3, from the gradient $4."""
+def _of_gate(gate: str) -> str:
+    """u and v are the sigmoids of the two gates in a word, x and y."""
+    return DECLARED + WIDENED.replace("$G", gate) + sigmoids(_EXACT_SIGMOID)
+
+
+def _d_up(out: str, dh: str) -> str:
+    return f"mul.rn.f32 p, x, u; mul.rn.f32 q, y, v; cvt.rn.bf16x2.f32 a, q, p; mul.rn.bf16x2 {out}, a, {dh};"
+
+
+def _d_gate(out: str, up: str, dh: str) -> str:
     gate = (
         " mov.f32 t, 0f3F800000; sub.rn.f32 t, t, $S; fma.rn.f32 t, $X, t, 0f3F800000; mul.rn.f32 $P, $P, $S;"
         " mul.rn.f32 $P, $P, t;"
     )
     return (
-        DECLARED + WIDENED.replace("$G", "$2") + sigmoids(_EXACT_SIGMOID) + "mul.rn.f32 p, x, u; mul.rn.f32 q, y, v;"
-        " cvt.rn.bf16x2.f32 a, q, p; mul.rn.bf16x2 $1, a, $4; mul.rn.bf16x2 c, $3, $4;"
-        " shl.b32 a, c, 16; and.b32 b, c, 0xffff0000; mov.b32 p, a; mov.b32 q, b;"
+        f" mul.rn.bf16x2 c, {up}, {dh}; shl.b32 a, c, 16; and.b32 b, c, 0xffff0000; mov.b32 p, a; mov.b32 q, b;"
         + "".join(gate.replace("$S", s).replace("$X", x).replace("$P", p) for s, x, p in ("uxp", "vyq"))
-        + " cvt.rn.bf16x2.f32 $0, q, p; }"
+        + f" cvt.rn.bf16x2.f32 {out}, q, p;"
     )
 
 
-_FORWARD, _BACKWARD = gl.constexpr(forward()), gl.constexpr(_backward())
+_FORWARD = gl.constexpr(forward())
+# The gradients of the gate and of up, from the gate, up and the gradient dh.
+_BACKWARD = gl.constexpr(_of_gate("$2") + _d_up("$1", "$4") + _d_gate("$0", "$3", "$4") + " }")
+_D_GATE = gl.constexpr(_of_gate("$1") + _d_gate("$0", "$2", "$3") + " }")
+_D_UP = gl.constexpr(_of_gate("$1") + _d_up("$0", "$2") + " }")  # from the gate and dh
 # $0 has the codes of the four values in the words $1 and $2 of a row. $3 and $4 are both the factor of the row.
 _ROW_CODES = gl.constexpr(
     "{ .reg .b32 a, b; .reg .f32 x, y; .reg .b16 h, k;"
@@ -140,7 +154,7 @@ def _larger(a, b):
 @gluon.jit
 def _store_rows(
     w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits,
-    POW2: gl.constexpr, WORD: gl.constexpr, FLAT: gl.constexpr,
+    POW2: gl.constexpr, WORD: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Store the row codes and the row scales of a tile of words."""
     of_rows = gl.convert_layout(of_rows, FLAT)
@@ -153,13 +167,16 @@ def _store_rows(
     r = gl.arange(0, 128, layout=gl.SliceLayout(1, WORD))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, WORD))
     to = q_row + (token.to(gl.int64) * D + d0) // 2 + (gl.expand_dims(r, 1) * (D // 2) + gl.expand_dims(d, 0))
-    gl.store(to, q, mask=gl.expand_dims(token + r < stop, 1))
+    there = gl.expand_dims(token + r < stop, 1)
+    if TAIL:
+        there = there & gl.expand_dims(d0 // 2 + d < D // 2, 0)
+    gl.store(to, q, mask=there)
 
 
 @gluon.jit
 def _store_columns(
     w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits,
-    POW2: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr,
+    POW2: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Store the column codes and the column scales of a tile of words."""
     lower = gl.convert_layout((of_columns & 0xFFFF) << 16, FLAT)
@@ -167,7 +184,8 @@ def _store_columns(
     s, back = _factors(gl.join(lower, upper), eps_bits, POW2)  # (64, 2)
     pair = gl.arange(0, 64, layout=gl.SliceLayout(1, s.type.layout))
     which = gl.arange(0, 2, layout=gl.SliceLayout(0, s.type.layout))
-    gl.store(s_col + block.to(gl.int64) * D + d0 + (gl.expand_dims(pair, 1) * 2 + gl.expand_dims(which, 0)), back)
+    column = gl.expand_dims(pair, 1) * 2 + gl.expand_dims(which, 0)
+    gl.store(s_col + block.to(gl.int64) * D + d0 + column, back, mask=d0 + column < D if TAIL else None)
     s_lower, s_upper = gl.split(s)
     w = gl.convert_layout(w, TURNED)  # the same registers in another order
     s_lower = gl.expand_dims(gl.convert_layout(s_lower, gl.SliceLayout(0, TURNED)), 0)
@@ -178,45 +196,81 @@ def _store_columns(
         _COLUMN_CODES, "=r,=r,r,r,r,r,f,f,f,f,f,f,f,f", [w, s_lower, s_upper], dtype=(gl.int8, gl.int8),
         is_pure=False, pack=4,
     )  # fmt: skip
-    _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED)
+    _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED, TAIL)
 
 
 @gluon.jit
-def _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED: gl.constexpr):
+def _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED: gl.constexpr, TAIL: gl.constexpr):
     r = gl.arange(0, 128, layout=gl.SliceLayout(1, TURNED))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, TURNED))
     to = q_col + (first.to(gl.int64) * D + d0.to(gl.int64) * count + (block - first)) * 128
     to = to + (gl.expand_dims(d, 0) * (count * 256) + gl.expand_dims(r, 1))
-    gl.store(to, lower)
-    gl.store(to + count * 128, upper)
+    there = gl.expand_dims(d0 // 2 + d < D // 2, 0) if TAIL else None
+    gl.store(to, lower, mask=there)
+    gl.store(to + count * 128, upper, mask=there)
 
 
 @gluon.jit
 def _emit(
     w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-    POW2: gl.constexpr, WORD: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr,
+    POW2: gl.constexpr, WORD: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     largest = w & 0x7FFF7FFF
     # Both maxima come first, so that `largest` needs registers for a short time only.
     of_rows, of_columns = gl.reduce(largest, 1, _larger), gl.reduce(largest, 0, _larger)
     if count > 0:
-        _store_columns(w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits, POW2, TURNED, FLAT)
-    _store_rows(w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, WORD, FLAT)
+        _store_columns(w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits, POW2, TURNED, FLAT, TAIL)
+    _store_rows(w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, WORD, FLAT, TAIL)
 
 
 @gluon.jit
-def _zeros(d0, D, q_col, s_col, first, count, block, TURNED: gl.constexpr, FLAT: gl.constexpr):
+def _zeros(
+    d0, D, q_col, s_col, first, count, block, TURNED: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr
+):  # fmt: skip
     """Store zeros as column codes and column scales of a block past the last group."""
     zero = gl.zeros((128, 64), gl.int8, TURNED)
-    _store_turned(zero, zero, d0, D, q_col, first, count, block, TURNED)
+    _store_turned(zero, zero, d0, D, q_col, first, count, block, TURNED, TAIL)
     flat = gl.arange(0, 128, layout=FLAT)
-    gl.store(s_col + block.to(gl.int64) * D + d0 + flat, gl.zeros((128,), gl.float32, FLAT))
+    at = s_col + block.to(gl.int64) * D + d0 + flat
+    gl.store(at, gl.zeros((128,), gl.float32, FLAT), mask=d0 + flat < D if TAIL else None)
+
+
+@gluon.jit
+def _tile(x, stride_m, token, column, there, WORD: gl.constexpr):
+    """Load the words from a column on. `there` says which words exist; the others are 0."""
+    r = gl.arange(0, 128, layout=gl.SliceLayout(1, WORD))
+    d = gl.arange(0, 64, layout=gl.SliceLayout(0, WORD))
+    at = x + token.to(gl.int64) * stride_m + column // 2 + (gl.expand_dims(r, 1) * stride_m + gl.expand_dims(d, 0))
+    return gl.load(at, mask=there, other=0)
+
+
+@gluon.jit
+def _one_gradient(x, stride_m, dh, dh_stride_m, token, d0, half, rows, WORD: gl.constexpr):
+    """The words of a tile of the output: the gradient of the gate before the column `half`, from there on of up."""
+    word = d0 // 2 + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, WORD)), 0)
+    w = gl.zeros((128, 64), gl.int32, WORD)
+    if d0 < half:
+        there = rows & (word < half // 2)
+        gate, up = _tile(x, stride_m, token, d0, there, WORD), _tile(x + half // 2, stride_m, token, d0, there, WORD)
+        w = gl.inline_asm_elementwise(
+            _D_GATE, "=&r,r,r,r", [gate, up, _tile(dh, dh_stride_m, token, d0, there, WORD)],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    if d0 + 128 > half:
+        there = rows & (word >= half // 2) & (word < half)
+        gate = _tile(x, stride_m, token, d0 - half, there, WORD)
+        d_up = gl.inline_asm_elementwise(
+            _D_UP, "=&r,r,r", [gate, _tile(dh, dh_stride_m, token, d0 - half, there, WORD)],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        w = gl.where(word < half // 2, w, d_up)
+    return w
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps_bits"])
 def fp8_both_ways_sm90(
     x, stride_m, dh, dh_stride_m, q_row, s_row, q_col, s_col, table, tokens, D, half, eps_bits,
-    VALUES: gl.constexpr, POW2: gl.constexpr,
+    VALUES: gl.constexpr, POW2: gl.constexpr, TAIL: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     lane: gl.constexpr = [[0, 4], [0, 8], [0, 16], [8, 0], [16, 0]]
     warp: gl.constexpr = [[0, 32], [32, 0], [64, 0]]
@@ -230,39 +284,44 @@ def fp8_both_ways_sm90(
     first, count = gl.load(table + block * 4 + 2), gl.load(table + block * 4 + 3)
     if token < stop:
         r = gl.arange(0, 128, layout=gl.SliceLayout(1, WORD))
-        d = gl.arange(0, 64, layout=gl.SliceLayout(0, WORD))
         there = gl.expand_dims(token + r < stop, 1)
-        at = x + token.to(gl.int64) * stride_m + d0 // 2 + (gl.expand_dims(r, 1) * stride_m + gl.expand_dims(d, 0))
-        w = gl.load(at, mask=there, other=0)
-        if VALUES == TOKENS:
+        if APART:
+            w = _one_gradient(x, stride_m, dh, dh_stride_m, token, d0, half, there, WORD)
             _emit(
                 w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-                POW2, WORD, TURNED, FLAT,
+                POW2, WORD, TURNED, FLAT, TAIL,
             )  # fmt: skip
         else:
-            up = gl.load(at + half // 2, mask=there, other=0)
-            if VALUES == SWIGLU:
-                h = gl.inline_asm_elementwise(_FORWARD, "=r,r,r", [w, up], dtype=gl.int32, is_pure=True, pack=1)
+            if TAIL:
+                there = there & gl.expand_dims(d0 // 2 + gl.arange(0, 64, layout=gl.SliceLayout(0, WORD)) < D // 2, 0)
+            w = _tile(x, stride_m, token, d0, there, WORD)
+            if VALUES == TOKENS:
                 _emit(
-                    h, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-                    POW2, WORD, TURNED, FLAT,
+                    w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
+                    POW2, WORD, TURNED, FLAT, TAIL,
                 )  # fmt: skip
             else:
-                at = dh + token.to(gl.int64) * dh_stride_m + d0 // 2
-                at = at + (gl.expand_dims(r, 1) * dh_stride_m + gl.expand_dims(d, 0))
-                d_gate, d_up = gl.inline_asm_elementwise(
-                    _BACKWARD, "=&r,=&r,r,r,r", [w, up, gl.load(at, mask=there, other=0)],
-                    dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-                )  # fmt: skip
-                _emit(
-                    d_gate, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-                    POW2, WORD, TURNED, FLAT,
-                )  # fmt: skip
-                _emit(
-                    d_up, token, stop, d0 + half, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-                    POW2, WORD, TURNED, FLAT,
-                )  # fmt: skip
+                up = _tile(x + half // 2, stride_m, token, d0, there, WORD)
+                if VALUES == SWIGLU:
+                    h = gl.inline_asm_elementwise(_FORWARD, "=r,r,r", [w, up], dtype=gl.int32, is_pure=True, pack=1)
+                    _emit(
+                        h, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
+                        POW2, WORD, TURNED, FLAT, TAIL,
+                    )  # fmt: skip
+                else:
+                    d_gate, d_up = gl.inline_asm_elementwise(
+                        _BACKWARD, "=&r,=&r,r,r,r", [w, up, _tile(dh, dh_stride_m, token, d0, there, WORD)],
+                        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+                    )  # fmt: skip
+                    _emit(
+                        d_gate, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
+                        POW2, WORD, TURNED, FLAT, TAIL,
+                    )  # fmt: skip
+                    _emit(
+                        d_up, token, stop, d0 + half, D, tokens, q_row, s_row, q_col, s_col, first, count, block,
+                        eps_bits, POW2, WORD, TURNED, FLAT, TAIL,
+                    )  # fmt: skip
     if count < 0:
-        _zeros(d0, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT)
-        if VALUES == GRADIENT:
-            _zeros(d0 + half, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT)
+        _zeros(d0, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT, TAIL)
+        if VALUES == GRADIENT and not APART:
+            _zeros(d0 + half, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT, TAIL)

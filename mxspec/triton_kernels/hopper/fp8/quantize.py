@@ -11,7 +11,7 @@ from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
 from mxspec.triton_kernels.common.groups import chunk
 from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid
 from mxspec.triton_kernels.hopper import releases
-from mxspec.triton_kernels.tiles.fp8_both_ways import EPS, SWIGLU, TOKENS, Results, allocated
+from mxspec.triton_kernels.tiles.fp8_both_ways import EPS, GRADIENT, SWIGLU, Results, allocated
 
 if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.fp8.both_ways import blocks_of_tokens, fp8_both_ways_sm90
@@ -26,14 +26,11 @@ else:
 
 
 def reads(features: int, *tensors: Tensor | None) -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, and rows of bfloat16 begin at multiples of 16 bytes.
-
-    The plain tiles take a shorter last block of features. The Gluon kernel has no masks along the features.
-    """
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and rows of bfloat16 begin at multiples of 16 bytes."""
     x = tensors[0]
     if x is None or x.device.type == "cpu" or capability(x.device) != (9, 0) or releases.refusal() or not x.numel():
         return False
-    if features % FP8_BLOCK_SIZE:
+    if features % 16:  # rows of codes begin at multiples of 16 bytes too
         return False
     return all(
         t is None
@@ -58,12 +55,15 @@ def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_for
     blocks = s_col.shape[1]
     table = offs.new_empty((blocks, 4))
     blocks_of_tokens[(blocks,)](table, start, end, offs, offs.stride(0), M, G, blocks, chunk(G), num_warps=4, **UNFUSED)
-    across = x.shape[1] if values == TOKENS.value else x.shape[1] // 2
+    # An aligned program computes a tile of both gradients. If the halves end inside a tile, it computes one tile.
+    half = x.shape[1] // 2
+    apart = values == GRADIENT.value and half % FP8_BLOCK_SIZE != 0
+    across = half if values == GRADIENT.value and not apart else D
     options: dict[str, Any] = {"num_warps": 8, "maxnreg": REGISTERS[values], **UNFUSED}
-    fp8_both_ways_sm90[grid(across // FP8_BLOCK_SIZE, blocks)](
+    fp8_both_ways_sm90[grid(-(-across // FP8_BLOCK_SIZE), blocks)](
         x.view(torch.int32), x.stride(0) // 2,
         *((None, 0) if dh is None else (dh.view(torch.int32), dh.stride(0) // 2)),
-        q_row.view(torch.int16), s_row, q_col.view(torch.int8), s_col, table, M, D, x.shape[1] // 2, fp32_bits(eps),
-        values, scale_format == "pow2", **options,
+        q_row.view(torch.int16), s_row, q_col.view(torch.int8), s_col, table, M, D, half, fp32_bits(eps),
+        values, scale_format == "pow2", D % FP8_BLOCK_SIZE != 0, apart, **options,
     )  # fmt: skip
     return results
