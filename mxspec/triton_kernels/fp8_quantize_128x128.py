@@ -1,4 +1,8 @@
-"""fp8_quantize_128x128 in Triton: a program owns one block and reads it once, even if the transpose is written too."""
+"""fp8_quantize_128x128 in Triton: a program owns one block and reads it once, even if the transpose is written too.
+
+If w itself is the transpose of a row-major tensor, the kernel of the transpose writes its codes: it turns a tile of codes
+in shared memory by 16-byte words. The plain kernel would turn the tile by pairs of bytes.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +63,10 @@ def _square(
 def _square_and_transpose(
     w, qdata, scale, qdata_t, scale_t,
     N, K, stride_e, stride_n, stride_k, eps_bits,
-    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
+    POW2: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, BOTH: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
+    # BOTH: write the codes and their transpose. Otherwise, write the transpose alone.
     # A thread has 16 rows by 8 columns. It loads 16 bytes of a row, stores 8 bytes of a row, and stores 16 bytes of a
     # column. Neighbouring threads have neighbouring columns first, then neighbouring rows.
     ACROSS: tl.constexpr = 32 // LANES
@@ -79,12 +85,14 @@ def _square_and_transpose(
     wide = widened(load16(w + (n * stride_n + k * stride_k), stride_n, inside, left))
     s, back = factors(tl.max(magnitude_bits(wide)), eps_bits, POW2)
     wide *= s
-    store16(qdata + (e * N + n0) * K + k0 + (n * K + k), K, wide, inside, left)
+    if BOTH:
+        store16(qdata + (e * N + n0) * K + k0 + (n * K + k), K, wide, inside, left)
     q = saturating_cast(wide, qdata_t.dtype.element_ty).reshape(ACROSS, LANES, 16 // ACROSS, 8 // LANES, 8, 16)
     row = tl.arange(0, 16)
     inside = inside[:, :, :, :, :, None] & ((n0 + n[:, :, :, :, :, None] + row < N) | WHOLE)
     tl.store(qdata_t + (e * K + k0) * N + n0 + ((k * N + n)[:, :, :, :, :, None] + row), q, mask=inside)
-    tl.store(scale + (e * tl.num_programs(1) + b) * tl.num_programs(0) + c, back)
+    if BOTH:
+        tl.store(scale + (e * tl.num_programs(1) + b) * tl.num_programs(0) + c, back)
     tl.store(scale_t + (e * tl.num_programs(0) + c) * tl.num_programs(1) + b, back)
 
 
@@ -96,21 +104,25 @@ def fp8_quantize_128x128(
         return w.new_empty((*lead, N, K), dtype=torch.float8_e4m3fn), w.new_empty((*lead, *blocks), dtype=torch.float32)
 
     *lead, N, K = w.shape
-    chosen = launch.for_device(CONFIGS, w.device)["with transpose" if with_transpose else "plain"]
     result: tuple[Tensor, ...] = outputs(N, K)
-    written = result
     if with_transpose:
-        result = written = (*result, *outputs(K, N))
-        # The tensor in memory is the transpose, so the two halves of the result change places.
-        if w.stride(-1) != 1 and w.stride(-2) == 1:
-            w, N, K, written = w.mT, K, N, (*result[2:], *result[:2])
+        result += outputs(K, N)
+    written = result
+    turned = w.stride(-1) != 1 and w.stride(-2) == 1
+    if turned:  # the tensor in memory is the transpose, so the two halves of the result change places
+        w, N, K, written = w.mT, K, N, (*result[2:], *result[:2])
+        if not with_transpose:
+            written = (*result, *result)  # the kernel writes only the second half
+    transposes = with_transpose or turned
+    chosen = launch.for_device(CONFIGS, w.device)["with transpose" if transposes else "plain"]
     if w.numel():
         E, stride_e = (w.shape[0], w.stride(0)) if lead else (1, 0)
         row_blocks, col_blocks = -(-N // FP8_BLOCK_SIZE), -(-K // FP8_BLOCK_SIZE)
         even = N % FP8_BLOCK_SIZE == 0 == K % FP8_BLOCK_SIZE
-        wide = FP8_BLOCK_SIZE * max(*w.stride()[-2:], K, N * with_transpose) >= 2**31
-        more = {"WHOLE": N % 16 == 0} if with_transpose else {"TAIL": K % FP8_BLOCK_SIZE != 0}
-        (_square_and_transpose if with_transpose else _square)[col_blocks, row_blocks, E](
+        wide = FP8_BLOCK_SIZE * max(*w.stride()[-2:], K, N * transposes) >= 2**31
+        tail = {"TAIL": K % FP8_BLOCK_SIZE != 0}
+        more = {"WHOLE": N % 16 == 0, "BOTH": with_transpose} if transposes else tail
+        (_square_and_transpose if transposes else _square)[col_blocks, row_blocks, E](
             w, *written, N, K, stride_e, *w.stride()[-2:], fp32_bits(eps), scale_format == "pow2", even, wide, **chosen,
             **more, **launch.UNFUSED,
         )  # fmt: skip
