@@ -36,12 +36,15 @@ class QuantizesWeights(nn.Module):
     def _weights(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.weight_names)
 
-    def _quantized(self, backend: str | None, by_values: bool = False) -> tuple[Quantized, ...]:
-        """The codes of each weight: the held codes if there are any, else new codes. With `by_values`, its values."""
+    def _quantized(self, backend: str | None, by_values: bool = False, held: bool = False) -> tuple[Quantized, ...]:
+        """The codes of each weight: the held codes if there are any, else new codes. With `by_values`, its values.
+
+        `held` makes codes that `cache_weights` holds.
+        """
         if self._cached is None or by_values != self._cached_values:
             by = self._format(backend, by_values)
             stored = self.is_transposed
-            return tuple(None if by is None else by.weight(weight.detach(), stored) for weight in self._weights())
+            return tuple(None if by is None else by.weight(weight.detach(), stored, held) for weight in self._weights())
         if not torch.compiler.is_compiling():
             self._check_cache()
         return self._cached
@@ -62,7 +65,7 @@ class QuantizesWeights(nn.Module):
             )
         with torch.inference_mode(False), torch.no_grad():  # so that a forward outside of these modes can save them
             by_values = self._caches_values()
-            self._cached, self._cached_values = self._quantized(None, by_values), by_values
+            self._cached, self._cached_values = self._quantized(None, by_values, held=True), by_values
         self._cached_from = self._state()
 
     def _note_step(self, parameters: list[Tensor]) -> None:
@@ -98,7 +101,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def cache_weights(model: nn.Module) -> Iterator[None]:
     """Quantize every weight of the model's low-precision layers once, for all forwards in the with-block.
 
-    Use it for gradient accumulation: all micro-batches then read the same codes. The codes are wrong as soon as a
+    Use it for gradient accumulation: all micro-batches then read the same codes. The codes are those of both
+    directions, so with `save_weight_codes=False` too no forward saves a weight. The codes are wrong as soon as a
     weight changes. So the next forward after a change raises an error. Leaving the block after a change raises too,
     because a compiled forward cannot check its weights.
 

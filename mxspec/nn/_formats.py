@@ -14,7 +14,7 @@ no tensor's values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,32 +54,61 @@ class Tokens(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """The codes of a weight for the forward, and the codes of its transpose for dgrad. Or values, without scales."""
+    """The codes of a weight for the forward, and the codes of its transpose for dgrad. Or values, without scales.
+
+    Without `codes_t`, the forward saves the weight itself, and dgrad quantizes it.
+    """
 
     codes: Tensor
     scale: Tensor | None
-    codes_t: Tensor
-    scale_t: Tensor | None
+    codes_t: Tensor | None = None
+    scale_t: Tensor | None = None
+
+    def for_dgrad(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The tensors that the forward saves: the codes of the transpose and their scales, or w itself."""
+        return (w, None) if self.codes_t is None else (self.codes_t, self.scale_t)
 
 
 @dataclass(frozen=True)
 class Format:
+    kind: ClassVar[str]
     recipe: Recipe
     backend: str | None
     name: str  # the name of the layer or the function, for error texts
     watch: Forward | None = None  # counts the losses of this forward and its backward, if a watch is open
 
-    def weight(self, w: Tensor, transposed: bool = False) -> Weight:
-        """The codes of a weight `(N, K)` or `(E, N, K)`, or of a transposed weight `(E, K, N)`, in both directions.
+    def weight(self, w: Tensor, transposed: bool = False, held: bool = False) -> Weight:
+        """The codes of a weight `(N, K)` or `(E, N, K)`, or of a transposed weight `(E, K, N)`.
 
-        One op reads the weight once. For a transposed weight, the codes of the two directions change places.
+        One op reads the weight once, and makes the codes of both directions. For a transposed weight, the codes of the
+        two directions change places. If the recipe saves no codes of weights, the codes are those of the forward alone.
+        Codes that `cache_weights` holds are always those of both directions.
         """
+        if not (held or self.recipe.save_weight_codes):
+            return Weight(*self.one_way(w, transposed))
         codes, scale, codes_t, scale_t = self.both_ways(w)
-        return Weight(codes_t, scale_t, codes, scale) if transposed else Weight(codes, scale, codes_t, scale_t)
+        if not transposed:
+            return Weight(codes, scale, codes_t, scale_t)
+        assert codes_t is not None
+        return Weight(codes_t, scale_t, codes, scale)
 
     def both_ways(self, w: Tensor) -> Weight:
         """The codes of a matrix, or of each of several matrices, and of its transpose."""
         raise NotImplementedError
+
+    def one_way(self, w: Tensor, turned: bool) -> tuple[Tensor, Tensor | None]:
+        """The codes and scales of a matrix, or of each of several matrices. If `turned`, those of its transpose.
+
+        They are the bits of `both_ways`.
+        """
+        raise NotImplementedError
+
+    def saved_weight(self, w: Tensor, transposed: bool, after: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The codes for dgrad of a weight that the forward saved. `after` is any tensor that the backward computes."""
+        if not torch.compiler.is_compiling():
+            return self.one_way(w.detach(), not transposed)
+        codes, *scale = _QUANTIZE_AFTER(w.detach(), after, self.kind, self.recipe.scaling, not transposed)
+        return codes, scale[0] if scale else None
 
     def tokens(
         self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
@@ -129,6 +158,8 @@ class MX(Format):
     matmul.
     """
 
+    kind: ClassVar[str] = "mxfp8"
+
     def _options(self, **more: Any) -> dict[str, Any]:
         return {"scaling": self.recipe.scaling, "backend": self.backend, **more}
 
@@ -136,6 +167,11 @@ class MX(Format):
         layout = "blocked" if w.ndim == 3 else _SCALE_LAYOUT
         codes, scale, codes_t, scale_t = mxspec.mx_quantize_rowcol(w, **self._options(scale_layout=layout))
         return Weight(codes, scale, codes_t.mT, scale_t)
+
+    def one_way(self, w: Tensor, turned: bool) -> tuple[Tensor, Tensor | None]:
+        layout = "blocked" if w.ndim == 3 else _SCALE_LAYOUT
+        codes, scale = mxspec.mx_quantize(w, axis=-2 if turned else -1, **self._options(scale_layout=layout))
+        return codes.mT if turned else codes, scale
 
     def tokens(
         self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
@@ -186,11 +222,13 @@ class MXValues(MX):
     """MXFP8 of token groups, multiplied as bf16 values: what a GPU without MX tensor cores can multiply fastest.
 
     `mx_fake_quantize_rowcol_groups` gives the values of the codes in both directions from one read. PyTorch's grouped
-    matmul multiplies them. No code, no scale and no padding is written.
+    matmul multiplies them. No code, no scale and no padding is written, except where `one_way` quantizes a weight.
 
     Each value of at least 2^-126 is exactly a bf16 number. Smaller values are rounded to multiples of 2^-133, the
     smallest bf16 number.
     """
+
+    kind: ClassVar[str] = "mxfp8 by values"
 
     def both_ways(self, w: Tensor) -> Weight:
         E, N, _ = w.shape
@@ -198,6 +236,13 @@ class MXValues(MX):
         whole = torch.full((1,), E * N, dtype=torch.int32, device=w.device)
         rows, columns = mxspec.mx_fake_quantize_rowcol_groups(w.reshape(E * N, -1), whole, **self._options())
         return Weight(rows.view_as(w), None, columns.view_as(w).mT, None)
+
+    def one_way(self, w: Tensor, turned: bool) -> tuple[Tensor, Tensor | None]:
+        # No op gives the values of one direction alone. These two ops give the same bits by way of codes.
+        axis = -2 if turned else -1
+        codes = mxspec.mx_quantize(w, axis=axis, **self._options())
+        values = mxspec.mx_dequantize(*codes, axis=axis, backend=self.backend)
+        return values.mT if turned else values, None
 
     def tokens(
         self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
@@ -234,8 +279,14 @@ class MXValues(MX):
 class FP8Blocks(Format):
     """FP8: weights in 128x128 blocks, tokens in 1x128 blocks, fp32 scales. Token groups are padded for wgrad only."""
 
+    kind: ClassVar[str] = "fp8_128"
+
     def both_ways(self, w: Tensor) -> Weight:
         return Weight(*mxspec.fp8_quantize_128x128(w, with_transpose=True, backend=self.backend))
+
+    def one_way(self, w: Tensor, turned: bool) -> tuple[Tensor, Tensor | None]:
+        codes, scale = mxspec.fp8_quantize_128x128(w.mT if turned else w, backend=self.backend)
+        return codes, scale
 
     def tokens(
         self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
@@ -291,7 +342,26 @@ def _both_ways(quantized: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor])
     return Tokens(Operand(q_row, s_row), Operand(q_col, s_col, start, end))
 
 
-_OF_NAME: dict[str, type[Format]] = {"mxfp8": MX, "fp8_128": FP8Blocks}
+_OF_KIND: dict[str, type[Format]] = {of.kind: of for of in (MX, MXValues, FP8Blocks)}
+# torch.compile moves ops of the backward into the forward if they need nothing that the backward computes, and would
+# then save their results. Quantizing a saved weight is such an op. So in a graph, it is one operator that also takes a
+# tensor of the backward, which it does not read.
+_LIBRARY = torch.library.Library("mxspec_nn", "DEF")
+_LIBRARY.define(
+    "quantize_after(Tensor w, Tensor after, str kind, str scaling, bool turned) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+
+
+def _quantize_after(w: Tensor, after: Tensor, kind: str, scaling: str, turned: bool) -> list[Tensor]:
+    of = _OF_KIND[kind]
+    recipe = Recipe("fp8_128") if of is FP8Blocks else Recipe("mxfp8", scaling)
+    return [t for t in of(recipe, None, kind).one_way(w, turned) if t is not None]
+
+
+_LIBRARY.impl("quantize_after", _quantize_after, "CompositeExplicitAutograd")
+torch.library.register_fake("mxspec_nn::quantize_after", _quantize_after, lib=_LIBRARY)
+_QUANTIZE_AFTER = torch.ops.mxspec_nn.quantize_after.default
 
 
 def format_of(
@@ -303,8 +373,8 @@ def format_of(
     """
     if recipe.format == "bf16":
         return None
-    kind = MXValues if by_values else _OF_NAME[recipe.format]
-    return kind(recipe, backend, name, forward_of(layer))
+    of = MXValues if by_values else _OF_KIND[recipe.format]
+    return of(recipe, backend, name, forward_of(layer))
 
 
 def refusal_of_values(

@@ -47,6 +47,7 @@ class _Product(torch.autograd.Function):
         x, w, offs, tokens, weight, by, transposed = inputs
         ctx.watch = by.watch and by.watch.product(by, x, w, offs, tokens, ctx.needs_input_grad[0], transposed)
         (dgrad, wgrad), (codes, scale, *_) = ctx.needs_input_grad[:2], tokens.columns or (None, None)
+        w_t, scale_t = weight.for_dgrad(w)
         keep(
             ctx,
             x,
@@ -57,23 +58,26 @@ class _Product(torch.autograd.Function):
             x if wgrad and codes is None else None,
             codes if wgrad else None,
             scale if wgrad else None,
-            weight.codes_t if dgrad else None,
-            weight.scale_t if dgrad else None,
+            w_t if dgrad else None,
+            scale_t if dgrad else None,
         )
         ctx.by, ctx.x_dtype, ctx.w_dtype, ctx.transposed = by, x.dtype, w.dtype, transposed
+        ctx.saves_w = weight.codes_t is None
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_out,), (offs, x, codes, scale, codes_t, scale_t) = gradients, kept(ctx)
+        (grad_out,), (offs, x, codes, scale, w_t, scale_t) = gradients, kept(ctx)
         by, (dgrad, wgrad), grad_x, grad_w = ctx.by, ctx.needs_input_grad[:2], None, None
         elem_dtype, for_wgrad = by.recipe.grad_dtype, wgrad and not by.recipe.wgrad_bf16
         # If one read makes both directions, it does so here. Else the codes for wgrad are made after dgrad, so that
         # the codes of both directions are never in memory at once.
         rows, columns = by.tokens(grad_out, offs, elem_dtype, dgrad, for_wgrad and by.reads_once(offs))
         if dgrad:
-            grad_x = by.gemm(rows, codes_t, scale_t, offs, grad_out.shape[0], ctx.x_dtype)
-        rows = None  # free the memory for wgrad
+            if ctx.saves_w:
+                w_t, scale_t = by.saved_weight(w_t, ctx.transposed, rows.codes)
+            grad_x = by.gemm(rows, w_t, scale_t, offs, grad_out.shape[0], ctx.x_dtype)
+        rows = w_t = scale_t = None  # free the memory for wgrad
         if for_wgrad:
             columns = columns or by.tokens(grad_out, offs, elem_dtype, False, True).columns
             x_columns = Operand(codes, scale)

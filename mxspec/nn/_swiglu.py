@@ -7,7 +7,8 @@
 | 3 | codes of `silu(gate) * up`, both ways | codes of the gradient of gate_up, both ways |
 | 4 | `out = hidden @ w_down^T` | `grad_x = grad_gate_up @ w_gate_up`; the gradient of w_gate_up |
 
-The forward saves gate_up in bfloat16, and the codes along the tokens that the gradients of the weights need.
+The forward saves gate_up in bfloat16, and the codes along the tokens that the gradients of the weights need. For dgrad
+it saves the codes of the weights' transposes, or the weights themselves.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class _SwigluExperts(torch.autograd.Function):
         dgrad, wgrad, wgrad_down = ctx.needs_input_grad[:3]
         x_codes, x_scale, *_ = tokens.columns or (None, None)
         inner = dgrad or wgrad  # the gradient of gate_up is needed
+        (up_t, up_scale_t), (down_t, down_scale_t) = of_gate_up.for_dgrad(w_gate_up), of_down.for_dgrad(w_down)
         ctx.watch = None
         if by.watch is not None:
             of_first = by.watch.product(by, x, w_gate_up, offs, tokens, dgrad)
@@ -73,12 +75,13 @@ class _SwigluExperts(torch.autograd.Function):
             scale if wgrad_down else None,
             x_codes if wgrad else None,
             x_scale if wgrad else None,
-            of_down.codes_t if inner else None,
-            of_down.scale_t if inner else None,
-            of_gate_up.codes_t if dgrad else None,
-            of_gate_up.scale_t if dgrad else None,
+            down_t if inner else None,
+            down_scale_t if inner else None,
+            up_t if dgrad else None,
+            up_scale_t if dgrad else None,
         )
         ctx.by, ctx.dtypes = by, (x.dtype, w_gate_up.dtype, w_down.dtype)
+        ctx.saves_weights = of_down.codes_t is None
 
     @staticmethod
     @first_derivative_only
@@ -92,7 +95,10 @@ class _SwigluExperts(torch.autograd.Function):
         grad_x = grad_w = grad_w_down = grad_hidden = None
         rows, columns = by.tokens(grad_out, offs, elem_dtype, inner, wgrad_down)
         if inner:
+            if ctx.saves_weights:
+                down_t, down_scale_t = by.saved_weight(down_t, False, rows.codes)
             grad_hidden = by.gemm(rows, down_t, down_scale_t, offs, grad_out.shape[0], x_dtype)
+            down_t = down_scale_t = None  # free the memory
         if wgrad_down:
             grad_w_down = by.wgrad(columns, Operand(codes, scale), offs, dtype_down)
         rows = columns = None  # free the memory
@@ -104,7 +110,10 @@ class _SwigluExperts(torch.autograd.Function):
             first.gradient(lambda: _swiglu_backward(gate_up, grad_hidden), offs, dgrad, wgrad)
         grad_hidden = None
         if dgrad:
+            if ctx.saves_weights:
+                up_t, up_scale_t = by.saved_weight(up_t, False, rows.codes)
             grad_x = by.gemm(rows, up_t, up_scale_t, offs, grad_out.shape[0], x_dtype)
+        rows = up_t = up_scale_t = None
         if wgrad:
             grad_w = by.wgrad(columns, Operand(x_codes, x_scale), offs, dtype)
         return grad_x, grad_w, grad_w_down, None, None, None, None, None

@@ -216,7 +216,7 @@ def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
     if recipe.format == "bf16":
         raise TypeError("for bf16, nn.Linear is enough: give it bfloat16, or use autocast")
     fp8 = recipe.format == "fp8_128"
-    new = Float8BlockwiseLinear.from_linear(layer) if fp8 else MXLinear.from_linear(layer, recipe)
+    new = (Float8BlockwiseLinear if fp8 else MXLinear).from_linear(layer, recipe)
     own = {name: value for name, value in vars(layer).items() if name not in plain}
     if taken := [name for name in own if hasattr(new, name)]:
         raise TypeError(f"it has the attribute {', '.join(taken)}, a name that {type(new).__name__} itself uses")

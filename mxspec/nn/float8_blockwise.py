@@ -1,8 +1,8 @@
 """A Linear whose three matmuls run in FP8 with 128-blocks: DeepSeek-V3's recipe.
 
 The weight is in 128x128 blocks. Activations and gradients are in 1x128 blocks along the dimension that the matmul sums
-over. The forward saves x itself, because the backward quantizes it along the tokens. The gradient of the weight is
-summed in fp32.
+over. The forward saves x itself, because the backward quantizes it along the tokens. It saves the codes of the weight's
+transpose, or, with `save_weight_codes=False`, the weight itself. The gradient of the weight is summed in fp32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mxspec.nn._linear import QuantizedLinear
-from mxspec.nn.recipe import RECIPES
+from mxspec.nn.recipe import Recipe, recipe_of
 
 
 class Float8BlockwiseLinear(QuantizedLinear):
@@ -28,6 +28,8 @@ class Float8BlockwiseLinear(QuantizedLinear):
         in_features, out_features: K and N, multiples of 16. The last block of 128 may be shorter.
         bias: whether the layer has a bias. The bias is added to the rounded product.
         device, dtype: the device and dtype of the parameters; bfloat16 or float32.
+        recipe: `fp8_128` or its `Recipe`. With `save_weight_codes=False` the forward quantizes the weight along K only
+            and saves the weight itself, and dgrad quantizes its transpose.
 
     Shapes:
         x: `(..., K)`, bfloat16 or float32, any number of tokens. Under autocast, x is cast as for `nn.Linear`.
@@ -38,8 +40,8 @@ class Float8BlockwiseLinear(QuantizedLinear):
 
     Raises:
         TypeError: the input is not a tensor, or a dtype is neither bfloat16 nor float32.
-        ValueError: the features are not multiples of 16, or x is not dense, has another last dimension or is on
-            another device.
+        ValueError: the features are not multiples of 16, x is not dense, has another last dimension or is on another
+            device, or the recipe has another format.
         RuntimeError: a weight changed while `cache_weights` held its codes; a gradient is differentiated, as a gradient
             penalty does; or a checkpointed forward ran again on another backend.
 
@@ -53,10 +55,20 @@ class Float8BlockwiseLinear(QuantizedLinear):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recipe: Recipe | str = "fp8_128",
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype, recipe=RECIPES["fp8_128"])
+        found = recipe_of(recipe, "Float8BlockwiseLinear")
+        if found.format != "fp8_128":
+            raise ValueError(
+                f"Float8BlockwiseLinear: the recipe's format is {found.format}; needs fp8_128. "
+                f"Use {'MXLinear' if found.format == 'mxfp8' else 'nn.Linear'} instead."
+            )
+        super().__init__(in_features, out_features, bias, device, dtype, recipe=found)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Self:
+    def from_linear(cls, linear: nn.Linear, recipe: Recipe | str = "fp8_128") -> Self:
         """Make a layer of this kind from an `nn.Linear`. It shares the Linear's parameters and takes nothing else."""
-        return cls._with_parameters_of(linear)
+        return cls._with_parameters_of(linear, recipe=recipe)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.recipe}"

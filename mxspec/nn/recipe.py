@@ -24,15 +24,19 @@ class Recipe:
         grad_dtype: for mxfp8, the element dtype of gradients: torch.float8_e4m3fn or torch.float8_e5m2. Activations and
             weights are always e4m3fn.
         wgrad_bf16: for mxfp8, whether the gradient of a weight is computed from bfloat16 operands.
+        save_weight_codes: for mxfp8 and fp8_128, whether the forward quantizes a weight in both directions and saves
+            the codes for dgrad. If False, the forward saves the weight itself, as `nn.Linear` does, and dgrad quantizes
+            it. A parameter is in memory anyway, so this saves one byte for each weight. It costs memory traffic,
+            because the weight is read twice. The results are the same bits.
 
     Raises:
-        TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16 is not a bool.
-        ValueError: the format or the scaling is unknown, or an option of mxfp8 is set for another format.
+        TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16 or save_weight_codes is not a bool.
+        ValueError: the format or the scaling is unknown, or an option is set for a format that does not have it.
 
     Example:
         >>> from dataclasses import replace
         >>> replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
-        Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False)
+        Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False, save_weight_codes=True)
 
     Source: OCP MX v1.0, section 6.3 (floor); NVIDIA, "Recipes for Pre-training LLMs with MXFP8", 2025 (rceil, e4m3 for
         gradients too); DeepSeek-V3 technical report, section 3.3 (fp8_128).
@@ -42,6 +46,7 @@ class Recipe:
     scaling: str = "rceil"
     grad_dtype: torch.dtype = torch.float8_e4m3fn
     wgrad_bf16: bool = False
+    save_weight_codes: bool = True
 
     def __post_init__(self) -> None:
         for what, value, known in (("format", self.format, SIZE_MULTIPLES), ("scaling", self.scaling, SCALINGS)):
@@ -49,13 +54,16 @@ class Recipe:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
         if self.grad_dtype not in FP8_DTYPES:
             raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, FP8_DTYPES))}")
-        if not isinstance(self.wgrad_bf16, bool):
-            raise TypeError(f"Recipe: wgrad_bf16 = {self.wgrad_bf16!r}; needs True or False")
+        for what, flag in (("wgrad_bf16", self.wgrad_bf16), ("save_weight_codes", self.save_weight_codes)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"Recipe: {what} = {flag!r}; needs True or False")
         options = self.scaling, self.grad_dtype, self.wgrad_bf16
         if self.format != "mxfp8" and options != ("rceil", torch.float8_e4m3fn, False):
             raise ValueError(
                 f"Recipe: {self.format} has no scaling, grad_dtype or wgrad_bf16. Leave them out, or use mxfp8."
             )
+        if self.format == "bf16" and not self.save_weight_codes:
+            raise ValueError("Recipe: bf16 has no save_weight_codes, because it quantizes no weight. Leave it out.")
 
 
 RECIPES = {

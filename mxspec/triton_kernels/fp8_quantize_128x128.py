@@ -1,7 +1,7 @@
 """fp8_quantize_128x128 in Triton: a program owns one block and reads it once, even if the transpose is written too.
 
-If w itself is the transpose of a row-major tensor, the kernel of the transpose writes its codes: it turns a tile of codes
-in shared memory by 16-byte words. The plain kernel would turn the tile by pairs of bytes.
+If w itself is the transpose of a row-major tensor, the kernel of the transpose writes its codes. This kernel turns a
+tile of codes in shared memory by 16-byte words. The plain kernel would turn the tile by pairs of bytes.
 """
 
 from __future__ import annotations
