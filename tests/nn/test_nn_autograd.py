@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import mxspec
 from mxspec import nn as low
 from mxspec.check import default_device, sqnr_db
-from mxspec.nn import Float8BlockwiseLinear, GroupedExperts, MXLinear, checkpoint_context
+from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, checkpoint_context
 
 DEVICE = default_device()
 M, WIDTH = 8, 128
@@ -41,6 +42,7 @@ class Experts(GroupedExperts):
 
 
 Experts.__name__ = "GroupedExperts"
+SAVES_WEIGHTS = {r.format: replace(r, save_weight_codes=False) for r in map(RECIPES.get, ("mxfp8_rceil", "fp8_128"))}
 MAKE = {
     "MXLinear": lambda: MXLinear(WIDTH, WIDTH, device=DEVICE),
     "MXLinear wgrad_bf16": lambda: MXLinear(WIDTH, WIDTH, device=DEVICE, recipe="mxfp8_rceil_wgrad_bf16"),
@@ -51,6 +53,11 @@ MAKE = {
     "mx_grouped_mm": lambda: Grouped("mx_grouped_mm", "mxfp8_rceil"),
     "mx_grouped_mm bf16": lambda: Grouped("mx_grouped_mm", "bf16"),
     "fp8_grouped_mm": lambda: Grouped("fp8_grouped_mm", "fp8_128"),
+    "Float8BlockwiseLinear saves its weight": lambda: Float8BlockwiseLinear(
+        WIDTH, WIDTH, device=DEVICE, recipe=SAVES_WEIGHTS["fp8_128"]
+    ),
+    "GroupedExperts saves its weights": lambda: Experts(2, WIDTH, WIDTH, SAVES_WEIGHTS["mxfp8"], device=DEVICE),
+    "GroupedExperts fp8 saves its weights": lambda: Experts(2, WIDTH, WIDTH, SAVES_WEIGHTS["fp8_128"], device=DEVICE),
 }
 each_layer = pytest.mark.parametrize("made", MAKE)
 

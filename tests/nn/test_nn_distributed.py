@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +64,26 @@ def _wrapped(model: nn.Module, kind: str) -> nn.Module:
     return model
 
 
+def _saves_weights(rank: int) -> None:
+    """With save_weight_codes=False, FSDP2 frees the saved weights after the forward. The gradients are the same."""
+    grads, bytes_left = [], []
+    for saves_codes in (True, False):
+        model = Model()
+        for part in (model.linear, model.experts, model.fp8_experts):
+            part.recipe = replace(part.recipe, save_weight_codes=saves_codes)
+        wrapped, kept, (x, offs) = _wrapped(model, "fsdp2"), [], batch(rank)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            loss = wrapped(x.requires_grad_(), offs).square().sum()
+        of_weights = [t for t in kept if t.ndim == 3 or t.shape in ((64, 128), (128, 64))]
+        # The codes of five weights, and the scales of two; mxfp8's scales of experts have two dimensions.
+        assert len(of_weights) == (7 if saves_codes else 5), len(of_weights)
+        bytes_left.append(sum(t.untyped_storage().nbytes() for t in of_weights))
+        loss.backward()
+        grads.append([p.grad.full_tensor() for p in model.parameters()])
+    assert bytes_left[0] > 0 == bytes_left[1], bytes_left
+    assert all(map(torch.equal, *grads))
+
+
 def _checks(model: nn.Module, wrapped: nn.Module, kind: str, rank: int) -> None:
     """A wrapped layer behaves like a layer without a wrapper."""
     x, offs = batch(rank)
@@ -99,6 +121,7 @@ def _worker(rank: int, store: str) -> None:
             # Only the order of the sum over the processes differs, in fp32.
             assert sqnr_db(whole - before[name], expected[name] - before[name]) >= 80, (kind, name)
         _checks(model, wrapped, kind, rank)
+    _saves_weights(rank)
     dist.destroy_process_group()
 
 

@@ -84,6 +84,7 @@ CALLS = {
     "mx_grouped_mm: x is a NoneType; needs a tensor": lambda: mx_grouped_mm(None, torch.ones(2, W, W), OFFS),
     "fp8_grouped_mm: offs is a tuple; needs a tensor": lambda: fp8_grouped_mm(x(), torch.ones(2, W, W), (1, 3)),
     "MXLinear: recipe is a list; needs a Recipe or one of mxfp8_rceil, ": lambda: MXLinear(W, W, recipe=["bf16"]),
+    "Float8BlockwiseLinear: recipe is a list; needs": lambda: Float8BlockwiseLinear(W, W, recipe=["fp8_128"]),
     "GroupedExperts: recipe is a dict; needs": lambda: GroupedExperts(2, W, W, recipe={}),
     "GroupedExperts: recipe is a NoneType; needs": lambda: GroupedExperts(2, W, W).set_recipe(None),
     "mx_grouped_mm: recipe is a list; needs": lambda: mx_grouped_mm(x(), torch.ones(2, W, W), OFFS, []),

@@ -35,8 +35,13 @@ def test_a_recipe_is_frozen_and_checked():
         Recipe(scaling="nearest")
     with pytest.raises(TypeError, match=r"grad_dtype = torch.bfloat16; needs torch.float8_e4m3fn or torch.float8_e5m2"):
         Recipe(grad_dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"wgrad_bf16 = 'no'; needs True or False"):
-        Recipe(wgrad_bf16="no")
+    for what in ("wgrad_bf16", "save_weight_codes"):
+        with pytest.raises(TypeError, match=rf"Recipe: {what} = 'no'; needs True or False"):
+            Recipe(**{what: "no"})
+    assert all(r.save_weight_codes for r in RECIPES.values())
+    assert not replace(RECIPES["fp8_128"], save_weight_codes=False).save_weight_codes
+    with pytest.raises(ValueError, match="Recipe: bf16 has no save_weight_codes, because it quantizes no weight"):
+        Recipe("bf16", save_weight_codes=False)
 
 
 class Block(nn.Module):
@@ -100,6 +105,13 @@ def test_convert_to_fp8():
     assert report.left["head"].startswith("Float8BlockwiseLinear: out_features = 10 must be a multiple of 16")
     assert type(model.same) is Float8BlockwiseLinear
     assert model.experts.recipe == RECIPES["fp8_128"]
+
+
+@pytest.mark.parametrize("name", ["mxfp8_floor", "fp8_128"])
+def test_convert_gives_every_layer_the_whole_recipe(name):
+    model, recipe = Block(), replace(RECIPES[name], save_weight_codes=False)
+    convert(model, recipe)
+    assert {m.recipe for m in (model.up, model.layers[0], model.experts)} == {recipe}
 
 
 def test_convert_to_bf16_leaves_linears():
