@@ -7,7 +7,9 @@ With `--model`, the call is one step, forward and backward, of the SwiGLU expert
 uneven numbers of tokens, which fall as rank^-0.3. All contenders take turns in one loop, as plain eager calls.
 PyTorch's `grouped_mm` in bfloat16, with three separate weights, is the reference for speed and for values. First, each
 contender's output and gradients are compared with the reference. A second step, whose new tensors start full of a
-poison, must give the same bits. After the race, each kernel of the fp8_128 step is timed alone.
+poison, must give the same bits. The contender "weights quantized again" is the recipe with save_weight_codes=False, and
+must give the bits of fp8_128. After the race, each kernel of the fp8_128 step is timed alone. "saved" counts the bytes
+that the forward saves for the backward, without the parameters, which are in memory anyway.
 
 Without `--model`, the calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width
 N. There are M tokens of width K, E experts, and weights `(E, N, K)`.
@@ -28,6 +30,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -51,7 +54,7 @@ MODELS = {
     "deepseek-v3": (32768, 7168, 2048, 32),
     "qwen3-30b": (65536, 2048, 768, 128),
 }
-KEPT = ", weights' codes kept"
+KEPT, AGAIN = ", weights' codes kept", ", weights quantized again"
 SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # from torchao's benchmarks: DeepSeek-V3, and Llama 4
 MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # against bfloat16; in experts the noise of matmuls adds up
 STEPS, PARTS = Pace(0.3, 60_000, 1_000, 60_000), Pace(0.3, 30_000, 500, 30_000, rounds=3)
@@ -265,8 +268,11 @@ class StepOf:
         return [out, grad_x, torch.cat(grads[:-1], 1), grads[-1]]
 
     def saved_bytes(self) -> int:
-        """The bytes that the forward saves for the backward, without x and the weights themselves."""
-        known = {t.untyped_storage().data_ptr() for t in (self.x, *self.weights)}
+        """The bytes that the forward saves for the backward. Weights do not count, because they live anyway.
+
+        x counts if the forward saves it.
+        """
+        known = {t.untyped_storage().data_ptr() for t in self.weights}
         saved: dict[int, int] = {}
 
         def pack(t: Tensor) -> Tensor:
@@ -296,7 +302,7 @@ def measure_model(name: str, device: torch.device, pace: Pace) -> list[dict[str,
     x = torch.randn(M, H, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy, offs = torch.randn(M, H, device=device, dtype=torch.bfloat16), uneven(M, E).to(device)
 
-    def own(recipe: str) -> GroupedExperts:
+    def own(recipe: Recipe | str) -> GroupedExperts:
         other = copy.copy(module)  # the same parameters
         other.set_recipe(recipe)
         return other
@@ -307,18 +313,21 @@ def measure_model(name: str, device: torch.device, pace: Pace) -> list[dict[str,
     steps = {"PyTorch bf16": StepOf(three, x, [*apart, module.w_down], offs, dy)}
     modules = {"bf16": own("bf16"), "fp8_128": own("fp8_128"), "mxfp8": own("mxfp8_rceil")}
     modules |= {recipe + KEPT: copy.copy(modules[recipe]) for recipe in ("fp8_128", "mxfp8")}
+    modules["fp8_128" + AGAIN] = own(replace(RECIPES["fp8_128"], save_weight_codes=False))
     steps |= {what: StepOf(m, x, list(module.parameters()), offs, dy) for what, m in modules.items()}
     with contextlib.ExitStack() as held:
         for what, m in modules.items():
             if what.endswith(KEPT):
                 held.enter_context(cache_weights(m))
         expected = steps["PyTorch bf16"].all()
-        for run in steps.values():
+        for what, run in steps.items():
             got = run.all()
             compare(got, expected, MIN_SQNR_DB["SwiGLU experts"])
             with poisoned(0xFF):
                 if not all(map(torch.equal, run.all(), got)):
                     raise AssertionError(f"{name}: a step in poisoned memory gives other values")
+            if what.endswith(AGAIN) and not all(map(torch.equal, steps["fp8_128"].all(), got)):
+                raise AssertionError(f"{name}: quantizing the weights again gives other values")
         del expected, got
         contenders = [Contender(what, run, [(dy,)], waits=True) for what, run in steps.items()]
         race(contenders, pace)

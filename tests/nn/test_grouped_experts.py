@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mxspec
 from mxspec.check import default_device, sqnr_db
 from mxspec.nn import RECIPES, GroupedExperts, cache_weights, fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn._formats import FP8Blocks
 from tests.helpers import ROOT, module_of
 
 DEVICE = default_device()
@@ -276,11 +277,22 @@ def test_its_benchmark_of_models_compares_every_step_and_stores_it(capsys, monke
     benchmark.measure_models(["tiny"], DEVICE, stored, pace)
     rows = {row["contender"]: row for row in json.loads(stored.read_text())["rows"]}
     kept = ", weights' codes kept"
-    assert list(rows) == ["PyTorch bf16", "bf16", "fp8_128", "mxfp8", f"fp8_128{kept}", f"mxfp8{kept}"]
+    again = "fp8_128, weights quantized again"
+    assert list(rows) == ["PyTorch bf16", "bf16", "fp8_128", "mxfp8", f"fp8_128{kept}", f"mxfp8{kept}", again]
     assert rows["PyTorch bf16"]["times PyTorch bf16"] == 1
-    # gate, up, silu(gate) and their product, 300 x 128 in bfloat16
-    assert rows["PyTorch bf16"]["saved bytes"] == 4 * 300 * 128 * 2 + 4 * 4  # and the four ends
+    saved = {what: row["saved bytes"] for what, row in rows.items()}
+    # x, 300 x 256 in bfloat16; gate, up, silu(gate) and their product, 300 x 128; and the four ends
+    assert saved["PyTorch bf16"] == 300 * 256 * 2 + 4 * 300 * 128 * 2 + 4 * 4
+    weights = 4 * 3 * 128 * 256
+    assert saved["fp8_128"] == saved[f"fp8_128{kept}"] == saved[again] + weights + weights // 128**2 * 4
     assert "swiglu_backward_fp8_quantize_rowcol_groups 300x256 -> 300x256" in capsys.readouterr().out
+
+    with monkeypatch.context() as patch:
+        codes = FP8Blocks.one_way
+        patch.setattr(FP8Blocks, "one_way", lambda *args: (codes(*args)[0], 2 * codes(*args)[1]))
+        patch.setitem(benchmark.MIN_SQNR_DB, "SwiGLU experts", -100)
+        with pytest.raises(AssertionError, match="tiny: quantizing the weights again gives other values"):
+            benchmark.measure_models(["tiny"], DEVICE, None, pace)
 
     monkeypatch.setattr(benchmark, "bf16", lambda x, w, offs: 2 * torch.nn.functional.grouped_mm(x, w.mT, offs=offs))
     with pytest.raises(AssertionError, match="dB against bfloat16"):
