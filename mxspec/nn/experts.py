@@ -121,7 +121,8 @@ class GroupedExperts(QuantizedExperts):
     The weights of the gate and of up are one parameter. So one grouped matmul computes both, and each of their
     gradients is one matmul too. The layer uses the matmuls of `mx_grouped_mm` and `fp8_grouped_mm`. With fp8_128 and
     bfloat16 tokens, one op computes SwiGLU and quantizes it (`swiglu_fp8_quantize_rowcol_groups`), and one op does the
-    same for its gradient (`swiglu_backward_fp8_quantize_rowcol_groups`). Each forward quantizes the weights once.
+    same for its gradient (`swiglu_backward_fp8_quantize_rowcol_groups`). Each forward quantizes the weights once, in
+    both directions. With `save_weight_codes=False` the forward and the backward each quantize them in one direction.
     Inside a `cache_weights` block, they are quantized once for all forwards. The host never waits for the device.
 
     On Hopper, the MXFP8 recipes may multiply the bfloat16 values of the codes. `explain` says when.

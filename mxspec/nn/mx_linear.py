@@ -2,7 +2,8 @@
 
 Each tensor is read once and quantized along both of its dimensions. This happens to x and the weight in the forward,
 and to the gradient of the output in the backward. The forward saves the codes of x along the tokens for the backward,
-one byte per element. With `wgrad_bf16`, x and the gradient of the output are quantized along the features only, and the
+one byte per element. It saves the codes of the weight's transpose too, or, with `save_weight_codes=False`, the weight
+itself. With `wgrad_bf16`, x and the gradient of the output are quantized along the features only, and the
 forward saves x.
 """
 
@@ -21,10 +22,11 @@ class MXLinear(QuantizedLinear):
     """`nn.Linear` whose forward, dgrad and wgrad multiply MXFP8 codes.
 
     `y = x @ weight^T + bias`. Each operand is quantized in blocks of 32 along the dimension that its matmul sums over.
-    Each forward quantizes the weight once, for its own matmul and for dgrad. Inside a `cache_weights` block, the weight
-    is quantized once for all forwards. If the weight needs a gradient, the forward also quantizes x along the tokens,
-    and saves only these codes of x. For this, it pads x with zero rows to a multiple of 32 tokens. The layer has the
-    parameters and the state dict of `nn.Linear`.
+    Each forward quantizes the weight once, for its own matmul and for dgrad. With `save_weight_codes=False` it saves
+    the weight itself, and the backward quantizes it for dgrad. Inside a `cache_weights` block, the weight is quantized
+    once for all forwards. If the weight needs a gradient, the forward also quantizes x along the tokens, and saves only
+    these codes of x. For this, it pads x with zero rows to a multiple of 32 tokens. The layer has the parameters and
+    the state dict of `nn.Linear`.
 
     Args:
         in_features, out_features: K and N, multiples of 32.
