@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import mxspec
 from mxspec import dispatch
 from mxspec.check import default_device
+from mxspec.checkpoint.live import codes_of
 from mxspec.nn import (
     RECIPES,
     Float8BlockwiseLinear,
@@ -281,6 +282,14 @@ def test_each_direction_is_quantized_where_it_is_needed(recipe, values, monkeypa
     with cache_weights(module):
         trained(module, *x)
     assert [op for op in ran if op.split()[0] in quantizers] == both * 2
+
+
+@each_recipe
+@pytest.mark.parametrize("made", ["Linear", "GroupedExperts", "transposed experts"])
+def test_a_checkpoint_has_the_same_codes(made, recipe):
+    for got, expected in zip(*(codes_of(layer(made, recipe, saves_codes=s)) for s in (False, True)), strict=True):
+        assert got.codes.view(torch.uint8).equal(expected.codes.view(torch.uint8))
+        assert got.scale.equal(expected.scale)
 
 
 def test_a_watch_counts_the_same():
