@@ -57,35 +57,32 @@ class QuantizedExperts(QuantizesWeights):
         check_devices(name, x, **others, **dict(zip(self.weight_names, self._weights(), strict=True)))
         return x
 
-    def explain(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> str:
-        """Say how the matmuls of this layer would run for a number of tokens of a dtype, without running them.
+    def explain(self, dtype: torch.dtype = torch.bfloat16) -> str:
+        """Say how the matmuls of this layer would run for tokens of a dtype, without running them.
 
         On Hopper, MXFP8 has two ways: PyTorch's grouped matmul on the bf16 values of the codes, or mxspec's kernels on
         the codes. Both multiply the same MXFP8 numbers. The sums differ in their order.
 
         >>> from mxspec.nn import GroupedExperts
-        >>> print(GroupedExperts(2, 128, 128, "fp8_128").explain(100))
+        >>> print(GroupedExperts(2, 128, 128, "fp8_128").explain())
         GroupedExperts: fp8_128 multiplies codes: the recipe's format is fp8_128
         """
         name, backend = type(self).__name__, backend_now(self)
         if self.recipe.format == "bf16":
             return f"{name}: bf16 quantizes nothing and multiplies bfloat16"
-        why_not = self._why_no_values(backend, dtype, tokens)
+        why_not = self._why_no_values(backend, dtype)
         if why_not is None:
             return f"{name}: mxfp8 multiplies bf16 values, because Hopper has no MX tensor cores"
         return f"{name}: {self.recipe.format} multiplies codes: {why_not}"
 
-    def _why_no_values(self, backend: str | None, dtype: torch.dtype, tokens: int) -> str | None:
+    def _why_no_values(self, backend: str | None, dtype: torch.dtype) -> str | None:
         """Why the experts multiply codes and not their bf16 values. None if they multiply values."""
-        rows = tokens if self._cached is None else None
-        first = self._weights()[0]
-        if why_not := refusal_of_values(self.recipe, backend, first, dtype, rows, self.is_transposed):
+        if why_not := refusal_of_values(self.recipe, backend, self._weights()[0], dtype):
             return why_not
         return None if self._cached is None or self._cached_values else "cache_weights holds codes"
 
     def _caches_values(self) -> bool:
-        first = self._weights()[0]
-        return refusal_of_values(self.recipe, None, first, torch.bfloat16, None) is None
+        return refusal_of_values(self.recipe, None, self._weights()[0], torch.bfloat16) is None
 
     def feed_forward(self, x: Tensor, offs: Tensor, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Run the experts by the recipe on tokens sorted by expert.
@@ -100,7 +97,7 @@ class QuantizedExperts(QuantizesWeights):
         """
         name, (first, second), stored = type(self).__name__, self._weights(), self.is_transposed
         backend = backend_now(self)
-        by_values = self._why_no_values(backend, x.dtype, x.shape[0]) is None
+        by_values = self._why_no_values(backend, x.dtype) is None
         (of_first, of_second), by = self._quantized(backend, by_values), self._format(backend, by_values)
         if by is None or of_first is None or of_second is None:
             out = grouped_product(x, first, offs, None, None, None, name, stored)

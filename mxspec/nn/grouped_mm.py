@@ -109,7 +109,7 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
     check_offs(name, offs, w.shape[0])
     check_devices(name, x, w=w, offs=offs)
     backend = backend_now(w)
-    by_values = refusal_of_values(found, backend, w, x.dtype, x.shape[0]) is None
+    by_values = refusal_of_values(found, backend, w, x.dtype) is None
     by = format_of(found, backend, name, by_values=by_values)
     weight = None if by is None else by.weight(w.detach())
     tokens = None if by is None else by.activations(x, offs, w.requires_grad)
