@@ -90,7 +90,7 @@ MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "gpt-oss-20b": gpt_oss_20b, "tiny": ti
 class Step:
     """Forward and backward of the decoder layers of a model."""
 
-    def __init__(self, model: nn.Module, x: Tensor, dy: Tensor) -> None:
+    def __init__(self, model: Any, x: Tensor, dy: Tensor) -> None:
         self.model, self.x, self.dy = model, x, dy
 
     def __call__(self, _: Tensor | None = None) -> Tensor:
