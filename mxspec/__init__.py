@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from mxspec import dispatch as _dispatch
 from mxspec.dispatch import current_backend, explain, set_backend, use_backend
+from mxspec.reference.clamped_swiglu_backward_fp8_quantize_rowcol_groups import (
+    clamped_swiglu_backward_fp8_quantize_rowcol_groups,
+)
+from mxspec.reference.clamped_swiglu_fp8_quantize_rowcol_groups import clamped_swiglu_fp8_quantize_rowcol_groups
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_gemm import fp8_gemm
 from mxspec.reference.fp8_gemm_ import fp8_gemm_
@@ -63,6 +67,8 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "clamped_swiglu_backward_fp8_quantize_rowcol_groups",
+    "clamped_swiglu_fp8_quantize_rowcol_groups",
     "current_backend",
     "explain",
     "fp8_dequantize",

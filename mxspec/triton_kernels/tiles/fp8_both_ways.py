@@ -30,6 +30,48 @@ CONFIGS = {(9, 0): {"num_warps": 8}, (10, 0): {"num_warps": 8}}
 TAIL = {(9, 0): {"num_warps": 16}, (10, 0): {"num_warps": 16}}  # the masks along the features take registers, too
 
 
+@triton.jit
+def place_of(block, offs, stride_offs, G, start, end, writes, tokens, blocks, CHUNK: tl.constexpr):
+    """Where a block of 128 padded tokens lies.
+
+    Returns its group and whether it has one, the first block and the number of blocks of the group, the block's first
+    token, and the end of the group's tokens. The rows after the last group count as one more group.
+    """
+    group, token0, stop, begin = group_of(block * 128, offs, stride_offs, G, start, end, writes, 128, CHUNK)
+    first = begin // 128
+    grouped = group < G
+    count = tl.where(grouped, (stop - token0 + 127) // 128, blocks - first)
+    last = tl.load(offs + (G - 1) * stride_offs, mask=G > 0, other=0)
+    token0, stop = tl.where(grouped, token0, last), tl.where(grouped, tl.minimum(stop, tokens), tokens)
+    return group, grouped, first, count, token0 + (block - first) * 128, stop
+
+
+@triton.jit
+def quantized(
+    v, inside, there, q_row, s_row, q_col, s_col, token, row, d0, D, tokens, block, blocks, first, count, grouped,
+    feature, eps_bits, POW2: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Store the codes and scales of a tile of values in both directions."""
+    r, d = tl.arange(0, 128), tl.arange(0, 128)
+    place = block - first
+    wide = widened(v)
+    bits = magnitude_bits(wide)
+    s, back = factors(tl.max(bits, 1), eps_bits, POW2)
+    tl.store(s_row + (d0 // 128) * tokens + token + r, back, mask=there)
+    q = saturating_cast(wide * s[:, None], q_row.dtype.element_ty)
+    tl.store(q_row + row * D + (d0 + d)[None, :], q, mask=inside)
+
+    s, back = factors(tl.max(bits, 0), eps_bits, POW2)
+    # True for all blocks if offs is in order.
+    owned = (d < D) & (place >= 0) & (count > place) & (count <= blocks - first) & (first >= 0)
+    if TAIL:
+        owned = owned & (feature < D)
+    tl.store(s_col + block.to(tl.int64) * D + d0 + d, tl.where(grouped, back, 0.0), mask=owned)
+    q = saturating_cast(tl.where(grouped, wide * s[None, :], 0.0), q_col.dtype.element_ty)
+    to = q_col + (first.to(tl.int64) * D + d0 * count + place) * 128
+    tl.store(to + d.to(tl.int64)[:, None] * count * 128 + r[None, :], tl.trans(q), mask=owned[:, None])
+
+
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
 @triton.jit(do_not_specialize=["tokens", "eps_bits"])
 def _both_ways(
@@ -38,17 +80,9 @@ def _both_ways(
     VALUES: tl.constexpr, POW2: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     column, block = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    group, token0, stop, begin = group_of(
-        block * 128, offs, stride_offs, G, start, end, (block == 0) & (column == 0), 128, CHUNK
+    _, grouped, first, count, token, stop = place_of(
+        block, offs, stride_offs, G, start, end, (block == 0) & (column == 0), tokens, blocks, CHUNK
     )
-    first = begin // 128  # the group's first block; the group has `count` blocks
-    grouped = group < G
-    count = tl.where(grouped, (stop - token0 + 127) // 128, blocks - first)
-    # The rows after the last group count as one more group.
-    last = tl.load(offs + (G - 1) * stride_offs, mask=G > 0, other=0)
-    token0, stop = tl.where(grouped, token0, last), tl.where(grouped, tl.minimum(stop, tokens), tokens)
-    place = block - first
-    token = token0 + place * 128
     r, d = tl.arange(0, 128), tl.arange(0, 128)
     half = D // 2 if VALUES == GRADIENT else D
     if VALUES == GRADIENT and not TAIL:  # two neighbouring programs read the same values: one writes d_gate, one d_up
@@ -87,22 +121,10 @@ def _both_ways(
             if not TAIL:
                 d0 += tl.where(of_up, half, 0)
 
-    wide = widened(v)
-    bits = magnitude_bits(wide)
-    s, back = factors(tl.max(bits, 1), eps_bits, POW2)
-    tl.store(s_row + (d0 // 128) * tokens + token + r, back, mask=there)
-    q = saturating_cast(wide * s[:, None], q_row.dtype.element_ty)
-    tl.store(q_row + row * D + (d0 + d)[None, :], q, mask=inside)
-
-    s, back = factors(tl.max(bits, 0), eps_bits, POW2)
-    # True for all blocks if offs is in order.
-    owned = (d < D) & (place >= 0) & (count > place) & (count <= blocks - first) & (first >= 0)
-    if TAIL:
-        owned = owned & (feature < D)
-    tl.store(s_col + block.to(tl.int64) * D + d0 + d, tl.where(grouped, back, 0.0), mask=owned)
-    q = saturating_cast(tl.where(grouped, wide * s[None, :], 0.0), q_col.dtype.element_ty)
-    to = q_col + (first.to(tl.int64) * D + d0 * count + place) * 128
-    tl.store(to + d.to(tl.int64)[:, None] * count * 128 + r[None, :], tl.trans(q), mask=owned[:, None])
+    quantized(
+        v, inside, there, q_row, s_row, q_col, s_col, token, row, d0, D, tokens, block, blocks, first, count, grouped,
+        feature if TAIL else d0 + d, eps_bits, POW2, TAIL,
+    )  # fmt: skip
 
 
 def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_format: str, eps: float = EPS) -> Results:
