@@ -20,9 +20,13 @@ class Experts(QuantizedExperts):
 
     their_class: type
     is_swiglu: bool
+    is_clamped_swiglu: bool
+    alpha: float
+    limit: float
     config: Any
     down_proj: Tensor
     down_proj_bias: Tensor
+    gate_up_proj_bias: Tensor
     post_expert_norm: Callable[[Tensor], Tensor]
 
     def set_recipe(self, recipe: Recipe) -> None:
@@ -87,7 +91,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     width = self.widths()["hidden_size"]
     x = self.checked(hidden_states, width, top_k_index=top_k_index, top_k_weights=top_k_weights)
     pairs = routing(top_k_index, self._weights()[0].shape[0])
-    out = self.feed_forward(pairs.gather(x), pairs.offs, _activation(self, pairs))
+    clamped = self.is_clamped_swiglu and (self.alpha, self.limit) == (1.702, 7.0)  # the constants of the op
+    bias = self.gate_up_proj_bias if clamped else None
+    out = self.feed_forward(pairs.gather(x), pairs.offs, _activation(self, pairs), bias)
     if self.has_bias:
         out = pairs.add_bias(out, self.down_proj_bias)
     if getattr(self, "has_post_expert_norm", False):

@@ -71,7 +71,7 @@ def adapt(layer: Any, name: str, recipe: Recipe) -> nn.Module:
     except (TypeError, ValueError):
         layer.__class__ = kind
         raise
-    layer.is_swiglu = _is_swiglu(layer)
+    layer.is_swiglu, layer.is_clamped_swiglu = _is_swiglu(layer), _is_clamped_swiglu(layer)
     layer.config = copy.deepcopy(layer.config)
     layer.config._experts_implementation = IMPLEMENTATION
     return layer
@@ -96,6 +96,14 @@ def _is_swiglu(layer: Any) -> bool:
     if layer.has_bias or not getattr(layer, "has_gate", True) or type(activation) not in (nn.SiLU, SiLUActivation):
         return False
     return type(layer)._apply_gate is _default_apply_gate and "_apply_gate" not in vars(layer)
+
+
+def _is_clamped_swiglu(layer: Any) -> bool:
+    """Whether the layer adds a bias and then computes gpt-oss's activation of interleaved gates and ups."""
+    gate = getattr(type(layer), "_apply_gate", None)  # experts without a gate may have none
+    place = getattr(gate, "__module__", None), getattr(gate, "__qualname__", None)
+    gpt_oss = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate")
+    return bool(layer.has_bias) and place == gpt_oss and "_apply_gate" not in vars(layer)
 
 
 def serve() -> Serving:

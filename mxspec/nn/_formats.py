@@ -143,6 +143,22 @@ class Format:
         """The codes of the gradient of gate and up in both directions."""
         raise NotImplementedError
 
+    def fuses_clamped_swiglu(self, x: Tensor) -> bool:
+        """Whether the three methods below exist for these tokens."""
+        return False
+
+    def clamped_swiglu(self, gate_up: Tensor, bias: Tensor, offs: Tensor) -> Tokens:
+        """The codes of gpt-oss's activation of `gate_up + bias` in both directions. gate_up is interleaved."""
+        raise NotImplementedError
+
+    def clamped_swiglu_backward(self, gate_up: Tensor, bias: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
+        """The codes of the gradient of gate_up in both directions."""
+        raise NotImplementedError
+
+    def sums(self, columns: Operand, offs: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum of each group's codes along the tokens, `(E, N)`: the gradient of a bias."""
+        raise NotImplementedError
+
     def activations(self, x: Tensor, offs: Tensor | None, weight_needs_grad: bool) -> Tokens:
         """The codes of x for the forward, and the codes for wgrad if the forward saves them."""
         along_tokens = torch.is_grad_enabled() and weight_needs_grad and self.saves_codes(offs)
@@ -333,6 +349,25 @@ class FP8Blocks(Format):
     def swiglu_backward(self, gate_up: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
         options: Any = {"backend": self.backend}
         return _both_ways(mxspec.swiglu_backward_fp8_quantize_rowcol_groups(gate_up, grad_hidden, offs, **options))
+
+    def fuses_clamped_swiglu(self, x: Tensor) -> bool:
+        return x.dtype == torch.bfloat16
+
+    def clamped_swiglu(self, gate_up: Tensor, bias: Tensor, offs: Tensor) -> Tokens:
+        op = mxspec.clamped_swiglu_fp8_quantize_rowcol_groups
+        return _both_ways(op(gate_up, bias.to(gate_up.dtype), offs, backend=self.backend))
+
+    def clamped_swiglu_backward(self, gate_up: Tensor, bias: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
+        op = mxspec.clamped_swiglu_backward_fp8_quantize_rowcol_groups
+        return _both_ways(op(gate_up, bias.to(gate_up.dtype), grad_hidden, offs, backend=self.backend))
+
+    def sums(self, columns: Operand, offs: Tensor, dtype: torch.dtype) -> Tensor:
+        # A matmul with ones: it reads the codes once. fp8_grouped_gemm_wgrad needs 16 rows.
+        codes, scale = columns.codes, columns.scale
+        assert scale is not None
+        ones = torch.ones((16, codes.shape[1]), dtype=torch.float32, device=codes.device).to(codes.dtype)
+        one = torch.ones((scale.shape[1], 16), dtype=scale.dtype, device=scale.device).mT
+        return self.wgrad(columns, Operand(ones, one), offs, dtype)[..., 0].contiguous()
 
 
 def _both_ways(quantized: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]) -> Tokens:

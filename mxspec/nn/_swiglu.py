@@ -9,6 +9,9 @@
 
 The forward saves gate_up in bfloat16, and the codes along the tokens that the gradients of the weights need. For dgrad
 it saves the codes of the weights' transposes, or the weights themselves.
+
+With a bias of gate_up, `(E, 2I)`, the activation is gpt-oss's clamped SwiGLU. Its op adds the bias, so gate_up is read
+once. The bias's gradient is the sum of the gradient's codes along the tokens.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ from mxspec.nn._formats import Format, Operand, Tokens, Weight
 
 def swiglu_experts(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, offs: Tensor, tokens: Tokens, weights: tuple[Weight, Weight],
-    by: Format,
+    by: Format, bias: Tensor | None = None, transposed: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The experts' output for tokens x. The caller has checked all arguments, and has quantized x and the weights."""
-    out, *_ = _SwigluExperts.apply(x, w_gate_up, w_down, offs, tokens, *weights, by)
+    """The experts' output for tokens x. The caller has checked all arguments, and has quantized x and the weights.
+
+    bias: of gate_up, for the clamped SwiGLU. transposed: whether the weights are `(E, K, N)`.
+    """
+    out, *_ = _SwigluExperts.apply(x, w_gate_up, w_down, bias, offs, tokens, *weights, by, transposed)
     return out
 
 
@@ -37,12 +43,12 @@ class _SwigluExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, w_gate_up: Tensor, w_down: Tensor, offs: Tensor, tokens: Tokens, of_gate_up: Weight, of_down: Weight,
-        by: Format,
+        x: Tensor, w_gate_up: Tensor, w_down: Tensor, bias: Tensor | None, offs: Tensor, tokens: Tokens,
+        of_gate_up: Weight, of_down: Weight, by: Format, transposed: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert tokens.rows is not None
         gate_up = by.gemm(tokens.rows, of_gate_up.codes, of_gate_up.scale, offs, x.shape[0], x.dtype)
-        rows, columns = by.swiglu(gate_up, offs)
+        rows, columns = by.swiglu(gate_up, offs) if bias is None else by.clamped_swiglu(gate_up, bias, offs)
         assert rows is not None
         assert columns is not None
         out = by.gemm(rows, of_down.codes, of_down.scale, offs, x.shape[0], x.dtype)
@@ -50,19 +56,20 @@ class _SwigluExperts(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, w_gate_up, w_down, offs, tokens, of_gate_up, of_down, by = inputs
+        x, w_gate_up, w_down, bias, offs, tokens, of_gate_up, of_down, by, transposed = inputs
         _, gate_up, codes, *scales = output
         scale = scales[0] if scales else None
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        dgrad, wgrad, wgrad_down = ctx.needs_input_grad[:3]
+        dgrad, wgrad, wgrad_down, bgrad = ctx.needs_input_grad[:4]
         x_codes, x_scale, *_ = tokens.columns or (None, None)
-        inner = dgrad or wgrad  # the gradient of gate_up is needed
+        inner = dgrad or wgrad or bgrad  # the gradient of gate_up is needed
         (up_t, up_scale_t), (down_t, down_scale_t) = of_gate_up.for_dgrad(w_gate_up), of_down.for_dgrad(w_down)
         ctx.watch = None
         if by.watch is not None:
-            of_first = by.watch.product(by, x, w_gate_up, offs, tokens, dgrad)
-            ctx.watch = of_first, by.watch.second(by, lambda: _swiglu(gate_up), w_down, offs, inner, wgrad_down)
+            of_first = by.watch.product(by, x, w_gate_up, offs, tokens, dgrad, transposed)
+            hidden = lambda: _swiglu(gate_up) if bias is None else _clamped(gate_up, bias, offs)  # noqa: E731
+            ctx.watch = of_first, by.watch.second(by, hidden, w_down, offs, inner, wgrad_down, transposed)
         keep(
             ctx,
             x,
@@ -79,44 +86,60 @@ class _SwigluExperts(torch.autograd.Function):
             down_scale_t if inner else None,
             up_t if dgrad else None,
             up_scale_t if dgrad else None,
+            bias if inner else None,
         )
-        ctx.by, ctx.dtypes = by, (x.dtype, w_gate_up.dtype, w_down.dtype)
+        ctx.by, ctx.dtypes, ctx.transposed = by, (x.dtype, w_gate_up.dtype, w_down.dtype), transposed
         ctx.saves_weights = of_down.codes_t is None
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_out, by, (x_dtype, dtype, dtype_down) = gradients[0], ctx.by, ctx.dtypes
-        offs, gate_up, codes, scale, x_codes, x_scale, down_t, down_scale_t, up_t, up_scale_t = kept(ctx)
-        dgrad, wgrad, wgrad_down = ctx.needs_input_grad[:3]
+        offs, gate_up, codes, scale, x_codes, x_scale, down_t, down_scale_t, up_t, up_scale_t, bias = kept(ctx)
+        dgrad, wgrad, wgrad_down, bgrad = ctx.needs_input_grad[:4]
         if grad_out is None:
-            return None, None, None, None, None, None, None, None
-        inner, elem_dtype = dgrad or wgrad, by.recipe.grad_dtype
-        grad_x = grad_w = grad_w_down = grad_hidden = None
+            return (None,) * 10
+        inner, elem_dtype = dgrad or wgrad or bgrad, by.recipe.grad_dtype
+        grad_x = grad_w = grad_w_down = grad_bias = grad_hidden = None
         rows, columns = by.tokens(grad_out, offs, elem_dtype, inner, wgrad_down)
         if inner:
             if ctx.saves_weights:
-                down_t, down_scale_t = by.saved_weight(down_t, False, rows.codes)
+                down_t, down_scale_t = by.saved_weight(down_t, ctx.transposed, rows.codes)
             grad_hidden = by.gemm(rows, down_t, down_scale_t, offs, grad_out.shape[0], x_dtype)
             down_t = down_scale_t = None  # free the memory
         if wgrad_down:
-            grad_w_down = by.wgrad(columns, Operand(codes, scale), offs, dtype_down)
+            grad_w_down = _wgrad(ctx, columns, Operand(codes, scale), offs, dtype_down)
         rows = columns = None  # free the memory
-        if inner:
+        if inner and bias is None:
             rows, columns = by.swiglu_backward(gate_up, grad_hidden, offs)
+        elif inner:
+            rows, columns = by.clamped_swiglu_backward(gate_up, bias, grad_hidden, offs)
         if ctx.watch is not None:
             first, second = ctx.watch
             second.gradient(lambda: grad_out, offs, inner, wgrad_down)
-            first.gradient(lambda: _swiglu_backward(gate_up, grad_hidden), offs, dgrad, wgrad)
+            if bias is None:
+                first.gradient(lambda: _swiglu_backward(gate_up, grad_hidden), offs, dgrad, wgrad)
+            else:
+                first.gradient(lambda: _clamped_backward(gate_up, bias, grad_hidden, offs), offs, dgrad, wgrad)
         grad_hidden = None
         if dgrad:
             if ctx.saves_weights:
-                up_t, up_scale_t = by.saved_weight(up_t, False, rows.codes)
+                up_t, up_scale_t = by.saved_weight(up_t, ctx.transposed, rows.codes)
             grad_x = by.gemm(rows, up_t, up_scale_t, offs, grad_out.shape[0], x_dtype)
         rows = up_t = up_scale_t = None
         if wgrad:
-            grad_w = by.wgrad(columns, Operand(x_codes, x_scale), offs, dtype)
-        return grad_x, grad_w, grad_w_down, None, None, None, None, None
+            grad_w = _wgrad(ctx, columns, Operand(x_codes, x_scale), offs, dtype)
+        if bgrad:
+            grad_bias = by.sums(columns, offs, bias.dtype)
+        return grad_x, grad_w, grad_w_down, grad_bias, None, None, None, None, None, None
+
+
+def _wgrad(ctx: Any, of_gradient: Operand, of_tokens: Operand, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of a weight. That of a transposed weight is computed transposed."""
+    if ctx.transposed:
+        of_tokens = of_tokens._replace(end=of_gradient.end)
+        return ctx.by.wgrad(of_tokens, of_gradient, offs, dtype)
+    return ctx.by.wgrad(of_gradient, of_tokens, offs, dtype)
 
 
 class Swiglu(torch.autograd.Function):
@@ -154,3 +177,19 @@ def _swiglu_backward(gate_up: Any, grad_hidden: Any) -> Tensor:
         return mxspec.swiglu_backward(gate, up, grad_hidden, backend="auto")
     d_up, d_silu = grad_hidden * torch.nn.functional.silu(gate), grad_hidden * up
     return torch.cat([torch.ops.aten.silu_backward(d_silu, gate), d_up], -1)
+
+
+def _clamped(gate_up: Tensor, bias: Tensor, offs: Tensor) -> Tensor:
+    """The clamped SwiGLU of gpt-oss, for a watch. Other than its op, it rounds only the result to bfloat16."""
+    rows = torch.arange(len(gate_up), device=gate_up.device, dtype=torch.int32)
+    group = torch.searchsorted(offs, rows, right=True)
+    total = gate_up.float() + torch.nn.functional.pad(bias.float(), (0, 0, 0, 1))[group]
+    gate, up = total[:, ::2].clamp(max=7.0), total[:, 1::2].clamp(-7.0, 7.0)
+    return ((up + 1) * (gate * torch.sigmoid(gate * 1.702))).to(gate_up.dtype)
+
+
+def _clamped_backward(gate_up: Tensor, bias: Tensor, grad_hidden: Any, offs: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = gate_up.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(_clamped(x, bias.detach(), offs), x, grad_hidden)
+    return gradient

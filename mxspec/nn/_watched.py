@@ -65,12 +65,13 @@ class Forward:
         return matmul
 
     def second(
-        self, by: Format, hidden: Callable[[], Tensor], w: Tensor, offs: Tensor, dgrad: bool, wgrad: bool
-    ) -> Matmul:
+        self, by: Format, hidden: Callable[[], Tensor], w: Tensor, offs: Tensor, dgrad: bool, wgrad: bool,
+        transposed: bool = False,
+    ) -> Matmul:  # fmt: skip
         """Count the second matmul of fused experts. `hidden` computes its input, because no op writes it."""
         matmul = Matmul(self, by, self._next_weight(w))
         matmul.activation(hidden, offs, True, wgrad and self.has_gradients)
-        matmul.weight(w.detach(), dgrad and self.has_gradients, False)
+        matmul.weight(w.detach(), dgrad and self.has_gradients, transposed)
         return matmul
 
     def _next_weight(self, w: Tensor) -> str:

@@ -84,7 +84,9 @@ class QuantizedExperts(QuantizesWeights):
     def _caches_values(self) -> bool:
         return refusal_of_values(self.recipe, None, self._weights()[0], torch.bfloat16) is None
 
-    def feed_forward(self, x: Tensor, offs: Tensor, activation: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def feed_forward(
+        self, x: Tensor, offs: Tensor, activation: Callable[[Tensor], Tensor] | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """Run the experts by the recipe on tokens sorted by expert.
 
         Args:
@@ -92,6 +94,8 @@ class QuantizedExperts(QuantizesWeights):
             offs: `(E,)` int32, the exclusive end of each expert's tokens, as for `GroupedExperts`.
             activation: a differentiable function of the first matmul's result. None means SwiGLU: `silu` of the first
                 half times the second half. One op then computes SwiGLU and quantizes it, if the recipe has such an op.
+            bias: `(E, 2I)`. Says that the activation adds this bias, and is then the clamped SwiGLU of
+                `clamped_swiglu_fp8_quantize_rowcol_groups`. This op then takes its place, if the recipe has such an op.
 
         Returns `(M, N)` in x's dtype. Rows from `offs[-1]` on are 0.
         """
@@ -104,6 +108,8 @@ class QuantizedExperts(QuantizesWeights):
             hidden = activation(out) if activation else Swiglu.apply(out, name)
             return grouped_product(hidden, second, offs, None, None, None, name, stored)
         tokens = by.activations(x, offs, first.requires_grad)
+        if bias is not None and by.fuses_clamped_swiglu(x):
+            return swiglu_experts(x, first, second, offs, tokens, (of_first, of_second), by, bias, stored)
         if activation is None and not stored and by.fuses_swiglu(x):
             return swiglu_experts(x, first, second, offs, tokens, (of_first, of_second), by)
         out = grouped_product(x, first, offs, tokens, of_first, by, name, stored)

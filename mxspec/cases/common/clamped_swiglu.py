@@ -143,7 +143,7 @@ def refused(names: tuple[str, ...]) -> Iterator[Case]:
         return Case(name, lambda: args, options or {}, raises=error, match=match)
 
     for wide in (16, 240):
-        other = {"gate_up": tensors["gate_up"][:, :wide], "bias": bias[:, :wide]}
+        other: dict[str, Any] = {"gate_up": tensors["gate_up"][:, :wide], "bias": bias[:, :wide]}
         yield case(f"2I = {wide}", ValueError, f"2I = {wide} is not a multiple of 32; pad", **other)
     yield case("float32", TypeError, "gate_up has dtype torch.float32", gate_up=tensors["gate_up"].float())
     yield case("3-D", ValueError, "2-D", gate_up=tensors["gate_up"][None])
