@@ -41,7 +41,7 @@ from mxspec.console import console
 from mxspec.nn import RECIPES, convert
 
 LAYERS = 4
-MIN_SQNR_DB = 20  # the outputs of four layers against bfloat16's, with bfloat16's routing
+MIN_SQNR_DB = 15  # the outputs of four layers against bfloat16's, with bfloat16's routing
 AGAIN = replace(RECIPES["fp8_128"], save_weight_codes=False)
 # `deepgemm` and `sonicmoe` need packages that are not installed. `batched_mm` copies a weight for each token.
 IMPLEMENTATIONS = ("grouped_mm", "eager")
