@@ -118,7 +118,7 @@ def serve() -> Serving:
     transformers has no public place for this. `serve` replaces `_FINEGRAINED_FP8` of
     `transformers.integrations.finegrained_fp8`, and sets the environment variable
     `TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR`. Tested with transformers 5.17.0 and 5.23.0 on a CPU, with the reference
-    backend; not run on a GPU.
+    backend, and with 5.17.0 on an H200.
 
     transformers computes with FP8 codes on a GPU only. On a CPU it dequantizes the weights when it loads them, and
     `serve` has no effect. Experts run on mxspec for the experts implementations `grouped_mm` (transformers' default),

@@ -17,7 +17,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-# Not measured yet, so the ops have no rank.
+# The ops are not timed, so they have no rank.
 _HOPPER = Tile(2048, 4)
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 
