@@ -206,6 +206,14 @@ def test_a_compiled_graph_quantizes_the_saved_weight_in_its_backward(made, recip
     assert bytes_of(kept, module) <= bytes_of(saved(lambda: pytorchs(module, *x)), module)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("kind", _formats._OF_KIND)
+def test_the_operator_of_compiled_graphs(kind, turned):
+    w = torch.randn(E, N, K, device=DEVICE, dtype=BF16)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(_formats._QUANTIZE_AFTER, (w, w.new_empty(1), kind, "floor", turned), test_utils=tests)
+
+
 @each_layer
 def test_a_weight_that_changes_before_the_backward_is_refused_as_by_nn_linear(made):
     module = layer(made, RECIPES["fp8_128"])
