@@ -1,4 +1,4 @@
-"""One kernel quantizes token groups in both directions: tokens, or their SwiGLU.
+"""One kernel quantizes token groups in both directions: tokens, their SwiGLU, or the gradient of SwiGLU.
 
 A program owns a block of 128 padded tokens of 128 features, and reads it once from memory. All tokens of the block
 belong to one group. The rows past the last group count as one more group. Their row codes are written, and their column
@@ -22,7 +22,7 @@ from mxspec.helion_kernels.common.groups import chunk, padded_ends, padded_rows,
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels.common.numerics import magnitude_bits, saturating_cast, widened
 from mxspec.helion_kernels.common.runs import dimension, load_run, store_run
-from mxspec.helion_kernels.common.swiglu import swiglu
+from mxspec.helion_kernels.common.swiglu import gradients, swiglu
 
 
 class Tile(NamedTuple):
@@ -35,11 +35,14 @@ class Tile(NamedTuple):
 _HOPPER = {
     "tokens": Tile(8, 8, 8),
     "swiglu": Tile(2, 4, 16),
+    "gradient": Tile(4, 4, 16),
     # The last block is shorter. The masks along the features take registers, too.
     "tokens, tail": Tile(8, 4, 16),
     "swiglu, tail": Tile(4, 4, 16),
+    "gradient, tail": Tile(4, 4, 16),
 }
-TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_BLACKWELL = {**_HOPPER, "gradient": Tile(2, 4, 16), "gradient, tail": Tile(8, 4, 16)}
+TILES = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
 # The row codes of a thread are 8 bytes of each token.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v2\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
@@ -58,6 +61,28 @@ def _swiglu_run(
         return swiglu(gate, hl.load(x, [m * stride_m + up_d], extra_mask=there))
     rest = stride_m, d, up_d, inside, left, run // 2, 2 * step
     return hl.join(_swiglu_run(x, m, *rest, i), _swiglu_run(x, m + step, *rest, i + step))
+
+
+def _gradient_run(
+    x: Tensor, dh: Tensor, m: Tensor, stride_m: int, dh_stride_m: int, gate: Tensor, up: Tensor, h: Tensor,
+    in_gate: Tensor, inside: Tensor | None, left: Tensor, run: int, step: int = 1, i: int = 0,
+) -> Tensor:  # fmt: skip
+    """The gradient of gate or of up, of `run` tokens, as `_swiglu_run` gives SwiGLU.
+
+    - `gate`, `up`, `h`: the places of each feature's gate and up in x, and of its gradient in dh.
+    - `in_gate`: which features are those of the gate. The others do not need up, but a mask would take registers. The
+      program of the gate's features reads the same up, so the L2 cache has it.
+    """
+    if run == 1:
+        there = left > i if inside is None else inside & (left > i)
+        d_gate, d_up = gradients(
+            hl.load(x, [m * stride_m + gate], extra_mask=there),
+            hl.load(x, [m * stride_m + up], extra_mask=there),
+            hl.load(dh, [m * dh_stride_m + h], extra_mask=there),
+        )
+        return torch.where(in_gate, d_gate, d_up)
+    rest = stride_m, dh_stride_m, gate, up, h, in_gate, inside, left, run // 2, 2 * step
+    return hl.join(_gradient_run(x, dh, m, *rest, i), _gradient_run(x, dh, m + step, *rest, i + step))
 
 
 def _both(
@@ -106,7 +131,8 @@ def _both(
 # `tokens_2` is the number of tokens plus 2, so that it is never 1. With a constant 1, ptxas 12.8 generates wrong code
 # (see mx_quantize_groups).
 def _rowcol(
-    x: Tensor, stride_m: int, stride_d: int, tokens_2: int, width: int,
+    x: Tensor, stride_m: int, stride_d: int, dh: Tensor, dh_stride_m: int, dh_stride_d: int,
+    tokens_2: int, width: int, half: int,
     q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor, blocks: int,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
     how: hl.constexpr, pow2: hl.constexpr, empty: hl.constexpr, tail: hl.constexpr, chunk: hl.constexpr,
@@ -134,14 +160,21 @@ def _rowcol(
             live = group.sum(0) < G  # scalars fit masks of any layout, without shared memory
             m = token.sum(0) + dimension(lanes, 1, 5) * run + dimension(runs, 3, 5) * (lanes * run)
             left = tokens_left(m, stop, tokens_2 - 2)
-            d = d_tile * 128 + dimension(across, 0, 5) * 8 + dimension(parts, 2, 5) * (8 * across) + dimension(8, 4, 5)
+            d8 = d_tile * 128 + dimension(across, 0, 5) * 8 + dimension(parts, 2, 5) * (8 * across)
+            d = d8 + dimension(8, 4, 5)
             some = left.expand(across, lanes, parts, runs, 8)
             inside = (d < width).expand(across, lanes, parts, runs, 8) if tail else None  # the last block is shorter
-            source = d * stride_d
             if how == "tokens":
-                values = load_run(x, m, stride_m, source, inside, run, left=some)
-            else:
-                values = _swiglu_run(x, m, stride_m, source, (width + d) * stride_d, inside, some, run)
+                values = load_run(x, m, stride_m, d * stride_d, inside, run, left=some)
+            elif how == "swiglu":
+                values = _swiglu_run(x, m, stride_m, d * stride_d, (half + d) * stride_d, inside, some, run)
+            else:  # the first half of the features are those of gate; 8 neighbours are in one half
+                in_gate = d8 < half
+                feature = torch.where(in_gate, d8, d8 - half) + dimension(8, 4, 5)
+                of_gate, of_up, of_h = feature * stride_d, (half + feature) * stride_d, feature * dh_stride_d
+                values = _gradient_run(
+                    x, dh, m, stride_m, dh_stride_m, of_gate, of_up, of_h, in_gate, inside, some, run
+                )
             _both(
                 values, d, d_tile, width, q_row, s_row, q_col, s_col, m, left,
                 tokens_2 - 2, tile, first, count, there, live, inside, eps_bits, pow2, across, run,
@@ -149,11 +182,15 @@ def _rowcol(
 
 
 def rowcol_groups(
-    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12
+    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantize x in both directions. `how` is `tokens`, or `swiglu`, where x is gate and up."""
+    """Quantize x in both directions. `how` is `tokens`; or `swiglu` or `gradient`, where x is gate and up.
+
+    `gradient` needs `dh`, the gradient of SwiGLU.
+    """
     (M, D), G = x.shape, offs.shape[0]
-    width = D if how == "tokens" else D // 2  # columns of the results
+    width = D // 2 if how == "swiglu" else D  # columns of the results
+    dh = x if dh is None else dh
     R = padded_rows(M, G, FP8_BLOCK_SIZE)
     blocks = R // FP8_BLOCK_SIZE
     q_row = x.new_empty((M, width), dtype=torch.float8_e4m3fn)
@@ -170,7 +207,7 @@ def rowcol_groups(
         pid_type = "xyz" if blocks < 65536 else "flat"
         launch(
             _rowcol, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(),
-            M + 2, width, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
+            flat(dh), *dh.stride(), M + 2, width, D // 2, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
             flat(offs), offs.stride(0), G, flat(start), flat(end), max(1, programs), fp32_bits(eps),
             how, scale_format == "pow2", programs == 0, tail, chunk(G), tile.across, tile.run,
         )  # fmt: skip
