@@ -1,6 +1,6 @@
 """Times grouped matmuls that train, and compares them with bfloat16.
 
-    python benchmarks/experts.py --model mixtral|deepseek-v3|qwen3-30b|all [--json FILE]
+    python benchmarks/experts.py --model mixtral|deepseek-v3|qwen3-30b|gpt-oss-20b|all [--json FILE]
     python benchmarks/experts.py [--recipe fp8_128] [--even] [MxNxKxE ...]
 
 With `--model`, the call is one step, forward and backward, of the SwiGLU experts of a real model. The experts get
@@ -8,8 +8,11 @@ uneven numbers of tokens, which fall as rank^-0.3. All contenders take turns in 
 PyTorch's `grouped_mm` in bfloat16, with three separate weights, is the reference for speed and for values. First, each
 contender's output and gradients are compared with the reference. A second step, whose new tensors start full of a
 poison, must give the same bits. The contender "weights quantized again" is the recipe with save_weight_codes=False, and
-must give the bits of fp8_128. After the race, each kernel of the fp8_128 step is timed alone. "saved" counts the bytes
-that the forward saves for the backward, without the parameters, which are in memory anyway.
+must give the bits of fp8_128. For gpt-oss-20b, the contenders are transformers' own experts layer, with its experts
+implementation `grouped_mm`, and the same layer converted to each recipe. A step then includes sorting the tokens by
+expert, the activation with its biases, and the sum of each token's four experts. After the race, each kernel of the
+fp8_128 step is timed alone. "saved" counts the bytes that the forward saves for the backward, without the parameters,
+which are in memory anyway.
 
 Without `--model`, the calls are the forward and backward of one grouped linear, and of SwiGLU experts with hidden width
 N. There are M tokens of width K, E experts, and weights `(E, N, K)`.
@@ -53,7 +56,9 @@ MODELS = {
     "mixtral": (16384, 4096, 14336, 8),
     "deepseek-v3": (32768, 7168, 2048, 32),
     "qwen3-30b": (65536, 2048, 768, 128),
+    "gpt-oss-20b": (65536, 2880, 2880, 32),  # 16384 tokens, each with four experts
 }
+TOP = 4  # gpt-oss's experts for each token
 KEPT, AGAIN = ", weights' codes kept", ", weights quantized again"
 SHAPES = ["32768x2048x7168x8", "32768x8192x5120x8"]  # from torchao's benchmarks: DeepSeek-V3, and Llama 4
 MIN_SQNR_DB = {"grouped linear": 25, "SwiGLU experts": 20}  # against bfloat16; in experts the noise of matmuls adds up
@@ -265,6 +270,8 @@ class StepOf:
 
     def all(self) -> list[Tensor]:
         out, grad_x, *grads = step(self.layer, self.x, self.weights, self.offs, self.dy)
+        if grads[-1].ndim == 2:  # biases: gate and up are one weight already
+            return [out, grad_x, *grads]
         return [out, grad_x, torch.cat(grads[:-1], 1), grads[-1]]
 
     def saved_bytes(self) -> int:
@@ -293,10 +300,11 @@ class StepOf:
         return (time.perf_counter() - start) / steps * 1e6
 
 
-def measure_model(name: str, device: torch.device, pace: Pace) -> list[dict[str, Any]]:
-    """Race the steps of a model's experts, and print the table. Gives a row for each contender."""
-    M, H, inner, E = shape = MODELS[name]
-    torch.manual_seed(0)
+Contenders = tuple[dict[str, StepOf], dict[str, Any], Tensor, Tensor]  # steps, modules with a recipe, x, dy
+
+
+def swiglu_steps(M: int, H: int, inner: int, E: int, device: torch.device) -> Contenders:
+    """The steps of `GroupedExperts` by each recipe, and of three grouped matmuls in PyTorch."""
     module = GroupedExperts(E, H, inner, "fp8_128", device, torch.bfloat16)
     apart = [w.detach().clone().requires_grad_() for w in (module.w_gate, module.w_up)]
     x = torch.randn(M, H, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -315,6 +323,50 @@ def measure_model(name: str, device: torch.device, pace: Pace) -> list[dict[str,
     modules |= {recipe + KEPT: copy.copy(modules[recipe]) for recipe in ("fp8_128", "mxfp8")}
     modules["fp8_128" + AGAIN] = own(replace(RECIPES["fp8_128"], save_weight_codes=False))
     steps |= {what: StepOf(m, x, list(module.parameters()), offs, dy) for what, m in modules.items()}
+    return steps, modules, x, dy
+
+
+def gpt_oss_steps(M: int, H: int, inner: int, E: int, device: torch.device) -> Contenders:
+    """The steps of gpt-oss's experts in transformers, and of the same layer converted to each recipe."""
+    from torch import nn
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    from mxspec.nn import convert
+
+    tokens, offs = M // TOP, uneven(M, E).to(device)
+    config = GptOssConfig(hidden_size=H, intermediate_size=inner, num_local_experts=E, num_experts_per_tok=TOP)
+    config._experts_implementation = "grouped_mm"
+    with device:
+        theirs = GptOssExperts(config).to(torch.bfloat16)
+        for parameter in theirs.parameters():
+            nn.init.normal_(parameter, std=H**-0.5 if parameter.ndim == 3 else 0.1)
+        x = torch.randn(tokens, H, dtype=torch.bfloat16, requires_grad=True)
+        dy, scores = torch.randn(tokens, H, dtype=torch.bfloat16), torch.randn(tokens, TOP).softmax(-1).bfloat16()
+        # Every TOP-th part of the sorted pairs belongs to other experts, so a token's experts differ.
+        pairs = torch.searchsorted(offs, torch.arange(M, dtype=torch.int32), right=True)
+        index = pairs.view(TOP, tokens).mT[torch.randperm(tokens)].contiguous()
+
+    def run(layer: nn.Module) -> StepOf:
+        return StepOf(lambda x, offs: layer(x, index, scores), x, list(theirs.parameters()), offs, dy)
+
+    def own(recipe: str) -> nn.Module:
+        around = nn.ModuleDict({"experts": copy.copy(theirs)})  # the same parameters
+        convert(around, recipe)
+        return around["experts"]
+
+    modules = {"bf16": own("bf16"), "fp8_128": own("fp8_128"), "mxfp8": own("mxfp8_rceil")}
+    modules["fp8_128" + KEPT] = copy.copy(modules["fp8_128"])
+    steps = {"PyTorch bf16": run(theirs)} | {what: run(layer) for what, layer in modules.items()}
+    return steps, modules, x, dy
+
+
+def measure_model(name: str, device: torch.device, pace: Pace) -> list[dict[str, Any]]:
+    """Race the steps of a model's experts, and print the table. Gives a row for each contender."""
+    M, H, inner, E = shape = MODELS[name]
+    torch.manual_seed(0)
+    contenders_of = gpt_oss_steps if name.startswith("gpt-oss") else swiglu_steps
+    steps, modules, x, dy = contenders_of(M, H, inner, E, device)
     with contextlib.ExitStack() as held:
         for what, m in modules.items():
             if what.endswith(KEPT):

@@ -297,3 +297,16 @@ def test_its_benchmark_of_models_compares_every_step_and_stores_it(capsys, monke
     monkeypatch.setattr(benchmark, "bf16", lambda x, w, offs: 2 * torch.nn.functional.grouped_mm(x, w.mT, offs=offs))
     with pytest.raises(AssertionError, match="dB against bfloat16"):
         benchmark.measure_models(["tiny"], DEVICE, None, pace)
+
+
+def test_its_benchmark_of_gpt_oss_converts_the_layer_of_transformers(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    benchmark = module_of(ROOT / "benchmarks" / "experts.py")
+    monkeypatch.setattr(benchmark, "MODELS", {"gpt-oss-tiny": (400, 128, 160, 8)})
+    pace, stored = benchmark.Pace(0, 1, 1, rounds=1), tmp_path / "run.json"
+    benchmark.measure_models(["gpt-oss-tiny"], DEVICE, stored, pace)
+    rows = {row["contender"]: row for row in json.loads(stored.read_text())["rows"]}
+    assert list(rows) == ["PyTorch bf16", "bf16", "fp8_128", "mxfp8", "fp8_128, weights' codes kept"]
+    out = capsys.readouterr().out
+    assert "clamped_swiglu_fp8_quantize_rowcol_groups 400x320 -> 400x160" in out
+    assert "clamped_swiglu_backward_fp8_quantize_rowcol_groups 400x320 -> 400x320" in out
