@@ -951,6 +951,97 @@ def dh_may_be_fp32(c):
     return {"dh": c.dh.to(BF16)}
 
 
+# ---- the clamped SwiGLU of gpt-oss
+
+
+def interleaved(M=5, scale=3):
+    """Gates and ups, and the biases of two groups."""
+    return (rand(M, 256, dtype=BF16) * scale).to(BF16), rand(2, 256, dtype=BF16), ends(2, M - 1)
+
+
+def interleaved_dh(M=5):
+    gate_up, bias, offs = interleaved(M)
+    return gate_up, bias, rand(M, 128, dtype=BF16), offs
+
+
+def biased(gate_up, bias, offs):
+    group = torch.searchsorted(offs, torch.arange(len(gate_up), dtype=torch.int32), right=True)
+    total = gate_up + torch.cat([bias, bias.new_full((1, bias.shape[1]), -0.0)])[group]
+    return total[:, ::2], total[:, 1::2]
+
+
+@before("clamped_swiglu_fp8_quantize_rowcol_groups", "operand", interleaved)
+def the_gates_come_first(c):
+    both = lambda t: torch.stack(t.chunk(2, -1), -1).flatten(1)  # noqa: E731
+    return {"gate_up": both(c.gate_up), "bias": both(c.bias)}
+
+
+@before("clamped_swiglu_fp8_quantize_rowcol_groups", "operand", interleaved)
+def rows_of_no_group_have_the_last_bias(c):
+    gate_up = c.gate_up.clone()
+    if len(c.offs):
+        gate_up[int(c.offs[-1]) :] += c.bias[-1]
+    return {"gate_up": gate_up}
+
+
+@mutant("clamped_swiglu_fp8_quantize_rowcol_groups", "arithmetic", lambda: interleaved(64))
+def the_eager_chain_in_bf16(gate_up, bias, offs, **options):
+    right.clamped_swiglu_fp8_quantize_rowcol_groups(gate_up, bias, offs, **options)
+    gate, up = biased(gate_up, bias, offs)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    h = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    return right.fp8_quantize_rowcol_groups(h, offs, **options)
+
+
+@mutant("clamped_swiglu_fp8_quantize_rowcol_groups", "special", lambda: interleaved(64, 40))
+def the_gate_has_a_lower_limit(gate_up, bias, offs, **options):
+    right.clamped_swiglu_fp8_quantize_rowcol_groups(gate_up, bias, offs, **options)
+    gate, up = biased(gate_up, bias, offs)
+    total = torch.stack([torch.where(gate < -7, -7.0, gate.float()).to(BF16), up], -1).flatten(1)
+    return right.clamped_swiglu_fp8_quantize_rowcol_groups(total, bias * -0.0, offs, **options)
+
+
+@accepts("clamped_swiglu_fp8_quantize_rowcol_groups", "refusal", lambda: (interleaved()[0], rand(1, 256), ends(2, 4)))
+def one_bias_for_all_groups(c):
+    return {"bias": c.bias.to(BF16).expand(len(c.offs), -1)}
+
+
+def at_the_limits():
+    gate_up, dh = torch.zeros(1, 256, dtype=BF16), torch.ones(1, 128, dtype=BF16)
+    gate_up[0, 0] = 7.0
+    return gate_up, gate_up * 0, dh, ends(1)
+
+
+@mutant("clamped_swiglu_backward_fp8_quantize_rowcol_groups", "special", at_the_limits)
+def no_gradient_at_the_limit(gate_up, bias, dh, offs, **options):
+    right.clamped_swiglu_backward_fp8_quantize_rowcol_groups(gate_up, bias, dh, offs, **options)
+    gate, up = biased(gate_up, bias, offs)
+    gate, up = (torch.where(t.abs() == 7, t * 1.0078125, t) for t in (gate, up))
+    total = torch.stack([gate, up], -1).flatten(1)
+    return right.clamped_swiglu_backward_fp8_quantize_rowcol_groups(total, bias * -0.0, dh, offs, **options)
+
+
+@after("clamped_swiglu_backward_fp8_quantize_rowcol_groups", "return", interleaved_dh)
+def all_d_gate_come_first(out, c):
+    q_row, *rest = out
+    return torch.cat([q_row.view(U8)[:, ::2], q_row.view(U8)[:, 1::2]], 1).view(E4M3), *rest
+
+
+@mutant("clamped_swiglu_backward_fp8_quantize_rowcol_groups", "arithmetic", lambda: interleaved_dh(64))
+def autograd_of_the_eager_chain(gate_up, bias, dh, offs, **options):
+    right.clamped_swiglu_backward_fp8_quantize_rowcol_groups(gate_up, bias, dh, offs, **options)
+    with torch.enable_grad():
+        leaf = torch.stack(biased(gate_up, bias, offs), -1).detach().requires_grad_()
+        gate, up = leaf[..., 0].clamp(max=7.0), leaf[..., 1].clamp(-7.0, 7.0)
+        ((up + 1) * (gate * torch.sigmoid(gate * 1.702))).backward(dh)
+    return right.fp8_quantize_rowcol_groups(leaf.grad.flatten(1), offs, **options)
+
+
+@before("clamped_swiglu_backward_fp8_quantize_rowcol_groups", "operand", interleaved_dh)
+def the_bias_is_forgotten(c):
+    return {"bias": c.bias * 0}
+
+
 # ---- fp8_gemm, fp8_gemm_
 
 

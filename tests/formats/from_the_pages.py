@@ -506,6 +506,58 @@ def swiglu_backward_fp8_quantize_rowcol_groups(
     return fp8_quantize_rowcol_groups(gradient, offs, scale_format=scale_format)
 
 
+def with_bias(gate_up: Any, bias: Any, offs: Any, check_offs: Any) -> tuple[np.ndarray, np.ndarray]:
+    """FP8-43 and FP8-44: the gates and the ups, as fp32."""
+    for name, t in (("gate_up", gate_up), ("bias", bias)):
+        check_tensor(name, t, (torch.bfloat16,), (2,))
+    need(gate_up.shape[1] % 32 == 0, "no multiple of 32")
+    check_ends(offs, gate_up, gate_up.shape[0], check_offs)
+    need(bias.shape == (offs.shape[0], gate_up.shape[1]), "shape of bias")
+    check_device(gate_up, bias)
+    total, biases = widened(gate_up).copy(), widened(bias)
+    ends = offs.numpy()
+    for m, row in enumerate(total):
+        g = int((ends <= m).sum())
+        if g < len(ends):
+            total[m] = bf16(row + biases[g])
+    return total[:, ::2], total[:, 1::2]
+
+
+def parts_of_gpt_oss(gate: np.ndarray, up_: np.ndarray) -> tuple[np.ndarray, ...]:
+    """FP8-45 and FP8-48: glu, u + 1, and slope."""
+    x = np.minimum(gate, np.float32(7)).astype(np.float64)
+    u = np.maximum(np.minimum(up_, np.float32(7)), np.float32(-7))
+    s = (1 / (1 + np.exp(-1.702 * x))).astype(np.float32)
+    s = np.where(s < power(np.array(-126)), np.float32(0), s)
+    real = s.astype(np.float64)
+    slope = (real + 1.702 * x * real * (1 - real)).astype(np.float32)
+    return bf16(x.astype(np.float32) * s), bf16(u + np.float32(1)), bf16(slope)
+
+
+def clamped_swiglu_fp8_quantize_rowcol_groups(
+    gate_up: Any, bias: Any, offs: Any, *, scale_format: Any = "fp32", check_offs: Any = False
+) -> tuple[Tensor, ...]:
+    """FP8-43 to FP8-46."""
+    glu, up_1, _ = parts_of_gpt_oss(*with_bias(gate_up, bias, offs, check_offs))
+    return fp8_quantize_rowcol_groups(rounded(glu * up_1, torch.bfloat16), offs, scale_format=scale_format)
+
+
+def clamped_swiglu_backward_fp8_quantize_rowcol_groups(
+    gate_up: Any, bias: Any, dh: Any, offs: Any, *, scale_format: Any = "fp32", check_offs: Any = False
+) -> tuple[Tensor, ...]:
+    """FP8-47 to FP8-49."""
+    gate, up_ = with_bias(gate_up, bias, offs, check_offs)
+    check_tensor("dh", dh, (torch.bfloat16,), (2,))
+    check_device(gate_up, dh)
+    need(dh.shape == gate.shape, "shape of dh")
+    glu, up_1, slope = parts_of_gpt_oss(gate, up_)
+    of_h, zero = widened(dh), np.float32(0)
+    d_up = np.where(np.abs(up_) <= 7, of_h * glu, zero)
+    d_gate = np.where(gate <= 7, bf16(of_h * up_1) * slope, zero)
+    gradient = np.stack([d_gate, d_up], -1).reshape(gate_up.shape)
+    return fp8_quantize_rowcol_groups(rounded(gradient, torch.bfloat16), offs, scale_format=scale_format)
+
+
 def fp8_dequantize(qdata: Any, scale: Any, *, axis: Any = -1, out_dtype: Any = torch.bfloat16) -> Tensor:
     """FP8-18 to FP8-20."""
     check_tensor("qdata", qdata, (torch.float8_e4m3fn,), (2, 3))

@@ -16,6 +16,7 @@ OFFS = [  # falling, negative, past the last token, and the ends of int32
     (0, 400, 380), (100, -(2**31), 20), (256, 128, 384), (384, 128, 256), (0, 0, 2**20),
 ]  # fmt: skip
 OPS = [
+    "clamped_swiglu_backward_fp8_quantize_rowcol_groups", "clamped_swiglu_fp8_quantize_rowcol_groups",
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
     "fp8_quantize_rowcol_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups", "pad_token_groups",
     "place_token_groups",
@@ -53,6 +54,12 @@ def calls(op, offs):
         "swiglu_fp8_quantize_rowcol_groups": [((wide, offs), {}, (M, 128), (M, 1), (128, 512), (128, 4))],
         "swiglu_backward_fp8_quantize_rowcol_groups": [
             ((wide, amid_nan(wide[:, :128]), offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))
+        ],
+        "clamped_swiglu_fp8_quantize_rowcol_groups": [
+            ((wide, amid_nan(wide[:E]), offs), {}, (M, 128), (M, 1), (128, 512), (128, 4))
+        ],
+        "clamped_swiglu_backward_fp8_quantize_rowcol_groups": [
+            ((wide, amid_nan(wide[:E]), amid_nan(wide[:, :128]), offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))
         ],
         "mx_fake_quantize_rowcol_groups": [((x, offs), {}, (M, D), (M, D))],
         "mx_quantize_groups": [((x, offs), options, (512, D)) for options in ({}, *columns)],

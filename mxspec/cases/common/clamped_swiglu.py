@@ -15,8 +15,9 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import REPEATED, fits, made, shape_of
 from mxspec.cases.common.rowcol_groups import ALSO, BEYOND, dimensions, possible
 from mxspec.cases.common.space import Space
+from mxspec.cases.common.swiglu import with_subnormal
 from mxspec.cases.common.tensors import BEGINS, STRIDES, VALUES
-from mxspec.cases.common.token_groups import SIZES, offs_of
+from mxspec.cases.common.token_groups import SIZES, far_apart, offs_of
 from mxspec.cases.fp8_quantize_1x128 import tokens_of
 from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
@@ -101,6 +102,22 @@ def _changed(names: tuple[str, ...], M: int, columns: int, sizes: list[int], cha
     return *(change(t) for t in tensors), offs
 
 
+def _far_apart(names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    *_, offs = operands(140, 256, [100, 39])
+    of = {"gate_up": far_apart(140, 256), "bias": far_apart(2, 256), "dh": far_apart(140, 128)}
+    return *(of[name] for name in names), offs
+
+
+def _large(names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    M = 2**20 + 256
+    of = {
+        "gate_up": random_normal(1, 4096).expand(M, 4096),
+        "bias": random_normal(1, 4096, seed=1),
+        "dh": random_normal(1, 2048, seed=2).expand(M, 2048),
+    }
+    return *(of[name] for name in names), offs_of([M])
+
+
 def valid(names: tuple[str, ...]) -> Iterator[Case]:
     """The valid cases of both ops, written by hand."""
     for name, (sizes, rest, edge) in SIZES.items():
@@ -127,8 +144,12 @@ def valid(names: tuple[str, ...]) -> Iterator[Case]:
     yield Case("rows apart", apart)
     for i, width in enumerate((16, 64, 144, 576, 1440, 2880)):
         yield Case(f"2I = {2 * width}", partial(_of_width, names, width), {"scale_format": SCALE_FORMATS[i % 2]})
+    subnormal = partial(_changed, names, 40, 256, [33, 7], with_subnormal)
+    yield Case("subnormal values", subnormal, flags={"edge"})
     zeros = partial(_changed, names, 150, 256, [140, 9], lambda t: -torch.zeros_like(t))
     yield Case("zeros", zeros, flags={"edge"})
+    yield Case("rows far apart", partial(_far_apart, names), flags={"edge"})
+    yield Case("2^31 elements and more", partial(_large, names), flags={"large"})
 
 
 def refused(names: tuple[str, ...]) -> Iterator[Case]:
@@ -205,6 +226,8 @@ _OF_VALUES = r"(?:strides|begins|sign|values|[+-]?Inf|NaN|-0|subnormal|largest|n
 IMPOSSIBLE = (
     (r"gate_up\.(?:rows|cols) = 0 \| dh\." + _OF_VALUES, "dh is empty too"),
     (r"gate_up\.cols = 0 \| bias\." + _OF_VALUES, "the bias is empty too"),
+    (r"offs\.groups = 0 \| bias\." + _OF_VALUES, "the bias is empty too"),
+    (r"offs\.groups = 1 \| bias\.strides (?:column-major|one row repeated|rows apart)", "one row has no stride"),
     (r"gate_up\.rows = 1 \| dh\.strides (?:column-major|one row repeated|rows apart)", "one row has no stride"),
     *PADDED_GROUPS,
 )
