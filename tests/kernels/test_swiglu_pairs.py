@@ -13,6 +13,7 @@ import torch
 import mxspec
 from mxspec import check, dispatch, plans
 from mxspec.cases.common.swiglu import every_gate
+from mxspec.reference.common.clamped_swiglu import glu, slope
 from mxspec.reference.common.swiglu import sigmoid, silu, swiglu_backward
 from tests.helpers import DEVICE, ends, u8
 
@@ -157,3 +158,34 @@ def test_a_fused_sum_gives_other_bits():
     fused, apart = (1 + gate * (1 - s)).float(), 1 + gate.float() * (1 - s)
     one, other = (((d_silu * s) * slope).bfloat16() for slope in (fused, apart))
     assert ((one != other) & one.isfinite()).sum(1).tolist() == [2, 2, 2, 2]  # of both signs
+
+
+# --- the clamped SwiGLU of gpt-oss --------------------------------------------------------------------------------
+
+CLAMPED, CLAMPED_BACKWARD = (f"clamped_{op}" for op in (FORWARD, BACKWARD))
+
+
+def beside(gate, up):
+    """Gates and ups that alternate, in `(rows, 2 * columns)`."""
+    return torch.stack([gate, torch.full_like(gate, up)], -1).flatten(1)
+
+
+@pytest.mark.parametrize("backend", [*kernels(CLAMPED)])
+def test_every_gate_of_gpt_oss(backend):
+    """up is 0, so that h is `glu(gate)`."""
+    for some in (FINITE[::37] if ON_A_CPU else FINITE).split(ROWS * BLOCKS):
+        gate_up = beside(alone(some), 0.0).to(DEVICE)
+        assert difference(CLAMPED, backend, gate_up, gate_up.new_zeros(2, gate_up.shape[1])) is None
+
+
+@pytest.mark.parametrize("up", [-1.0, 8.0])
+@pytest.mark.parametrize("backend", [*kernels(CLAMPED_BACKWARD)])
+def test_every_gate_of_gpt_oss_in_the_gradient(backend, up):
+    """An up of -1 makes d_gate 0, so d_up shows the bits of `glu`. An up of 8 makes d_up 0, so d_gate shows `slope`."""
+    shown = toward_one(glu(FINITE.clamp(max=7)) if up < 0 else slope(FINITE.clamp(max=7)))
+    places = torch.arange(0, len(FINITE), 37 if ON_A_CPU else 1)
+    for some in places.split(ROWS * BLOCKS):
+        gate, dh = alone(FINITE[some]), alone(shown[some])
+        gate_up = beside(gate, up).to(DEVICE)
+        bias = gate_up.new_zeros(2, gate_up.shape[1])
+        assert difference(CLAMPED_BACKWARD, backend, gate_up, bias, dh.to(DEVICE)) is None
