@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, fp32_bits
+from mxspec.helion_kernels.common.clamped_swiglu import clamped_swiglu
 from mxspec.helion_kernels.common.fp8_numerics import factors
 from mxspec.helion_kernels.common.groups import chunk, padded_ends, padded_rows, passed, tokens_left, tokens_of_tile
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
@@ -40,6 +41,8 @@ _HOPPER = {
     "tokens, tail": Tile(8, 4, 16),
     "swiglu, tail": Tile(4, 4, 16),
     "gradient, tail": Tile(4, 4, 16),
+    "clamped": Tile(4, 4, 16),
+    "clamped, tail": Tile(4, 4, 16),
 }
 _BLACKWELL = {**_HOPPER, "gradient": Tile(2, 4, 16), "gradient, tail": Tile(8, 4, 16)}
 TILES = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
@@ -83,6 +86,20 @@ def _gradient_run(
         return torch.where(in_gate, d_gate, d_up)
     rest = stride_m, dh_stride_m, gate, up, h, in_gate, inside, left, run // 2, 2 * step
     return hl.join(_gradient_run(x, dh, m, *rest, i), _gradient_run(x, dh, m + step, *rest, i + step))
+
+
+def _clamped_run(
+    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, of_gate: Tensor, of_up: Tensor, live: Tensor,
+    inside: Tensor | None, left: Tensor, run: int, step: int = 1, i: int = 0,
+) -> Tensor:  # fmt: skip
+    """As `_swiglu_run`, the clamped SwiGLU of `run` tokens with the biases of their group."""
+    if run == 1:
+        there = left > i if inside is None else inside & (left > i)
+        gate = hl.load(x, [m * stride_m + d], extra_mask=there)
+        h = clamped_swiglu(gate, hl.load(x, [m * stride_m + up_d], extra_mask=there), of_gate, of_up, live)
+        return torch.where(there, h, 0.0)  # a place without a token has a bias, too
+    rest = stride_m, d, up_d, of_gate, of_up, live, inside, left, run // 2, 2 * step
+    return hl.join(_clamped_run(x, m, *rest, i), _clamped_run(x, m + step, *rest, i + step))
 
 
 def _both(
@@ -132,7 +149,7 @@ def _both(
 # (see mx_quantize_groups).
 def _rowcol(
     x: Tensor, stride_m: int, stride_d: int, dh: Tensor, dh_stride_m: int, dh_stride_d: int,
-    tokens_2: int, width: int, half: int,
+    bias: Tensor, bias_stride_g: int, bias_stride_d: int, tokens_2: int, width: int, half: int,
     q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor, blocks: int,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
     how: hl.constexpr, pow2: hl.constexpr, empty: hl.constexpr, tail: hl.constexpr, chunk: hl.constexpr,
@@ -168,6 +185,15 @@ def _rowcol(
                 values = load_run(x, m, stride_m, d * stride_d, inside, run, left=some)
             elif how == "swiglu":
                 values = _swiglu_run(x, m, stride_m, d * stride_d, (half + d) * stride_d, inside, some, run)
+            elif how == "clamped":
+                in_bias = (d < width) & live
+                at = group.sum(0) * bias_stride_g + 2 * d * bias_stride_d
+                gate_bias = hl.load(bias, [at], extra_mask=in_bias)
+                up_bias = hl.load(bias, [at + bias_stride_d], extra_mask=in_bias)
+                gate = 2 * d * stride_d
+                values = _clamped_run(
+                    x, m, stride_m, gate, gate + stride_d, gate_bias, up_bias, live, inside, some, run
+                )
             else:  # the first half of the features are those of gate; 8 neighbours are in one half
                 in_gate = d8 < half
                 feature = torch.where(in_gate, d8, d8 - half) + dimension(8, 4, 5)
@@ -182,14 +208,15 @@ def _rowcol(
 
 
 def rowcol_groups(
-    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantize x in both directions. `how` is `tokens`; or `swiglu` or `gradient`, where x is gate and up.
+    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Quantize x in both directions. `how` is `tokens`; or `swiglu`, `clamped` or `gradient`, where x is gate and up.
 
-    `gradient` needs `dh`, the gradient of SwiGLU.
+    `gradient` needs `dh`, the gradient of SwiGLU. `clamped` may have a `bias`.
     """
     (M, D), G = x.shape, offs.shape[0]
-    width = D // 2 if how == "swiglu" else D  # columns of the results
+    width = D // 2 if how in ("swiglu", "clamped") else D  # columns of the results
     dh = x if dh is None else dh
     R = padded_rows(M, G, FP8_BLOCK_SIZE)
     blocks = R // FP8_BLOCK_SIZE
@@ -205,9 +232,11 @@ def rowcol_groups(
         # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. At
         # least one program across: with no features, start and end are still written.
         pid_type = "xyz" if blocks < 65536 else "flat"
+        biases = (flat(offs), 0, 0) if bias is None else (flat(bias), *bias.stride())
         launch(
             _rowcol, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(),
-            flat(dh), *dh.stride(), M + 2, width, D // 2, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
+            flat(dh), *dh.stride(), *biases, M + 2, width, D // 2, flat(q_row), flat(s_row), flat(q_col), flat(s_col),
+            blocks,
             flat(offs), offs.stride(0), G, flat(start), flat(end), max(1, programs), fp32_bits(eps),
             how, scale_format == "pow2", programs == 0, tail, chunk(G), tile.across, tile.run,
         )  # fmt: skip
