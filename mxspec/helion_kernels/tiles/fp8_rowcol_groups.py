@@ -181,18 +181,18 @@ def _rowcol(
             d = d8 + dimension(8, 4, 5)
             some = left.expand(across, lanes, parts, runs, 8)
             inside = (d < width).expand(across, lanes, parts, runs, 8) if tail else None  # the last block is shorter
+            source = d * stride_d
             if how == "tokens":
-                values = load_run(x, m, stride_m, d * stride_d, inside, run, left=some)
+                values = load_run(x, m, stride_m, source, inside, run, left=some)
             elif how == "swiglu":
-                values = _swiglu_run(x, m, stride_m, d * stride_d, (half + d) * stride_d, inside, some, run)
+                values = _swiglu_run(x, m, stride_m, source, (width + d) * stride_d, inside, some, run)
             elif how == "clamped":
                 in_bias = (d < width) & live
                 at = group.sum(0) * bias_stride_g + 2 * d * bias_stride_d
-                gate_bias = hl.load(bias, [at], extra_mask=in_bias)
-                up_bias = hl.load(bias, [at + bias_stride_d], extra_mask=in_bias)
-                gate = 2 * d * stride_d
+                of_gate = hl.load(bias, [at], extra_mask=in_bias)
+                of_up = hl.load(bias, [at + bias_stride_d], extra_mask=in_bias)
                 values = _clamped_run(
-                    x, m, stride_m, gate, gate + stride_d, gate_bias, up_bias, live, inside, some, run
+                    x, m, stride_m, 2 * source, 2 * source + stride_d, of_gate, of_up, live, inside, some, run
                 )
             else:  # the first half of the features are those of gate; 8 neighbours are in one half
                 in_gate = d8 < half
