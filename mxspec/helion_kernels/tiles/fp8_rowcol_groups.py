@@ -149,7 +149,7 @@ def _both(
 # (see mx_quantize_groups).
 def _rowcol(
     x: Tensor, stride_m: int, stride_d: int, dh: Tensor, dh_stride_m: int, dh_stride_d: int,
-    bias: Tensor, bias_stride_g: int, bias_stride_d: int, tokens_2: int, width: int, half: int,
+    tokens_2: int, width: int, half: int,
     q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor, blocks: int,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
     how: hl.constexpr, pow2: hl.constexpr, empty: hl.constexpr, tail: hl.constexpr, chunk: hl.constexpr,
@@ -181,18 +181,18 @@ def _rowcol(
             d = d8 + dimension(8, 4, 5)
             some = left.expand(across, lanes, parts, runs, 8)
             inside = (d < width).expand(across, lanes, parts, runs, 8) if tail else None  # the last block is shorter
-            source = d * stride_d
             if how == "tokens":
-                values = load_run(x, m, stride_m, source, inside, run, left=some)
+                values = load_run(x, m, stride_m, d * stride_d, inside, run, left=some)
             elif how == "swiglu":
-                values = _swiglu_run(x, m, stride_m, source, (width + d) * stride_d, inside, some, run)
-            elif how == "clamped":
+                values = _swiglu_run(x, m, stride_m, d * stride_d, (half + d) * stride_d, inside, some, run)
+            elif how == "clamped":  # dh is the bias
                 in_bias = (d < width) & live
-                at = group.sum(0) * bias_stride_g + 2 * d * bias_stride_d
-                of_gate = hl.load(bias, [at], extra_mask=in_bias)
-                of_up = hl.load(bias, [at + bias_stride_d], extra_mask=in_bias)
+                at = group.sum(0) * dh_stride_m + 2 * d * dh_stride_d
+                of_gate = hl.load(dh, [at], extra_mask=in_bias)
+                of_up = hl.load(dh, [at + dh_stride_d], extra_mask=in_bias)
+                source = 2 * d * stride_d
                 values = _clamped_run(
-                    x, m, stride_m, 2 * source, 2 * source + stride_d, of_gate, of_up, live, inside, some, run
+                    x, m, stride_m, source, source + stride_d, of_gate, of_up, live, inside, some, run
                 )
             else:  # the first half of the features are those of gate; 8 neighbours are in one half
                 in_gate = d8 < half
@@ -208,12 +208,11 @@ def _rowcol(
 
 
 def rowcol_groups(
-    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Quantize x in both directions. `how` is `tokens`; or `swiglu`, `clamped` or `gradient`, where x is gate and up.
+    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Quantize x in both directions. `how` is `tokens`; or `swiglu`, `gradient` or `clamped`, where x is gate and up.
 
-    `gradient` needs `dh`, the gradient of SwiGLU. `clamped` may have a `bias`.
+    `gradient` needs `dh`, the gradient of SwiGLU. `clamped`, the clamped SwiGLU, needs its bias in this place.
     """
     (M, D), G = x.shape, offs.shape[0]
     width = D // 2 if how in ("swiglu", "clamped") else D  # columns of the results
@@ -232,11 +231,9 @@ def rowcol_groups(
         # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. At
         # least one program across: with no features, start and end are still written.
         pid_type = "xyz" if blocks < 65536 else "flat"
-        biases = (flat(offs), 0, 0) if bias is None else (flat(bias), *bias.stride())
         launch(
             _rowcol, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(),
-            flat(dh), *dh.stride(), *biases, M + 2, width, D // 2, flat(q_row), flat(s_row), flat(q_col), flat(s_col),
-            blocks,
+            flat(dh), *dh.stride(), M + 2, width, D // 2, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
             flat(offs), offs.stride(0), G, flat(start), flat(end), max(1, programs), fp32_bits(eps),
             how, scale_format == "pow2", programs == 0, tail, chunk(G), tile.across, tile.run,
         )  # fmt: skip
