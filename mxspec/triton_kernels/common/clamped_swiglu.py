@@ -39,10 +39,9 @@ def clamped(v, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def with_bias(v, bias, grouped):
-    """The sum in bfloat16, widened. Rows without a group have no bias: adding 0 would change the sign of a -0."""
-    wide = widened(v)
-    return tl.where(grouped, widened((wide + bias).to(tl.bfloat16)), wide)
+def with_bias(v, bias):
+    """The sum in bfloat16, widened."""
+    return widened((widened(v) + bias).to(tl.bfloat16))
 
 
 @triton.jit

@@ -18,17 +18,25 @@ from mxspec.triton_kernels.common.groups import chunk
 from mxspec.triton_kernels.common.numerics import widened
 from mxspec.triton_kernels.tiles.fp8_both_ways import EPS, Results, allocated, place_of, quantized
 
-CONFIGS = {(9, 0): {"num_warps": 16}, (10, 0): {"num_warps": 16}}
+# With fewer warps, ptxas spills. Not timed yet. A call without columns takes the configuration of the gradient.
+CONFIGS = {(9, 0): {"num_warps": 16}, (10, 0): {"num_warps": 32}}
+GRADIENT = {(9, 0): {"num_warps": 16}, (10, 0): {"num_warps": 16}}
+
+
+@triton.jit
+def _or_none(bias, grouped):
+    bits = widened(bias).to(tl.int32, bitcast=True)
+    return tl.where(grouped, bits, -0x80000000).to(tl.float32, bitcast=True)[None, :]
 
 
 @triton.jit
 def _biases(bias, group, grouped, stride_g, stride_d, first, half, COLS: tl.constexpr):
-    """The biases of COLS gates and of their ups, as two rows of fp32."""
+    """The biases of COLS gates and of their ups, as two rows of fp32. Without a group -0, which changes no number."""
     i = first + tl.arange(0, COLS)
     at = bias + group.to(tl.int64) * stride_g + i * (2 * stride_d)
     of_gate = tl.load(at, mask=grouped & (i < half), other=0)
     of_up = tl.load(at + stride_d, mask=grouped & (i < half), other=0)
-    return widened(of_gate)[None, :], widened(of_up)[None, :]
+    return _or_none(of_gate, grouped), _or_none(of_up, grouped)
 
 
 @triton.jit
@@ -46,7 +54,7 @@ def _gate_and_up(gate_up, row, stride_m, stride_d, first, half, rows, COLS: tl.c
 def _clamped(
     gate_up, bias, dh, q_row, s_row, q_col, s_col, start, end, offs,
     tokens, D, half, blocks, stride_m, stride_d, bias_stride_g, bias_stride_d, dh_stride_m, dh_stride_d, G, stride_offs,
-    eps_bits, GRADIENT: tl.constexpr, POW2: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
+    eps_bits, BACKWARD: tl.constexpr, POW2: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     column, block = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     group, grouped, first, count, token, stop = place_of(
@@ -60,19 +68,19 @@ def _clamped(
     inside = there[:, None]
     if TAIL:
         inside = inside & (feature < D)[None, :]
-    if GRADIENT:
+    if BACKWARD:
         g, u = _gate_and_up(gate_up, row, stride_m, stride_d, d0 // 2, half, there, 64)
         of_gate, of_up = _biases(bias, group, grouped, bias_stride_g, bias_stride_d, d0 // 2, half, 64)
         i = d0 // 2 + tl.arange(0, 64)
         d = tl.load(
             dh + row * dh_stride_m + (i * dh_stride_d)[None, :], mask=there[:, None] & (i < half)[None, :], other=0
         )
-        d_gate, d_up = gradients(with_bias(g, of_gate, grouped), with_bias(u, of_up, grouped), d)
+        d_gate, d_up = gradients(with_bias(g, of_gate), with_bias(u, of_up), d)
         v = tl.reshape(tl.join(d_gate, d_up), (128, 128))
     else:
         g, u = _gate_and_up(gate_up, row, stride_m, stride_d, d0, half, there, 128)
         of_gate, of_up = _biases(bias, group, grouped, bias_stride_g, bias_stride_d, d0, half, 128)
-        v = clamped_swiglu(with_bias(g, of_gate, grouped), with_bias(u, of_up, grouped))
+        v = clamped_swiglu(with_bias(g, of_gate), with_bias(u, of_up))
     # Rows and columns that do not exist have a bias, too. Their values must not enter a maximum.
     v = tl.where(inside, v, 0.0)
     quantized(
@@ -95,6 +103,6 @@ def both_ways(gate_up: Tensor, bias: Tensor, dh: Tensor | None, offs: Tensor, sc
             gate_up, bias, dh, q_row, s_row, q_col, s_col, start, end, offs, M, D, wide // 2, blocks,
             *gate_up.stride(), *bias.stride(), *((0, 0) if dh is None else dh.stride()), G, offs.stride(0),
             fp32_bits(EPS), dh is not None, scale_format == "pow2", D % FP8_BLOCK_SIZE != 0, chunk(G),
-            **launch.for_device(CONFIGS, gate_up.device), **launch.UNFUSED,
+            **launch.for_device(CONFIGS if dh is None and D else GRADIENT, gate_up.device), **launch.UNFUSED,
         )  # fmt: skip
     return results
