@@ -181,18 +181,18 @@ def _rowcol(
             d = d8 + dimension(8, 4, 5)
             some = left.expand(across, lanes, parts, runs, 8)
             inside = (d < width).expand(across, lanes, parts, runs, 8) if tail else None  # the last block is shorter
+            source = d * stride_d
             if how == "tokens":
-                values = load_run(x, m, stride_m, d * stride_d, inside, run, left=some)
+                values = load_run(x, m, stride_m, source, inside, run, left=some)
             elif how == "swiglu":
-                values = _swiglu_run(x, m, stride_m, d * stride_d, (half + d) * stride_d, inside, some, run)
+                values = _swiglu_run(x, m, stride_m, source, (width + d) * stride_d, inside, some, run)
             elif how == "clamped":  # dh is the bias
                 in_bias = (d < width) & live
                 at = group.sum(0) * dh_stride_m + 2 * d * dh_stride_d
                 of_gate = hl.load(dh, [at], extra_mask=in_bias)
                 of_up = hl.load(dh, [at + dh_stride_d], extra_mask=in_bias)
-                source = 2 * d * stride_d
                 values = _clamped_run(
-                    x, m, stride_m, source, source + stride_d, of_gate, of_up, live, inside, some, run
+                    x, m, stride_m, 2 * source, 2 * source + stride_d, of_gate, of_up, live, inside, some, run
                 )
             else:  # the first half of the features are those of gate; 8 neighbours are in one half
                 in_gate = d8 < half
