@@ -14,8 +14,8 @@ from mxspec.triton_kernels.common import swiglu
 from mxspec.triton_kernels.common.launch import UNFUSED, capability, for_device
 from mxspec.triton_kernels.hopper import swiglu as hopper
 
-# The elements of a tile. A thread has 16 of them, in two accesses of 16 bytes for each tensor. The kernel has the rate of
-# a copy (benchmarks/results/decisions.md).
+# The elements of a tile. A thread has 16 of them, in two accesses of 16 bytes for each tensor. The kernel runs at the
+# rate of a copy (benchmarks/results/decisions.md).
 _HOPPER = {"ELEMENTS": 2048, "num_warps": 4}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _WIDTHS = (2048, 1024, 512, 256)

@@ -26,11 +26,14 @@ else:
 
 
 def reads(features: int, *tensors: Tensor | None) -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, and rows of bfloat16 begin at multiples of 16 bytes."""
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and rows of bfloat16 begin at multiples of 16 bytes.
+
+    The plain tiles take widths that are no multiple of 32.
+    """
     x = tensors[0]
     if x is None or x.device.type == "cpu" or capability(x.device) != (9, 0) or releases.refusal() or not x.numel():
         return False
-    if features % 16:  # rows of codes begin at multiples of 16 bytes too
+    if features % 32:  # Triton knows that a stride is a multiple of 16 words of two values, or knows nothing about it
         return False
     return all(
         t is None
