@@ -218,16 +218,19 @@ def measure(
         race(kernels, paces[1])
 
     title = f"{kind}, {shape}, {'ragged' if ragged else 'even'}"
-    return report(title, steps, kernels, calls, 2 * M * N * K, 1 if is_linear else 3)
+    return report(title, steps, kernels, calls, M, 2 * M * N * K * (1 if is_linear else 3))
+
+
+def matmul_flops(name: str, tokens: int) -> int:
+    """The operations of a matmul, from the shapes in its name. A matmul with three dimensions of output is a wgrad."""
+    a, out = (tuple(map(int, shape.split("x"))) for shape in name.split(",")[0].split(" ", 1)[1].split(" -> "))
+    return 2 * tokens * (out[-2] * out[-1] if len(out) == 3 else a[-1] * out[-1])
 
 
 def report(
-    title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, flops: int, weights: int
+    title: str, steps: dict[str, float], kernels: list[Contender], calls: Calls, tokens: int, flops: int
 ) -> Result:
-    """Print each kernel's share of the step, and the steps. A matmul of one `(E, N, K)` weight takes `flops`.
-
-    `weights` is the number of such weights, with three matmuls each. In experts, w_gate_up counts as two.
-    """
+    """Print each kernel's share of the step, and the steps. `flops` are those of the forward, without padding."""
     table, us = Table("kernel", "calls", "us", "share", "TFLOP/s", title=title), steps["mxspec"]
     for column in table.columns[1:]:
         column.justify = "right"
@@ -237,12 +240,13 @@ def report(
         part = count * kernel.us
         total += part
         quantizing += part if "quantize" in kernel.name else 0
-        rate = f"{flops / kernel.us / 1e6:.0f}" if "grouped_gemm" in kernel.name or "grouped_mm" in kernel.name else ""
+        multiplies = "grouped_gemm" in kernel.name or "grouped_mm" in kernel.name
+        rate = f"{matmul_flops(kernel.name, tokens) / kernel.us / 1e6:.0f}" if multiplies else ""
         table.add_row(kernel.name, str(count), f"{part:.1f}", f"{part / us:.1%}", rate)
     table.add_row("between them", "", f"{us - total:.1f}", f"{1 - total / us:.1%}", "")
     table.add_section()
     for name, other in steps.items():
-        table.add_row(name, "", f"{other:.1f}", f"{other / us:.1%}", f"{3 * weights * flops / other / 1e6:.0f}")
+        table.add_row(name, "", f"{other:.1f}", f"{other / us:.1%}", f"{3 * flops / other / 1e6:.0f}")
     console.print(table)
     result = Result({name: other / us for name, other in steps.items() if name != "mxspec"}, quantizing / us)
     for name, times in result.times_as_fast.items():
@@ -409,7 +413,7 @@ def measure_model(name: str, device: torch.device, pace: Pace) -> list[dict[str,
         kernels = list(parts(calls, x))
         race(kernels, Pace(0.1, 20_000, 500, 20_000, rounds=3) if device.type == "cuda" else pace)
     us = {row["contender"]: row["us"] for row in rows}
-    report(f"{name}: the step of fp8_128", {"mxspec": us.pop("fp8_128"), **us}, kernels, calls, 2 * M * H * inner, 3)
+    report(f"{name}: the step of fp8_128", {"mxspec": us.pop("fp8_128"), **us}, kernels, calls, M, 6 * M * H * inner)
     return rows
 
 

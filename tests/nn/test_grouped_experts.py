@@ -256,6 +256,8 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
         "fp8_grouped_gemm_wgrad 256x384 -> 2x256x128",
     ):
         assert f"{line} " in out
+    assert benchmark.matmul_flops("fp8_grouped_gemm 40x256 -> 40x128", 40) == 2 * 40 * 256 * 128
+    assert benchmark.matmul_flops("fp8_grouped_gemm_wgrad 512x384 -> 2x512x128", 40) == 2 * 40 * 512 * 128
 
     monkeypatch.setattr(benchmark, "torchao", lambda recipe: lambda x, w, offs: 2 * benchmark.bf16(x, w, offs))
     result = benchmark.measure("SwiGLU experts", recipe, shape, DEVICE, paces, ragged=False)
