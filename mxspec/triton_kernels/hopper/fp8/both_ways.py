@@ -236,12 +236,17 @@ def _zeros(
 
 
 @gluon.jit
-def _tile(x, stride_m, token, column, there, WORD: gl.constexpr):
-    """Load the words from a column on. `there` says which words exist; the others are 0."""
+def _words(x, stride_m, token, column, WORD: gl.constexpr):
+    """The addresses of the words from a column on."""
     r = gl.arange(0, 128, layout=gl.SliceLayout(1, WORD))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, WORD))
-    at = x + token.to(gl.int64) * stride_m + column // 2 + (gl.expand_dims(r, 1) * stride_m + gl.expand_dims(d, 0))
-    return gl.load(at, mask=there, other=0)
+    return x + token.to(gl.int64) * stride_m + column // 2 + (gl.expand_dims(r, 1) * stride_m + gl.expand_dims(d, 0))
+
+
+@gluon.jit
+def _tile(x, stride_m, token, column, there, WORD: gl.constexpr):
+    """Load the words from a column on. `there` says which words exist; the others are 0."""
+    return gl.load(_words(x, stride_m, token, column, WORD), mask=there, other=0)
 
 
 @gluon.jit
@@ -294,14 +299,16 @@ def fp8_both_ways_sm90(
         else:
             if TAIL:
                 there = there & gl.expand_dims(d0 // 2 + gl.arange(0, 64, layout=gl.SliceLayout(0, WORD)) < D // 2, 0)
-            w = _tile(x, stride_m, token, d0, there, WORD)
+            at = _words(x, stride_m, token, d0, WORD)
+            w = gl.load(at, mask=there, other=0)
             if VALUES == TOKENS:
                 _emit(
                     w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
                     POW2, WORD, TURNED, FLAT, TAIL,
                 )  # fmt: skip
             else:
-                up = _tile(x + half // 2, stride_m, token, d0, there, WORD)
+                # The gradient spills registers if up has addresses of its own, under Triton 3.6.
+                up = gl.load(at + half // 2, mask=there, other=0)
                 if VALUES == SWIGLU:
                     h = gl.inline_asm_elementwise(_FORWARD, "=r,r,r", [w, up], dtype=gl.int32, is_pure=True, pack=1)
                     _emit(
