@@ -41,4 +41,4 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
 SPACE = space(OF_GRADIENT)
 TOKENS = "gate_up.rows"
 TOLD_BEFORE = ("bias.rows", "bias.cols", "dh.rows", "dh.cols")
-IMPOSSIBLE = common.IMPOSSIBLE
+IMPOSSIBLE = common.IMPOSSIBLE_OF_GRADIENT

@@ -353,7 +353,7 @@ def test_the_machines_own_rates():
         (["--peers"], "--peers needs a GPU"),
         (["--complete"], "--complete needs a GPU"),
         (["--backend", "triton"], "triton needs a GPU; without one, only the references are timed"),
-        (["--op", "mx_quantise"], "unknown op 'mx_quantise'; needs one of fp8_dequantize"),
+        (["--op", "mx_quantise"], "unknown op 'mx_quantise'; needs one of clamped_swiglu"),
         (["--model", "--op", "mx_quantise"], "unknown op 'mx_quantise'"),
         (["--shapes", "torchaoo"], "torchaoo is neither a file nor one of the sets torchao, small"),
         (["--from", "no such file"], "no such file is not a stored run"),

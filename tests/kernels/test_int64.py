@@ -83,11 +83,14 @@ def fill_end(t, byte):
 
 
 def shortened(t, length, rows):
-    """The first rows of `length` rows. Blocked scales are flat: of them, the row tiles that hold these rows."""
+    """The first rows of `length` rows. Blocked scales are flat: the row tiles that hold these rows.
+
+    A bias has no tokens, so it stays.
+    """
     if not isinstance(t, torch.Tensor):
         return t
     if t.dtype == torch.int32:  # the only group, with all of the rows
         return t.new_full((1,), rows) if int(t) == length else t
     if t.ndim == 1:
         return t[: t.numel() // -(-length // 128) * -(-rows // 128)]
-    return t.narrow(t.shape.index(length), 0, rows)
+    return t.narrow(t.shape.index(length), 0, rows) if length in t.shape else t

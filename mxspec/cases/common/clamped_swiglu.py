@@ -224,10 +224,13 @@ def space(names: tuple[str, ...]) -> Space:
 _PLAIN = {"strides": "row-major", "values": "finite", "begins": "at 0", "negated": False}
 _OF_VALUES = r"(?:strides|begins|sign|values|[+-]?Inf|NaN|-0|subnormal|largest|negative|tie|saturating|block) ?.*"
 IMPOSSIBLE = (
-    (r"gate_up\.(?:rows|cols) = 0 \| dh\." + _OF_VALUES, "dh is empty too"),
     (r"gate_up\.cols = 0 \| bias\." + _OF_VALUES, "the bias is empty too"),
     (r"offs\.groups = 0 \| bias\." + _OF_VALUES, "the bias is empty too"),
     (r"offs\.groups = 1 \| bias\.strides (?:column-major|one row repeated|rows apart)", "one row has no stride"),
-    (r"gate_up\.rows = 1 \| dh\.strides (?:column-major|one row repeated|rows apart)", "one row has no stride"),
     *PADDED_GROUPS,
+)
+IMPOSSIBLE_OF_GRADIENT = (
+    (r"gate_up\.(?:rows|cols) = 0 \| dh\." + _OF_VALUES, "dh is empty too"),
+    (r"gate_up\.rows = 1 \| dh\.strides (?:column-major|one row repeated|rows apart)", "one row has no stride"),
+    *IMPOSSIBLE,
 )
