@@ -40,11 +40,12 @@ def convert(
 ) -> dict[str, Any]:
     """Write a checkpoint in another family. The source is only read.
 
-    Plain weights are quantized by `rule`. Quantized weights keep their values, and `convert` checks this for every
-    block. If a weight cannot keep its values, `convert` raises, or with `allow_lossy` quantizes the weight again. The
-    family bf16 holds the values that every loader computes, `bfloat16(fp32(q * scale))`. Embeddings, `lm_head`, norms
-    and routers are copied. A shard gets its final name only when it is complete. If a call is interrupted, a second
-    call with the same arguments goes on from the last complete shard.
+    The weights of a plain checkpoint are quantized by `rule`. Quantized weights keep their values, and `convert` checks
+    this for every block. If a weight cannot keep its values, `convert` raises, or with `allow_lossy` quantizes the
+    weight again. The family bf16 holds the values that every loader computes, `bfloat16(fp32(q * scale))`. Embeddings,
+    `lm_head`, norms and routers are copied. If the source has quantized weights, its plain weights are copied too. A
+    shard gets its final name only when it is complete. If a call is interrupted, a second call with the same arguments
+    goes on from the last complete shard.
 
     Args:
         src: a directory of safetensors files with config.json.
@@ -53,7 +54,8 @@ def convert(
             `modelopt_mxfp8` or `modelopt_mxfp4`.
         scales: `fp32` or `ue8m0` (powers of two) for FP8 blocks; the default is fp32. The MX families have ue8m0.
         rule: `contract`, or a peer in `mxspec.rules.peers()` that quantizes to the family's scheme.
-        include: globs. If there are any, only tensors whose name matches a glob are quantized.
+        include: globs. If there are any, exactly the tensors whose name matches a glob are quantized in dst. A
+            quantized weight that matches none becomes bfloat16.
         exclude: globs. Tensors whose name matches a glob are not quantized in dst: a quantized weight becomes bfloat16,
             and a plain weight is copied.
         allow_lossy: quantize a weight again if its values cannot be kept. The manifest says so.
@@ -89,7 +91,9 @@ def convert(
     checkpoint = Checkpoint.open(source)
     if why := pairs.refusal(checkpoint.config, to):
         raise CheckpointError(f"convert: {why}")
-    plan = [_work(checkpoint, unit, options, include, exclude) for unit in units(checkpoint)]
+    found = units(checkpoint)
+    plain_source = not any(unit.scheme for unit in found)
+    plan = [_work(checkpoint, unit, options, include, exclude, plain_source) for unit in found]
     made = [w for w in plan if w.note["how"] != "copied"]
     if not made:
         raise CheckpointError(f"convert: no weight of {source} is to be changed; needs other globs, or another family")
@@ -141,8 +145,15 @@ def _refuse_overlap(source: Path, target: Path) -> None:
         raise CheckpointError(f"convert: {target} is {source} or lies inside it; needs a directory elsewhere")
 
 
-def _work(checkpoint: Checkpoint, unit: Unit, options: Options, include: Sequence[str], exclude: Sequence[str]) -> Work:
-    chosen = _matches(unit, include) if include else not _matches(unit, NEVER)
+def _work(
+    checkpoint: Checkpoint,
+    unit: Unit,
+    options: Options,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    plain_source: bool,
+) -> Work:
+    chosen = _matches(unit, include) if include else plain_source and not _matches(unit, NEVER)
     scheme = TARGETS[options.to].scheme
     if unit.scheme:
         keep = scheme and not _matches(unit, exclude) and (not include or _matches(unit, include))

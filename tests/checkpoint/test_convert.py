@@ -188,6 +188,19 @@ def test_include_and_exclude(plain, tmp_path):
     assert "model.layers.0.q_proj" in config["ignore"]
 
 
+def test_what_a_quantized_source_leaves_plain_stays_plain(plain, tmp_path):
+    convert(plain, tmp_path / "a", to="fp8_block", scales="ue8m0", exclude=["*.q_proj*"])
+    manifest = convert(tmp_path / "a", tmp_path / "b", to="ct_mxfp8")
+    tensors = manifest["tensors"]
+    assert tensors["model.layers.0.q_proj.weight"]["how"] == "copied"
+    assert {entry["how"] for entry in tensors.values()} == {"copied", "kept"}
+    config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.q_proj" in config["ignore"]
+    manifest = convert(tmp_path / "a", tmp_path / "c", to="ct_mxfp8", include=["*_proj*"])
+    assert manifest["tensors"]["model.layers.0.q_proj.weight"]["how"] == "quantized"
+    assert "copied" not in {entry["how"] for name, entry in manifest["tensors"].items() if "_proj" in name}
+
+
 def test_modelopt_has_a_file_of_its_own(plain, tmp_path):
     manifest = convert(plain, tmp_path / "out", to="modelopt_mxfp8", rule="modelopt")
     config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
