@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from mxspec.checkpoint import pairs, work
 from mxspec.checkpoint.finish import finish
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.resume import Progress, source_digest
+from mxspec.checkpoint.shards import ShardWriter
 from mxspec.checkpoint.targets import SQUARE, TARGETS
 from mxspec.checkpoint.units import PLAIN_DTYPES, Unit, units
 from mxspec.checkpoint.work import Options, Work
-from mxspec.checkpoint.writing import write_shard
+from mxspec.checkpoint.writing import fill_shard
 
 # Weights that loaders expect in bfloat16, whatever the family.
 NEVER = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*.gate.wg.weight", "*expert_gate*", "*router*", "*.conv*")
@@ -110,16 +111,39 @@ def convert(
     target.mkdir(parents=True, exist_ok=True)
     state = Progress(target, job)
     shards = list(dict.fromkeys(checkpoint.tensors[w.unit.codes].shard for w in plan))
-    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for shard in progress(shards):
-            mine = [w for w in plan if checkpoint.tensors[w.unit.codes].shard == shard]
-            if not state.has(shard):
-                try:
-                    state.add(shard, mine, write_shard(target / shard, mine, pool))
-                except OSError as error:
-                    missing = [s for s in shards if not state.has(s)]
-                    raise OSError(f"convert: {error}; missing in {target}: {', '.join(missing)}") from error
+    try:
+        _write(checkpoint, target, plan, progress(shards), state, workers)
+    except OSError as error:
+        missing = [s for s in shards if not state.has(s)]
+        raise OSError(f"convert: {error}; missing in {target}: {', '.join(missing)}") from error
     return finish(checkpoint, target, plan, shards, state, options.to, options.scales)
+
+
+def _write(
+    checkpoint: Checkpoint, target: Path, plan: list[Work], shards: Iterable[str], state: Progress, workers: int
+) -> None:
+    """Write the shards that `state` lacks. While a shard goes to the disk, the next one is computed."""
+    with (
+        ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ThreadPoolExecutor(1) as disk,
+    ):
+        before: Future[None] | None = None
+        try:
+            for shard in shards:
+                if state.has(shard):
+                    continue
+                mine = [w for w in plan if checkpoint.tensors[w.unit.codes].shard == shard]
+                writer = fill_shard(target / shard, mine, pool)
+
+                def to_disk(shard: str = shard, mine: list[Work] = mine, writer: ShardWriter = writer) -> None:
+                    state.add(shard, mine, dict(writer.finish()))
+
+                last, before = before, disk.submit(to_disk)
+                if last:
+                    last.result()
+        finally:
+            if before:
+                before.result()
 
 
 def _checked(to: str, scales: str | None, rule: str, allow_lossy: bool) -> Options:

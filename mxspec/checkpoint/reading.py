@@ -17,6 +17,8 @@ from mxspec.checkpoint.shards import DTYPES
 __all__ = ["Checkpoint", "CheckpointError", "Entry"]
 
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
+READ_AHEAD = 1 << 23  # bytes
+LARGE = 1 << 18  # bytes. The cache of files keeps smaller pieces, which may be read again
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,13 @@ class Checkpoint:
         opened = self._files.get(entry.shard)
         if opened is None:  # two threads may open a shard at once; both use the file that was stored first
             opened = self._files.setdefault(entry.shard, (self.folder / entry.shard).open("rb"))
-        view, file = memoryview(data.numpy().data), opened.fileno()
+        view, file, at = memoryview(data.numpy().data), opened.fileno(), begin
         while view:
-            got = os.preadv(file, [view], begin)
+            got = os.preadv(file, [view], at)
             if not got:
                 raise CheckpointError(f"{entry.shard}: the file has become shorter")
-            view, begin = view[got:], begin + got
+            view, at = view[got:], at + got
+        if end - begin >= LARGE and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file, end, min(READ_AHEAD, entry.end - end), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(file, begin, end - begin, os.POSIX_FADV_DONTNEED)
         return data

@@ -21,7 +21,7 @@ from mxspec.formats import E2M1, E4M3FN, E8M0FNU, FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.reference.common.numerics import widened
 
 CONTRACT = "contract"
-COLUMNS = 2048  # columns quantized at once: a multiple of every block, and temporary tensors stay in a core's cache
+COLUMNS = 4096  # columns quantized at once: a multiple of every block. A bound on the memory of temporary tensors
 SCALE_FORMAT = {"fp32": "fp32", "ue8m0": "pow2"}
 
 
@@ -105,7 +105,8 @@ def quantizer(scheme: str, rule: str, scales: str) -> Any:
             pieces = [quantize(piece) for piece in x.split(COLUMNS, 1)]
             return torch.cat([c for c, _ in pieces], 1), torch.cat([s for _, s in pieces], 1)
         K = x.shape[1]
-        codes, scale = function(pad(x, (0, -K % chosen.block[1])), **options)
+        missing = -K % chosen.block[1]
+        codes, scale = function(pad(x, (0, missing)) if missing else x, **options)
         per_byte = 2 if scheme == "mxfp4" else 1
         codes = codes.view(torch.uint8)[:, : K // per_byte]
         if scheme != "fp8_128x128":
@@ -116,7 +117,7 @@ def quantizer(scheme: str, rule: str, scales: str) -> Any:
 
 
 def strips(rows: int) -> Iterator[slice]:
-    """Slices of 128 rows, which no block crosses. Temporary tensors of a strip stay in a core's cache."""
+    """Slices of 128 rows, which no block crosses."""
     for start in range(0, rows, FP8_BLOCK_SIZE):
         yield slice(start, min(start + FP8_BLOCK_SIZE, rows))
 

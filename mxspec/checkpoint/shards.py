@@ -35,6 +35,7 @@ DTYPES = {
     torch.uint64: "U64",
     torch.complex64: "C64",
 }
+SENT_AT_ONCE = 1 << 23  # bytes
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class _Place:
     planned: Planned
     at: int
     end: int
+    cached: int  # from here on, the bytes may be in the cache of files
     digest: Any = field(default_factory=hashlib.sha256)
 
 
@@ -95,7 +97,7 @@ class ShardWriter:
         self._places = {}
         for t in ordered:
             begin, end = header[t.name]["data_offsets"]
-            self._places[t.name] = _Place(t, start + begin, start + end)
+            self._places[t.name] = _Place(t, start + begin, start + end, start + begin)
         self._file = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             if hasattr(os, "posix_fallocate"):  # so that a full disk raises here, not during a later write
@@ -114,6 +116,10 @@ class ShardWriter:
         place.digest.update(data)
         _write_all(self._file, data, place.at)
         place.at += len(data)
+        if place.at - place.cached >= 2 * SENT_AT_ONCE:
+            # The first call for a range sends its bytes to the disk. The second call frees its memory.
+            _forget(self._file, place.cached, place.at - place.cached)
+            place.cached = place.at - SENT_AT_ONCE
 
     def finish(self) -> Mapping[str, str]:
         """Give the file its name. Returns the SHA-256 of each tensor's bytes, by name."""
@@ -122,6 +128,7 @@ class ShardWriter:
             self.abandon()
             raise ValueError(f"{self.path.name}: {len(short)} tensors are not whole, the first is {short[0]}")
         os.fsync(self._file)
+        _forget(self._file, 0, 0)  # all
         os.close(self._file)
         os.replace(self.partial, self.path)
         sync_folder(self.path.parent)
@@ -131,6 +138,12 @@ class ShardWriter:
         """Remove the temporary file."""
         os.close(self._file)
         self.partial.unlink(missing_ok=True)
+
+
+def _forget(file: int, at: int, length: int) -> None:
+    """Take bytes of a file out of the cache of files: a checkpoint is larger than memory."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, at, length, os.POSIX_FADV_DONTNEED)
 
 
 def _write_all(file: int, data: Any, at: int) -> None:

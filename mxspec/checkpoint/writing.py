@@ -10,8 +10,13 @@ from mxspec.checkpoint.shards import ShardWriter
 from mxspec.checkpoint.work import Work
 
 
-def write_shard(path: Path, works: Sequence[Work], pool: ThreadPoolExecutor | None = None) -> dict[str, str]:
-    """Write a shard, which has its name only when it is whole. Returns the SHA-256 of each tensor, by name.
+def write_shard(path: Path, works: Sequence[Work]) -> dict[str, str]:
+    """Write a shard, which has its name only when it is whole. Returns the SHA-256 of each tensor, by name."""
+    return dict(fill_shard(path, works).finish())
+
+
+def fill_shard(path: Path, works: Sequence[Work], pool: ThreadPoolExecutor | None = None) -> ShardWriter:
+    """Write all tensors of a shard. Its `finish` waits for the disk, and gives the file its name.
 
     Args:
         path: the file.
@@ -37,4 +42,4 @@ def write_shard(path: Path, works: Sequence[Work], pool: ThreadPoolExecutor | No
         wait(running)  # no thread may write to a file that is closed
         writer.abandon()
         raise
-    return dict(writer.finish())
+    return writer
