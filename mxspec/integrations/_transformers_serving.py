@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import mxspec
+from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.nn.routing import routing
 
 TESTED = ("5.17.0", "5.23.0")
@@ -166,10 +167,10 @@ def _checked(
         raise ValueError(f"{name}: weights {w.dtype} {tuple(w.shape)} with block_size {size}; {served}")
     if activation_scale is not None:
         raise ValueError(f"{name}: activation_scheme is static; {served}")
-    if w.shape[-1] % 128:
+    if w.shape[-1] % FP8_SIZE_MULTIPLE:
         raise ValueError(
-            f"{name}: weights {tuple(w.shape)}; the last dimension must be a multiple of 128. Load the model with "
-            "FineGrainedFP8Config(dequantize=True)."
+            f"{name}: weights {tuple(w.shape)}; the last dimension must be a multiple of {FP8_SIZE_MULTIPLE}. Load the "
+            "model with FineGrainedFP8Config(dequantize=True)."
         )
     if scale.dtype not in SCALE_DTYPES:
         raise TypeError(f"{name}: scales have dtype {scale.dtype}; needs {', '.join(map(str, SCALE_DTYPES))}")

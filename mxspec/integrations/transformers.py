@@ -133,7 +133,7 @@ def serve() -> Serving:
         RuntimeError: this release of transformers keeps its matmuls elsewhere.
 
     A layer raises ValueError in its forward if mxspec does not compute it: another block size, FP4 weights, a static
-    scale of the activations, or an input dimension that is no multiple of 128. It raises TypeError if its scales have
+    scale of the activations, or an input dimension that is no multiple of 16. It raises TypeError if its scales have
     another dtype than float32, bfloat16 and float8_e8m0fnu.
 
     On a GPU::
