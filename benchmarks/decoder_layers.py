@@ -80,6 +80,7 @@ def tiny() -> Model:
     config = Qwen3MoeConfig(**sizes(
         hidden_size=128, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4, head_dim=32,
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, vocab_size=256,
+        initializer_range=0.1,  # large, so that the experts change the output
     ))  # fmt: skip
     return Model(config, 2, 32, 512)
 
