@@ -13,6 +13,7 @@ import torch
 
 import mxspec
 from mxspec.checkpoint import pairs, work
+from mxspec.checkpoint.files import missing_of_series
 from mxspec.checkpoint.finish import finish
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.resume import Progress, source_digest
@@ -22,6 +23,7 @@ from mxspec.checkpoint.units import PLAIN_DTYPES, Unit, units
 from mxspec.checkpoint.work import Options, Work
 from mxspec.checkpoint.writing import fill_shard
 
+SHOWN = 4  # missing files that an error names
 # Weights that loaders expect in bfloat16, whatever the family.
 NEVER = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*.gate.wg.weight", "*expert_gate*", "*router*", "*.conv*")
 
@@ -92,6 +94,11 @@ def convert(
     checkpoint = Checkpoint.open(source)
     if why := pairs.refusal(checkpoint.config, to):
         raise CheckpointError(f"convert: {why}")
+    if missing := missing_of_series(checkpoint.shards):
+        raise CheckpointError(
+            f"convert: {source} lacks {', '.join(missing[:SHOWN])}{' and more' * (len(missing) > SHOWN)}; it has "
+            f"{checkpoint.shards[0]}"
+        )
     found = units(checkpoint)
     plain_source = not any(unit.scheme for unit in found)
     plan = [_work(checkpoint, unit, options, include, exclude, plain_source) for unit in found]

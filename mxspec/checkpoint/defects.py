@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from mxspec.checkpoint import configuration
@@ -16,11 +15,10 @@ from mxspec.checkpoint.families import (
     elements,
     grid_of,
 )
-from mxspec.checkpoint.files import Problem
+from mxspec.checkpoint.files import Problem, missing_of_series
 from mxspec.checkpoint.headers import Header
 from mxspec.checkpoint.reading import Checkpoint
 
-NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)\.safetensors")
 V4 = {"deepseek_v4", "deepseek_v4_32x32", "deepseek_v4_fp4"}  # DeepSeek-V4 holds FP8 and FP4 by design
 
 
@@ -57,14 +55,9 @@ def defects(checkpoint: Checkpoint, weights: Sequence[QuantizedWeight]) -> list[
 
 def _shards(checkpoint: Checkpoint) -> Iterator[Problem]:
     """The missing files of a numbered series. (Another check finds the files that an index names.)"""
-    if not checkpoint.path.is_dir():
-        return
-    for shard in checkpoint.shards[:1]:
-        if named := NUMBERED.fullmatch(shard):
-            head, digits, of, total = named.groups()
-            want = [f"{head}{i:0{len(digits)}}{of}{total}.safetensors" for i in range(1, min(int(total), 10_000) + 1)]
-            for missing in sorted(set(want) - set(checkpoint.shards)):
-                yield Problem("missing shard", missing, f"is missing; the directory has {shard}")
+    if checkpoint.path.is_dir():
+        for missing in missing_of_series(checkpoint.shards):
+            yield Problem("missing shard", missing, f"is missing; the directory has {checkpoint.shards[0]}")
 
 
 def _codes(

@@ -6,6 +6,8 @@ Nothing is ever unpickled. Files that hold pickles are refused by name.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from mxspec.checkpoint.headers import LARGEST_HEADER, CheckpointError, Header, r
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 INDEX = "model.safetensors.index.json"
+NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -186,3 +189,13 @@ def _add(found: Scan, shard: str) -> None:
     found.tensors |= tensors
     found.metadata |= metadata
     return None
+
+
+def missing_of_series(shards: Sequence[str]) -> list[str]:
+    """The files that a numbered series lacks, such as `model-00002-of-00002.safetensors`."""
+    named = NUMBERED.fullmatch(shards[0]) if shards else None
+    if not named:
+        return []
+    head, digits, of, total = named.groups()
+    want = [f"{head}{i:0{len(digits)}}{of}{total}.safetensors" for i in range(1, min(int(total), 10_000) + 1)]
+    return sorted(set(want) - set(shards))

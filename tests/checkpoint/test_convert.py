@@ -266,6 +266,18 @@ def test_a_broken_source_is_named(plain, tmp_path):
         convert(plain, tmp_path / "out", to="mxfp8")
 
 
+def test_a_numbered_series_without_an_index_must_be_whole(plain, tmp_path):
+    (plain / "model.safetensors.index.json").unlink()
+    (plain / "model-00002-of-00002.safetensors").unlink()
+    needs = r"plain lacks model-00002-of-00002\.safetensors; it has model-00001-of-00002\.safetensors"
+    with pytest.raises(CheckpointError, match=needs):
+        convert(plain, tmp_path / "out", to="mxfp8")
+    (plain / "model-00001-of-00002.safetensors").rename(plain / "model-00001-of-00009.safetensors")
+    with pytest.raises(CheckpointError, match=r"plain lacks model-00002-of-.*00005-of-00009\.safetensors and more;"):
+        convert(plain, tmp_path / "out", to="mxfp8")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_weight_with_a_nan_is_refused(plain, tmp_path, value):
     bad = weight(256, 128)
