@@ -35,6 +35,7 @@ from mxspec.reference.mx_grouped_gemm_wgrad import mx_grouped_gemm_wgrad
 from mxspec.reference.mx_quantize import mx_quantize
 from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
+from mxspec.reference.mx_quantize_rowcol_groups import mx_quantize_rowcol_groups
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.place_token_groups import place_token_groups
 from mxspec.reference.swiglu import swiglu
@@ -90,6 +91,7 @@ __all__ = [
     "mx_quantize",
     "mx_quantize_groups",
     "mx_quantize_rowcol",
+    "mx_quantize_rowcol_groups",
     "pad_token_groups",
     "place_token_groups",
     "set_backend",

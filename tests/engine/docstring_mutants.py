@@ -654,6 +654,29 @@ def end_is_offs_where_nothing_is_padded(out, c):
     return (*out[:3], c.offs) if torch.equal(out[3], c.offs) else out
 
 
+@mutant("mx_quantize_rowcol_groups", "arithmetic", lambda: (rand(300, 64), ends(130, 300)), elem_dtype="e5m2")
+def columns_of_groups_are_quantized_from_the_rows(x, offs, **options):
+    q_row, s_row, _q_col, _s_col, start, end = right.mx_quantize_rowcol_groups(x, offs, **options)
+    if x.isfinite().all():
+        read = right.mx_dequantize(*right.mx_quantize(x, elem_dtype=q_row.dtype), out_dtype=F32)
+        return q_row, s_row, *right.mx_quantize_groups(read, offs, axis=-2, **options)
+    return q_row, s_row, _q_col, _s_col, start, end
+
+
+@mutant("mx_quantize_rowcol_groups", "special", lambda: (put(rand(40, 32), (39, 1), NAN), ends(40)))
+def padding_of_columns_beside_a_nan_is_zero(x, offs, **options):
+    q_row, s_row, q_col, s_col, start, end = right.mx_quantize_rowcol_groups(x, offs, **options)
+    for g, first, stop in groups_of(offs):
+        q_col.view(U8)[int(start[g]) + stop - first : int(end[g])] = 0
+    return q_row, s_row, q_col, s_col, start, end
+
+
+@after("mx_quantize_rowcol_groups", "return", lambda: (rand(5, 32), ends(3)))
+def codes_of_columns_are_contiguous(out, c):
+    q_row, s_row, q_col, *rest = out
+    return q_row, s_row, q_col.contiguous(), *rest
+
+
 @after("mx_dequantize", "special", lambda: (codes(1, 64), e8m0(1, 2, byte=0)), out_dtype=F32)
 def byte_0_is_zero(out, c):
     return (

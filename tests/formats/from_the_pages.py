@@ -284,6 +284,27 @@ def mx_quantize_groups(
     return qdata, tensor(byte, torch.float8_e8m0fnu), int32(start), int32(end)
 
 
+def mx_quantize_rowcol_groups(
+    x: Any,
+    offs: Any,
+    *,
+    pad_to: Any = 128,
+    elem_dtype: Any = "e4m3fn",
+    scaling: Any = "rceil",
+    scale_layout: Any = "blocked",
+    check_offs: Any = False,
+) -> tuple[Tensor, ...]:
+    """MX-31 to MX-33."""
+    rows, columns = (
+        mx_quantize_groups(
+            x, offs, axis=axis, pad_to=pad_to, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout,
+            check_offs=check_offs,
+        )
+        for axis in (-1, -2)
+    )  # fmt: skip
+    return *rows[:2], *columns
+
+
 def mx_fake_quantize_rowcol_groups(
     x: Any, offs: Any, *, elem_dtype: Any = "e4m3fn", scaling: Any = "rceil", check_offs: Any = False
 ) -> tuple[Tensor, Tensor]:

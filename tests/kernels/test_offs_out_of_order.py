@@ -18,8 +18,8 @@ OFFS = [  # falling, negative, past the last token, and the ends of int32
 OPS = [
     "clamped_swiglu_backward_fp8_quantize_rowcol_groups", "clamped_swiglu_fp8_quantize_rowcol_groups",
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
-    "fp8_quantize_rowcol_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups", "pad_token_groups",
-    "place_token_groups",
+    "fp8_quantize_rowcol_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups",
+    "mx_quantize_rowcol_groups", "pad_token_groups", "place_token_groups",
     "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_fp8_quantize_rowcol_groups", "to_blocked_k_groups",
     "to_blocked_m_groups", "unpad_token_groups", "zero_unused_",
 ]  # fmt: skip
@@ -48,6 +48,7 @@ def calls(op, offs):
     scale = x.view(torch.uint8)
     starts = [offs.flip(0), mxspec.pad_token_groups(x, offs, 8, backend="reference")[1]]
     columns = [{"axis": -2, "scale_layout": layout} for layout in ("plain", "blocked")]
+    both_scales = [("plain", (512, D // 32)), ("blocked", (512 + 128 * E, 4 * -(-D // 128)))]
     return {
         "fp8_quantize_k_groups": [((x, offs), {}, (D, 512), (D, 4))],
         "fp8_quantize_rowcol_groups": [((wide, offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))],
@@ -63,6 +64,9 @@ def calls(op, offs):
         ],
         "mx_fake_quantize_rowcol_groups": [((x, offs), {}, (M, D), (M, D))],
         "mx_quantize_groups": [((x, offs), options, (512, D)) for options in ({}, *columns)],
+        "mx_quantize_rowcol_groups": [
+            ((x, offs), {"scale_layout": layout}, (512, D), *scales, (512, D)) for layout, *scales in both_scales
+        ],
         "pad_token_groups": [((x, offs, 8), {}, (48, D))],
         "place_token_groups": [((x, offs, start, 50), {}, (50, D)) for start in starts],
         "to_blocked_k_groups": [

@@ -96,11 +96,11 @@ def _columns(
         hl.store(scale, [(e * K + k) * C + c], byte.permute(1, 0), extra_mask=None if even else (k < K) & (c < C))
 
 
-def _rows(
+def store_rows(
     wide: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int, C: int,
-    scaling: str, dtype: torch.dtype, blocked: bool, even: bool,
+    row_tiles: int, scaling: str, dtype: torch.dtype, blocked: bool, even: bool,
 ) -> None:  # fmt: skip
-    """Store the 1x32 codes and scale bytes of a tile."""
+    """Store the 1x32 codes and scale bytes of a tile. `row_tiles` counts the rows of tiles of blocked scales."""
     (runs, parts, part, run), fmt = wide.shape, element(qdata.dtype)
     rows, cols = runs * run, parts * part
     values = wide.reshape(runs, parts, part // 32, 32, run)
@@ -112,7 +112,7 @@ def _rows(
     byte = byte.to(torch.uint8).permute(0, 3, 1, 2).reshape(rows, cols // 32)
     if blocked:  # (r // 128, r % 128 // 32, r % 32, c) -> (r // 128, r % 32, r % 128 // 32, c)
         byte = byte.reshape(rows // 128, 4, 32, 4).permute(0, 2, 1, 3).reshape(rows // 128, 512)
-        row_tiles, col_tiles = (M + 127) // 128, (C + 3) // 4
+        col_tiles = (C + 3) // 4
         row_tile = (m_tile * (rows // 128) + hl.arange(rows // 128)).unsqueeze(1)
         owned = None if even else (row_tile < row_tiles).expand(rows // 128, 512)
         start = ((e * row_tiles + row_tile) * col_tiles + k_tile) * 512
@@ -150,7 +150,9 @@ def _mx_tile(
         wide = widened(values).reshape(runs, parts, part, run)
         byte = column_scale(wide, q_col.dtype, scaling, x.dtype)
         if with_rows:  # after both maxima, so that the magnitudes free their registers
-            _rows(wide, q_row, s_row, e, m_tile, k_tile, M, K, k_blocks, scaling, x.dtype, blocked, even)
+            store_rows(
+                wide, q_row, s_row, e, m_tile, k_tile, M, K, k_blocks, (M + 127) // 128, scaling, x.dtype, blocked, even
+            )
         _columns(wide, byte, q_col, s_col, e, m_tile, k_tile, M, K, m_blocks, blocked, even)
 
 

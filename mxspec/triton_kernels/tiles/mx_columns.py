@@ -133,9 +133,11 @@ def _mx_tile(
         byte = row_byte.to(tl.uint8).permute(0, 3, 1, 2).reshape(ROWS, COLS // 32)
         if BLOCKED:  # (r // 128, r % 128 // 32, r % 32, c) -> (r // 128, r % 32, r % 128 // 32, c)
             tiles = byte.reshape(ROWS // 128, 4, 32, 4).permute(0, 2, 1, 3).reshape(ROWS // 128, 512)
-            row_tile = (m0 // 128 + tl.arange(0, ROWS // 128))[:, None]
-            tile = ((e * tl.cdiv(M, 128) + row_tile) * tl.cdiv(K32, 4) + k_tile) * 512
-            tl.store(s_row + tile + tl.arange(0, 512)[None, :], tiles, mask=(row_tile < tl.cdiv(M, 128)) | EVEN)
+            row_tile, row_tiles = (m0 // 128 + tl.arange(0, ROWS // 128))[:, None], tl.cdiv(M, 128)
+            tile = ((e * row_tiles + row_tile) * tl.cdiv(K32, 4) + k_tile) * 512
+            if offs is not None:  # the scales have up to G rows of tiles more than the codes; there may be no columns
+                row_tiles = tl.where(k0 < K, row_tiles + G, 0)
+            tl.store(s_row + tile + tl.arange(0, 512)[None, :], tiles, mask=(row_tile < row_tiles) | EVEN)
         else:
             owned = ((m0 + m < M)[:, None] & (k0 // 32 + c < K32)[None, :]) | EVEN
             place = (e * M + m0) * K32 + k0 // 32 + (m[:, None] * K32 + c[None, :])
@@ -178,20 +180,23 @@ def mx_tile(
 
 def launch_groups(
     x: Tensor, q_col: Tensor, s_col: Tensor, start: Tensor, end: Tensor, offs: Tensor, pad_to: int, scaled_rows: int,
-    constants: tuple[int, int, int, bool],
+    constants: tuple[int, int, int, bool], rows_too: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Quantize the columns of token groups, padded.
+    """Quantize the columns of token groups, padded; with `rows_too`, the codes and scales of the rows, these too.
 
     `scaled_rows` counts all rows with scales, which may be more than q_col has.
     """
     (tokens, K), R, G = x.shape, q_col.shape[1], offs.shape[0]
-    chosen = for_device(CONFIGS, x.device)["col, small"]  # its 128 rows belong to one group
+    chosen = for_device(CONFIGS, x.device)["rowcol" if rows_too else "col, small"]  # its 128 rows belong to one group
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
     wide = max(rows * max(x.stride(0), K), cols * max(x.stride(1), R)) >= 2**31
     if scaled_rows:
         # At least one program across: with no columns, start and end are still written.
-        grid = (-(-scaled_rows // rows), max(1, -(-K // cols)), 1)
+        k_tiles = max(1, -(-K // cols))
+        strip = math.gcd(k_tiles, 8) if rows_too else 1
+        grid = (-(-scaled_rows // rows) * strip, k_tiles // strip, 1)
         _mx_tile[grid](
-            x, q_col, s_col, q_col, s_col, start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(), tokens, G,
-            offs.stride(0), *constants, False, False, wide, **chosen, ALIGN=pad_to, CHUNK=chunk(G), **UNFUSED,
+            x, q_col, s_col, *(rows_too or (q_col, s_col)), start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(),
+            tokens, G, offs.stride(0), *constants, rows_too is not None, False, wide, **chosen, STRIP=strip,
+            ALIGN=pad_to, CHUNK=chunk(G), **UNFUSED,
         )  # fmt: skip

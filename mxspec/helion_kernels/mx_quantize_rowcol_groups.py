@@ -1,0 +1,22 @@
+"""mx_quantize_rowcol_groups in Helion: the tiles of `tiles/mx_rowcol_groups.py`. Each token is read once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.helion_kernels.tiles.mx_rowcol_groups import PTX as PTX
+from mxspec.helion_kernels.tiles.mx_rowcol_groups import rowcol_groups
+
+
+def mx_quantize_rowcol_groups(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    pad_to: int = 128,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return rowcol_groups(x, offs, pad_to, elem_dtype, scaling, scale_layout)
