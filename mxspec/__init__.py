@@ -41,7 +41,9 @@ from mxspec.reference.place_token_groups import place_token_groups
 from mxspec.reference.swiglu import swiglu
 from mxspec.reference.swiglu_backward import swiglu_backward
 from mxspec.reference.swiglu_backward_fp8_quantize_rowcol_groups import swiglu_backward_fp8_quantize_rowcol_groups
+from mxspec.reference.swiglu_backward_mx_quantize_rowcol_groups import swiglu_backward_mx_quantize_rowcol_groups
 from mxspec.reference.swiglu_fp8_quantize_rowcol_groups import swiglu_fp8_quantize_rowcol_groups
+from mxspec.reference.swiglu_mx_quantize_rowcol_groups import swiglu_mx_quantize_rowcol_groups
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
@@ -98,7 +100,9 @@ __all__ = [
     "swiglu",
     "swiglu_backward",
     "swiglu_backward_fp8_quantize_rowcol_groups",
+    "swiglu_backward_mx_quantize_rowcol_groups",
     "swiglu_fp8_quantize_rowcol_groups",
+    "swiglu_mx_quantize_rowcol_groups",
     "to_blocked",
     "to_blocked_k_groups",
     "to_blocked_m_groups",

@@ -97,7 +97,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
             yield Case(f"{M}x{D}, G 8", partial(args, M, D))
 
 
-def _of_dh(choice: Choice) -> Choice:
+def of_dh(choice: Choice) -> Choice:
     """The choice of dh's strides, values and place, under the names of a matrix."""
     own = {name.removeprefix("dh "): value for name, value in choice.items() if name.startswith("dh ")}
     sizes = {"rows": choice["rows"]} if "rows" in choice else {}
@@ -106,12 +106,12 @@ def _of_dh(choice: Choice) -> Choice:
 
 
 def _make(choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
-    of_dh = _of_dh(choice)
-    return made(choice, shape_of(choice)), made(of_dh, shape_of(of_dh)), offsets(choice, choice["rows"])
+    dh = of_dh(choice)
+    return made(choice, shape_of(choice)), made(dh, shape_of(dh)), offsets(choice, choice["rows"])
 
 
 def _possible(choice: Choice) -> bool:
-    return possible(choice, cols=2 * FP8_SIZE_MULTIPLE) and fits(_of_dh(choice))
+    return possible(choice, cols=2 * FP8_SIZE_MULTIPLE) and fits(of_dh(choice))
 
 
 SPACE = Space(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mxspec.triton_kernels.tiles import mx_columns
+from mxspec.triton_kernels.tiles.fp8_both_ways import TOKENS, Results
 from mxspec.triton_kernels.tiles.mx_both_ways import both_ways
 
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
@@ -26,5 +27,5 @@ def mx_quantize_rowcol_groups(
     scaling: str = "rceil",
     scale_layout: str = "blocked",
     check_offs: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return both_ways(x, offs, pad_to, elem_dtype, scaling, scale_layout)
+) -> Results:
+    return both_ways(TOKENS.value, x, None, offs, pad_to, elem_dtype, scaling, scale_layout)

@@ -974,6 +974,49 @@ def dh_may_be_fp32(c):
     return {"dh": c.dh.to(BF16)}
 
 
+@mutant("swiglu_mx_quantize_rowcol_groups", "arithmetic", lambda: (gates_and_ups(), ends(2, 4)))
+def mx_of_a_silu_in_fp32(gate_up, offs, **options):
+    right.swiglu_mx_quantize_rowcol_groups(gate_up, offs, **options)
+    gate, up = halves(gate_up)
+    return right.mx_quantize_rowcol_groups((gate * torch.sigmoid(gate) * up).to(BF16), offs, **options)
+
+
+@before("swiglu_mx_quantize_rowcol_groups", "operand", lambda: (gates_and_ups(), ends(2, 4)))
+def mx_of_up_before_the_gate(c):
+    return {"gate_up": c.gate_up.roll(c.gate_up.shape[1] // 2, 1)}
+
+
+@mutant("swiglu_mx_quantize_rowcol_groups", "special", lambda: (at_88(), ends(1)))
+def mx_of_subnormal_sigmoids(gate_up, offs, **options):
+    right.swiglu_mx_quantize_rowcol_groups(gate_up, offs, **options)
+    gate, up = halves(gate_up)
+    s = (1 / (1 + torch.exp(-gate.double()))).float()
+    return right.mx_quantize_rowcol_groups((gate * s).to(BF16) * up.to(BF16), offs, **options)
+
+
+@mutant(
+    "swiglu_backward_mx_quantize_rowcol_groups", "return", lambda: (gates_and_ups(), rand(5, 128, dtype=BF16), ends(4))
+)
+def mx_of_d_up_comes_first(gate_up, dh, offs, **options):
+    q_row, *rest = right.swiglu_backward_mx_quantize_rowcol_groups(gate_up, dh, offs, **options)
+    return q_row.view(U8).roll(q_row.shape[1] // 2, 1).view(q_row.dtype), *rest
+
+
+@mutant(
+    "swiglu_backward_mx_quantize_rowcol_groups", "arithmetic",
+    lambda: (gates_and_ups(64), rand(64, 128, dtype=BF16), ends(4)),
+)  # fmt: skip
+def mx_of_d_silu_in_fp32(gate_up, dh, offs, **options):
+    right.swiglu_backward_mx_quantize_rowcol_groups(gate_up, dh, offs, **options)
+    gradient = gradient_of(gate_up, dh, lambda dh, up, gate, s: (dh.float() * up * s) * (1 + gate * (1 - s)))
+    return right.mx_quantize_rowcol_groups(gradient, offs, **options)
+
+
+@accepts("swiglu_backward_mx_quantize_rowcol_groups", "refusal", lambda: (gates_and_ups(), rand(5, 128), ends(4)))
+def dh_of_mx_may_be_fp32(c):
+    return {"dh": c.dh.to(BF16)}
+
+
 # ---- the clamped SwiGLU of gpt-oss
 
 

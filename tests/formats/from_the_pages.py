@@ -527,6 +527,25 @@ def swiglu_backward_fp8_quantize_rowcol_groups(
     return fp8_quantize_rowcol_groups(gradient, offs, scale_format=scale_format)
 
 
+def swiglu_mx_quantize_rowcol_groups(gate_up: Any, offs: Any, *, check_offs: Any = False, **options: Any) -> Any:
+    """MX-34 and MX-35."""
+    gate, up_ = halves(gate_up, offs, check_offs)
+    need(gate_up.shape[1] % 64 == 0, "no multiple of 64")
+    return mx_quantize_rowcol_groups(silu_times(gate, up_), offs, **options)
+
+
+def swiglu_backward_mx_quantize_rowcol_groups(
+    gate_up: Any, dh: Any, offs: Any, *, check_offs: Any = False, **options: Any
+) -> Any:
+    """MX-36 and MX-37."""
+    gate, up_ = halves(gate_up, offs, check_offs)
+    need(gate_up.shape[1] % 64 == 0, "no multiple of 64")
+    check_tensor("dh", dh, (torch.bfloat16,), (2,))
+    check_device(gate_up, dh)
+    need(dh.shape == gate.shape, "shape of dh")
+    return mx_quantize_rowcol_groups(silu_gradients(gate, up_, widened(dh)), offs, **options)
+
+
 def with_bias(gate_up: Any, bias: Any, offs: Any, check_offs: Any) -> tuple[np.ndarray, np.ndarray]:
     """FP8-43 and FP8-44: the gates and the ups, as fp32."""
     for name, t in (("gate_up", gate_up), ("bias", bias)):

@@ -20,7 +20,8 @@ OPS = [
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
     "fp8_quantize_rowcol_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups",
     "mx_quantize_rowcol_groups", "pad_token_groups", "place_token_groups",
-    "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_fp8_quantize_rowcol_groups", "to_blocked_k_groups",
+    "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_backward_mx_quantize_rowcol_groups",
+    "swiglu_fp8_quantize_rowcol_groups", "swiglu_mx_quantize_rowcol_groups", "to_blocked_k_groups",
     "to_blocked_m_groups", "unpad_token_groups", "zero_unused_",
 ]  # fmt: skip
 CHECKED = [op for op in OPS if "check_offs" in inspect.signature(dispatch.reference(op)).parameters]
@@ -48,6 +49,7 @@ def calls(op, offs):
     scale = x.view(torch.uint8)
     starts = [offs.flip(0), mxspec.pad_token_groups(x, offs, 8, backend="reference")[1]]
     columns = [{"axis": -2, "scale_layout": layout} for layout in ("plain", "blocked")]
+    plain = {"scale_layout": "plain"}
     both_scales = [("plain", (512, D // 32)), ("blocked", (512 + 128 * E, 4 * -(-D // 128)))]
     return {
         "fp8_quantize_k_groups": [((x, offs), {}, (D, 512), (D, 4))],
@@ -55,6 +57,11 @@ def calls(op, offs):
         "swiglu_fp8_quantize_rowcol_groups": [((wide, offs), {}, (M, 128), (M, 1), (128, 512), (128, 4))],
         "swiglu_backward_fp8_quantize_rowcol_groups": [
             ((wide, amid_nan(wide[:, :128]), offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))
+        ],
+        "swiglu_mx_quantize_rowcol_groups": [((wide, offs), {}, (512, 128), (512 + 128 * E, 4), (512, 128))],
+        "swiglu_backward_mx_quantize_rowcol_groups": [
+            ((wide[:, : 2 * half], amid_nan(wide[:, :half]), offs), plain, (512, 2 * half), (512, half // 16))
+            for half in (96, 128)
         ],
         "clamped_swiglu_fp8_quantize_rowcol_groups": [
             ((wide, amid_nan(wide[:E]), offs), {}, (M, 128), (M, 1), (128, 512), (128, 4))

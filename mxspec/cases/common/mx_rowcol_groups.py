@@ -74,6 +74,7 @@ def possible(choice: Choice, cols: int) -> bool:
     return arranged and fits(choice, 1, cols)
 
 
+WIDTHS = (32, 64, 160, 1440)  # of h: less than a tile, and tiles that the end of d_gate divides
 OPTIONS = {
     "pad_to": (128, 384),
     "elem_dtype": ELEM_CHOICES,

@@ -14,6 +14,7 @@ A tile is RUNS runs of RUN rows each, by COLS columns. It is held as `(RUNS, COL
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -32,6 +33,9 @@ from mxspec.triton_kernels.common.numerics import (
     widened,
 )
 from mxspec.triton_kernels.common.runs import load8, load16, store8
+from mxspec.triton_kernels.common.swiglu import swiglu
+from mxspec.triton_kernels.tiles.fp8_both_ways import GRADIENT, SWIGLU, TOKENS
+from mxspec.triton_kernels.tiles.swiglu_runs import BOTH, OF_GATE, OF_UP, gradient8
 
 # The race on an H200: benchmarks/results/decisions.md. It also measured 16 warps, 4 warps (which spill), and no strips.
 _HOPPER = {
@@ -65,6 +69,7 @@ def _mx_tile(
     BLOCKED: tl.constexpr, WITH_ROWS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     RUN: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr, PART: tl.constexpr, STRIP: tl.constexpr = 1,
     ALIGN: tl.constexpr = 0, CHUNK: tl.constexpr = 0,
+    dh=None, dh_stride_m=None, dh_stride_k=None, half=None, VALUES: tl.constexpr = TOKENS, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     # M32 and K32 are M / 32 and K / 32, computed on the host so that Triton keeps its divisible-by-16 specialization.
     # With `offs`, M counts the padded rows of token groups, and `tokens` counts the rows of x.
@@ -75,6 +80,8 @@ def _mx_tile(
     # Grid order: along the rows first, so that neighbouring programs write neighbouring bytes of the columns' results.
     # With STRIP, a program first runs along STRIP tiles of a row, for the bytes of the rows' results.
     k_tile = tl.program_id(1) * STRIP + tl.program_id(0) % STRIP
+    if VALUES == GRADIENT and not SPLIT:  # two neighbouring programs read the same values: one has d_gate, one d_up
+        k_tile = k_tile // 2 + k_tile % 2 * (half // COLS)
     m0, k0, e = tl.program_id(0) // STRIP * ROWS, k_tile * COLS, tl.program_id(2).to(tl.int64)
     g, m, k = tl.arange(0, RUNS) * RUN, tl.arange(0, ROWS), tl.arange(0, COLS)
     b = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
@@ -90,9 +97,30 @@ def _mx_tile(
         group, token0, stop, begin = group_of(m0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
         token = (token0 + m0 - begin + g)[:, None, None]
         left = tokens_left(token, stop, tokens)
-        x_rows = x + token.to(tl.int64) * stride_m
-    x_rows += (b * stride_k)[None, :, :]
-    values = load16(x_rows, stride_m, inside, left) if RUN == 16 else load8(x_rows, stride_m, inside, left, 0, 1)
+        token = token.to(tl.int64)
+        x_rows = x + token * stride_m
+    source = b
+    if VALUES == GRADIENT:  # a tile may begin in d_gate and end in d_up if SPLIT; 8 neighbours are in one half
+        of_up = k0 + b >= half if SPLIT else k0 >= half
+        source = b - tl.where(of_up, half, 0).to(tl.int64)
+        if SPLIT:
+            source = tl.max_contiguous(tl.multiple_of(source, (1, 8)), (1, 8))
+        dh += token * dh_stride_m + (k0 * tl.cast(dh_stride_k, tl.int64) + source * dh_stride_k)[None, :, :]
+    x_rows += (source * stride_k)[None, :, :]
+    if VALUES == TOKENS:
+        values = load16(x_rows, stride_m, inside, left) if RUN == 16 else load8(x_rows, stride_m, inside, left, 0, 1)
+    elif VALUES == SWIGLU:
+        up = x_rows + tl.cast(half, tl.int64) * stride_k
+        values = swiglu(load8(x_rows, stride_m, inside, left, 0, 1), load8(up, stride_m, inside, left, 0, 1))
+    else:
+        up = x_rows + tl.cast(half, tl.int64) * stride_k
+        if SPLIT:
+            values = gradient8(x_rows, up, dh, stride_m, dh_stride_m, inside, left, of_up[None, :, :], BOTH)
+        # One branch, so that the registers of the other gradient are not needed.
+        elif of_up:
+            values = gradient8(x_rows, up, dh, stride_m, dh_stride_m, inside, left, of_up, OF_UP)
+        else:
+            values = gradient8(x_rows, up, dh, stride_m, dh_stride_m, inside, left, of_up, OF_GATE)
     wide = widened(values).reshape(RUNS, PARTS, PART, RUN)  # RUN rows of a column, in the registers of one thread
 
     # Compute both maxima before any codes, so that the magnitudes free their registers.
@@ -180,16 +208,25 @@ def mx_tile(
 
 def launch_groups(
     x: Tensor, q_col: Tensor, s_col: Tensor, start: Tensor, end: Tensor, offs: Tensor, pad_to: int, scaled_rows: int,
-    constants: tuple[int, int, int, bool], rows_too: tuple[Tensor, Tensor] | None = None,
+    constants: tuple[int, int, int, bool], rows_too: tuple[Tensor, Tensor] | None = None, values: int = TOKENS.value,
+    dh: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Quantize the columns of token groups, padded; with `rows_too`, the codes and scales of the rows, these too.
 
-    `scaled_rows` counts all rows with scales, which may be more than q_col has.
+    `values` is 0 for x, 1 for SwiGLU of x, 2 for the gradient of SwiGLU from x and dh. `scaled_rows` counts all rows
+    with scales, which may be more than q_col has.
     """
-    (tokens, K), R, G = x.shape, q_col.shape[1], offs.shape[0]
+    tokens, (K, R), G = x.shape[0], q_col.shape, offs.shape[0]
     chosen = for_device(CONFIGS, x.device)["rowcol" if rows_too else "col, small"]  # its 128 rows belong to one group
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
-    wide = max(rows * max(x.stride(0), K), cols * max(x.stride(1), R)) >= 2**31
+    strides = (x.stride(), *([dh.stride()] if dh is not None else []))
+    wide = max(rows * max(K, *(m for m, _ in strides)), cols * max(R, *(k for _, k in strides))) >= 2**31
+    halves: dict[str, Any] = {}
+    if values != TOKENS.value and K:
+        half = x.shape[1] // 2
+        halves = {"half": half, "VALUES": values}
+    if dh is not None and K:
+        halves |= {"dh": dh, "dh_stride_m": dh.stride(0), "dh_stride_k": dh.stride(1), "SPLIT": half % cols != 0}
     if scaled_rows:
         # At least one program across: with no columns, start and end are still written.
         k_tiles = max(1, -(-K // cols))
@@ -198,5 +235,5 @@ def launch_groups(
         _mx_tile[grid](
             x, q_col, s_col, *(rows_too or (q_col, s_col)), start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(),
             tokens, G, offs.stride(0), *constants, rows_too is not None, False, wide, **chosen, STRIP=strip,
-            ALIGN=pad_to, CHUNK=chunk(G), **UNFUSED,
+            ALIGN=pad_to, CHUNK=chunk(G), **halves, **UNFUSED,
         )  # fmt: skip

@@ -1,0 +1,35 @@
+"""swiglu_backward_mx_quantize_rowcol_groups in Triton: the tiles of `tiles/mx_both_ways.py`.
+
+The gradient of gate and up stays in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels.tiles import mx_columns
+from mxspec.triton_kernels.tiles.fp8_both_ways import GRADIENT, Results
+from mxspec.triton_kernels.tiles.mx_both_ways import both_ways
+
+PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+
+
+def supports(gate_up: Tensor, dh: Tensor, offs: Tensor, **_: Any) -> str | None:
+    return mx_columns.supports(gate_up)
+
+
+def swiglu_backward_mx_quantize_rowcol_groups(
+    gate_up: Tensor,
+    dh: Tensor,
+    offs: Tensor,
+    *,
+    pad_to: int = 128,
+    elem_dtype: torch.dtype | str = torch.float8_e4m3fn,
+    scaling: str = "rceil",
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Results:
+    return both_ways(GRADIENT.value, gate_up, dh, offs, pad_to, elem_dtype, scaling, scale_layout)
