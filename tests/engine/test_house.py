@@ -145,3 +145,7 @@ def test_a_module_is_imported_when_it_is_first_named():
 def test_the_switch_is_in_small_rooms():
     for path in (PACKAGE / "dispatch").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 150, path.name
+
+
+def test_the_readme_counts_the_ops():
+    assert f"- {len(dispatch.ops())} ops quantize," in (ROOT / "README.md").read_text()
