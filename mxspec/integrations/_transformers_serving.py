@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 import mxspec
-from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.nn.routing import routing
 
 TESTED = ("5.17.0", "5.23.0")
 MATMULS = ("matmul", "batched_matmul", "grouped_matmul")
 WITHOUT_DEEPGEMM = "TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR"  # "1": an FP8 Linear does not try DeepGEMM first
+K_MULTIPLE = 16  # what `fp8_gemm` takes
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
@@ -167,9 +167,9 @@ def _checked(
         raise ValueError(f"{name}: weights {w.dtype} {tuple(w.shape)} with block_size {size}; {served}")
     if activation_scale is not None:
         raise ValueError(f"{name}: activation_scheme is static; {served}")
-    if w.shape[-1] % FP8_SIZE_MULTIPLE:
+    if w.shape[-1] % K_MULTIPLE:
         raise ValueError(
-            f"{name}: weights {tuple(w.shape)}; the last dimension must be a multiple of {FP8_SIZE_MULTIPLE}. Load the "
+            f"{name}: weights {tuple(w.shape)}; the last dimension must be a multiple of {K_MULTIPLE}. Load the "
             "model with FineGrainedFP8Config(dequantize=True)."
         )
     if scale.dtype not in SCALE_DTYPES:
