@@ -18,6 +18,9 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.
 
 
 def supports(gate_up: Tensor, dh: Tensor, offs: Tensor, **_: Any) -> str | None:
+    for name, tensor in (("gate_up", gate_up), ("dh", dh)):
+        if tensor.stride(1) != 1:  # the tile would spill registers
+            return f"takes contiguous rows, that is stride(1) = 1; {name} has strides {tensor.stride()}"
     return mx_columns.supports(gate_up)
 
 
