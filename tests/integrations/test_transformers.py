@@ -198,6 +198,9 @@ def test_experts_compute_what_the_layers_built_by_hand_compute(family, recipe, d
             # The gradient is computed transposed. So PyTorch's matmul in bfloat16 may sum in another order, and
             # fp8_grouped_gemm_wgrad multiplies by its two scales in another order.
             assert sqnr_db(mine, value.float()) >= (45 if found.format == "bf16" or found.wgrad_bf16 else 100), name
+        elif name.endswith("bias"):
+            # Two matmuls of PyTorch give it. On some processors they sum in another order.
+            assert sqnr_db(mine.float(), value.float()) >= (120 if dtype == torch.float32 else 45), name
         else:
             assert torch.equal(mine, value), name
 
