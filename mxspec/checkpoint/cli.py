@@ -69,7 +69,11 @@ def run_convert(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Compare two checkpoints. The exit code is 0 if all values are equal or made by one rule, and 1 otherwise."""
+    """Compare two checkpoints.
+
+    The exit code is 0 if all values are equal or made by one rule, 1 if a tensor differs, and 2 if the command cannot
+    be carried out.
+    """
     verdict = verify(
         options.a, options.b, as_loaded=options.as_loaded, progress=lambda names: progress(names, "verify", str)
     )

@@ -68,7 +68,8 @@ def scan(path: str | Path) -> Scan:
     """
     path = Path(path)
     found = Scan(path if path.is_dir() else path.parent)
-    path.stat()  # raises if nothing is there
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; needs a directory or a safetensors file")
     found.config = _json(found, "config.json")
     found.hf_quant_config = _json(found, "hf_quant_config.json")
     quant = (found.config or {}).get("quantization_config")
@@ -79,8 +80,12 @@ def scan(path: str | Path) -> Scan:
         found.shards = sorted(file.name for file in path.glob("*.safetensors"))
         pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
         found.notes += [f"{name} is not read, because such a file holds a pickle" for name in pickles]
+        if not (path / "config.json").exists():
+            found.notes.append("there is no config.json, so the model and its configuration are not checked")
         if (path / INDEX).exists():
             named = _index(found)
+        elif len(found.shards) > 1:
+            found.notes.append(f"there is no {INDEX}, which loaders need for several files")
         elif not found.shards:
             hint = f"; it holds {pickles[0]}" if pickles else ""
             pickle = "files that hold pickles (.bin, .pt, .pth, .ckpt) are not read"
@@ -91,7 +96,9 @@ def scan(path: str | Path) -> Scan:
         found.add("no file", path.name, "is neither a directory nor a plain file")
     else:
         found.shards = [path.name]
-        found.elsewhere = {n: shard for n, shard in _weight_map(found).items() if shard != path.name}
+        of_index = _weight_map(found)
+        if path.name in of_index.values():
+            found.elsewhere = {name: shard for name, shard in of_index.items() if shard != path.name}
     for shard in found.shards:
         if path.is_dir() and (why := _outside(found.folder, shard)):
             found.add("path", shard, why)
@@ -111,6 +118,9 @@ def _json(found: Scan, name: str) -> dict[str, Any] | None:
         value = json.loads(path.read_bytes(), object_pairs_hook=without_duplicates)
         if not isinstance(value, dict):
             raise TypeError(f"is a JSON {type(value).__name__}; needs an object")
+    except json.JSONDecodeError as error:
+        found.add("json", name, f"is no valid JSON: {error}")
+        return None
     except (OSError, TypeError, ValueError, RecursionError) as error:
         found.add("json", name, f"{error}")
         return None

@@ -66,7 +66,9 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, Header], dict[str, st
             file.seek(0)
             (size,) = struct.unpack("<Q", file.read(8))
             if 8 + size > length or size > LARGEST_HEADER:
-                raise ValueError(f"the header is said to have {size} bytes, the file has {length}")
+                raise ValueError(
+                    f"the header is said to have {size} bytes, the file has {length}: it is cut, or no safetensors file"
+                )
             header = json.loads(file.read(size).decode(), object_pairs_hook=without_duplicates)
         if not isinstance(header, dict):
             raise TypeError("the header is not a JSON object")
@@ -102,7 +104,12 @@ def _header(name: str, shard: str, said: Any, start: int, length: int) -> Header
         if not isinstance(value, list) or any(type(n) is not int or not 0 <= n < 1 << 63 for n in value):
             raise ValueError(f"{name} has the shape {shape} and the offsets {offsets}; needs lists of numbers from 0")
     fits = len(offsets) == 2 and 8 * (offsets[1] - offsets[0]) == prod(shape) * BITS[stored]
-    if not fits or start + offsets[1] > length:
+    if fits and start + offsets[1] > length:
+        raise ValueError(
+            f"{name} has the offsets {offsets}, which do not lie in {length - start} bytes: the file is cut, or the "
+            "header is wrong"
+        )
+    if not fits:
         raise ValueError(
             f"{name} has the offsets {offsets}, which do not fit {stored} {tuple(shape)} in {length - start} bytes"
         )

@@ -36,9 +36,10 @@ def warnings(
             "loads raw codes or raises; vLLM reads them"
         )
     if target.method == "modelopt":
-        said.append(f"transformers has no loader of {family}; vLLM, SGLang and TensorRT-LLM read ModelOpt's MXFP8")
+        readers = "vLLM, SGLang and TensorRT-LLM read it"
         if target.scheme == "mxfp4":
-            said.append("no loader is known that reads quant_algo mxfp4; ModelOpt's own tensor class does")
+            readers = "no loader is known that reads quant_algo mxfp4; ModelOpt's own tensor class does"
+        said.append(f"transformers has no loader of {family}; {readers}")
     if target.scheme == SQUARE:
         wrong = [(name, shape) for name, shape in shapes if any(n > 128 and n % 128 for n in shape[-2:])]
         if wrong and target.method == "fp8":

@@ -52,7 +52,7 @@ def test_a_difference_is_exit_code_1_and_names_the_block(plain, tmp_path, capsys
         (["convert", "{plain}", "{plain}", "--to", "mxfp8"], "lies inside it"),
         (["convert", "{plain}", "{out}", "--to", "mxfp8", "--rule", "deepseek"], "does not quantize to mxfp8"),
         (["convert", "{out}", "{plain}", "--to", "mxfp8"], "is not a directory"),
-        (["verify", "{plain}", "{out}"], "No such file or directory"),
+        (["verify", "{plain}", "{out}"], "does not exist; needs a directory or a safetensors file"),
         (["convert", "{plain}", "{out}", "--to", "fp4"], "invalid choice: 'fp4'"),
         (["convert", "{plain}", "{out}", "--to", "mxfp8", "--workers", "0"], "'0' is not a number of threads"),
     ],
