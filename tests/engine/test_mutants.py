@@ -89,8 +89,6 @@ TRITON = [
          ".permute(0, 2, 1, 3).reshape(ROWS // 128, 512)", ".reshape(ROWS // 128, 512)")),
     *mutants("mx_quantize_rowcol_groups", "three groups", "tiles.mx_columns",
         ("scale bytes past the padded rows stay unwritten", "row_tiles + G, 0)", "row_tiles, 0)")),
-    *mutants("mx_quantize_rowcol_groups", "no columns", "tiles.mx_columns",
-        ("scales of rows without columns", "tl.where(k0 < K, row_tiles + G, 0)", "row_tiles + G")),
     *mutants("swiglu_backward_mx_quantize_rowcol_groups", "2I = 320", "tiles.mx_columns",
         ("a tile of both gradients taken as one", "of_up = k0 + b >= half", "of_up = k0 + 0 * b >= half")),
     *mutants("swiglu_backward_mx_quantize_rowcol_groups", "2I = 320", "tiles.swiglu_runs",
