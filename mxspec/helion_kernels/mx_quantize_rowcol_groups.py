@@ -19,4 +19,4 @@ def mx_quantize_rowcol_groups(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return rowcol_groups(x, offs, pad_to, elem_dtype, scaling, scale_layout)
+    return rowcol_groups("tokens", x, offs, pad_to, elem_dtype, scaling, scale_layout)

@@ -75,3 +75,41 @@ def gradients(gate: Tensor, up: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
     d_up = d * widened((x * s).to(torch.bfloat16))
     d_silu = (d * widened(up)).to(torch.bfloat16)
     return (widened(d_silu) * s * slope).to(torch.bfloat16), d_up.to(torch.bfloat16)
+
+
+def swiglu_run(
+    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, inside: Tensor | None, left: Tensor, run: int,
+    step: int = 1, i: int = 0,
+) -> Tensor:  # fmt: skip
+    """`silu(gate) * up` of `run` tokens, along new last dimensions of 2, as `load_run` loads them.
+
+    A token is computed before it is joined with other tokens. So few intermediate values are in registers at a time.
+    """
+    if run == 1:
+        there = left > i if inside is None else inside & (left > i)
+        gate = hl.load(x, [m * stride_m + d], extra_mask=there)
+        return swiglu(gate, hl.load(x, [m * stride_m + up_d], extra_mask=there))
+    rest = stride_m, d, up_d, inside, left, run // 2, 2 * step
+    return hl.join(swiglu_run(x, m, *rest, i), swiglu_run(x, m + step, *rest, i + step))
+
+
+def gradient_run(
+    x: Tensor, dh: Tensor, m: Tensor, stride_m: int, dh_stride_m: int, gate: Tensor, up: Tensor, h: Tensor,
+    in_gate: Tensor, inside: Tensor | None, left: Tensor, run: int, step: int = 1, i: int = 0,
+) -> Tensor:  # fmt: skip
+    """The gradient of gate or of up, of `run` tokens, as `swiglu_run` gives SwiGLU.
+
+    - `gate`, `up`, `h`: the places of each feature's gate and up in x, and of its gradient in dh.
+    - `in_gate`: which features are those of the gate. The others do not need up, but a mask would take registers. The
+      program of the gate's features reads the same up, so the L2 cache has it.
+    """
+    if run == 1:
+        there = left > i if inside is None else inside & (left > i)
+        d_gate, d_up = gradients(
+            hl.load(x, [m * stride_m + gate], extra_mask=there),
+            hl.load(x, [m * stride_m + up], extra_mask=there),
+            hl.load(dh, [m * dh_stride_m + h], extra_mask=there),
+        )
+        return torch.where(in_gate, d_gate, d_up)
+    rest = stride_m, dh_stride_m, gate, up, h, in_gate, inside, left, run // 2, 2 * step
+    return hl.join(gradient_run(x, dh, m, *rest, i), gradient_run(x, dh, m + step, *rest, i + step))

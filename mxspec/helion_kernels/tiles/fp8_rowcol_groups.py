@@ -23,7 +23,7 @@ from mxspec.helion_kernels.common.groups import chunk, padded_ends, padded_rows,
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels.common.numerics import magnitude_bits, saturating_cast, widened
 from mxspec.helion_kernels.common.runs import dimension, load_run, store_run
-from mxspec.helion_kernels.common.swiglu import gradients, swiglu
+from mxspec.helion_kernels.common.swiglu import gradient_run, swiglu_run
 
 
 class Tile(NamedTuple):
@@ -50,49 +50,11 @@ TILES = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v2\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
-def _swiglu_run(
-    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, inside: Tensor | None, left: Tensor, run: int,
-    step: int = 1, i: int = 0,
-) -> Tensor:  # fmt: skip
-    """`silu(gate) * up` of `run` tokens, along new last dimensions of 2, as `load_run` loads them.
-
-    A token is computed before it is joined with other tokens. So few intermediate values are in registers at a time.
-    """
-    if run == 1:
-        there = left > i if inside is None else inside & (left > i)
-        gate = hl.load(x, [m * stride_m + d], extra_mask=there)
-        return swiglu(gate, hl.load(x, [m * stride_m + up_d], extra_mask=there))
-    rest = stride_m, d, up_d, inside, left, run // 2, 2 * step
-    return hl.join(_swiglu_run(x, m, *rest, i), _swiglu_run(x, m + step, *rest, i + step))
-
-
-def _gradient_run(
-    x: Tensor, dh: Tensor, m: Tensor, stride_m: int, dh_stride_m: int, gate: Tensor, up: Tensor, h: Tensor,
-    in_gate: Tensor, inside: Tensor | None, left: Tensor, run: int, step: int = 1, i: int = 0,
-) -> Tensor:  # fmt: skip
-    """The gradient of gate or of up, of `run` tokens, as `_swiglu_run` gives SwiGLU.
-
-    - `gate`, `up`, `h`: the places of each feature's gate and up in x, and of its gradient in dh.
-    - `in_gate`: which features are those of the gate. The others do not need up, but a mask would take registers. The
-      program of the gate's features reads the same up, so the L2 cache has it.
-    """
-    if run == 1:
-        there = left > i if inside is None else inside & (left > i)
-        d_gate, d_up = gradients(
-            hl.load(x, [m * stride_m + gate], extra_mask=there),
-            hl.load(x, [m * stride_m + up], extra_mask=there),
-            hl.load(dh, [m * dh_stride_m + h], extra_mask=there),
-        )
-        return torch.where(in_gate, d_gate, d_up)
-    rest = stride_m, dh_stride_m, gate, up, h, in_gate, inside, left, run // 2, 2 * step
-    return hl.join(_gradient_run(x, dh, m, *rest, i), _gradient_run(x, dh, m + step, *rest, i + step))
-
-
 def _clamped_run(
     x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, of_gate: Tensor, of_up: Tensor, live: Tensor,
     inside: Tensor | None, left: Tensor, run: int, step: int = 1, i: int = 0,
 ) -> Tensor:  # fmt: skip
-    """As `_swiglu_run`, the clamped SwiGLU of `run` tokens with the biases of their group."""
+    """As `swiglu_run`, the clamped SwiGLU of `run` tokens with the biases of their group."""
     if run == 1:
         there = left > i if inside is None else inside & (left > i)
         gate = hl.load(x, [m * stride_m + d], extra_mask=there)
@@ -185,7 +147,7 @@ def _rowcol(
             if how == "tokens":
                 values = load_run(x, m, stride_m, source, inside, run, left=some)
             elif how == "swiglu":
-                values = _swiglu_run(x, m, stride_m, source, (width + d) * stride_d, inside, some, run)
+                values = swiglu_run(x, m, stride_m, source, (width + d) * stride_d, inside, some, run)
             elif how == "clamped":  # dh is the bias
                 in_bias = (d < width) & live
                 at = group.sum(0) * dh_stride_m + 2 * d * dh_stride_d
@@ -198,9 +160,7 @@ def _rowcol(
                 in_gate = d8 < half
                 feature = torch.where(in_gate, d8, d8 - half) + dimension(8, 4, 5)
                 of_gate, of_up, of_h = feature * stride_d, (half + feature) * stride_d, feature * dh_stride_d
-                values = _gradient_run(
-                    x, dh, m, stride_m, dh_stride_m, of_gate, of_up, of_h, in_gate, inside, some, run
-                )
+                values = gradient_run(x, dh, m, stride_m, dh_stride_m, of_gate, of_up, of_h, in_gate, inside, some, run)
             _both(
                 values, d, d_tile, width, q_row, s_row, q_col, s_col, m, left,
                 tokens_2 - 2, tile, first, count, there, live, inside, eps_bits, pow2, across, run,
