@@ -24,7 +24,12 @@ def on_device(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _moved(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the device, with its strides. Dimensions of stride 0 take no memory; gaps between rows are copied."""
+    """A tensor on the device, with its strides. Dimensions of stride 0 take no memory; gaps between rows are copied.
+
+    A negated view stays one. Torch's `to` would compute its values.
+    """
+    if t.is_neg():
+        return torch._neg_view(_moved(torch._neg_view(t), device))
     if t.device.type == "meta" or t.layout != torch.strided or not t.numel():
         return t if t.device.type == "meta" else t.to(device)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))

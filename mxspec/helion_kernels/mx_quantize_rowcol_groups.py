@@ -8,6 +8,8 @@ from torch import Tensor
 from mxspec.helion_kernels.tiles.mx_rowcol_groups import PTX as PTX
 from mxspec.helion_kernels.tiles.mx_rowcol_groups import rowcol_groups
 
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run; rates: benchmarks/results/decisions.md
+
 
 def mx_quantize_rowcol_groups(
     x: Tensor,

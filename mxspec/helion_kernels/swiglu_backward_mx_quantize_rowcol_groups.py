@@ -13,6 +13,8 @@ from torch import Tensor
 from mxspec.helion_kernels.tiles.mx_rowcol_groups import PTX as PTX
 from mxspec.helion_kernels.tiles.mx_rowcol_groups import rowcol_groups
 
+RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run; rates: benchmarks/results/decisions.md
+
 
 def supports(gate_up: Tensor, dh: Tensor, offs: Tensor, **_: Any) -> str | None:
     # With other strides, the arithmetic of SwiGLU and the addresses need more registers than a thread has.

@@ -14,6 +14,7 @@ from mxspec.triton_kernels.tiles import mx_columns
 from mxspec.triton_kernels.tiles.fp8_both_ways import SWIGLU, Results
 from mxspec.triton_kernels.tiles.mx_both_ways import both_ways
 
+RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run; rates: benchmarks/results/decisions.md
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
 
 

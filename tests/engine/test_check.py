@@ -570,6 +570,14 @@ def test_the_cases_own_tensors_are_never_changed():
     assert acc.equal(before)
 
 
+def test_a_negated_view_is_moved_as_one():
+    view = torch._neg_view(torch.arange(12.0).reshape(3, 4).t())
+    (moved,) = check.on_device(torch.device("meta"), (view,))
+    assert moved.is_meta
+    assert moved.is_neg()
+    assert moved.stride() == view.stride()
+
+
 def test_a_tensor_is_moved_with_its_strides():
     whole = torch.arange(40.0).view(4, 10)
     for t in (whole[:, 2:7], whole[1:, :1].expand(3, 8), whole.t(), whole[:0], whole[:, ::3]):
