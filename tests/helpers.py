@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mxspec import check
@@ -104,3 +108,19 @@ def step(module: nn.Module, x: Tensor) -> list[Tensor]:
     out = module(x)
     out.backward(gradient(out))
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def on_ranks(world: int, worker: Callable[..., None], *args: Any, timeout_s: float = 60) -> None:
+    """Run `worker(rank, *args)` in `world` processes that communicate through gloo. Raises if one of them raises."""
+    multiprocessing.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp", "mxspec.nn"])
+    with tempfile.TemporaryDirectory() as folder:
+        given = world, f"file://{folder}/store", timeout_s, worker, args
+        torch.multiprocessing.start_processes(_on_rank, given, nprocs=world, start_method="forkserver")
+
+
+def _on_rank(rank: int, world: int, store: str, timeout_s: float, worker: Callable[..., None], args: tuple) -> None:
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+    worker(rank, *args)
+    dist.destroy_process_group()

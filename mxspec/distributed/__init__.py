@@ -1,8 +1,10 @@
-"""Expert parallelism: what several ranks compute together, said in one process.
+"""Expert parallelism over torch.distributed: the experts of a layer lie on several ranks, and tokens travel to them.
 
-A rank is one process of a process group.
+A rank is one process of a process group. `ExpertParallel` shards the experts of a layer. `dispatch_reference` and
+`combine_reference` say in one process what the ranks compute together.
 """
 
+from mxspec.distributed.expert_parallel import ExpertParallel
 from mxspec.distributed.reference import Dispatched, combine_reference, dispatch_reference
 
-__all__ = ["Dispatched", "combine_reference", "dispatch_reference"]
+__all__ = ["Dispatched", "ExpertParallel", "combine_reference", "dispatch_reference"]

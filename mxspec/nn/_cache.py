@@ -53,7 +53,7 @@ class QuantizesWeights(nn.Module):
         from torch.distributed.tensor import DTensor  # not at the top of the file: the import is slow
 
         name, weights = type(self).__name__, self._weights()
-        if any(isinstance(weight, DTensor) for weight in weights):
+        if any(isinstance(getattr(self, weight), DTensor) for weight in self.weight_names):
             raise TypeError(
                 f"cache_weights: {name} has sharded weights (DTensor). They are whole only during a forward, so their "
                 "codes cannot be held longer. Train a sharded model without cache_weights."

@@ -24,7 +24,7 @@ class Routing(NamedTuple):
 
     def sort(self, values: Tensor) -> Tensor:
         """One value of each pair, such as its routing weight, sorted by expert."""
-        return _Permute.apply(values, self.order, self.places)
+        return permute(values, self.order, self.places)
 
     def add_bias(self, out: Tensor, bias: Tensor) -> Tensor:
         """Add each expert's bias, `(E, N)`, to the results of its pairs. Rows after the last group stay as they are.
@@ -36,7 +36,7 @@ class Routing(NamedTuple):
 
     def combine(self, pairs: Tensor) -> Tensor:
         """The sum of each token's pairs, in the order of the router's index: `(P, N)` -> `(tokens, N)`."""
-        return _sum_of_pairs(_Permute.apply(pairs, self.places, self.order), self.top_k)
+        return _sum_of_pairs(permute(pairs, self.places, self.order), self.top_k)
 
 
 def routing(index: Tensor, num_experts: int) -> Routing:
@@ -52,6 +52,11 @@ def routing(index: Tensor, num_experts: int) -> Routing:
     offs = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return Routing(experts, order, places, offs, index.shape[-1])
+
+
+def permute(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """`x[order]` for a permutation `order` and its inverse `places`. The backward gathers too, and adds nothing."""
+    return _Permute.apply(x, order, places)
 
 
 def _sum_of_pairs(pairs: Tensor, top_k: int) -> Tensor:
