@@ -23,6 +23,7 @@ __all__ = [
     "E5M2",
     "E8M0FNU",
     "ELEMENTS",
+    "FP8_SCALE_FORMATS",
     "SCALINGS",
     "ElementFormat",
     "ScaleFormat",
@@ -33,6 +34,7 @@ __all__ = [
     "same_bits",
 ]
 
+FP8_SCALE_FORMATS = ("fp32", "pow2")  # whether the scale of an FP8 block is any number or a power of two
 SCALINGS = ("floor", "rceil", "ceil", "even")  # the rules that give the scale of an MX block from its largest magnitude
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32

@@ -167,7 +167,9 @@ def _copied(part: Part) -> Work:
 def _coded(part: Part, layer: QuantizesWeights, to: str, codes: Callable[[QuantizesWeights], list[Blocks]]) -> Work:
     """The codes and scales of a quantized weight."""
     target, unit = TARGETS[to], _unit(part)
-    rule = "contract" if layer.recipe.format == "fp8_128" else f"contract, scaling {layer.recipe.scaling}"
+    recipe = layer.recipe
+    rule = f"contract, scaling {recipe.scaling}" if recipe.format == "mxfp8" else "contract"
+    rule += f", scale_format {recipe.scale_format}" if recipe.scale_format != "fp32" else ""
     assert target.scheme
     (N, K), (height, width) = part.x.shape, SCHEMES[target.scheme].block
     planned = [

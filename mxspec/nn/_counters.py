@@ -77,7 +77,7 @@ def count_weight(by: Format, w: Tensor, axis: int) -> Counters:
     if by.recipe.format == "mxfp8":
         quantized = _quantized(by, w, torch.float8_e4m3fn, axis)
     else:
-        codes, scale = mxspec.fp8_quantize_128x128(w, backend=by.backend)
+        codes, scale = mxspec.fp8_quantize_128x128(w, scale_format=by.recipe.scale_format, backend=by.backend)
         quantized = Quantized(w, codes, scale, FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
     return _count(by, quantized, w.numel(), quantized.scale.numel())
 
@@ -91,7 +91,8 @@ def _quantized(by: Format, x: Tensor, elem_dtype: torch.dtype, axis: int) -> Qua
         options: Any = {"elem_dtype": elem_dtype, "scaling": by.recipe.scaling, "backend": by.backend}
         codes, scale = mxspec.mx_quantize(x, axis=axis, **options)
     else:
-        codes, scale = mxspec.fp8_quantize_1x128(x, axis=axis, backend=by.backend)
+        options = {"scale_format": by.recipe.scale_format, "backend": by.backend}
+        codes, scale = mxspec.fp8_quantize_1x128(x, axis=axis, **options)
     return Quantized(*((x, codes) if axis == -1 else (x.mT, codes.mT)), scale, 1, _width(by))
 
 

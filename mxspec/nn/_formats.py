@@ -105,7 +105,8 @@ class Format:
         """The codes for dgrad of a weight that the forward saved. `after` is any tensor that the backward computes."""
         if not torch.compiler.is_compiling():
             return self.one_way(w.detach(), not transposed)
-        codes, *scale = _QUANTIZE_AFTER(w.detach(), after, self.kind, self.recipe.scaling, not transposed)
+        rules = self.recipe.scaling, self.recipe.scale_format
+        codes, *scale = _QUANTIZE_AFTER(w.detach(), after, self.kind, *rules, not transposed)
         return codes, scale[0] if scale else None
 
     def tokens(
@@ -295,11 +296,14 @@ class FP8Blocks(Format):
 
     kind: ClassVar[str] = "fp8_128"
 
+    def _options(self) -> dict[str, Any]:
+        return {"scale_format": self.recipe.scale_format, "backend": self.backend}
+
     def both_ways(self, w: Tensor) -> Weight:
-        return Weight(*mxspec.fp8_quantize_128x128(w, with_transpose=True, backend=self.backend))
+        return Weight(*mxspec.fp8_quantize_128x128(w, with_transpose=True, **self._options()))
 
     def one_way(self, w: Tensor, turned: bool) -> tuple[Tensor, Tensor | None]:
-        codes, scale = mxspec.fp8_quantize_128x128(w.mT if turned else w, backend=self.backend)
+        codes, scale = mxspec.fp8_quantize_128x128(w.mT if turned else w, **self._options())
         return codes, scale
 
     def tokens(
@@ -307,15 +311,15 @@ class FP8Blocks(Format):
     ) -> Tokens:
         rows = columns = None
         if along_features and along_tokens and offs is not None:
-            return _both_ways(mxspec.fp8_quantize_rowcol_groups(x, offs, backend=self.backend))
+            return _both_ways(mxspec.fp8_quantize_rowcol_groups(x, offs, **self._options()))
         # The matmuls read MN-major scales directly; K-major scales would need a transpose first.
         if along_features:
-            rows = Operand(*mxspec.fp8_quantize_1x128(x, scale_major="mn", backend=self.backend))
+            rows = Operand(*mxspec.fp8_quantize_1x128(x, scale_major="mn", **self._options()))
         if along_tokens and offs is not None:
-            columns = Operand(*mxspec.fp8_quantize_k_groups(x, offs, backend=self.backend))
+            columns = Operand(*mxspec.fp8_quantize_k_groups(x, offs, **self._options()))
         elif along_tokens:
             padded = whole_blocks(x, FP8_BLOCK_SIZE)
-            codes, scale = mxspec.fp8_quantize_1x128(padded, axis=-2, scale_major="mn", backend=self.backend)
+            codes, scale = mxspec.fp8_quantize_1x128(padded, axis=-2, scale_major="mn", **self._options())
             columns = Operand(codes.mT, scale)
         return Tokens(rows, columns)
 
@@ -344,22 +348,22 @@ class FP8Blocks(Format):
         return x.dtype == torch.bfloat16
 
     def swiglu(self, gate_up: Tensor, offs: Tensor) -> Tokens:
-        return _both_ways(mxspec.swiglu_fp8_quantize_rowcol_groups(gate_up, offs, backend=self.backend))
+        return _both_ways(mxspec.swiglu_fp8_quantize_rowcol_groups(gate_up, offs, **self._options()))
 
     def swiglu_backward(self, gate_up: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
-        options: Any = {"backend": self.backend}
-        return _both_ways(mxspec.swiglu_backward_fp8_quantize_rowcol_groups(gate_up, grad_hidden, offs, **options))
+        op = mxspec.swiglu_backward_fp8_quantize_rowcol_groups
+        return _both_ways(op(gate_up, grad_hidden, offs, **self._options()))
 
     def fuses_clamped_swiglu(self, x: Tensor) -> bool:
         return x.dtype == torch.bfloat16
 
     def clamped_swiglu(self, gate_up: Tensor, bias: Tensor, offs: Tensor) -> Tokens:
         op = mxspec.clamped_swiglu_fp8_quantize_rowcol_groups
-        return _both_ways(op(gate_up, bias.to(gate_up.dtype), offs, backend=self.backend))
+        return _both_ways(op(gate_up, bias.to(gate_up.dtype), offs, **self._options()))
 
     def clamped_swiglu_backward(self, gate_up: Tensor, bias: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
         op = mxspec.clamped_swiglu_backward_fp8_quantize_rowcol_groups
-        return _both_ways(op(gate_up, bias.to(gate_up.dtype), grad_hidden, offs, backend=self.backend))
+        return _both_ways(op(gate_up, bias.to(gate_up.dtype), grad_hidden, offs, **self._options()))
 
     def sums(self, columns: Operand, offs: Tensor, dtype: torch.dtype) -> Tensor:
         # A matmul with ones: it reads the codes once. fp8_grouped_gemm_wgrad needs 16 rows.
@@ -381,14 +385,14 @@ _OF_KIND: dict[str, type[Format]] = {of.kind: of for of in (MX, MXValues, FP8Blo
 # tensor of the backward, which it does not read.
 _LIBRARY = torch.library.Library("mxspec_nn", "DEF")
 _LIBRARY.define(
-    "quantize_after(Tensor w, Tensor after, str kind, str scaling, bool turned) -> Tensor[]",
+    "quantize_after(Tensor w, Tensor after, str kind, str scaling, str scale_format, bool turned) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
 )
 
 
-def _quantize_after(w: Tensor, after: Tensor, kind: str, scaling: str, turned: bool) -> list[Tensor]:
+def _quantize_after(w: Tensor, after: Tensor, kind: str, scaling: str, scale_format: str, turned: bool) -> list[Tensor]:
     of = _OF_KIND[kind]
-    recipe = Recipe("fp8_128") if of is FP8Blocks else Recipe("mxfp8", scaling)
+    recipe = Recipe("fp8_128", scale_format=scale_format) if of is FP8Blocks else Recipe("mxfp8", scaling)
     return [t for t in of(recipe, None, kind).one_way(w, turned) if t is not None]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mxspec.formats import FP8_DTYPES, FP8_SIZE_MULTIPLE, MX_BLOCK_SIZE, SCALINGS
+from mxspec.formats import FP8_DTYPES, FP8_SCALE_FORMATS, FP8_SIZE_MULTIPLE, MX_BLOCK_SIZE, SCALINGS
 
 # N and K must be multiples of the format's number. The last block of fp8_128 may be shorter. bf16 has the same number
 # as mxfp8, so that a model can change between the two formats.
@@ -28,15 +28,20 @@ class Recipe:
             the codes for dgrad. If False, the forward saves the weight itself, as `nn.Linear` does, and dgrad quantizes
             it. A parameter is in memory anyway, so this saves one byte for each weight. It costs memory traffic,
             because the weight is read twice. The results are the same bits.
+        scale_format: for fp8_128, `fp32` or `pow2`, as for `fp8_quantize_1x128`: `pow2` makes each scale a power of
+            two. Values that were quantized once in blocks along the features are then quantized along the tokens
+            without another loss, except for elements that only one of the two scales makes subnormal.
 
     Raises:
         TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16 or save_weight_codes is not a bool.
-        ValueError: the format or the scaling is unknown, or an option is set for a format that does not have it.
+        ValueError: the format, the scaling or the scale_format is unknown, or an option is set for a format that does
+            not have it.
 
     Example:
         >>> from dataclasses import replace
         >>> replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
-        Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False, save_weight_codes=True)
+        Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False, save_weight_codes=True,
+        scale_format='fp32')
 
     Source: OCP MX v1.0, section 6.3 (floor); NVIDIA, "Recipes for Pre-training LLMs with MXFP8", 2025 (rceil, e4m3 for
         gradients too); DeepSeek-V3 technical report, section 3.3 (fp8_128).
@@ -47,21 +52,25 @@ class Recipe:
     grad_dtype: torch.dtype = torch.float8_e4m3fn
     wgrad_bf16: bool = False
     save_weight_codes: bool = True
+    scale_format: str = "fp32"
 
     def __post_init__(self) -> None:
-        for what, value, known in (("format", self.format, SIZE_MULTIPLES), ("scaling", self.scaling, SCALINGS)):
-            if value not in known:
+        options = ("format", SIZE_MULTIPLES), ("scaling", SCALINGS), ("scale_format", FP8_SCALE_FORMATS)
+        for what, known in options:
+            if (value := getattr(self, what)) not in known:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
         if self.grad_dtype not in FP8_DTYPES:
             raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, FP8_DTYPES))}")
         for what, flag in (("wgrad_bf16", self.wgrad_bf16), ("save_weight_codes", self.save_weight_codes)):
             if not isinstance(flag, bool):
                 raise TypeError(f"Recipe: {what} = {flag!r}; needs True or False")
-        options = self.scaling, self.grad_dtype, self.wgrad_bf16
-        if self.format != "mxfp8" and options != ("rceil", torch.float8_e4m3fn, False):
+        of_mx = self.scaling, self.grad_dtype, self.wgrad_bf16
+        if self.format != "mxfp8" and of_mx != ("rceil", torch.float8_e4m3fn, False):
             raise ValueError(
                 f"Recipe: {self.format} has no scaling, grad_dtype or wgrad_bf16. Leave them out, or use mxfp8."
             )
+        if self.format != "fp8_128" and self.scale_format != "fp32":
+            raise ValueError(f"Recipe: {self.format} has no scale_format. Leave it out, or use fp8_128.")
         if self.format == "bf16" and not self.save_weight_codes:
             raise ValueError("Recipe: bf16 has no save_weight_codes, because it quantizes no weight. Leave it out.")
 
@@ -71,6 +80,7 @@ RECIPES = {
     "mxfp8_floor": Recipe(scaling="floor"),
     "mxfp8_rceil_wgrad_bf16": Recipe(wgrad_bf16=True),
     "fp8_128": Recipe("fp8_128"),
+    "fp8_128_pow2": Recipe("fp8_128", scale_format="pow2"),
     "bf16": Recipe("bf16"),
 }
 

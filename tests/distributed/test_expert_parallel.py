@@ -31,7 +31,7 @@ from tests.helpers import on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 EXPERTS, DIM, HIDDEN, TOKENS, PARTS = 8, 128, 64, 24, 4
-RECIPES = ("bf16", "fp8_128", "mxfp8_rceil", "mxfp8_floor")
+RECIPES = ("bf16", "fp8_128", "fp8_128_pow2", "mxfp8_rceil", "mxfp8_floor")
 ROUTINGS = ("even", "skewed", "empty", "all to one", "top-1", "top-8", "a part without tokens", "no tokens")
 
 

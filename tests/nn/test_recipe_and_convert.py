@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+import mxspec
 from mxspec.check import sqnr_db
-from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, Recipe, cache_weights, convert
+from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, Recipe, cache_weights, convert, watch
 
 
 def test_the_named_recipes():
@@ -18,8 +20,10 @@ def test_the_named_recipes():
         "mxfp8_floor": ("mxfp8", "floor", torch.float8_e4m3fn, False),
         "mxfp8_rceil_wgrad_bf16": ("mxfp8", "rceil", torch.float8_e4m3fn, True),
         "fp8_128": ("fp8_128", "rceil", torch.float8_e4m3fn, False),
+        "fp8_128_pow2": ("fp8_128", "rceil", torch.float8_e4m3fn, False),
         "bf16": ("bf16", "rceil", torch.float8_e4m3fn, False),
     }
+    assert {name for name, recipe in RECIPES.items() if recipe.scale_format == "pow2"} == {"fp8_128_pow2"}
 
 
 def test_a_recipe_is_frozen_and_checked():
@@ -42,6 +46,57 @@ def test_a_recipe_is_frozen_and_checked():
     assert not replace(RECIPES["fp8_128"], save_weight_codes=False).save_weight_codes
     with pytest.raises(ValueError, match="Recipe: bf16 has no save_weight_codes, because it quantizes no weight"):
         Recipe("bf16", save_weight_codes=False)
+    with pytest.raises(ValueError, match="Recipe: unknown scale_format 'e8m0'; needs one of fp32, pow2"):
+        Recipe("fp8_128", scale_format="e8m0")
+    with pytest.raises(ValueError, match=r"Recipe: mxfp8 has no scale_format\. Leave it out, or use fp8_128"):
+        Recipe(scale_format="pow2")
+
+
+@pytest.mark.parametrize("save_weight_codes", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_quantizer_of_fp8_128_pow2_makes_scales_that_are_powers_of_two(dtype, save_weight_codes, monkeypatch):
+    """The Linear, the experts and a watch read no other scale. The gradients of fp8_128 have other bits."""
+    asked, out = set(), {}
+
+    def noted(name, op, *args, **kwargs):
+        asked.add((name, kwargs["scale_format"]))
+        return op(*args, **kwargs)
+
+    for name in mxspec.__all__:
+        if "fp8_quantize" in name:
+            monkeypatch.setattr(mxspec, name, partial(noted, name, getattr(mxspec, name)))
+    torch.manual_seed(0)
+    linear, experts = Float8BlockwiseLinear(128, 128).to(dtype), GroupedExperts(2, 128, 128, "fp8_128").to(dtype)
+    x = torch.randn(40, 128).to(dtype)
+    for name in ("fp8_128", "fp8_128_pow2"):
+        recipe = replace(RECIPES[name], save_weight_codes=save_weight_codes)
+        linear.recipe = recipe
+        experts.set_recipe(recipe)
+        asked.clear()
+        x.requires_grad_().grad = None
+        with watch(nn.ModuleList([linear, experts])):
+            experts(linear(x), torch.tensor([15, 40], dtype=torch.int32)).square().sum().backward()
+        out[name] = x.grad
+        wanted = {"fp8_quantize_1x128", "fp8_quantize_128x128", "fp8_quantize_rowcol_groups"}
+        if dtype == torch.bfloat16:
+            wanted |= {"swiglu_fp8_quantize_rowcol_groups", "swiglu_backward_fp8_quantize_rowcol_groups"}
+        assert asked == {(op, RECIPES[name].scale_format) for op in wanted}
+    assert 15 < sqnr_db(*out.values()) < 60
+
+
+def test_codes_of_fp8_128_pow2_lose_nothing_when_they_are_quantized_along_the_tokens():
+    """Row codes, then column codes of their values: powers of two keep them, fp32 scales round nearly all again."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 256)
+    differing = {}
+    for name in ("fp8_128", "fp8_128_pow2"):
+        scale_format = RECIPES[name].scale_format
+        rows = mxspec.fp8_dequantize(*mxspec.fp8_quantize_1x128(x, scale_format=scale_format), out_dtype=torch.float32)
+        codes = mxspec.fp8_quantize_1x128(rows, axis=-2, scale_format=scale_format)
+        columns = mxspec.fp8_dequantize(*codes, axis=-2, out_dtype=torch.float32)
+        differing[name] = (rows != columns).float().mean().item()
+    assert differing["fp8_128_pow2"] < 1e-4
+    assert differing["fp8_128"] > 0.5
 
 
 class Block(nn.Module):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE
+from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, FP8_SCALE_FORMATS
 
-SCALE_FORMATS = ("fp32", "pow2")
+SCALE_FORMATS = FP8_SCALE_FORMATS
 
 
 def quantization_scale(amax: Tensor, scale_format: str, eps: float) -> Tensor:
