@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mxspec.distributed._agreement import raise_everywhere
+from mxspec.distributed._wire import Wire
 from mxspec.nn.routing import permute
 
 
@@ -36,21 +37,26 @@ class Plan:
     places: Tensor  # (M,), the place of each received row: the inverse of `order`
     offs: Tensor  # (E / R,) int32, the exclusive end of each local expert's rows
     group: dist.ProcessGroup
+    num_tokens: int  # M_r, the number of this rank's tokens, also of those without an expert
+    of_tokens: Wire | None  # what sends the tokens as codes
+    of_gradient: Wire | None  # what sends the gradient of the results as codes
 
     def dispatch(self, x: Tensor) -> Tensor:
         """The rows for this rank's experts, sorted by (expert, source rank, position)."""
-        received = _Exchange.apply(x[: sum(self.send)], self.send, self.receive, self.group)
+        sent = x[: sum(self.send)]
+        received = _Exchange.apply(sent, self.send, self.receive, self.group, self.of_tokens, None)
         return permute(received, self.order, self.places)
 
-    def combine(self, out: Tensor, num_tokens: int) -> Tensor:
+    def combine(self, out: Tensor) -> Tensor:
         """The result of each of this rank's tokens, at the token's place. Rows without an expert are 0."""
-        out = _Exchange.apply(permute(out, self.places, self.order), self.receive, self.send, self.group)
-        return pad(out, (0, 0, 0, num_tokens - out.shape[0]))
+        sent = permute(out, self.places, self.order)
+        out = _Exchange.apply(sent, self.receive, self.send, self.group, None, self.of_gradient)
+        return pad(out, (0, 0, 0, self.num_tokens - out.shape[0]))
 
 
 def plan_of(
     name: str, x: Tensor | None, offs: Tensor | None, error: Exception | None, facts: dict[str, Any], experts: int,
-    group: dist.ProcessGroup, device: torch.device,
+    group: dist.ProcessGroup, device: torch.device, of_tokens: Wire | None, of_gradient: Wire | None,
 ) -> Plan:  # fmt: skip
     """Exchange the counts and derive the plan. Every rank must call this, also one whose arguments have an error.
 
@@ -60,6 +66,7 @@ def plan_of(
         error: why this rank cannot run. It is then raised on every rank.
         facts: what must be the same on every rank.
         experts: E, the number of experts of all ranks.
+        of_tokens, of_gradient: the wires, if codes travel.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     counts = torch.zeros(experts, dtype=torch.int64, device=device)
@@ -86,6 +93,9 @@ def plan_of(
         [sum(each[mine]) for each in values],
         *_orders(matrix[:, mine], sum(sum(each[mine]) for each in values)),
         group,
+        rows,
+        of_tokens,
+        of_gradient,
     )
 
 
@@ -102,18 +112,25 @@ def _orders(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Exchange(torch.autograd.Function):
-    """`all_to_all_single` of rows. Its backward is the exchange in the other direction."""
+    """`all_to_all_single` of rows. Its backward is the exchange in the other direction.
+
+    `there` and `back` are the wires of the two directions. None sends the rows themselves.
+    """
 
     @staticmethod
-    def forward(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), receive, send, group)
-        return out
+    def forward(
+        x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, there: Wire | None, back: Wire | None
+    ) -> Tensor:
+        message = x.contiguous() if there is None else there.encode(x)
+        out = message.new_empty(sum(receive), message.shape[1])
+        dist.all_to_all_single(out, message, receive, send, group)
+        return out if there is None else there.decode(out, x.shape[1], x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.send, ctx.receive, ctx.group = inputs
+        _, ctx.send, ctx.receive, ctx.group, ctx.there, ctx.back = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Exchange.apply(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
+        given = ctx.receive, ctx.send, ctx.group, ctx.back, ctx.there
+        return _Exchange.apply(gradients[0], *given), None, None, None, None, None

@@ -13,10 +13,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from mxspec.distributed._agreement import CAUGHT, raise_everywhere
 from mxspec.distributed._exchange import Plan, plan_of
+from mxspec.distributed._wire import check_wire, wires
 from mxspec.nn import GroupedExperts
+from mxspec.nn._autograd import backend_now
 from mxspec.nn.grouped_mm import check_offs
 
 GRADIENTS = ("mean", "sum")
+WIRES = ("values", "codes")
 
 
 class ExpertParallel(ParallelStyle):
@@ -25,7 +28,7 @@ class ExpertParallel(ParallelStyle):
     With E experts on R ranks, rank d holds the experts `d * E / R` to `(d + 1) * E / R - 1`: each parameter becomes a
     DTensor, `Shard(0)`. The layer's call stays as it was. Each rank calls it with its own tokens, sorted by all E
     experts, and gets the results of its own tokens. In between, the tokens travel to the ranks of their experts, and
-    the results come back, unquantized.
+    the results come back. By default they travel as they are, unquantized.
 
     The order of the rows of an expert is (source rank, position), as in `dispatch_reference`. So the output, the
     gradient of the tokens and the gradients of the weights are the bits of one process that runs the same layer on the
@@ -35,6 +38,12 @@ class ExpertParallel(ParallelStyle):
     run the same layers in the same order, with or without tokens. It must also run each backward.
 
     Args:
+        wire: what travels. `values` sends the tokens, the results and both gradients in their own dtype. `codes` sends
+            the codes of the layer's recipe for the tokens, and for the gradient of the results: about half the bytes of
+            bfloat16. The results, and the gradient of the tokens, are summed afterwards, so they stay values. The layer
+            then computes what one process computes with `wire_reference`. With mxfp8 and fp8_128_pow2, output and
+            gradient of the tokens are those of `values`, and the gradients of the weights differ slightly. With
+            fp8_128, whose scales are no powers of two, the gradients of the weights lose 3 dB.
         gradients: `mean` divides the gradients of the weights by R. They then fit a model whose other parameters
             average their gradients over the ranks, as DDP and FSDP2 do. FSDP2 over the experts divides by the size of
             its own mesh, so that the divisor is the number of all ranks. `sum` leaves the sum over the ranks: the
@@ -65,10 +74,11 @@ class ExpertParallel(ParallelStyle):
     Source: torchtitan's `ExpertParallel` of 2025 (the split of the experts, the exchange); Shazeer et al., 2017.
     """
 
-    def __init__(self, *, gradients: str = "mean") -> None:
-        if gradients not in GRADIENTS:
-            raise ValueError(f"ExpertParallel: unknown gradients {gradients!r}; needs one of {', '.join(GRADIENTS)}")
-        self.gradients = gradients
+    def __init__(self, *, wire: str = "values", gradients: str = "mean") -> None:
+        for what, value, known in (("wire", wire, WIRES), ("gradients", gradients, GRADIENTS)):
+            if value not in known:
+                raise ValueError(f"ExpertParallel: unknown {what} {value!r}; needs one of {', '.join(known)}")
+        self.wire, self.gradients = wire, gradients
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:  # the mesh is the same on every rank
@@ -79,7 +89,9 @@ class ExpertParallel(ParallelStyle):
         try:
             _check(module, device_mesh.size())
             assert isinstance(module, GroupedExperts)
-            facts = _facts(module, self.gradients)
+            if self.wire == "codes":
+                check_wire("ExpertParallel", module.recipe)
+            facts = _facts(module, self)
         except CAUGHT as found:
             error = found
         raise_everywhere("ExpertParallel", error, facts, group)
@@ -91,7 +103,7 @@ class ExpertParallel(ParallelStyle):
         kind: Any = type(module)
         module.__class__ = _sharded(kind)
         assert isinstance(module, _Sharded)
-        module.expert_mesh = device_mesh
+        module.expert_mesh, module.wire = device_mesh, self.wire
         module.gradient_divisor = device_mesh.size() if self.gradients == "mean" else 1
         return module
 
@@ -101,17 +113,18 @@ class _Sharded(GroupedExperts):
 
     expert_mesh: DeviceMesh
     gradient_divisor: int
+    wire: str
 
     def _weights(self) -> tuple[Tensor, ...]:
         local = (getattr(self, name).to_local() for name in self.weight_names)
         return tuple(_divided(weight, self.gradient_divisor) for weight in local)
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        rows, ends, plan = self._dispatch(x, offs)
-        return _combine(self.feed_forward(rows, ends), plan, x.shape[0])
+        rows, plan = self._dispatch(x, offs)
+        return _combine(self.feed_forward(rows, plan.offs), plan)
 
     @torch.compiler.disable  # the numbers of rows are known only in the forward, and errors need a collective too
-    def _dispatch(self, x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Plan]:
+    def _dispatch(self, x: Tensor, offs: Tensor) -> tuple[Tensor, Plan]:
         name, group, error = type(self).__name__, self.expert_mesh.get_group(), None
         device, facts = self._weights()[0].device, {}
         try:
@@ -119,6 +132,8 @@ class _Sharded(GroupedExperts):
                 raise TypeError(f"{name}: x or offs is a DTensor; needs this rank's own tokens, as plain tensors")
             x = self.checked(x, self.dim, offs=offs)
             check_offs(name, offs, self.num_experts)
+            if self.wire == "codes":
+                check_wire(name, self.recipe)  # `set_recipe` may have come after
             grad = torch.is_grad_enabled()
             facts = {
                 "the tokens' dtype": x.dtype,
@@ -129,8 +144,9 @@ class _Sharded(GroupedExperts):
         except CAUGHT as found:
             error = found
         whole, ends = (x, offs) if error is None else (None, None)
-        plan = plan_of(name, whole, ends, error, facts, self.num_experts, group, device)
-        return plan.dispatch(x), plan.offs, plan
+        there, back = wires(self.recipe, backend_now(self)) if self.wire == "codes" else (None, None)
+        plan = plan_of(name, whole, ends, error, facts, self.num_experts, group, device, there, back)
+        return plan.dispatch(x), plan
 
     def reset_parameters(self) -> None:
         """Draw new weights. Each shard has its own random numbers; copies of a shard have the same."""
@@ -146,12 +162,12 @@ class _Sharded(GroupedExperts):
 
     def extra_repr(self) -> str:
         mesh = self.expert_mesh
-        return f"{super().extra_repr()}, rank {mesh.get_local_rank()} of {mesh.size()}"
+        return f"{super().extra_repr()}, wire={self.wire!r}, rank {mesh.get_local_rank()} of {mesh.size()}"
 
 
 @torch.compiler.disable
-def _combine(out: Tensor, plan: Plan, num_tokens: int) -> Tensor:
-    return plan.combine(out, num_tokens)
+def _combine(out: Tensor, plan: Plan) -> Tensor:
+    return plan.combine(out)
 
 
 @functools.cache
@@ -178,12 +194,13 @@ def _check(module: nn.Module, ranks: int) -> None:
         )
 
 
-_FACTS = ("the layer", "the number of experts", "the widths", "the weights' dtype", "gradients", "the recipe")
+_FACTS = ("the layer", "the number of experts", "the widths", "the weights' dtype", "the options", "the recipe")
 
 
-def _facts(module: GroupedExperts, gradients: str) -> dict[str, Any]:
+def _facts(module: GroupedExperts, style: ExpertParallel) -> dict[str, Any]:
     widths, dtypes = (module.dim, module.hidden_dim), [weight.dtype for weight in module._weights()]
-    values = type(module).__name__, module.num_experts, widths, dtypes, gradients, module.recipe
+    options = f"wire={style.wire!r}, gradients={style.gradients!r}"
+    values = type(module).__name__, module.num_experts, widths, dtypes, options, module.recipe
     return dict(zip(_FACTS, values, strict=True))
 
 

@@ -1,12 +1,17 @@
-"""What expert parallelism computes, in one process: the order in which an expert gets the tokens of several ranks."""
+"""What expert parallelism computes, in one process: the order of the tokens of several ranks, and what codes change."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+import mxspec
+from mxspec.distributed._wire import Wire, check_wire, wires
+from mxspec.nn import Recipe
+from mxspec.nn.recipe import recipe_of
 
 
 class Dispatched(NamedTuple):
@@ -62,3 +67,51 @@ def combine_reference(out: Tensor, dispatched: Dispatched) -> list[Tensor]:
         [[70.0, 80.0], [90.0]]
     """
     return list(torch.empty_like(out).index_copy(0, dispatched.order, out).split(dispatched.sizes))
+
+
+def wire_reference(x: Tensor, recipe: Recipe | str, *, of_gradient: bool = False) -> Tensor:
+    """Quantize rows and read the codes back, as `ExpertParallel(wire="codes")` does when it sends rows.
+
+    The codes lie along the features: `mx_quantize` or `fp8_quantize_1x128`, with the rules of the recipe. Their values
+    are rounded to x's dtype. The wire quantizes the tokens in the forward, and the gradient of the experts' results in
+    the backward. So expert parallelism with a wire is, in one process::
+
+        there = dispatch_reference([wire_reference(x, recipe) for x in tokens], offs)
+        outs = combine_reference(experts(there.tokens, there.offs), there)
+        outs = [wire_reference(out, recipe, of_gradient=True) for out in outs]
+
+    Args:
+        x: `(M, D)`, bfloat16 or float32.
+        recipe: a `Recipe` or its name, not bf16.
+        of_gradient: False changes the values, and leaves the gradient as it is. True leaves the values, and changes the
+            gradient; it has the recipe's `grad_dtype`.
+
+    Returns:
+        `(M, D)` in x's dtype.
+
+    Raises:
+        ValueError: the recipe is bf16, which has no codes.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 1.1]]).repeat(1, 16)
+        >>> wire_reference(x, "mxfp8_rceil")[0, :2].tolist()
+        [1.0, 1.125]
+    """
+    found = recipe_of(recipe, "wire_reference")
+    check_wire("wire_reference", found)
+    of_tokens, of_results = wires(found, mxspec.current_backend())
+    return _Wired.apply(x, None if of_gradient else of_tokens, of_results if of_gradient else None)
+
+
+class _Wired(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, there: Wire | None, back: Wire | None) -> Tensor:
+        return x.view_as(x) if there is None else there.decode(there.encode(x), x.shape[1], x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.there, ctx.back = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Wired.apply(gradients[0], ctx.back, ctx.there), None, None

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from mxspec.check import sqnr_db
-from mxspec.distributed import ExpertParallel, _exchange, combine_reference, dispatch_reference
+from mxspec.distributed import ExpertParallel, _exchange, combine_reference, dispatch_reference, wire_reference
 from mxspec.nn import GroupedExperts, cache_weights
 from mxspec.nn.routing import routing
 from tests.helpers import on_ranks
@@ -71,9 +71,11 @@ def layer_of(recipe: str, dtype: torch.dtype) -> GroupedExperts:
     return GroupedExperts(EXPERTS, DIM, HIDDEN, recipe, dtype=dtype)
 
 
-def sharded(layer: GroupedExperts, gradients: str = "sum", mesh: dist.DeviceMesh | None = None) -> GroupedExperts:
+def sharded(
+    layer: GroupedExperts, gradients: str = "sum", mesh: DeviceMesh | None = None, wire: str = "values"
+) -> GroupedExperts:
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(layer, mesh, ExpertParallel(gradients=gradients))
+    return parallelize_module(layer, mesh, ExpertParallel(wire=wire, gradients=gradients))
 
 
 def leaf(x: Tensor) -> Tensor:
@@ -88,13 +90,17 @@ def weighted(part: Part, experts) -> tuple[Tensor, Tensor]:
     return pairs.combine(out * pairs.sort(part.weight.reshape(-1))[:, None]), x
 
 
-def on_one_process(layer: nn.Module, parts: list[Part]) -> list[tuple[Tensor, Tensor]]:
+def on_one_process(layer: nn.Module, parts: list[Part], wire: str = "values") -> list[tuple[Tensor, Tensor]]:
     """Results and tokens of each part, when one process runs the experts on all parts."""
     leaves = [leaf(part.x) for part in parts]
     pairs = [routing(part.index, EXPERTS) for part in parts]
     rows = [each.gather(x) for each, x in zip(pairs, leaves, strict=True)]
+    if wire == "codes":
+        rows = [wire_reference(each, layer.recipe) for each in rows]
     there = dispatch_reference(rows, [each.offs for each in pairs])
     outs = combine_reference(layer(there.tokens, there.offs), there)
+    if wire == "codes":
+        outs = [wire_reference(out, layer.recipe, of_gradient=True) for out in outs]
     weights = [each.sort(part.weight.reshape(-1))[:, None] for each, part in zip(pairs, parts, strict=True)]
     results = [each.combine(out * weight) for each, out, weight in zip(pairs, outs, weights, strict=True)]
     return list(zip(results, leaves, strict=True))
@@ -112,21 +118,26 @@ def local(whole: Tensor) -> Tensor:
     return whole.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def cases() -> list[tuple[str, str, torch.dtype]]:
-    in_bfloat16 = list(itertools.product(RECIPES, ROUTINGS, [torch.bfloat16]))
-    return in_bfloat16 + [(recipe, "skewed", torch.float32) for recipe in RECIPES]
+def cases() -> list[tuple[str, str, torch.dtype, str]]:
+    """The recipe, the routing, the dtype of tokens and weights, and the wire."""
+    some = [("skewed", torch.bfloat16), ("skewed", torch.float32), ("a part without tokens", torch.bfloat16)]
+    return [
+        *itertools.product(RECIPES, ROUTINGS, [torch.bfloat16], ["values"]),
+        *((recipe, "skewed", torch.float32, "values") for recipe in RECIPES),
+        *((recipe, *each, "codes") for recipe in RECIPES for each in some if recipe != "bf16"),
+    ]
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> Path:
     """A file of what one process computes in each case: results, gradients of tokens, gradients of weights."""
     of_case = {}
-    for recipe, kind, dtype in cases():
+    for recipe, kind, dtype, wire in cases():
         parts, layer = [part_of(kind, number, dtype) for number in range(PARTS)], layer_of(recipe, dtype)
-        outs, leaves = zip(*on_one_process(layer, parts), strict=True)
+        outs, leaves = zip(*on_one_process(layer, parts, wire), strict=True)
         backward(outs, parts)
         gradients = [x.grad for x in leaves]
-        of_case[recipe, kind, dtype] = (
+        of_case[recipe, kind, dtype, wire] = (
             [out.detach() for out in outs],
             gradients,
             layer.w_gate_up.grad,
@@ -141,13 +152,13 @@ def my_parts() -> slice:
     return slice(dist.get_rank() * each, (dist.get_rank() + 1) * each)
 
 
-def compared(of_case: Any, recipe: str, kind: str, dtype: torch.dtype) -> dict[str, bool]:
+def compared(of_case: Any, recipe: str, kind: str, dtype: torch.dtype, wire: str) -> dict[str, bool]:
     """Which results of this rank have the bits of one process."""
     own = joined([part_of(kind, number, dtype) for number in range(PARTS)][my_parts()])
-    layer = sharded(layer_of(recipe, dtype))
+    layer = sharded(layer_of(recipe, dtype), wire=wire)
     result, x = weighted(own, layer)
     backward([result], [own])
-    outs, gradients, w_gate_up, w_down = of_case[recipe, kind, dtype]
+    outs, gradients, w_gate_up, w_down = of_case[recipe, kind, dtype, wire]
     return {
         "output": same_bits(result, torch.cat(outs[my_parts()])),
         "gradient of the tokens": same_bits(x.grad, torch.cat(gradients[my_parts()])),
@@ -180,11 +191,23 @@ def _another_order_is_found(of_case: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_exchange, "_orders", backwards)
-        same = compared(of_case, "mxfp8_floor", "top-8", torch.bfloat16)
+        same = compared(of_case, "mxfp8_floor", "top-8", torch.bfloat16, "values")
     assert same["output"]
     assert same["gradient of the tokens"]
     assert not same["w_gate_up"]
     assert not same["w_down"]
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "bf16"])
+def test_what_a_wire_of_codes_changes(recipe, expected):
+    """With powers of two, output and gradient of the tokens stay, because a value is quantized to itself."""
+    of_case = torch.load(expected)
+    by_values, by_codes = (of_case[recipe, "skewed", torch.float32, wire] for wire in ("values", "codes"))
+    same = [all(map(same_bits, *each)) for each in zip(by_values[:2], by_codes[:2], strict=True)]
+    assert same == ([False, False] if recipe == "fp8_128" else [True, True])
+    of_weights = [sqnr_db(*each) for each in zip(by_codes[2:], by_values[2:], strict=True)]
+    least = {"fp8_128": 25, "mxfp8_floor": 30}.get(recipe, 60)
+    assert least < min(of_weights) < torch.inf
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -293,6 +316,11 @@ def _refusals_of_the_style(rank: int) -> None:
     with cache_weights(plain):
         held = _message(lambda: parallelize_module(plain, mesh, ExpertParallel()))
     assert held.startswith("RuntimeError: rank 0: ExpertParallel: cache_weights holds codes")
+    codes = _message(lambda: parallelize_module(plain, mesh, ExpertParallel(wire="codes")))
+    assert codes.startswith("ValueError: rank 0: ExpertParallel: wire='codes' sends the codes of the recipe, and bf16")
+    styles = ExpertParallel(), ExpertParallel(wire="codes")
+    other = _message(lambda: parallelize_module(layer_of("fp8_128", torch.float32), mesh, styles[rank]))
+    assert "the options must be the same on every rank, but rank 0 has wire='values'" in other
     two_dimensions = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "fsdp"))
     assert "has 2 dimensions; needs 1" in _message(lambda: ExpertParallel()._apply(plain, two_dimensions))
     assert plain.w_down.shape == (EXPERTS, DIM, HIDDEN)  # a refused layer stays as it was
@@ -327,6 +355,9 @@ def _refusals_of_a_forward(rank: int) -> None:
     assert "the recipe must be the same on every rank, but rank 0" in _message(lambda: layer(x, offs))
     with pytest.raises(TypeError, match="has sharded weights"), cache_weights(layer):
         pass
+    layer = sharded(layer_of("fp8_128_pow2", torch.float32), wire="codes")
+    layer.set_recipe("bf16")
+    assert "wire='codes' sends the codes of the recipe, and bf16 has none" in _message(lambda: layer(x, offs))
 
 
 def part_ends(number: int) -> list[int]:
@@ -381,6 +412,29 @@ def _compiled(rank: int) -> None:
         assert counter.frame_count <= 2, counter.frame_count  # one graph for the first number of tokens, one for any
 
 
+def _bytes_that_travel(rank: int) -> None:
+    """With codes, tokens and the gradient of the results are one byte an element, and D / 32 bytes of scales a row."""
+    own, sent = part_of("skewed", rank, torch.bfloat16), []
+    exchange = dist.all_to_all_single
+
+    def noted(out: Tensor, given: Tensor, *args: Any) -> None:
+        sent.append((given.dtype, given.shape[1]))
+        exchange(out, given, *args)
+
+    values, codes = (torch.bfloat16, DIM), (torch.uint8, DIM + DIM // 32)
+    for recipe, wire, expected in [
+        ("mxfp8_rceil", "codes", [codes, values, codes, values]),
+        ("fp8_128", "codes", [codes, values, codes, values]),
+        ("fp8_128", "values", [values] * 4),
+    ]:
+        layer = sharded(layer_of(recipe, torch.bfloat16), wire=wire)
+        sent.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", noted)
+            backward([weighted(own, layer)[0]], [own])
+        assert sent == expected
+
+
 def _new_parameters(rank: int) -> None:
     torch.manual_seed(0)
     layer = sharded(layer_of("bf16", torch.float32))
@@ -399,14 +453,21 @@ def _on_two_ranks(rank: int) -> None:
     _mean_of_the_gradients(rank)
     _checkpointed(rank)
     _compiled(rank)
+    _bytes_that_travel(rank)
     _new_parameters(rank)
 
 
-def test_refusals_unused_rows_checkpointing_compile_and_new_parameters():
+def test_refusals_unused_rows_checkpointing_compile_bytes_and_new_parameters():
     on_ranks(2, _on_two_ranks)
 
 
-def test_a_style_with_an_unknown_option_is_refused():
+def test_a_wire_without_codes_and_an_unknown_option_are_refused():
+    with pytest.raises(
+        ValueError, match="wire_reference: wire='codes' sends the codes of the recipe, and bf16 has none"
+    ):
+        wire_reference(torch.ones(1, 32), "bf16")
+    with pytest.raises(ValueError, match="unknown wire 'fp8'; needs one of values, codes"):
+        ExpertParallel(wire="fp8")
     with pytest.raises(ValueError, match="unknown gradients 'average'; needs one of mean, sum"):
         ExpertParallel(gradients="average")
 
