@@ -6,6 +6,10 @@ The text is the text of `train_char_model.py`. The model predicts a character fr
 has an embedding, a Linear, layers of EXPERTS experts, and a Linear. In each layer a router takes TOP experts for each
 token. `mxspec.nn.convert` makes the Linears and experts train by the recipe. The modules that it leaves out stay
 bfloat16, and are printed.
+
+With several processes, each process has a part of the experts and a part of each batch. FSDP2 shards the other layers:
+
+    torchrun --nproc-per-node 2 examples/train_moe.py --expert-parallel [values|codes] [...]
 """
 
 from __future__ import annotations
@@ -17,12 +21,17 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
 
+from mxspec.distributed import ExpertParallel
 from mxspec.nn import RECIPES, Conversion, GroupedExperts, convert
 
 CONTEXT, WIDTH, DIM, HIDDEN, LAYERS, CHARACTERS = 16, 64, 256, 512, 2, 128
@@ -83,17 +92,31 @@ def model(seed: int) -> nn.Module:
     )
 
 
-def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0) -> Outcome:
+def shard(net: nn.Module, wire: str) -> None:
+    """Give each rank a part of the experts, and a shard of every other parameter."""
+    mesh = init_device_mesh(next(net.parameters()).device.type, (dist.get_world_size(),))
+    # bf16 has no codes: its tokens travel as they are
+    bf16 = any(layer.recipe.format == "bf16" for layer in net.modules() if isinstance(layer, GroupedExperts))
+    parallelize_module(net, mesh, {"*.experts": ExpertParallel(wire="values" if bf16 else wire)})
+    experts = [p for layer in net.modules() if isinstance(layer, GroupedExperts) for p in layer.parameters()]
+    fully_shard(net, mesh=mesh, ignored_params=set(experts))
+
+
+def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0, wire: str | None = None) -> Outcome:
+    """Train by a recipe. With a wire, train on several ranks, each with a part of the experts and of the batch."""
     device, net = characters.device, model(seed).to(characters.device)
     report = convert(net, recipe, experts_per_token=TOP)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if wire else (0, 1)
+    if wire:
+        shard(net, wire)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(seed + 1)
     window = torch.arange(CONTEXT + 1, device=device)
     losses: list[Tensor] = []
     began = time.perf_counter()
-    for step in track(range(steps), f"{recipe}, seed {seed}", transient=True):
+    for step in track(range(steps), f"{recipe}, seed {seed}", transient=True, disable=rank > 0):
         start = torch.randint(len(characters) - CONTEXT, (batch, 1), generator=generator).to(device)
-        samples = characters[start + window]
+        samples = characters[start + window].chunk(ranks)[rank]
         with torch.autocast(device.type, torch.bfloat16):
             logits = net(samples[:, :-1])
         loss = cross_entropy(logits.float(), samples[:, -1])
@@ -101,6 +124,8 @@ def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+        if wire:
+            dist.all_reduce(losses[-1].div_(ranks))
         if step == 0:  # the first step compiles kernels, so it is not timed
             float(losses[0])
             began = time.perf_counter()
@@ -137,15 +162,31 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="RECIPE")
     p.add_argument("--plot", metavar="FILE", help="a picture of the differences to bf16; needs matplotlib")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument(
+        "--expert-parallel",
+        nargs="?",
+        const="values",
+        choices=["values", "codes"],
+        help="train on the processes of torchrun; tokens travel as values, or as codes of the recipe",
+    )
     options = p.parse_args(argv)
     if options.seeds < 1:
         p.error(f"--seeds {options.seeds}; needs at least 1")
-    characters, console = text().to(options.device), Console()
+    if options.expert_parallel:
+        dist.init_process_group("nccl" if options.device.startswith("cuda") else "gloo")
+        if options.device == "cuda":
+            options.device = f"cuda:{dist.get_node_local_rank()}"
+            torch.cuda.set_device(options.device)
+        if options.batch % dist.get_world_size():
+            p.error(f"--batch {options.batch}; needs a multiple of the {dist.get_world_size()} processes")
+    characters = text().to(options.device)
+    console = Console(quiet=bool(options.expert_parallel) and dist.get_rank() > 0)
     recipes = ["bf16", *(name for name in options.recipes if name != "bf16")]  # what the others are compared with
     outcomes: dict[str, list[Outcome]] = {recipe: [] for recipe in recipes}
     for seed in range(options.seeds):
         for recipe in recipes:
-            outcomes[recipe].append(train(recipe, characters, options.steps, options.batch, seed))
+            given = options.steps, options.batch, seed, options.expert_parallel
+            outcomes[recipe].append(train(recipe, characters, *given))
     table = Table("recipe", f"loss at step {options.steps}", "against bf16", "seed by seed", "seconds per step")
     differences: dict[str, list[float]] = {}
     for recipe, each in outcomes.items():
@@ -158,7 +199,9 @@ def main(argv: list[str] | None = None) -> int:
     for recipe, (outcome, *_) in outcomes.items():
         if recipe != "bf16":
             console.print(f"{recipe}: {outcome.report}", highlight=False, soft_wrap=True)
-    if options.plot:
+    if options.expert_parallel:
+        dist.destroy_process_group()
+    if options.plot and not console.quiet:
         del differences["bf16"]
         plot(differences, options.steps, options.plot)
     return 0

@@ -509,7 +509,7 @@ def test_fsdp_over_expert_parallel_averages_as_one_process_does():
 def _without_a_peer(rank: int, store: str) -> None:
     layers = []
     for _ in range(2):  # a group each, because an error breaks its group
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
         layers.append(sharded(layer_of("bf16", torch.float32), mesh=DeviceMesh.from_group(group, "cpu")))
     own = part_of("even", rank, torch.float32)
     for layer in layers:
@@ -519,12 +519,12 @@ def _without_a_peer(rank: int, store: str) -> None:
         with pytest.raises(RuntimeError):
             weighted(own, layers[0])  # rank 1 does not call
         waited = time.monotonic() - began
-        assert 2 < waited < 10, waited
+        assert 4 < waited < 15, waited
         Path(store).touch()
         result, _ = weighted(own, layers[1])
         with pytest.raises(RuntimeError):
             backward([result], [own])  # rank 1 has died after its forward
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 30
     else:
         while not Path(store).exists():
             time.sleep(0.05)
