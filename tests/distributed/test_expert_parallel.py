@@ -395,21 +395,23 @@ def _checkpointed(rank: int) -> None:
 
 
 def _compiled(rank: int) -> None:
-    """`torch.compile` compiles the experts between the exchanges, once for all numbers of tokens."""
-    for recipe, kinds in (("bf16", ("skewed", "top-1", "top-8")), ("fp8_128", ("skewed",))):
-        torch.compiler.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        layers = [sharded(layer_of(recipe, torch.bfloat16)) for _ in range(2)]
-        compiled = torch.compile(layers[1], backend=counter)
-        for kind in kinds:
-            own, grads = part_of(kind, rank, torch.bfloat16), []
-            for layer, run in zip(layers, (layers[0], compiled), strict=True):
-                layer.zero_grad()
-                result, x = weighted(own, run)
-                backward([result], [own])
-                grads.append([result.detach(), x.grad, layer.w_gate_up.grad.to_local(), layer.w_down.grad.to_local()])
-            assert all(map(same_bits, *grads)), (recipe, kind)
-        assert counter.frame_count <= 2, counter.frame_count  # one graph for the first number of tokens, one for any
+    """`torch.compile` compiles the experts between the exchanges, once for all numbers of tokens.
+
+    In bf16, whose graph Dynamo traces fastest. tests/nn compiles the layer in the other recipes.
+    """
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layers = [sharded(layer_of("bf16", torch.bfloat16), "mean") for _ in range(2)]
+    compiled = torch.compile(layers[1], backend=counter)
+    for kind in ("skewed", "top-1", "top-8"):
+        own, grads = part_of(kind, rank, torch.bfloat16), []
+        for layer, run in zip(layers, (layers[0], compiled), strict=True):
+            layer.zero_grad()
+            result, x = weighted(own, run)
+            backward([result], [own])
+            grads.append([result.detach(), x.grad, layer.w_gate_up.grad.to_local(), layer.w_down.grad.to_local()])
+        assert all(map(same_bits, *grads)), kind
+    assert 1 <= counter.frame_count <= 2, counter.frame_count  # a graph for the first number of tokens, one for any
 
 
 def _bytes_that_travel(rank: int) -> None:
@@ -475,7 +477,7 @@ def test_a_wire_without_codes_and_an_unknown_option_are_refused():
 def _fsdp(rank: int) -> None:
     """Experts on 2 of 4 ranks, twice: FSDP2 shards each rank's experts, and averages over the other two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
-    for recipe in RECIPES:
+    for recipe in ("fp8_128", "mxfp8_floor"):
         alone, model = (nn.Sequential(nn.Linear(DIM, DIM), layer_of(recipe, torch.float32)) for _ in range(2))
         model[0].load_state_dict(alone[0].state_dict())
         sharded(model[1], "mean", mesh["ep"])
