@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -504,8 +505,33 @@ def _fsdp(rank: int) -> None:
         assert len(values.unique()) > 0.98 * values.numel()
 
 
+def _fsdp_frees_saved_weights(rank: int) -> None:
+    """With save_weight_codes=False, FSDP2 frees the weights that the forward saved. The gradients are the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    own, bytes_left, grads = part_of("skewed", rank, torch.float32), [], []
+    for saves_codes in (True, False):
+        layer = layer_of("fp8_128", torch.float32)
+        layer.set_recipe(replace(layer.recipe, save_weight_codes=saves_codes))
+        fully_shard(sharded(layer, "mean", mesh["ep"]), mesh=mesh["fsdp"], reshard_after_forward=True)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            result, x = weighted(own, layer)
+        of_weights = [t for t in kept if t.ndim == 3]
+        assert len(of_weights) == (4 if saves_codes else 2)  # two weights, or their codes and scales
+        bytes_left.append(sum(t.untyped_storage().nbytes() for t in of_weights))
+        backward([result], [own])
+        grads.append([x.grad, *(p.grad.full_tensor() for p in layer.parameters())])
+    assert bytes_left[0] > 0 == bytes_left[1]
+    assert all(map(same_bits, *grads))
+
+
+def _with_fsdp(rank: int) -> None:
+    _fsdp(rank)
+    _fsdp_frees_saved_weights(rank)
+
+
 def test_fsdp_over_expert_parallel_averages_as_one_process_does():
-    on_ranks(4, _fsdp)
+    on_ranks(4, _with_fsdp)
 
 
 def _without_a_peer(rank: int, store: str) -> None:
