@@ -25,7 +25,7 @@ FAMILIES = {
 SCALE = {"fp8_block": "weight_scale_inv", "mxfp8": "weight_scale_inv"}  # the others: weight_scale
 RECIPES_AND_FAMILIES = [
     (recipe, to)
-    for recipe in ("fp8_128", "mxfp8_rceil", "mxfp8_floor", "mxfp8_rceil_wgrad_bf16")
+    for recipe in ("fp8_128", "fp8_128_pow2", "mxfp8_rceil", "mxfp8_floor", "mxfp8_rceil_wgrad_bf16")
     for to in FAMILIES[RECIPES[recipe].format]
 ]
 
@@ -33,7 +33,7 @@ RECIPES_AND_FAMILIES = [
 def quantized(w, recipe):
     """Codes and scales of `(N, K)` as bytes, by the reference of the op that quantizes one direction."""
     if recipe.format == "fp8_128":
-        codes, scale = dispatch.reference("fp8_quantize_128x128")(w)
+        codes, scale = dispatch.reference("fp8_quantize_128x128")(w, scale_format=recipe.scale_format)
         return codes.view(torch.uint8), scale
     codes, scale = dispatch.reference("mx_quantize")(w, elem_dtype=torch.float8_e4m3fn, scaling=recipe.scaling)
     return codes.view(torch.uint8), scale.view(torch.uint8)
@@ -87,9 +87,9 @@ def test_the_bytes_are_those_of_the_ops_reference(tmp_path, recipe, to, dtype):
         assert codes or x.dtype == want[name].dtype, name
     assert manifest["tensors"]["experts.1.up_proj.weight"]["from"] == ["experts.w_gate_up"]
     assert manifest["tensors"]["head.weight"]["how"] == "copied"
-    assert manifest["tensors"]["q_proj.weight"]["rule"] == (
-        "contract" if recipe.format == "fp8_128" else f"contract, scaling {recipe.scaling}"
-    )
+    of_fp8 = "contract, scale_format pow2" if recipe.scale_format == "pow2" else "contract"
+    rule = of_fp8 if recipe.format == "fp8_128" else f"contract, scaling {recipe.scaling}"
+    assert manifest["tensors"]["q_proj.weight"]["rule"] == rule
     assert json.loads((tmp_path / "out" / "mxspec_manifest.json").read_text()) == manifest
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         ["config.json", "model.safetensors", "mxspec_manifest.json"]
