@@ -1,10 +1,19 @@
-"""Expert parallelism over torch.distributed: the experts of a layer lie on several ranks, and tokens travel to them.
+"""Layers on several ranks over torch.distributed: tokens that travel to their experts, and weights gathered as codes.
 
 A rank is one process of a process group. `ExpertParallel` shards the experts of a layer. `dispatch_reference`,
-`combine_reference` and `wire_reference` say in one process what the ranks compute together.
+`combine_reference` and `wire_reference` say in one process what the ranks compute together. `gather_codes` makes FSDP2
+gather the codes of FP8 weights.
 """
 
+from mxspec.distributed.code_gather import gather_codes
 from mxspec.distributed.expert_parallel import ExpertParallel
 from mxspec.distributed.reference import Dispatched, combine_reference, dispatch_reference, wire_reference
 
-__all__ = ["Dispatched", "ExpertParallel", "combine_reference", "dispatch_reference", "wire_reference"]
+__all__ = [
+    "Dispatched",
+    "ExpertParallel",
+    "combine_reference",
+    "dispatch_reference",
+    "gather_codes",
+    "wire_reference",
+]
