@@ -1,12 +1,16 @@
 """Train a mixture of experts of Hugging Face transformers in bfloat16 and by recipes, and compare losses and time.
 
-    python examples/finetune_hf_moe.py [--model qwen3-30b-a3b] [--steps 200] [--recipes fp8_128 ...] [--plot losses.png]
+    python examples/finetune_hf_moe.py [--model qwen3-30b-a3b] [--steps 200] [--seeds 3] [--recipes fp8_128 ...]
 
 The model is built from a configuration of transformers, with random weights in bfloat16. `tiny` is a small Qwen3-MoE,
 for a CPU. The other models have the widths and experts of the real ones, and LAYERS of their layers. The text is
 Python's help topics. A byte is a token, so the vocabulary has 256 tokens. `bf16` is the model as transformers runs it.
 `mxspec.nn.convert` makes the Linears and the experts of the other runs train by a recipe. `mxspec.nn.watch` shows which
 of their operands lose most.
+
+The loss of a short run also changes with every rounding. So `mxspec bf16` is the same model by the recipe bf16, which
+quantizes nothing and sums in another order than transformers. Its difference to `bf16` shows how far two runs drift
+apart without quantization. With `--seeds`, each seed has its own weights and batches.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import gc
 import pydoc_data.topics
 import time
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +33,7 @@ from mxspec.nn import RECIPES, Conversion, convert, watch
 
 VOCABULARY, LAYERS = 256, 4
 WORST = 6  # operands in the table of `watch`
+PLAIN, UNQUANTIZED = "bf16", "mxspec bf16"
 
 
 class Model(NamedTuple):
@@ -97,12 +103,12 @@ def train(recipe: str, model: Model, tokens: Tensor, seed: int = 0) -> Outcome:
     torch.manual_seed(seed)
     with device:
         net = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).train()
-    report = None if recipe == "bf16" else convert(net, recipe)
+    report = None if recipe == PLAIN else convert(net, "bf16" if recipe == UNQUANTIZED else recipe)
     optimizer = torch.optim.AdamW(net.parameters(), lr=model.rate, betas=(0.9, 0.95), weight_decay=0.0)
     generator, window = torch.Generator().manual_seed(seed + 1), torch.arange(model.length, device=device)
     losses: list[Tensor] = []
     began = time.perf_counter()
-    for step in track(range(model.steps), recipe, transient=True):
+    for step in track(range(model.steps), f"{recipe}, seed {seed}", transient=True):
         start = torch.randint(len(tokens) - model.length, (model.batch, 1), generator=generator).to(device)
         samples = tokens[start + window]
         loss = net(samples, labels=samples).loss
@@ -117,22 +123,22 @@ def train(recipe: str, model: Model, tokens: Tensor, seed: int = 0) -> Outcome:
     seconds = (time.perf_counter() - began) / max(1, model.steps - 1)
     memory = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
     watched = None
-    if report is not None:  # one more step, which is not timed
+    if report is not None and recipe != UNQUANTIZED:  # one more step, which is not timed
         with watch(net) as seen:
             net(samples, labels=samples).loss.backward()
         watched = seen.table(WORST)
     return Outcome(values, seconds, memory, report, watched, net.config._experts_implementation)
 
 
-def plot(outcomes: dict[str, Outcome], file: str) -> None:
-    """Draw the loss of each recipe over the steps."""
+def plot(outcomes: dict[str, list[Outcome]], file: str) -> None:
+    """Draw the loss of each recipe over the steps, of the first seed."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for recipe, outcome in outcomes.items():
+    for recipe, (outcome, *_) in outcomes.items():
         axes.plot(outcome.losses, label=recipe, linewidth=1.2)
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.legend()
@@ -156,27 +162,33 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=["fp8_128", "mxfp8_rceil"], metavar="RECIPE")
     for name in ("steps", "batch", "length"):
         p.add_argument(f"--{name}", type=int, help="left out: a number that suits the model")
-    p.add_argument("--plot", metavar="FILE", help="a picture of the losses; needs matplotlib")
+    p.add_argument("--seeds", type=int, default=1, help="the number of seeds; a seed sets weights and batches")
+    p.add_argument("--plot", metavar="FILE", help="a picture of the first seed's losses; needs matplotlib")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = p.parse_args(argv)
     asked = {name: value for name in ("steps", "batch", "length") if (value := getattr(options, name)) is not None}
-    if any(value < 1 for value in asked.values()):
-        p.error(f"{asked}; needs at least 1 each")
+    if any(value < 1 for value in (options.seeds, *asked.values())):
+        p.error(f"{asked | {'seeds': options.seeds}}; needs at least 1 each")
     model, console = MODELS[options.model]()._replace(**asked), Console()
     tokens = text().to(options.device)
-    recipes = ["bf16", *(name for name in options.recipes if name != "bf16")]
-    outcomes = {recipe: train(recipe, model, tokens) for recipe in recipes}
-    bf16 = outcomes["bf16"]
-    table = Table("recipe", "first loss", f"loss at step {model.steps}", "against bf16", "seconds per step", "GiB")
-    for recipe, outcome in outcomes.items():
-        memory = f"{outcome.memory:.1f}" if outcome.memory else "-"
-        apart = f"{outcome.last / bf16.last - 1:+.2%}"
-        figures = f"{outcome.losses[0]:.4f}", f"{outcome.last:.4f}", apart, f"{outcome.seconds:.4f}", memory
+    recipes = [PLAIN, UNQUANTIZED, *(name for name in options.recipes if name != "bf16")]
+    outcomes: dict[str, list[Outcome]] = {recipe: [] for recipe in recipes}
+    for seed in range(options.seeds):
+        for recipe in recipes:
+            outcomes[recipe].append(train(recipe, model, tokens, seed))
+    table = Table("recipe", f"loss, step {model.steps}", "against bf16", "seed by seed", "s per step", "GiB")
+    for recipe, each in outcomes.items():
+        apart = [mine.last / bf16.last - 1 for mine, bf16 in zip(each, outcomes[PLAIN], strict=True)]
+        loss, seconds = mean(outcome.last for outcome in each), median(outcome.seconds for outcome in each)
+        memory, every = max(outcome.memory for outcome in each), " ".join(f"{a:+.2%}" for a in apart)
+        figures = f"{loss:.4f}", f"{mean(apart):+.2%}", every, f"{seconds:.4f}", f"{memory:.1f}" if memory else "-"
         table.add_row(recipe, *figures)
     console.print(table)
-    console.print(f"bf16 runs the experts by transformers' {bf16.experts!r}", highlight=False, soft_wrap=True)
-    for recipe, outcome in outcomes.items():
-        if outcome.report is not None:
+    console.print(
+        f"bf16 runs the experts by transformers' {outcomes[PLAIN][0].experts!r}", highlight=False, soft_wrap=True
+    )
+    for recipe, (outcome, *_) in outcomes.items():
+        if outcome.watched is not None:
             console.print(f"{recipe}: {outcome.report}", highlight=False, soft_wrap=True, markup=False)
             console.print(f"{recipe}: the operands that lose most, of one more step:")
             console.print(outcome.watched)

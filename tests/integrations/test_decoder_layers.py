@@ -14,15 +14,15 @@ RECIPES = ("bf16", "fp8_128", "mxfp8_rceil", "fp8_128, weights quantized again")
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def layers(monkeypatch):
     found = module_of(ROOT / "benchmarks" / "decoder_layers.py")
     monkeypatch.setattr(found, "PACE", found.Pace(0, 1, 1, rounds=1))
     return found
 
 
-def test_it_times_every_step_and_stores_the_run(benchmark, capsys, tmp_path):
+def test_it_times_every_step_and_stores_the_run(layers, capsys, tmp_path):
     stored = tmp_path / "run.json"
-    benchmark.main(["--model", "tiny", "--json", str(stored)])
+    layers.main(["--model", "tiny", "--json", str(stored)])
     run = json.loads(stored.read_text())
     assert run["command"] == "python benchmarks/decoder_layers.py --model tiny"
     steps = [row["step"] for row in run["rows"] if "step" in row]
@@ -35,20 +35,20 @@ def test_it_times_every_step_and_stores_the_run(benchmark, capsys, tmp_path):
     assert "bound if the experts took no time: " in out
 
 
-def test_each_output_is_compared_with_the_routing_of_bfloat16(benchmark, monkeypatch):
-    steps, _ = benchmark.contenders_of(benchmark.tiny(), torch.device(DEVICE))
+def test_each_output_is_compared_with_the_routing_of_bfloat16(layers, monkeypatch):
+    steps, _ = layers.contenders_of(layers.tiny(), torch.device(DEVICE))
     choices = []
     with steps["transformers, grouped_mm"].routed(choices):
         expected = steps["transformers, grouped_mm"]()
-    assert len(choices) == benchmark.LAYERS
+    assert len(choices) == layers.LAYERS
     step = steps["mxspec, fp8_128"]
     with step.routed(choices):
         replayed = step()
-    assert benchmark.sqnr_db(replayed, expected) > 20
+    assert layers.sqnr_db(replayed, expected) > 20
     others = [tuple(t.roll(1, 0) for t in choice) for choice in choices]  # the choices of other tokens
     with step.routed(others):
-        assert benchmark.sqnr_db(step(), expected) < 20
+        assert layers.sqnr_db(step(), expected) < 20
 
-    monkeypatch.setattr(benchmark, "MIN_SQNR_DB", 60)
+    monkeypatch.setattr(layers, "MIN_SQNR_DB", 60)
     with pytest.raises(AssertionError, match=r"mxspec, fp8_128: the output has 2\d\.\d dB; needs 60"):
-        benchmark.measure("tiny", torch.device(DEVICE), benchmark.PACE)
+        layers.measure("tiny", torch.device(DEVICE), layers.PACE)

@@ -21,13 +21,16 @@ def test_a_model_of_transformers_trains_by_recipes_as_in_bfloat16(example, capsy
     monkeypatch.setattr(example, "train", lambda name, *rest: outcomes.setdefault(name, train(name, *rest)))
     assert example.main(["--device", "cpu", "--steps", "8", "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[1] for line in out.splitlines() if line.count("│") == 7] == ["bf16", "fp8_128", "mxfp8_rceil"]
+    rows = [line.split("│")[1].strip() for line in out.splitlines() if line.count("│") == 7]
+    assert rows == ["bf16", "mxspec bf16", "fp8_128", "mxfp8_rceil"]
     assert "Not run: a GPU" in out
     assert out.count("the operands that lose most") == 2
     assert "Not run: pretrained weights" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    bf16 = outcomes.pop("bf16")
+    bf16, unquantized = outcomes.pop("bf16"), outcomes.pop("mxspec bf16")
     assert bf16.report is bf16.watched is None
+    assert unquantized.watched is None
+    assert unquantized.report.swapped
     assert bf16.losses[-1] < 0.95 * bf16.losses[0]
     for outcome in outcomes.values():
         assert {f"model.layers.{i}.mlp.experts" for i in range(2)} <= set(outcome.report.swapped)
@@ -38,6 +41,9 @@ def test_a_model_of_transformers_trains_by_recipes_as_in_bfloat16(example, capsy
     with pytest.raises(SystemExit):
         example.main(["--steps", "0"])
     assert "needs at least 1 each" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        example.main(["--seeds", "0"])
+    assert "'seeds': 0}; needs at least 1 each" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("qwen3-30b-a3b", "fp8_128"), ("gpt-oss-20b", "mxfp8_rceil")])
