@@ -25,7 +25,7 @@ def cases() -> Iterator[Case]:
     yield refused("3-D", ValueError, "gate has shape (1, 20, 256); needs a 2-D tensor", gate[None], up[None])
     yield refused("one column too few", ValueError, "up has shape (20, 255); needs (20, 256)", up=up[:, 1:])
     yield refused("one row for all", ValueError, "up has shape (1, 256); needs (20, 256)", up=up[:1])
-    yield refused("up elsewhere", ValueError, "gate is on cpu and up on meta; needs one device", up=up.to("meta"))
+    yield refused("up elsewhere", ValueError, "and up on meta; needs one device", up=up.to("meta"))
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:

@@ -11,16 +11,30 @@ from pathlib import Path
 import torch
 
 
-def load(directory):
-    """The keys that transformers complains of, and the weights by name."""
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+def dequantizing(directory):
+    """The options of `from_pretrained` with which transformers dequantizes, whether or not there is a GPU."""
+    from transformers import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
     config = json.loads(Path(directory, "config.json").read_text()).get("quantization_config", {})
-    options = {}
-    if config.get("quant_method") == "compressed-tensors":
-        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    match config.get("quant_method"):
+        case "compressed-tensors":
+            asked = CompressedTensorsConfig(dequantize=True)
+        case "mxfp4":
+            asked = Mxfp4Config(dequantize=True)
+        case None:
+            return {}
+        case _:  # the argument's modules_to_not_convert replaces the file's
+            plain = config.get("modules_to_not_convert")
+            asked = FineGrainedFP8Config(dequantize=True, modules_to_not_convert=plain)
+    return {"quantization_config": asked}
+
+
+def load(directory):
+    """The keys that transformers complains of, and the weights by name."""
+    from transformers import AutoModelForCausalLM
+
     model, said = AutoModelForCausalLM.from_pretrained(
-        directory, output_loading_info=True, dtype=torch.bfloat16, **options
+        directory, output_loading_info=True, dtype=torch.bfloat16, **dequantizing(directory)
     )
     keys = {
         name: sorted(map(str, said.get(name, ()))) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")

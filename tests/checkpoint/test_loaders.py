@@ -45,7 +45,7 @@ def test_the_guide_publishes_the_pairs_that_are_tested():
     rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (fp32|ue8m0) \| (\w+) \| ([\d., ]+) \|$", page, re.MULTILINE)
     assert [tuple(row[:4]) for row in rows if row[4] == "5.17, 5.23"] == PAIRS
     assert [tuple(row[:4]) for row in rows if row[4] == "5.23"] == NEWER_ONLY
-    assert transformers.__version__.startswith("5.23.")
+    assert transformers.__version__.rpartition(".")[0] in ("5.17", "5.23")
 
 
 def name_of(pair):
@@ -91,6 +91,8 @@ def written(tmp_path_factory):
 @pytest.mark.parametrize("pair", PAIRS + NEWER_ONLY, ids=name_of)
 def test_transformers_loads_what_was_meant(written, pair):
     model, family, scales, rule = pair
+    if pair in NEWER_ONLY and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 rounds these scales to bfloat16")
     if family.startswith("ct_"):
         pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     keys, weights = loading.load(written / name_of(pair))

@@ -278,7 +278,9 @@ def test_a_float32_model_is_quantized_from_float32(tmp_path):
 def test_a_model_that_was_loaded_from_fp8_is_saved_without_quantizing_twice(written, tmp_path):
     root, manifests = written
     case = ("qwen3_moe", "fp8_128", "fp8_block")
-    model = transformers.AutoModelForCausalLM.from_pretrained(root / name_of(case), dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        root / name_of(case), dtype=torch.bfloat16, **loading.dequantizing(root / name_of(case))
+    )
     convert_layers(model, "mxfp8_rceil")
     manifest = save(model, tmp_path / "out", to="mxfp8")
     assert {n for n in manifest["tensors"] if "scale" not in n} == {

@@ -38,7 +38,7 @@ def operands(*shapes):
 
 @runs_kernels
 @pytest.mark.parametrize("op", OPS)
-def test_only_marked_tiles_are_written(op):
+def test_only_elements_of_marked_tiles_that_are_not_finite_are_written(op):
     """M-groups: 130 rows, which are two row tiles, then 20 rows, then 6 rows of no group.
 
     K-groups: 32 and 64 tokens, with 150 rows each.
@@ -59,13 +59,15 @@ def test_only_marked_tiles_are_written(op):
     for marked in range(len(tops)):
         marks = torch.tensor([1, marked, column_tiles - 1, -1, -1], dtype=torch.int32, device=a.device)
         out = torch.full_like(expected, -1.0)
+        out[:, ::3], out[:, 1::3] = torch.nan, torch.inf
+        untouched = out.clone()
         only = {"marks": marks, "width": columns, "programs": 3}
         kernel.mx_tiles(a, a_scale, b, b_scale, out, "plain", offs=offs, grouped=groups, **only)
-        untouched = torch.full_like(expected, -1.0)
         where = slice(tops[marked], [*tops, len(expected)][marked + 1]), slice((column_tiles - 1) * columns, None)
-        untouched[where] = expected[where]
+        untouched[where] = untouched[where].where(untouched[where] == -1, expected[where])
         assert check.difference((out,), (untouched,), MIN_SQNR_DB) is None, tops[marked]
         assert (out == -1.0).equal(untouched == -1.0)
+        assert out.isfinite()[where].all()
 
 
 @runs_kernels

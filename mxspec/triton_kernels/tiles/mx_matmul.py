@@ -123,8 +123,11 @@ def _tile(
     out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
     GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, a_flags=None, b_flags=None,
+    MEND: tl.constexpr = False,
 ):  # fmt: skip
     """Compute one tile of the output. For K-groups, the row tiles of each group follow one another.
+
+    With MEND, store only the elements whose present value is Inf or NaN.
 
     With `a_flags` and `b_flags` (one flag for each 128 rows of a, and of b), compute the tile only if one of its flags
     is raised.
@@ -185,7 +188,11 @@ def _tile(
         acc = _sums(*of_a, *of_b, blocks, BLOCKED, BLOCK_M, BLOCK_N)
     out += top * out_stride_m + left * out_stride_n
     at = out + row[:, None] * out_stride_m + column[None, :] * out_stride_n
-    tl.store(at, acc.to(out.dtype.element_ty), mask=in_a[:, None] & in_b[None, :])
+    there = in_a[:, None] & in_b[None, :]
+    if MEND:
+        present = tl.load(at, mask=there, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+        there = there & ((present & 0x7FFFFFFF) >= 0x7F800000)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -216,7 +223,8 @@ def _marked_tiles(
     GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # Another kernel has counted the tiles. It stored the row and the column of each, in tiles of WIDTH columns.
+    # Another kernel has counted the tiles. It stored the row and the column of each, in tiles of WIDTH columns. Its
+    # finite sums are right and stay, so the bits of a row do not depend on an Inf or a NaN in another row.
     parts: tl.constexpr = WIDTH // BLOCK_N
     for i in range(tl.program_id(0), tl.load(marks) * parts, tl.num_programs(0)):
         mark = marks + 1 + i // parts * 2
@@ -225,7 +233,7 @@ def _marked_tiles(
             a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
             b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
             out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
-            GROUPED, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED,
+            GROUPED, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED, MEND=True,
         )  # fmt: skip
 
 
@@ -271,7 +279,7 @@ def mx_tiles(
     `marks` and `flags` limit the work to some tiles, which `programs` programs compute.
 
     - `marks`, int32: the number of marked tiles, then the row and the column of each. A marked tile has 128 rows and
-      `width` columns.
+      `width` columns. Only its elements that are Inf or NaN in `out` are written.
     - `flags`, int32: one flag for all, then the flags of a, then those of each b. There is a flag for each 128 rows,
       counted anew in each group. The kernel computes the tiles with a flag that is not 0, and sets the rows of no group
       to 0.

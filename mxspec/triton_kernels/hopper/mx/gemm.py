@@ -12,7 +12,7 @@ But a code times a power of two is a bf16 number, and the tensor cores sum bf16 
 The values of a are multiplied by 2^A_SHIFT and those of b by 2^B_SHIFT, so that the smallest product of a code and a
 scale is still a bf16 number. The sums are multiplied by the reciprocal. A value that is no finite bf16 number becomes
 Inf or NaN: NaN and Inf codes, the scale NaN, and products past the range of bf16. If a sum of a tile is not finite, the
-kernel marks the tile, and another kernel computes it again.
+kernel marks the tile, and another kernel computes this sum again.
 
 `../scheduler.py` says which block of the output comes next. `../pipeline.py` has the barriers by which warps hand
 stages to each other.

@@ -6,7 +6,8 @@
    is, the rows of each tile.
 2. The Gluon kernel multiplies, and marks each tile with a sum that is not finite. A NaN, an infinite code, or an
    exponent past the range of bf16 causes such a sum.
-3. `mx_tiles` computes the marked tiles again, exactly. If no tile is marked, its programs only read the count.
+3. `mx_tiles` computes the sums of the marked tiles that are not finite again, exactly. If no tile is marked, its
+   programs only read the count.
 """
 
 from __future__ import annotations
