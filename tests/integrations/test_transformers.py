@@ -269,6 +269,12 @@ def test_three_steps_of_adamw_give_the_weights_of_a_model_built_by_hand_bit_for_
     model, hand = model_of(family, dtype), model_of(family, dtype)
     report = convert(model, recipe)
     assert set(experts_of(hand)) <= set(report.swapped)
+    # Two matmuls of PyTorch give the gradient of an expert's bias. On some processors they sum in another order, so the
+    # biases do not train here. Their gradients are compared above.
+    frozen = [name for name, _ in model.named_parameters() if name.endswith("proj_bias")]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+        hand.get_parameter(name).requires_grad_(False)
     for name in report.swapped:
         path, _, child = name.rpartition(".")
         layer = hand.get_submodule(name)
@@ -278,9 +284,10 @@ def test_three_steps_of_adamw_give_the_weights_of_a_model_built_by_hand_bit_for_
         else:
             new = Hand(layer, recipe, shared=layer.is_transposed)
         setattr(hand.get_submodule(path), child, new)
-    start = [parameter.detach().clone() for parameter in model.parameters()]
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     got = trained(model)
-    assert not any(map(torch.equal, got, start))
+    stayed = [name for (name, before), after in zip(start.items(), got, strict=True) if torch.equal(before, after)]
+    assert stayed == frozen
     assert all(map(torch.equal, got, trained(hand)))
 
 
