@@ -381,6 +381,17 @@ def test_the_largest_of_few_numbers_may_be_rounded_the_other_way():
     assert "needs 60.0 dB" in check.difference((zero + 2.0**-40,), (zero,), 60.0)
 
 
+def test_a_sum_that_stands_in_many_columns_is_rounded_once():
+    """If the rows of b are one row repeated, the columns of the output are equal."""
+    e = torch.tensor([[256.0], [100.0], [-90.0]], dtype=torch.bfloat16).repeat(1, 40)
+    other, twice, elsewhere = e.clone(), e.clone(), e.clone()
+    other[0], twice[0], elsewhere[1:] = 258.0, 260.0, torch.tensor([[101.0], [-91.0]])
+    assert check.sqnr_db(other, e) < 45
+    assert check.difference((other,), (e,), 55.0) is None
+    assert "needs 55.0 dB" in (check.difference((twice,), (e,), 55.0) or "")
+    assert "needs 55.0 dB" in (check.difference((elsewhere,), (e,), 55.0) or "")
+
+
 def test_sqnr_is_judged_by_the_dtype_and_away_from_nan_and_inf():
     bounds = {torch.float32: 30.0, torch.bfloat16: 10.0}
     e, g = torch.tensor([3.0, torch.nan, torch.inf, 4.0]), torch.tensor([3.0, torch.nan, torch.inf, 4.5])
