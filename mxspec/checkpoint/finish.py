@@ -78,6 +78,8 @@ def describe(
     said = pairs.warnings(config, to, scales, shapes)
     if to == "ct_fp8_block" and any(t["dtype"] == "F32" and n.endswith("_scale") for n, t in tensors.items()):
         said.append("transformers 5.17 rounds fp32 scales of compressed-tensors to bfloat16; 5.23 keeps them")
+    if "model_type" not in config:
+        said.append("the config.json that was written names no model_type, because there was none: add the model's own")
     manifest = {**job, "warnings": said, "tensors": dict(tensors)}
     write_json(target / MANIFEST, manifest)
     return manifest

@@ -213,6 +213,14 @@ def test_modelopt_has_a_file_of_its_own(plain, tmp_path):
     assert "transformers has no loader of modelopt_mxfp8" in manifest["warnings"][0]
 
 
+def test_a_source_without_its_configuration_is_a_warning(plain, tmp_path):
+    with_it = convert(plain, tmp_path / "a", to="mxfp8")
+    (plain / "config.json").unlink()
+    without = convert(plain, tmp_path / "b", to="mxfp8")
+    (said,) = set(without["warnings"]) - set(with_it["warnings"])
+    assert "the config.json that was written names no model_type" in said
+
+
 def test_a_partial_block_is_a_warning_that_names_the_loader(plain, tmp_path):
     save_file({"a.q_proj.weight": weight(192, 128)}, plain / "model-00002-of-00002.safetensors")
     (plain / "model.safetensors.index.json").unlink()
