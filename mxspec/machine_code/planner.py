@@ -123,12 +123,13 @@ def _as_checked(op: str, call: Call, launches: Iterable[Launch], ptx: tuple[str,
     ]
 
 
-def worth_tracing(op: str, cases: Sequence[Case]) -> list[Case]:
+def worth_tracing(op: str, cases: Sequence[Case], together: int = 2) -> list[Case]:
     """The cases that are worth a trace by Helion when Triton's interpreter runs the code that Helion generates.
 
     A trace takes a second, and ref mode runs every case of these kernels. So the interpreter only has to show that
     tiles and masks are right. For this, any two numbers of a kernel (tiles, layouts) meet in some case, and every other
-    option (dtypes, rules) is in some case. Cases that share their generated code with many others come first.
+    option (dtypes, rules) is in some case. With `together` = 1, every number is in some case too, but two numbers need
+    not meet. Cases that share their generated code with many others come first.
     """
     fn, generated = getattr(kernel_module(op, "helion"), op), []
     with recorded() as seen:
@@ -140,7 +141,7 @@ def worth_tracing(op: str, cases: Sequence[Case]) -> list[Case]:
     shown: set[Hashable] = set()
     traced: set[Launch] = set()
     for launches in sorted(generated, key=lambda launches: -generated.count(launches)):
-        new = set[Hashable]().union(*(one.shows(1) | _numbers_of(one).shows(2) for one in launches)) - shown
+        new = set[Hashable]().union(*(one.shows(1) | _numbers_of(one).shows(together) for one in launches)) - shown
         if new:
             shown |= new
             traced |= launches
