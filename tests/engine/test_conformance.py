@@ -36,7 +36,7 @@ def work(op, backend):
         chosen = check.cases_of(op, lambda case: "generated" not in case.flags or not case.raises)
     chosen = [case for case in chosen if shows_something(op, backend, case)]
     generates = backend == "helion" and "TRITON_INTERPRET" in dispatch.interpreters()
-    return worth_tracing(op, chosen, 2 if COMPLETE else 1) if chosen and generates else chosen
+    return worth_tracing(op, chosen, check.embedded, few=not COMPLETE) if chosen and generates else chosen
 
 
 WORK = [
