@@ -42,13 +42,16 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # mxspec's Helion kernels come with their configurations, so Helion must not search for others at run time.
 export HELION_AUTOTUNE_EFFORT = none
 
-.PHONY: demo test quick lint types pytest interpreted notebooks-test notebooks docs lab bench clean
+.PHONY: demo test complete quick lint types pytest interpreted notebooks-test notebooks docs lab bench clean
 
 demo: $(if $(VENV),$(VENV)/demo)
 	$(PYTHON) -m mxspec demo $(if $(WEIGHTS),--weights $(WEIGHTS))
 
 # The site is the same on every machine. So `make test VENV=` does not build it: that interpreter may lack sphinx.
 test: lint types pytest interpreted notebooks-test $(if $(VENV),docs)
+# All that `make test` takes samples of: every generated case, every option of a Helion kernel.
+complete: export MXSPEC_TESTS = complete
+complete: test
 # After a change: a minute or so. `make test` has the rest.
 quick: lint types
 	OMP_NUM_THREADS=1 $(PYTEST) $(filter-out $(SLOW),$(TESTS))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -18,17 +19,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mxspec import check
+from mxspec import cases, check
+from mxspec.machine_code.covering import Launch, covering
 from mxspec.nn import Float8BlockwiseLinear, MXLinear, Recipe
+from mxspec.spec import Case
 
 ROOT = Path(__file__).parents[1]
 DEVICE = check.default_device()
+# `make complete` runs every generated case of the references, and compiles every option of a Helion kernel. `make test`
+# takes enough of them to show each value and each kernel once.
+COMPLETE = os.environ.get("MXSPEC_TESTS") == "complete"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 runs_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
+
+
+def enough(shown: Sequence[Iterable[tuple[str, Hashable]]]) -> set[int]:
+    """Indices of sets that together have everything that any of the sets has."""
+    return covering([[Launch("", frozenset(traits), frozenset())] for traits in shown], 1)
+
+
+@functools.cache
+def generated(op: str) -> tuple[Case, ...]:
+    """Generated cases of an op that show every value of every dimension of its calls, and every call to be refused.
+
+    `make complete` takes all generated cases: there, every two values meet.
+    """
+    space = cases.of(op).SPACE
+    names = {case.name for case in space.cases()}
+    if not COMPLETE:
+        taken = enough([choice.items() for choice in space.choices])
+        names = {case.name for i, case in enumerate(space.cases()) if i in taken}
+    return tuple(check.cases_of(op, lambda case: "generated" in case.flags and (case.raises or case.name in names)))
 
 
 def ends(*offs: int) -> Tensor:

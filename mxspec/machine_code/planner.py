@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,23 +123,30 @@ def _as_checked(op: str, call: Call, launches: Iterable[Launch], ptx: tuple[str,
     ]
 
 
-def worth_tracing(op: str, cases: Sequence[Case]) -> list[Case]:
+def worth_tracing(op: str, cases: Sequence[Case], embed: Callable[..., tuple[Any, ...]], few: bool) -> list[Case]:
     """The cases that are worth a trace by Helion when Triton's interpreter runs the code that Helion generates.
 
     A trace takes a second, and ref mode runs every case of these kernels. So the interpreter only has to show that
     tiles and masks are right. For this, any two numbers of a kernel (tiles, layouts) meet in some case, and every other
-    option (dtypes, rules) is in some case. Cases that share their generated code with many others come first.
+    option (dtypes, rules) is in some case. With `few`, two numbers need not meet. Cases that share their generated code
+    with many others come first.
+
+    A check launches a case twice: with its inputs as given, and with the views `embed(args, reference, kwargs)`, whose
+    strides may choose another kernel.
     """
     fn, generated = getattr(kernel_module(op, "helion"), op), []
     with recorded() as seen:
         for case in cases:
             seen.clear()
-            if "large" not in case.flags and refusal(op, "helion", case.args(), dict(case.kwargs)) is None:
-                fn(*case.args(), **case.kwargs)
+            args, kwargs = (() if "large" in case.flags else case.args()), dict(case.kwargs)
+            for given in (args, embed(args, reference(op), kwargs)) if args else ():
+                if refusal(op, "helion", given, kwargs) is not None:
+                    break
+                fn(*given, **kwargs)
             generated.append(frozenset(Launch(one.kernel, one.options, frozenset()) for one in seen))
     shown: set[Hashable] = set()
-    traced: set[Launch] = set()
-    for launches in sorted(generated, key=lambda launches: -generated.count(launches)):
+    traced = set[Launch]().union(*(generated[i] for i in covering(generated, 1))) if few else set[Launch]()
+    for launches in [] if few else sorted(generated, key=lambda launches: -generated.count(launches)):
         new = set[Hashable]().union(*(one.shows(1) | _numbers_of(one).shows(2) for one in launches)) - shown
         if new:
             shown |= new

@@ -305,7 +305,9 @@ def leaves_padding(scale):
 
 
 def test_bytes_that_were_never_written_are_found():
-    failed = {r.case for r in failures("to_blocked", leaves_padding)}
+    by_hand = check.cases_of("to_blocked", lambda case: not case.flags & {"generated", "large"})
+    results = [check.check_case("to_blocked", case, leaves_padding, CPU) for case in by_hand]
+    failed = {result.case for result in results if result.status == "failed"}
     assert {"1x1", "127x3", "300x70"} <= failed
     assert "128x4" not in failed  # it has no padding
 

@@ -20,6 +20,7 @@ from mxspec.machine_code import compile as mx_compile
 from mxspec.machine_code.compile import Result, compile_call, compile_op, kernels, problems
 from mxspec.machine_code.fake_gpu import TARGETS, unavailable
 from mxspec.machine_code.planner import plan
+from tests.helpers import COMPLETE
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -37,8 +38,11 @@ def together(backend: str, target: str, module: Any) -> int:
 
     As a rule, two options that break a Triton kernel break it on both targets and under every release of Triton. So
     pairs of options are compiled for sm_90 only. A case costs Helion seconds. Helion generates the same code for sm_100
-    as for sm_90, except for the matmuls: their PTX names other instructions for each target.
+    as for sm_90, except for the matmuls: their PTX names other instructions for each target. `make test` compiles each
+    kernel of Helion once for each target, and the interpreter runs the code that Helion generates for each option.
     """
+    if backend == "helion" and not COMPLETE:
+        return 0
     if backend == "helion" and target == "sm100":
         return 1 if isinstance(getattr(module, "PTX", None), dict) else 0
     return 2 if (backend, target) == ("triton", "sm90") else 1

@@ -1,12 +1,11 @@
 """Every backend answers every case of every op like the reference. A new op or kernel needs no change here."""
 
-import functools
-
 import pytest
 import torch
 
-from mxspec import check, dispatch
+from mxspec import cases, check, dispatch
 from mxspec.machine_code.planner import worth_tracing
+from tests.helpers import COMPLETE, generated
 
 
 def shows_something(op, backend, case):
@@ -14,9 +13,12 @@ def shows_something(op, backend, case):
 
     A run with an interpreter is for the answers of kernels. References give the same answers in it, and so do refused
     calls: the switch checks the arguments before it looks for a kernel, and a plain run tests every backend by name.
+    Without a GPU, that plain run has no use for the valid calls of a kernel that needs one.
     """
-    if not dispatch.interpreters():
-        return backend == "reference" or dispatch.has_kernel(op, backend)
+    if backend == "reference":
+        return not dispatch.interpreters()
+    if not dispatch.interpreters() and (case.raises or on_a_gpu()):
+        return dispatch.has_kernel(op, backend)
     return not case.raises and dispatch.static_refusal(op, backend, "cpu") is None
 
 
@@ -24,22 +26,17 @@ def on_a_gpu():
     return torch.cuda.is_available() and not dispatch.interpreters()
 
 
-@functools.cache
-def cases_of(op):
-    return tuple(dispatch.reference(op).spec.cases())
-
-
 def work(op, backend):
-    cases = [case for case in cases_of(op) if shows_something(op, backend, case)]
     # The generated cases of a reference are one test. The generated cases of a kernel need a GPU, because each takes
     # seconds in an interpreter. The switch refuses calls in the same words for every backend, so refused cases are left
     # out.
     if backend == "reference" or not on_a_gpu():
-        cases = [case for case in cases if "generated" not in case.flags]
+        chosen = cases.of(op).cases()  # the cases that are written by hand
     else:
-        cases = [case for case in cases if "generated" not in case.flags or not case.raises]
+        chosen = check.cases_of(op, lambda case: "generated" not in case.flags or not case.raises)
+    chosen = [case for case in chosen if shows_something(op, backend, case)]
     generates = backend == "helion" and "TRITON_INTERPRET" in dispatch.interpreters()
-    return worth_tracing(op, cases) if cases and generates else cases
+    return worth_tracing(op, chosen, check.embedded, few=not COMPLETE) if chosen and generates else chosen
 
 
 WORK = [
@@ -66,18 +63,25 @@ KERNELS = [
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="references are no different interpreted")
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_generated_cases_of_the_reference(op):
-    """Compares a reference with itself: under FakeTensor, and with other strides. Without a GPU on every third."""
-    cases = [case for case in cases_of(op) if "generated" in case.flags][:: 1 if on_a_gpu() else 3]
-    results = [check.check_case(op, case, "reference") for case in cases]
+    """Compares a reference with itself: under FakeTensor, and with other strides. On a GPU on every case.
+
+    Elsewhere on a third of the refusals.
+    """
+    if on_a_gpu():
+        chosen = check.cases_of(op, lambda case: "generated" in case.flags)
+    else:  # `test_from_the_pages` and `test_facts` read every refusal
+        refused = [case for case in generated(op) if case.raises]
+        chosen = [*(case for case in generated(op) if not case.raises), *refused[:: 1 if COMPLETE else 3]]
+    results = [check.check_case(op, case, "reference") for case in chosen]
     failed = [f"{result.case}: {result.message}" for result in results if result.status == "failed"]
     assert not failed, "\n".join(failed)
     assert any(result.status == "passed" for result in results)
 
 
-@pytest.mark.skipif(on_a_gpu(), reason="on a GPU each generated case is a test of its own")
+@pytest.mark.skipif(on_a_gpu(), reason="on a GPU each case is a test of its own")
 @pytest.mark.parametrize(("op", "backend"), [] if dispatch.interpreters() else KERNELS)
-def test_generated_cases_on_a_gpu(op, backend):
-    pytest.skip("the generated cases of a kernel need a GPU")
+def test_cases_on_a_gpu(op, backend):
+    pytest.skip("the valid cases of a kernel need a GPU, or an interpreter for the cases written by hand")
 
 
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="interpreted, each behaviour takes a minute")

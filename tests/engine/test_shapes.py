@@ -72,8 +72,9 @@ def test_every_op_is_timed_on_calls_that_its_contract_allows(op, shapes):
     cases = list(reference.spec.bench_cases(WHOLE[shapes]))
     assert cases or shapes != "all"  # only one set has shapes of weight gradients
     assert len({case.name for case in cases}) == len(cases)
+    every = {case.name for case in reference.spec.bench_cases(WHOLE["all"])}
     with FakeTensorMode():
-        for case in cases:
+        for case in cases if shapes == "all" else [case for case in cases if case.name not in every]:
             args = case.args()
             # The reference checks its arguments.
             outputs = reference.spec.outputs(args, reference(*args, **case.kwargs))

@@ -14,6 +14,7 @@ import torch
 from mxspec import cases, check, dispatch, layouts, vectors
 from mxspec.spec import answer_of
 from tests.formats import from_the_pages as pages
+from tests.helpers import COMPLETE, generated
 
 CPU = torch.device("cpu")
 TAKEN_FROM_TORCH = {"Tensor", "dtype", "from_numpy", "strided"}  # and the names of dtypes
@@ -38,7 +39,7 @@ def test_every_case_that_is_written_by_hand(op):
 @pytest.mark.parametrize("op", vectors.ops())
 def test_every_case_that_is_generated(op):
     answered = refused = 0
-    for case in check.cases_of(op, lambda case: "generated" in case.flags):
+    for case in generated(op):
         args = case.args()
         if case.raises:
             with pytest.raises(pages.Refused):
@@ -52,7 +53,7 @@ def test_every_case_that_is_generated(op):
         if cases.moves_bytes(op):  # NaN too
             assert np.array_equal(pages.raw(got[0]), pages.raw(wanted[0])), case.name
         answered += 1
-    assert answered > 50
+    assert answered > (50 if COMPLETE else 6)
     assert refused > 5
 
 
