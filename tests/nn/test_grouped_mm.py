@@ -60,7 +60,7 @@ def read_back(values: torch.Tensor, axis: int, recipe, dtype=torch.float8_e4m3fn
     rows, block = values.shape[-2], 128 if recipe.format == "fp8_128" else 32
     padded = nn.functional.pad(values, (0, 0, 0, -rows % block if axis == -2 else 0))
     if recipe.format == "fp8_128":
-        codes = mxspec.fp8_quantize_1x128(padded, axis=axis, **REFERENCE)
+        codes = mxspec.fp8_quantize_1x128(padded, axis=axis, scale_format=recipe.scale_format, **REFERENCE)
         return mxspec.fp8_dequantize(*codes, axis=axis, **BACK)[:rows].double()
     codes = mxspec.mx_quantize(padded, axis=axis, elem_dtype=dtype, scaling=recipe.scaling, **REFERENCE)
     return mxspec.mx_dequantize(*codes, axis=axis, **BACK)[:rows].double()
@@ -69,7 +69,8 @@ def read_back(values: torch.Tensor, axis: int, recipe, dtype=torch.float8_e4m3fn
 def weights_back(w: torch.Tensor, axis: int, recipe) -> torch.Tensor:
     if recipe.format != "fp8_128":
         return read_back(w, axis, recipe)
-    return mxspec.fp8_dequantize(*mxspec.fp8_quantize_128x128(w, **REFERENCE), **BACK).double()
+    codes = mxspec.fp8_quantize_128x128(w, scale_format=recipe.scale_format, **REFERENCE)
+    return mxspec.fp8_dequantize(*codes, **BACK).double()
 
 
 def dequantized_step(x, w, offs, dy, recipe):
