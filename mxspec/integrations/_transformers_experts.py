@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mxspec.nn.expert_calls import ExpertCall, SeparableExperts
 from mxspec.nn.experts import QuantizedExperts
 from mxspec.nn.recipe import Recipe
-from mxspec.nn.routing import Routing, routing
+from mxspec.nn.routing import add_bias, experts_of_rows, routing
 
 IMPLEMENTATION = "mxspec"  # the function's name in the table of transformers
 
 
-class Experts(QuantizedExperts):
+class Experts(SeparableExperts, QuantizedExperts):
     """The first base of a converted layer's class. The second base is the class of transformers."""
 
     their_class: type
@@ -24,9 +25,8 @@ class Experts(QuantizedExperts):
     alpha: float
     limit: float
     config: Any
+    has_bias: bool
     down_proj: Tensor
-    down_proj_bias: Tensor
-    gate_up_proj_bias: Tensor
     post_expert_norm: Callable[[Tensor], Tensor]
 
     def set_recipe(self, recipe: Recipe) -> None:
@@ -38,6 +38,33 @@ class Experts(QuantizedExperts):
         down = self.down_proj
         inner, hidden = down.shape[1:] if self.is_transposed else down.shape[:0:-1]
         return {"hidden_size": hidden, "intermediate_size": inner}
+
+    def expert_parameters(self) -> tuple[str, ...]:
+        return (*self.weight_names, *(f"{name}_bias" for name in self.weight_names if self.has_bias))
+
+    def checked_call(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> ExpertCall:
+        width = self.widths()["hidden_size"]
+        x = self.checked(hidden_states, width, top_k_index=top_k_index, top_k_weights=top_k_weights)
+        pairs = routing(top_k_index, self.experts_of_all_ranks())
+        return ExpertCall(x, pairs.offs, pairs, top_k_weights, hidden_states.dtype)
+
+    def run_experts(self, rows: Tensor, offs: Tensor) -> Tensor:
+        biases = [self.local(f"{name}_bias") for name in self.weight_names if self.has_bias]
+        experts = experts_of_rows(offs, rows.shape[0]) if biases else offs
+        clamped = self.is_clamped_swiglu and (self.alpha, self.limit) == (1.702, 7.0)  # the constants of the op
+        bias = biases[0] if clamped else None
+        out = self.feed_forward(rows, offs, _activation(self, biases, experts), bias)
+        if biases:
+            out = add_bias(out, biases[1], experts)
+        if getattr(self, "has_post_expert_norm", False):
+            out = self.post_expert_norm(out)
+        return out
+
+    def results(self, out: Tensor, call: ExpertCall) -> Tensor:
+        assert call.pairs is not None
+        assert call.weights is not None
+        out = out * call.pairs.sort(call.weights.reshape(-1))[:, None]
+        return call.pairs.combine(out).to(call.dtype)
 
     def extra_repr(self) -> str:
         return str(self.recipe)
@@ -88,26 +115,12 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             f"{type(self).__name__}: the experts implementation {IMPLEMENTATION!r} has no recipe. Call "
             "mxspec.nn.convert(model, recipe) in place of set_experts_implementation."
         )
-    width = self.widths()["hidden_size"]
-    x = self.checked(hidden_states, width, top_k_index=top_k_index, top_k_weights=top_k_weights)
-    pairs = routing(top_k_index, self._weights()[0].shape[0])
-    clamped = self.is_clamped_swiglu and (self.alpha, self.limit) == (1.702, 7.0)  # the constants of the op
-    bias = self.gate_up_proj_bias if clamped else None
-    out = self.feed_forward(pairs.gather(x), pairs.offs, _activation(self, pairs), bias)
-    if self.has_bias:
-        out = pairs.add_bias(out, self.down_proj_bias)
-    if getattr(self, "has_post_expert_norm", False):
-        out = self.post_expert_norm(out)
-    out = out * pairs.sort(top_k_weights.reshape(-1))[:, None]
-    return pairs.combine(out).to(hidden_states.dtype)
+    return self.compute(hidden_states, top_k_index, top_k_weights)
 
 
-def _activation(layer: Any, pairs: Routing) -> Callable[[Tensor], Tensor] | None:
+def _activation(layer: Any, biases: list[Tensor], experts: Tensor) -> Callable[[Tensor], Tensor] | None:
     """The layer's function between its two matmuls. None if this is SwiGLU, which has an op of its own."""
     if layer.is_swiglu:
         return None
     gate = layer._apply_gate if getattr(layer, "has_gate", True) else layer.act_fn
-    if not layer.has_bias:
-        return gate
-    bias = getattr(layer, f"{layer.weight_names[0]}_bias")
-    return lambda out: gate(pairs.add_bias(out, bias))
+    return (lambda out: gate(add_bias(out, biases[0], experts))) if biases else gate

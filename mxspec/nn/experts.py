@@ -22,6 +22,7 @@ from mxspec.nn._checks import (
 from mxspec.nn._formats import refusal_of_values
 from mxspec.nn._product import grouped_product
 from mxspec.nn._swiglu import Swiglu, swiglu_experts
+from mxspec.nn.expert_calls import ExpertCall, SeparableExperts
 from mxspec.nn.grouped_mm import check_offs
 from mxspec.nn.recipe import SIZE_MULTIPLES, Recipe, recipe_of
 
@@ -118,7 +119,7 @@ class QuantizedExperts(QuantizesWeights):
         return grouped_product(hidden, second, offs, tokens, of_second, by, name, stored)
 
 
-class GroupedExperts(QuantizedExperts):
+class GroupedExperts(SeparableExperts, QuantizedExperts):
     """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
 
     The weights of the gate and of up are one parameter. So one grouped matmul computes both, and each of their
@@ -216,6 +217,15 @@ class GroupedExperts(QuantizedExperts):
         return f"{self.num_experts}, dim={self.dim}, hidden_dim={self.hidden_dim}, {self.recipe}"
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return self.compute(x, offs)
+
+    def checked_call(self, x: Tensor, offs: Tensor) -> ExpertCall:
         x = self.checked(x, self.dim, offs=offs)
         check_offs(type(self).__name__, offs, self.num_experts)
-        return self.feed_forward(x, offs)
+        return ExpertCall(x, offs)
+
+    def run_experts(self, rows: Tensor, offs: Tensor) -> Tensor:
+        return self.feed_forward(rows, offs)
+
+    def results(self, out: Tensor, call: ExpertCall) -> Tensor:
+        return out

@@ -26,14 +26,6 @@ class Routing(NamedTuple):
         """One value of each pair, such as its routing weight, sorted by expert."""
         return permute(values, self.order, self.places)
 
-    def add_bias(self, out: Tensor, bias: Tensor) -> Tensor:
-        """Add each expert's bias, `(E, N)`, to the results of its pairs. Rows after the last group stay as they are.
-
-        The bias's gradient is one matmul, so it is the same on every run. A NaN in the results' gradient reaches the
-        bias's gradient of all experts.
-        """
-        return _AddBias.apply(out, bias, self.experts)
-
     def combine(self, pairs: Tensor) -> Tensor:
         """The sum of each token's pairs, in the order of the router's index: `(P, N)` -> `(tokens, N)`."""
         return _sum_of_pairs(permute(pairs, self.places, self.order), self.top_k)
@@ -52,6 +44,25 @@ def routing(index: Tensor, num_experts: int) -> Routing:
     offs = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return Routing(experts, order, places, offs, index.shape[-1])
+
+
+def experts_of_rows(offs: Tensor, rows: int) -> Tensor:
+    """The expert of each row, for rows sorted by expert. Rows from `offs[-1]` on get E, the number of experts."""
+    return torch.searchsorted(offs, torch.arange(rows, device=offs.device, dtype=offs.dtype), right=True)
+
+
+def add_bias(out: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
+    """Add each expert's bias, `(E, N)`, to the results of its rows. Rows of experts from E on stay as they are.
+
+    The bias's gradient is one matmul, so it is the same on every run. A NaN in the results' gradient reaches the
+    bias's gradient of all experts.
+
+    Args:
+        out: `(M, N)`, the results.
+        bias: `(E, N)`.
+        experts: `(M,)`, the expert of each row, as `experts_of_rows` gives it.
+    """
+    return _AddBias.apply(out, bias, experts)
 
 
 def permute(x: Tensor, order: Tensor, places: Tensor) -> Tensor:

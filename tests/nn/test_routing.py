@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mxspec.check import default_device
-from mxspec.nn.routing import routing
+from mxspec.nn.routing import add_bias, experts_of_rows, routing
 
 DEVICE = default_device()
 E, TOP = 5, 3
@@ -40,7 +40,7 @@ def test_gather_sort_and_combine_are_indexing_and_so_are_their_gradients():
     x = torch.randn(40, 8, device=DEVICE, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(40, TOP, device=DEVICE, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(E, 8, device=DEVICE, dtype=torch.float64, requires_grad=True)
-    out = pairs.combine(pairs.add_bias(pairs.gather(x) ** 3, bias) * pairs.sort(weights.flatten())[:, None])
+    out = pairs.combine(add_bias(pairs.gather(x) ** 3, bias, pairs.experts) * pairs.sort(weights.flatten())[:, None])
     tokens = x[order // TOP] ** 3 + bias[index.flatten()[order]]
     expected = (tokens * weights.flatten()[order][:, None])[order.argsort()].view(40, TOP, 8).sum(1)
     assert torch.equal(out, expected)
@@ -55,7 +55,9 @@ def test_gather_sort_and_combine_are_indexing_and_so_are_their_gradients():
 def test_pairs_of_another_device_get_no_bias_and_give_it_no_gradient():
     pairs = routing(chosen(elsewhere=2), E)
     bias = torch.ones(E, 8, device=DEVICE, requires_grad=True)
-    out = pairs.add_bias(torch.zeros(len(pairs.order), 8, device=DEVICE), bias)
+    experts = experts_of_rows(pairs.offs, len(pairs.order))
+    assert torch.equal(experts, pairs.experts.clamp(max=E))
+    out = add_bias(torch.zeros(len(pairs.order), 8, device=DEVICE), bias, experts)
     assert torch.equal(out[:, 0], (pairs.experts < E).float())
     out.sum().backward()
     ends = torch.cat([pairs.offs.new_zeros(1), pairs.offs])
