@@ -2,13 +2,17 @@
 
 | step | what a rank does | waits for the device |
 |---|---|---|
-| 1 | gather every rank's counts: the number of its tokens for each of the E experts | yes, for the counts |
+| 1 | gather every rank's counts: the number of its rows for each of the E experts | yes, for the counts |
 | 2 | send the rows of each rank's experts to that rank (`all_to_all_single`) | no |
 | 3 | sort the rows that came, from (source rank, expert) to (expert, source rank) | no |
 | 4 | after the experts, both steps in reverse | no |
 
 Both lists of sizes of an `all_to_all_single` come from the same matrix, so the ranks cannot disagree. No collective
 depends on a count: a rank without tokens takes part in each of them.
+
+A row is what one expert gets: a token, or a (token, expert) pair if the layer sorts the tokens itself. A token that
+goes to k experts is encoded once, and its message is copied k times. A block of codes lies in one row, so the copies
+are what the encoded copies would be.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from torch.nn.functional import pad
 
 from mxspec.distributed._agreement import raise_everywhere
 from mxspec.distributed._wire import Wire
-from mxspec.nn.routing import permute
+from mxspec.nn.expert_calls import ExpertCall
+from mxspec.nn.routing import Routing, permute
 
 
 @dataclass(frozen=True)
@@ -37,32 +42,33 @@ class Plan:
     places: Tensor  # (M,), the place of each received row: the inverse of `order`
     offs: Tensor  # (E / R,) int32, the exclusive end of each local expert's rows
     group: dist.ProcessGroup
-    num_tokens: int  # M_r, the number of this rank's tokens, also of those without an expert
+    num_rows: int  # M_r, the number of this rank's rows, also of those without an expert
+    pairs: Routing | None  # how this rank's tokens become rows. None if its tokens are the rows
     of_tokens: Wire | None  # what sends the tokens as codes
     of_gradient: Wire | None  # what sends the gradient of the results as codes
 
     def dispatch(self, x: Tensor) -> Tensor:
-        """The rows for this rank's experts, sorted by (expert, source rank, position)."""
-        sent = x[: sum(self.send)]
-        received = _Exchange.apply(sent, self.send, self.receive, self.group, self.of_tokens, None)
+        """The rows for this rank's experts, sorted by (expert, source rank, position), from this rank's tokens."""
+        sent = x if self.pairs is not None else x[: sum(self.send)]
+        received = _Exchange.apply(sent, self.pairs, self.send, self.receive, self.group, self.of_tokens, None)
         return permute(received, self.order, self.places)
 
     def combine(self, out: Tensor) -> Tensor:
-        """The result of each of this rank's tokens, at the token's place. Rows without an expert are 0."""
+        """The result of each of this rank's rows, at the row's place. Rows without an expert are 0."""
         sent = permute(out, self.places, self.order)
-        out = _Exchange.apply(sent, self.receive, self.send, self.group, None, self.of_gradient)
-        return pad(out, (0, 0, 0, self.num_tokens - out.shape[0]))
+        out = _Exchange.apply(sent, None, self.receive, self.send, self.group, None, self.of_gradient)
+        return _with_rows(out, self.num_rows)
 
 
 def plan_of(
-    name: str, x: Tensor | None, offs: Tensor | None, error: Exception | None, facts: dict[str, Any], experts: int,
+    name: str, call: ExpertCall | None, error: Exception | None, facts: dict[str, Any], experts: int,
     group: dist.ProcessGroup, device: torch.device, of_tokens: Wire | None, of_gradient: Wire | None,
 ) -> Plan:  # fmt: skip
     """Exchange the counts and derive the plan. Every rank must call this, also one whose arguments have an error.
 
     Args:
         name: the name of the layer, for error texts.
-        x, offs: the tokens of this rank and their ends. None if there is an error.
+        call: the tokens of this rank and where they go. None if there is an error.
         error: why this rank cannot run. It is then raised on every rank.
         facts: what must be the same on every rank.
         experts: E, the number of experts of all ranks.
@@ -70,9 +76,9 @@ def plan_of(
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     counts = torch.zeros(experts, dtype=torch.int64, device=device)
-    if offs is not None:
-        counts = torch.diff(offs.to(torch.int64), prepend=counts[:1])
-    rows = 0 if x is None else x.shape[0]
+    if call is not None:
+        counts = torch.diff(call.offs.to(torch.int64), prepend=counts[:1])
+    rows = 0 if call is None else call.num_rows()
     head = torch.tensor([error is not None, zlib.crc32(repr(facts).encode()), rows], device=device)
     heads = [torch.empty(3 + experts, dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(heads, torch.cat([head, counts]), group)
@@ -94,6 +100,7 @@ def plan_of(
         *_orders(matrix[:, mine], sum(sum(each[mine]) for each in values)),
         group,
         rows,
+        None if call is None else call.pairs,
         of_tokens,
         of_gradient,
     )
@@ -111,26 +118,42 @@ def _orders(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, places, counts.sum(0).cumsum(0, dtype=torch.int32)
 
 
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """Append rows of 0."""
+    return pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
 class _Exchange(torch.autograd.Function):
     """`all_to_all_single` of rows. Its backward is the exchange in the other direction.
 
+    With `pairs`, x is tokens: each is sent once for each of its experts, and the backward adds up its gradients.
     `there` and `back` are the wires of the two directions. None sends the rows themselves.
     """
 
     @staticmethod
     def forward(
-        x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, there: Wire | None, back: Wire | None
-    ) -> Tensor:
+        x: Tensor, pairs: Routing | None, send: list[int], receive: list[int], group: dist.ProcessGroup,
+        there: Wire | None, back: Wire | None,
+    ) -> Tensor:  # fmt: skip
         message = x.contiguous() if there is None else there.encode(x)
+        if pairs is not None:
+            message = pairs.gather(message)[: sum(send)]
         out = message.new_empty(sum(receive), message.shape[1])
         dist.all_to_all_single(out, message, receive, send, group)
         return out if there is None else there.decode(out, x.shape[1], x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.send, ctx.receive, ctx.group, ctx.there, ctx.back = inputs
+        _, pairs, ctx.send, ctx.receive, ctx.group, ctx.there, ctx.back = inputs
+        ctx.top_k = 0 if pairs is None else pairs.top_k
+        ctx.save_for_backward(*(() if pairs is None else pairs[:4]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.receive, ctx.send, ctx.group, ctx.back, ctx.there
-        return _Exchange.apply(gradients[0], *given), None, None, None, None, None
+        given = None, ctx.receive, ctx.send, ctx.group, ctx.back, ctx.there
+        grad = _Exchange.apply(gradients[0], *given)
+        if ctx.top_k:
+            experts, order, places, offs = ctx.saved_tensors
+            pairs = Routing(experts, order, places, offs, ctx.top_k)
+            grad = pairs.combine(_with_rows(grad, pairs.order.shape[0]))
+        return grad, None, None, None, None, None, None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from mxspec.distributed._exchange import Plan, plan_of
 from mxspec.distributed._wire import check_wire, wires
 from mxspec.nn import GroupedExperts
 from mxspec.nn._autograd import backend_now
-from mxspec.nn.grouped_mm import check_offs
+from mxspec.nn.expert_calls import ExpertCall, SeparableExperts
+from mxspec.nn.experts import QuantizedExperts
 
 GRADIENTS = ("mean", "sum")
 WIRES = ("values", "codes")
@@ -88,15 +91,15 @@ class ExpertParallel(ParallelStyle):
         group, error, facts = device_mesh.get_group(), None, dict.fromkeys(_FACTS, "nothing")
         try:
             _check(module, device_mesh.size())
-            assert isinstance(module, GroupedExperts)
+            assert isinstance(module, SeparableExperts)
             if self.wire == "codes":
                 check_wire("ExpertParallel", module.recipe)
             facts = _facts(module, self)
         except CAUGHT as found:
             error = found
         raise_everywhere("ExpertParallel", error, facts, group)
-        assert isinstance(module, GroupedExperts)
-        for name in module.weight_names:
+        assert isinstance(module, SeparableExperts)
+        for name in module.expert_parameters():
             whole = getattr(module, name)
             sharded = distribute_tensor(whole.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             setattr(module, name, nn.Parameter(sharded, whole.requires_grad))
@@ -108,57 +111,45 @@ class ExpertParallel(ParallelStyle):
         return module
 
 
-class _Sharded(GroupedExperts):
-    """The class of a sharded layer. Its weights are DTensors, and the matmuls read this rank's part of them."""
+class _Sharded(SeparableExperts):
+    """The first base of a sharded layer's class. Its parameters are DTensors, and the matmuls read this rank's part."""
 
     expert_mesh: DeviceMesh
     gradient_divisor: int
     wire: str
 
-    def _weights(self) -> tuple[Tensor, ...]:
-        local = (getattr(self, name).to_local() for name in self.weight_names)
-        return tuple(_divided(weight, self.gradient_divisor) for weight in local)
+    def local(self, name: str) -> Tensor:
+        return _divided(getattr(self, name).to_local(), self.gradient_divisor)
 
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        rows, plan = self._dispatch(x, offs)
-        return _combine(self.feed_forward(rows, plan.offs), plan)
+    def compute(self, *args: Any, **kwargs: Any) -> Tensor:
+        rows, plan, call = self._dispatch(args, kwargs)
+        return self.results(_combine(self.run_experts(rows, plan.offs), plan), call)
 
     @torch.compiler.disable  # the numbers of rows are known only in the forward, and errors need a collective too
-    def _dispatch(self, x: Tensor, offs: Tensor) -> tuple[Tensor, Plan]:
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Plan, ExpertCall]:
         name, group, error = type(self).__name__, self.expert_mesh.get_group(), None
-        device, facts = self._weights()[0].device, {}
+        device, facts, call = self._weights()[0].device, {}, None
         try:
-            if isinstance(x, DTensor) or isinstance(offs, DTensor):
-                raise TypeError(f"{name}: x or offs is a DTensor; needs this rank's own tokens, as plain tensors")
-            x = self.checked(x, self.dim, offs=offs)
-            check_offs(name, offs, self.num_experts)
+            if any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+                what = " or ".join(signature(self.checked_call).parameters)
+                raise TypeError(f"{name}: {what} is a DTensor; needs this rank's own tokens, as plain tensors")
+            checked = self.checked_call(*args, **kwargs)
             if self.wire == "codes":
                 check_wire(name, self.recipe)  # `set_recipe` may have come after
-            grad = torch.is_grad_enabled()
+            grad, parameters = torch.is_grad_enabled(), [getattr(self, each) for each in self.expert_parameters()]
             facts = {
-                "the tokens' dtype": x.dtype,
-                "requires_grad of the tokens": x.requires_grad and grad,
-                "requires_grad of the weights": [weight.requires_grad and grad for weight in self._weights()],
+                "the tokens' dtype": checked.x.dtype,
+                "requires_grad of the tokens": checked.x.requires_grad and grad,
+                "requires_grad of the weights": [parameter.requires_grad and grad for parameter in parameters],
                 "the recipe": self.recipe,
             }
+            call = checked
         except CAUGHT as found:
             error = found
-        whole, ends = (x, offs) if error is None else (None, None)
         there, back = wires(self.recipe, backend_now(self)) if self.wire == "codes" else (None, None)
-        plan = plan_of(name, whole, ends, error, facts, self.num_experts, group, device, there, back)
-        return plan.dispatch(x), plan
-
-    def reset_parameters(self) -> None:
-        """Draw new weights. Each shard has its own random numbers; copies of a shard have the same."""
-        for name in self.weight_names:
-            weight = getattr(self, name)
-            mesh, part = weight.device_mesh, 0
-            for size, at, placement in zip(mesh.shape, mesh.get_coordinate(), weight.placements, strict=True):
-                part = part if isinstance(placement, Replicate) else part * size + at
-            local, bound = weight.detach().to_local(), weight.shape[-1] ** -0.5
-            seed = int(torch.randint(2**62, ()))
-            generator = torch.Generator(local.device).manual_seed(seed + part)
-            nn.init.uniform_(local, -bound, bound, generator=generator)
+        plan = plan_of(name, call, error, facts, self.experts_of_all_ranks(), group, device, there, back)
+        assert call is not None  # otherwise plan_of has raised
+        return plan.dispatch(call.x), plan, call
 
     def extra_repr(self) -> str:
         mesh = self.expert_mesh
@@ -173,34 +164,69 @@ def _combine(out: Tensor, plan: Plan) -> Tensor:
 @functools.cache
 def _sharded(kind: Any) -> Any:
     # With the old class's name, for error texts and `print(model)`.
-    return type(kind.__name__, (_Sharded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    own: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": _reduce}
+    if issubclass(kind, GroupedExperts):
+        own["reset_parameters"] = _reset_parameters
+    return type(kind.__name__, (_Sharded, kind), own)
+
+
+def _reduce(self: Any) -> tuple[Any, ...]:
+    """For `copy.deepcopy`: a copy is sharded too. `pickle` raises, because it does not find the class by its name."""
+    return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def _reset_parameters(self: Any) -> None:
+    """Draw new weights. Each shard has its own random numbers; copies of a shard have the same."""
+    for name in self.weight_names:
+        weight = getattr(self, name)
+        mesh, part = weight.device_mesh, 0
+        for size, at, placement in zip(mesh.shape, mesh.get_coordinate(), weight.placements, strict=True):
+            part = part if isinstance(placement, Replicate) else part * size + at
+        local, bound = weight.detach().to_local(), weight.shape[-1] ** -0.5
+        seed = int(torch.randint(2**62, ()))
+        generator = torch.Generator(local.device).manual_seed(seed + part)
+        nn.init.uniform_(local, -bound, bound, generator=generator)
 
 
 def _check(module: nn.Module, ranks: int) -> None:
     name = type(module).__name__
-    if not isinstance(module, GroupedExperts):
-        raise TypeError(f"ExpertParallel: the module is a {name}; needs a GroupedExperts")
-    weights = [getattr(module, weight) for weight in module.weight_names]
-    if isinstance(module, _Sharded) or any(isinstance(weight, DTensor) for weight in weights):
+    if isinstance(module, QuantizedExperts) and not isinstance(module, SeparableExperts):
+        raise TypeError(
+            f"ExpertParallel: the module is a {name} that its own library shards; use the expert parallelism of "
+            "that library"
+        )
+    if not isinstance(module, SeparableExperts):
+        raise TypeError(
+            f"ExpertParallel: the module is a {name}; needs a GroupedExperts, or experts of transformers that are "
+            "converted. Call mxspec.nn.convert(model, recipe) first."
+        )
+    parameters = dict(module.named_parameters())
+    if isinstance(module, _Sharded) or any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         raise RuntimeError(
             f"ExpertParallel: {name} is sharded already. Parallelize a layer once, and before fully_shard."
         )
     if module._cached is not None:
         raise RuntimeError(f"ExpertParallel: cache_weights holds codes of {name}. Leave its with-block first.")
-    if module.num_experts % ranks:
+    if others := ", ".join(sorted(parameters.keys() ^ set(module.expert_parameters()))):
+        raise TypeError(
+            f"ExpertParallel: {name} has other parameters than those of single experts ({others}), such as a norm that "
+            "all experts share or a parametrization; needs plain parameters whose first dimension is the expert"
+        )
+    if (experts := module.experts_of_all_ranks()) % ranks:
         raise ValueError(
-            f"ExpertParallel: {name} has {module.num_experts} experts, which {ranks} ranks cannot share evenly; "
+            f"ExpertParallel: {name} has {experts} experts, which {ranks} ranks cannot share evenly; "
             f"needs a multiple of {ranks}"
         )
 
 
-_FACTS = ("the layer", "the number of experts", "the widths", "the weights' dtype", "the options", "the recipe")
+_FACTS = ("the layer", "the number of experts", "the widths", "the parameters' dtype", "the options", "the recipe")
 
 
-def _facts(module: GroupedExperts, style: ExpertParallel) -> dict[str, Any]:
-    widths, dtypes = (module.dim, module.hidden_dim), [weight.dtype for weight in module._weights()]
+def _facts(module: SeparableExperts, style: ExpertParallel) -> dict[str, Any]:
+    parameters = [getattr(module, name) for name in module.expert_parameters()]
+    widths, dtypes = [tuple(each.shape[1:]) for each in parameters], [each.dtype for each in parameters]
     options = f"wire={style.wire!r}, gradients={style.gradients!r}"
-    values = type(module).__name__, module.num_experts, widths, dtypes, options, module.recipe
+    values = type(module).__name__, module.experts_of_all_ranks(), widths, dtypes, options, module.recipe
     return dict(zip(_FACTS, values, strict=True))
 
 
