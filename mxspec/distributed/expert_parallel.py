@@ -1,4 +1,4 @@
-"""`ExpertParallel`: the experts of a `GroupedExperts` lie on several ranks, and each token travels to its experts."""
+"""`ExpertParallel`: the experts of a layer lie on several ranks, and each token travels to its experts."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ WIRES = ("values", "codes")
 
 
 class ExpertParallel(ParallelStyle):
-    """Shard a `GroupedExperts` by experts over the ranks of a mesh of one dimension, for `parallelize_module`.
+    """Shard experts over the ranks of a mesh of one dimension, for `parallelize_module`.
 
-    With E experts on R ranks, rank d holds the experts `d * E / R` to `(d + 1) * E / R - 1`: each parameter becomes a
-    DTensor, `Shard(0)`. The layer's call stays as it was. Each rank calls it with its own tokens, sorted by all E
-    experts, and gets the results of its own tokens. In between, the tokens travel to the ranks of their experts, and
-    the results come back. By default they travel as they are, unquantized.
+    It takes a `GroupedExperts`, and experts of Hugging Face transformers that `mxspec.nn.convert` has converted. With E
+    experts on R ranks, rank d holds the experts `d * E / R` to `(d + 1) * E / R - 1`: each parameter, also a bias,
+    becomes a DTensor, `Shard(0)`. The layer's call stays as it was. Each rank calls it with its own tokens, and gets
+    the results of its own tokens. In between, the tokens travel to the ranks of their experts, and the results come
+    back. By default they travel as they are, unquantized. The router is no part of the layer, and stays whole.
 
     The order of the rows of an expert is (source rank, position), as in `dispatch_reference`. So the output, the
     gradient of the tokens and the gradients of the weights are the bits of one process that runs the same layer on the
-    concatenated batch, on a backend whose row does not depend on the other rows.
+    concatenated batch, on a backend whose row does not depend on the other rows. Experts of transformers also have
+    gradients of the routing weights, with the same bits, and of biases. A matmul gives a bias's gradient, and its order
+    of the sums may depend on the number of rows. It has been tested over gloo on a CPU. It has not run on GPUs.
 
     A forward exchanges counts and tokens, and waits for the device once, to learn the numbers of rows. Every rank must
     run the same layers in the same order, with or without tokens. It must also run each backward.
@@ -43,7 +46,8 @@ class ExpertParallel(ParallelStyle):
     Args:
         wire: what travels. `values` sends the tokens, the results and both gradients in their own dtype. `codes` sends
             the codes of the layer's recipe for the tokens, and for the gradient of the results: about half the bytes of
-            bfloat16. The results, and the gradient of the tokens, are summed afterwards, so they stay values. The layer
+            bfloat16. Experts of transformers quantize a token once, and copy its codes for each of its experts. The
+            results, and the gradient of the tokens, are summed afterwards, so they stay values. The layer
             then computes what one process computes with `wire_reference`. With mxfp8 and fp8_128_pow2, output and
             gradient of the tokens are those of `values`, and the gradients of the weights differ slightly. With
             fp8_128, whose scales are no powers of two, the gradients of the weights lose 3 dB.
@@ -52,13 +56,20 @@ class ExpertParallel(ParallelStyle):
             its own mesh, so that the divisor is the number of all ranks. `sum` leaves the sum over the ranks: the
             gradient of the sum of their losses.
 
-    Shapes:
+    Shapes of a `GroupedExperts`:
         x: `(M_r, dim)`, this rank's tokens, bfloat16 or float32. M_r may differ from rank to rank, and may be 0.
         offs: `(E,)` int32, the exclusive end of each expert's tokens among this rank's tokens.
         Returns `(M_r, dim)` in x's dtype. Rows from `offs[-1]` on are 0.
 
+    Shapes of experts of transformers:
+        hidden_states: `(T_r, hidden_size)`, this rank's tokens. T_r may differ from rank to rank, and may be 0.
+        top_k_index, top_k_weights: `(T_r, top_k)`, the experts of each token among all E, and the routing weights.
+        Returns `(T_r, hidden_size)` in the dtype of hidden_states.
+
     Raises, the same error on every rank of the mesh:
-        TypeError: the module is not a `GroupedExperts`, or an argument of a forward has another dtype.
+        TypeError: the module is no layer of experts, or experts of transformers that are not converted, or experts
+            that their own library shards (torchtitan); it has parameters that belong to no single expert; or an
+            argument of a forward has another dtype.
         ValueError: the mesh does not have one dimension; E is not a multiple of R; the ranks' layers, recipes or tokens
             differ in dtype, widths or in what requires a gradient; a shape or offs does not fit.
         RuntimeError: the layer is sharded already, or `cache_weights` holds its codes.
@@ -73,6 +84,9 @@ class ExpertParallel(ParallelStyle):
 
         mesh = init_device_mesh("cuda", (world_size,))
         parallelize_module(model, mesh, {"layers.*.experts": ExpertParallel()})
+
+        mxspec.nn.convert(model, "fp8_128")  # a model of transformers
+        parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
 
     Source: torchtitan's `ExpertParallel` of 2025 (the split of the experts, the exchange); Shazeer et al., 2017.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -242,6 +244,21 @@ def _copies_checkpointing_and_the_mean() -> None:
         assert same_bits(each[0], each[2]), name
         assert same_bits(each[0], each[3] * (2 if isinstance(value, DTensor) else 1)), name
     assert "wire='codes', rank" in repr(layer)
+    with pytest.raises(pickle.PicklingError, match="not the same object"):
+        pickle.dumps(layer)
+
+
+def _compiled() -> None:
+    """`torch.compile` compiles the experts and the sum of a token's results, between and after the exchanges."""
+    torch.compiler.reset()
+    counter, (own, _) = CompileCounterWithBackend("aot_eager"), my_parts("skewed", torch.bfloat16)
+    layer = sharded(layer_of("qwen3_moe", "bf16", torch.bfloat16))
+    compiled = torch.compile(layer, backend=counter)
+    once, again = step(layer, own), step(layer, own, lambda *given: compiled(*given))
+    for name, value in once.items():
+        each = [t.to_local() if isinstance(t, DTensor) else t for t in (value, again[name])]
+        assert same_bits(*each), name
+    assert counter.frame_count == 2
 
 
 def _on_two_ranks(rank: int, expected: Path) -> None:
@@ -251,6 +268,7 @@ def _on_two_ranks(rank: int, expected: Path) -> None:
     _refusals(rank)
     _refusals_of_a_forward(rank)
     _copies_checkpointing_and_the_mean()
+    _compiled()
 
 
 def test_outputs_and_gradients_are_the_bits_of_one_process_and_errors_are_those_of_every_rank(expected):
