@@ -10,29 +10,41 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import subprocess
 import time
 import warnings
 from collections.abc import Iterable
 from functools import reduce
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-import mxspec
 from mxspec import dispatch
 from mxspec.bench import model, moe, tables
 from mxspec.bench.measure import load_peers, machine, measure, name_of, overhead_us, versions_of
 from mxspec.bench.record import Race, Run, Step, read
+from mxspec.bench.versions import versions
 from mxspec.console import console, notices, progress
 from mxspec.shapes import KINDS, SETS, Shapes
 from mxspec.spec import Case, Reference
 
 # The two parts of a complete run, and whether the part has the matmuls (the ops that are judged by SQNR).
 PARTS = {"quantizers": False, "matmuls": True}
+
+
+_SIZES = {
+    "rows": "the rows of each rank: its tokens times the experts of a token; default: 32768, without a GPU 96",
+    "dim": "the width of a token; default: 7168, without a GPU 256",
+    "hidden": "the width of an expert; default: 2048, without a GPU 128",
+    "experts": "the experts of each rank; default: 8, without a GPU 2",
+}
+
+
+def _size(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"got {text}; needs an integer of at least 1")
+    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,6 +66,9 @@ def parser() -> argparse.ArgumentParser:
     )
     what = p.add_mutually_exclusive_group()
     what.add_argument("--moe", action="store_true", help="time each kernel of a grouped linear (of MoE experts)")
+    what.add_argument(
+        "--parallel", action="store_true", help="time expert parallelism on the ranks that torchrun started"
+    )
     what.add_argument("--model", action="store_true", help="print the expected times on each GPU, from its data sheet")
     what.add_argument(
         "--complete",
@@ -64,6 +79,10 @@ def parser() -> argparse.ArgumentParser:
         help=f"time all ops, shapes and peers, the host and --moe; PART: {' or '.join(PARTS)}; default: everything",
     )
     what.add_argument("--from", dest="stored", type=Path, metavar="FILE", help="show a run that --json stored")
+    of_parallel = p.add_argument_group("the shape of --parallel")
+    for name, meaning in _SIZES.items():
+        of_parallel.add_argument(f"--{name}", type=_size, metavar="N", help=meaning)
+    of_parallel.add_argument("--routing", choices=("even", "skewed"), help="the rows of each expert; default: even")
     p.add_argument("--json", type=Path, metavar="FILE", help="store the run in this file")
     p.add_argument("--markdown", action="store_true", help="print Markdown")
     p.add_argument("--plot", type=Path, metavar="DIR", help="draw PNG pictures into this folder")
@@ -73,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
 # For each option, the other options that have no meaning beside it.
 _EXCLUDED = {
     "moe": ("op", "backend", "peers"),
+    "parallel": ("op", "backend", "shapes", "peers", "plot"),
     "model": ("backend", "peers", "json", "plot"),
     "complete": ("op", "backend", "shapes", "peers"),
     "stored": ("op", "backend", "shapes", "peers", "json"),
@@ -86,10 +106,17 @@ def main(argv: list[str]) -> int:
         for other in others:
             if getattr(options, chosen) and getattr(options, other):
                 p.error(f"got --{'from' if chosen == 'stored' else chosen} and --{other}; needs only one of them")
+    for other in (*_SIZES, "routing"):
+        if getattr(options, other) and not options.parallel:
+            p.error(f"got --{other} without --parallel; needs both")
     if options.json and not (options.json.parent.is_dir() and not options.json.is_dir()):
         raise ValueError(f"bench: --json {options.json}: needs a file name in a folder that exists")
     if options.json and not os.access(options.json if options.json.exists() else options.json.parent, os.W_OK):
         raise ValueError(f"bench: --json {options.json}: needs a file that may be written")
+    if options.parallel:
+        from mxspec.bench.parallel import command  # not at the top: it imports torch.distributed
+
+        return command.main(options)
     draw = _plots(options.plot) if options.plot else None
     if options.model:
         return show_model(options)
@@ -211,28 +238,6 @@ def run_all(options: argparse.Namespace) -> Run:
         moe=tuple(steps),
         seconds=time.perf_counter() - began,
     )
-
-
-def versions(gpu: bool) -> dict[str, str]:
-    """The versions of what was run: mxspec with the commit of its checkout, the frameworks, the driver."""
-    found = {"mxspec": mxspec.__version__}
-    if commit := _said_by("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"):
-        found["mxspec"] += f" ({commit})"
-    for name in ("torch", "triton", "helion"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    if gpu and (driver := _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")):
-        found["driver"] = driver.splitlines()[0]
-    return found
-
-
-def _said_by(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def cases_of(
