@@ -152,7 +152,8 @@ def test_an_arm_and_an_exchange_that_are_wrong_get_no_time_and_the_exit_code_is_
     for step in stored["steps"]:
         is_wrong = step["wire"] == "codes"
         assert (step["us"] is None, step["parts_us"] == {}) == (is_wrong, is_wrong)
-        assert step["wrong"].startswith("rank 1: output: " if is_wrong else "")
+        # Rank 0 is the first rank that sees it: the gradients that rank 1 sends are those of other rows.
+        assert step["wrong"].startswith("rank 0: gradient of w_gate_up: " if is_wrong else "")
         assert bool(step["wrong"]) == is_wrong
     shape = Shape(**(SMALL | {"experts": 3}), routing="skewed")
     to = [sum(shape.counts(2)[:3]), sum(shape.counts(2)[3:])]  # the rows of each rank for rank 0 and for rank 1
