@@ -135,17 +135,28 @@ def step(module: nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
-def on_ranks(world: int, worker: Callable[..., None], *args: Any, timeout_s: float = 60) -> None:
-    """Run `worker(rank, *args)` in `world` processes that communicate through gloo. Raises if one of them raises."""
+def on_ranks(world: int, worker: Callable[..., None], *args: Any, timeout_s: float = 60, backend: str = "gloo") -> None:
+    """Run `worker(rank, *args)` in `world` processes. Raises if one of them raises.
+
+    They communicate through gloo on CPUs, or through nccl with a GPU for each process.
+    """
+    if backend == "nccl" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs; this machine has {torch.cuda.device_count()}")
     multiprocessing.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp", "mxspec.nn"])
+    start_method = "spawn" if backend == "nccl" else "forkserver"  # CUDA needs a process of its own
     with tempfile.TemporaryDirectory() as folder:
-        given = world, f"file://{folder}/store", timeout_s, worker, args
-        torch.multiprocessing.start_processes(_on_rank, given, nprocs=world, start_method="forkserver")
+        given = world, f"file://{folder}/store", timeout_s, backend, worker, args
+        torch.multiprocessing.start_processes(_on_rank, given, nprocs=world, start_method=start_method)
 
 
-def _on_rank(rank: int, world: int, store: str, timeout_s: float, worker: Callable[..., None], args: tuple) -> None:
+def _on_rank(
+    rank: int, world: int, store: str, timeout_s: float, backend: str, worker: Callable[..., None], args: tuple
+) -> None:
     torch.set_num_threads(1)
-    limit = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+    limit, device = timedelta(seconds=timeout_s), None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=limit, device_id=device)
     worker(rank, *args)
     dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""Experts on 2 and 4 ranks, which are processes on a CPU, give the bits of one process that has the whole batch."""
+"""Experts on 2 and 4 ranks give the bits of one process that has the whole batch.
+
+The ranks are processes on a CPU over gloo. One test takes GPUs over NCCL, if there are enough.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ from mxspec.nn.routing import routing
 from tests.helpers import on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+CPU = torch.device("cpu")
 EXPERTS, DIM, HIDDEN, TOKENS, PARTS = 8, 128, 64, 24, 4
 RECIPES = ("bf16", "fp8_128", "fp8_128_pow2", "mxfp8_rceil", "mxfp8_floor")
 ROUTINGS = ("even", "skewed", "empty", "all to one", "top-1", "top-8", "a part without tokens", "no tokens")
@@ -43,6 +47,9 @@ class Part(NamedTuple):
     index: Tensor  # (T, k), the experts that the router chose
     weight: Tensor  # (T, k)
     grad: Tensor  # (T, DIM), the gradient of the output
+
+    def on(self, device: torch.device) -> Part:
+        return Part(*(t.to(device) for t in self))
 
 
 def part_of(kind: str, number: int, dtype: torch.dtype, step: int = 0) -> Part:
@@ -67,15 +74,15 @@ def joined(parts: list[Part]) -> Part:
     return Part(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def layer_of(recipe: str, dtype: torch.dtype) -> GroupedExperts:
+def layer_of(recipe: str, dtype: torch.dtype, device: torch.device = CPU) -> GroupedExperts:
     torch.manual_seed(7)
-    return GroupedExperts(EXPERTS, DIM, HIDDEN, recipe, dtype=dtype)
+    return GroupedExperts(EXPERTS, DIM, HIDDEN, recipe, dtype=dtype).to(device)
 
 
 def sharded(
     layer: GroupedExperts, gradients: str = "sum", mesh: DeviceMesh | None = None, wire: str = "values"
 ) -> GroupedExperts:
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(layer.w_down.device.type, (dist.get_world_size(),))
     return parallelize_module(layer, mesh, ExpertParallel(wire=wire, gradients=gradients))
 
 
@@ -129,21 +136,18 @@ def cases() -> list[tuple[str, str, torch.dtype, str]]:
     ]
 
 
+def on_one(recipe: str, kind: str, dtype: torch.dtype, wire: str, device: torch.device = CPU) -> tuple[Any, ...]:
+    """What one process computes: results, gradients of tokens, gradients of weights."""
+    parts, layer = [part_of(kind, number, dtype).on(device) for number in range(PARTS)], layer_of(recipe, dtype, device)
+    outs, leaves = zip(*on_one_process(layer, parts, wire), strict=True)
+    backward(outs, parts)
+    return [out.detach() for out in outs], [x.grad for x in leaves], layer.w_gate_up.grad, layer.w_down.grad
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> Path:
-    """A file of what one process computes in each case: results, gradients of tokens, gradients of weights."""
-    of_case = {}
-    for recipe, kind, dtype, wire in cases():
-        parts, layer = [part_of(kind, number, dtype) for number in range(PARTS)], layer_of(recipe, dtype)
-        outs, leaves = zip(*on_one_process(layer, parts, wire), strict=True)
-        backward(outs, parts)
-        gradients = [x.grad for x in leaves]
-        of_case[recipe, kind, dtype, wire] = (
-            [out.detach() for out in outs],
-            gradients,
-            layer.w_gate_up.grad,
-            layer.w_down.grad,
-        )
+    """A file of what one process computes in each case."""
+    of_case = {case: on_one(*case) for case in cases()}
     torch.save(of_case, path := tmp_path_factory.mktemp("one_process") / "expected.pt")
     return path
 
@@ -153,10 +157,12 @@ def my_parts() -> slice:
     return slice(dist.get_rank() * each, (dist.get_rank() + 1) * each)
 
 
-def compared(of_case: Any, recipe: str, kind: str, dtype: torch.dtype, wire: str) -> dict[str, bool]:
+def compared(
+    of_case: Any, recipe: str, kind: str, dtype: torch.dtype, wire: str, device: torch.device = CPU
+) -> dict[str, bool]:
     """Which results of this rank have the bits of one process."""
-    own = joined([part_of(kind, number, dtype) for number in range(PARTS)][my_parts()])
-    layer = sharded(layer_of(recipe, dtype), wire=wire)
+    own = joined([part_of(kind, number, dtype) for number in range(PARTS)][my_parts()]).on(device)
+    layer = sharded(layer_of(recipe, dtype, device), wire=wire)
     result, x = weighted(own, layer)
     backward([result], [own])
     outs, gradients, w_gate_up, w_down = of_case[recipe, kind, dtype, wire]
@@ -214,6 +220,23 @@ def test_what_a_wire_of_codes_changes(recipe, expected):
 @pytest.mark.parametrize("world", [2, 4])
 def test_outputs_and_gradients_are_the_bits_of_one_process(world, expected):
     on_ranks(world, _cases_on_rank, expected)
+
+
+def _cases_on_gpu(rank: int) -> None:
+    """Each rank also computes what one process with one GPU does. The sizes go over the edges of tiles."""
+    device = torch.device("cuda", rank)
+    globals().update(DIM=512, HIDDEN=256, TOKENS=300)
+    wrong = {}
+    for case in cases():
+        same = compared({case: on_one(*case, device)}, *case, device)
+        wrong |= {} if all(same.values()) else {case: [name for name, is_same in same.items() if not is_same]}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_outputs_and_gradients_are_the_bits_of_one_gpu(world):
+    """No GPU has run this. A kernel whose row depends on the other rows of a call fails here."""
+    on_ranks(world, _cases_on_gpu, timeout_s=300, backend="nccl")
 
 
 class Mixtures(nn.Module):
