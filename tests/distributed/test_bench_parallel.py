@@ -205,6 +205,23 @@ def test_without_torchrun_the_error_names_the_command(monkeypatch):
         cli.main(["--parallel"])
 
 
+def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        ValueError, match="process 1 of this host has no GPU, because the host has 1; needs at most one"
+    ):
+        cli.main(["--parallel"])
+
+
+def test_the_help_names_the_default_sizes():
+    on_gpu, on_cpu = (command.DEFAULTS[kind] for kind in ("cuda", "cpu"))
+    for name, words in cli._SIZES.items():
+        assert words.endswith(f"default: {getattr(on_gpu, name)}, without a GPU {getattr(on_cpu, name)}")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
