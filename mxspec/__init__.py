@@ -26,6 +26,7 @@ from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.fp8_quantize_k_groups import fp8_quantize_k_groups
 from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_groups
+from mxspec.reference.fp8_requantize_k_groups import fp8_requantize_k_groups
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import mx_dequantize
 from mxspec.reference.mx_fake_quantize_rowcol_groups import mx_fake_quantize_rowcol_groups
@@ -36,6 +37,7 @@ from mxspec.reference.mx_quantize import mx_quantize
 from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
 from mxspec.reference.mx_quantize_rowcol_groups import mx_quantize_rowcol_groups
+from mxspec.reference.mx_requantize_groups import mx_requantize_groups
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.place_token_groups import place_token_groups
 from mxspec.reference.swiglu import swiglu
@@ -84,6 +86,7 @@ __all__ = [
     "fp8_quantize_128x128",
     "fp8_quantize_k_groups",
     "fp8_quantize_rowcol_groups",
+    "fp8_requantize_k_groups",
     "from_blocked",
     "mx_dequantize",
     "mx_fake_quantize_rowcol_groups",
@@ -94,6 +97,7 @@ __all__ = [
     "mx_quantize_groups",
     "mx_quantize_rowcol",
     "mx_quantize_rowcol_groups",
+    "mx_requantize_groups",
     "pad_token_groups",
     "place_token_groups",
     "set_backend",

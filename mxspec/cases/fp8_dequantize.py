@@ -111,10 +111,10 @@ def _possible(choice: Choice) -> bool:
     axis, shape = axis_of(choice), _scale_shape(choice)
     if not fits(choice, FP8_SIZE_MULTIPLE if axis == -2 else 1, FP8_SIZE_MULTIPLE if axis == -1 else 1):
         return False
-    return scale_fits(choice, shape) and (shape is None or _room(choice, shape))
+    return scale_fits(choice, shape) and (shape is None or room(choice, shape))
 
 
-def _room(choice: Choice, shape: tuple[int, ...]) -> bool:
+def room(choice: Choice, shape: tuple[int, ...]) -> bool:
     """Whether a row or a column that is not repeated has room for all special scales."""
     if choice.get("scale values") != "special":
         return True

@@ -28,9 +28,10 @@ from mxspec.helion_kernels.common.groups import (
     tokens_of,
 )
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
-from mxspec.helion_kernels.common.numerics import widened
+from mxspec.helion_kernels.common.numerics import scale_value, widened
+from mxspec.helion_kernels.common.runs import load_run
 from mxspec.helion_kernels.mx_quantize import quantize_tile
-from mxspec.helion_kernels.tiles.mx_columns import TILES, column_codes, column_scale, load_run, tile_index
+from mxspec.helion_kernels.tiles.mx_columns import TILES, column_codes, column_scale, tile_index
 
 
 class Part(NamedTuple):
@@ -82,12 +83,32 @@ def _rows(
             hl.store(scale, [row * C + c], byte, extra_mask=owned)
 
 
+def _values(
+    x: Tensor, token: Tensor, stride_m: int, stride_k: int, row_scale: Tensor, row_scale_stride_m: int,
+    row_scale_stride_k: int, k_tile: int, K: int, run: int, left: Tensor, codes: str, cols: int,
+) -> Tensor:  # fmt: skip
+    """The values of a tile of MX codes along the rows, `(runs, 1, cols, run)`.
+
+    A thread loads a scale byte for the 8 neighbouring codes that it loads.
+    """
+    runs, _, _ = token.shape
+    k = (k_tile * cols + hl.arange(cols)).unsqueeze(0).unsqueeze(0)
+    unit = (k_tile * cols + hl.arange(cols // 8) * 8).unsqueeze(0).unsqueeze(0)
+    q = load_run(x, token, stride_m, k * stride_k, k < K, run, left=left).reshape(runs, 1, cols // 8, 8, run)
+    q = q.view(torch.float8_e5m2 if codes == "e5m2" else torch.float8_e4m3fn).to(torch.float32)
+    byte = load_run(row_scale, token, row_scale_stride_m, (unit >> 5) * row_scale_stride_k, unit < K, run, left=left)
+    return (q * scale_value(byte.reshape(runs, 1, cols // 8, 1, run))).reshape(runs, 1, cols, run)
+
+
 def _columns(
     x: Tensor, stride_m: int, stride_k: int, tokens_2: int, K: int, qdata: Tensor, R: int, scale: Tensor,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, row_tiles: int, col_programs: int,
+    row_scale: Tensor, row_scale_stride_m: int, row_scale_stride_k: int, codes: hl.constexpr, bf16: hl.constexpr,
     scaling: hl.constexpr, blocked: hl.constexpr, alignment: hl.constexpr, chunk: hl.constexpr,
     cols: hl.constexpr, run: hl.constexpr,
 ) -> None:  # fmt: skip
+    # With `codes`, the name of their format, x holds codes along the rows. Their values are quantized, rounded to
+    # bfloat16 with `bf16`.
     C = R // 32  # computed on the host, so that Triton keeps its divisible-by-16 specialization
     k_tiles = (K + 127) // 128
     runs = 128 // run
@@ -107,8 +128,18 @@ def _columns(
         token = (token0 + hl.arange(runs) * run).unsqueeze(1).unsqueeze(2)
         left = tokens_left(token, stop, tokens_2 - 2)
         _m, k = tile_index(m_tile, k_tile, runs, 1, cols, run)
-        wide = widened(load_run(x, token, stride_m, k * stride_k, k < K, run, left=left)).reshape(runs, 1, cols, run)
-        byte = column_scale(wide, qdata.dtype, scaling, x.dtype)
+        if codes:
+            wide = _values(
+                x, token, stride_m, stride_k, row_scale, row_scale_stride_m, row_scale_stride_k, k_tile, K, run, left,
+                codes, cols,
+            )  # fmt: skip
+            if bf16:
+                wide = widened(wide.to(torch.bfloat16))
+            byte = column_scale(wide, qdata.dtype, scaling, torch.bfloat16 if bf16 else torch.float32)
+        else:
+            values = load_run(x, token, stride_m, k * stride_k, k < K, run, left=left)
+            wide = widened(values).reshape(runs, 1, cols, run)
+            byte = column_scale(wide, qdata.dtype, scaling, x.dtype)
         byte = column_codes(wide, byte, qdata, 0, m_tile, k_tile, R, K, False)
         if blocked:  # cols is 128. (c, k // 32, k % 32) -> (k % 32, k // 32, c)
             size = torch.div(stop - first + (alignment - 1), alignment, rounding_mode="trunc") * (alignment // 128)
@@ -131,28 +162,37 @@ def mx_quantize_groups(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return groups(x, offs, axis, pad_to, elem_dtype, scaling, scale_layout)
+
+
+def groups(
+    x: Tensor, offs: Tensor, axis: int, pad_to: int, elem_dtype: torch.dtype | str, scaling: str, scale_layout: str,
+    row_scale: Tensor | None = None, codes: str = "", bf16: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch. With `row_scale` and axis -2, x holds MX codes as bytes; bf16 says how to round their values."""
     (M, K), G, fmt, blocked = x.shape, offs.shape[0], element(elem_dtype), scale_layout == "blocked"
     R = padded_rows(M, G, pad_to)
     rows = R + 128 * G if blocked else R  # the number of rows with scales
     start, end = (offs.new_empty(G) for _ in range(2))
     col_tiles = -(-K // 128)
     if axis == -2:
-        codes = x.new_empty((K, R), dtype=fmt.dtype)
+        qdata = x.new_empty((K, R), dtype=fmt.dtype)
         shape = (128 * col_tiles, rows // 32) if blocked else (K, R // 32)
     else:
-        codes = x.new_empty((R, K), dtype=fmt.dtype)
+        qdata = x.new_empty((R, K), dtype=fmt.dtype)
         shape = (rows, 4 * col_tiles) if blocked else (R, K // 32)
     scale = x.new_empty(shape, dtype=torch.uint8)
-    source, groups = (flat(x), *x.stride(), M + 2), (flat(offs), offs.stride(0), G, flat(start), flat(end))
+    source, of_groups = (flat(x), *x.stride(), M + 2), (flat(offs), offs.stride(0), G, flat(start), flat(end))
     constants = scaling, blocked, pad_to, chunk(G)
     # A grid of two dimensions needs no division to find a program's place, but the second holds at most 65535. The
     # grid has at least one program across, because a program writes start and end even if there are no columns.
     if rows and axis == -2:
         tile = for_device(TILES, x.device)["col, small"]
         col_programs = max(1, -(-K // tile.cols))
+        scales = (flat(row_scale), *row_scale.stride()) if row_scale is not None else (flat(x), 0, 0)
         launch(
             _columns, {(9, 0): on_grid(2, tile.num_warps, "xyz" if col_programs < 65536 else "flat")},
-            *source, K, flat(codes), R, flat(scale), *groups, rows // 128, col_programs,
+            *source, K, flat(qdata), R, flat(scale), *of_groups, rows // 128, col_programs, *scales, codes, bf16,
             *constants, tile.cols, tile.run,
         )  # fmt: skip
     elif rows:
@@ -160,7 +200,7 @@ def mx_quantize_groups(
         row_tiles, programs = rows // 128, max(1, col_tiles) * (512 // part.blocks)
         launch(
             _rows, {(9, 0): on_grid(2, part.num_warps, "xyz" if row_tiles < 65536 else "flat")},
-            *source, K // 32, flat(codes), R, flat(scale), col_tiles, *groups, row_tiles, programs,
+            *source, K // 32, flat(qdata), R, flat(scale), col_tiles, *of_groups, row_tiles, programs,
             *constants, part.blocks,
         )  # fmt: skip
-    return (codes.mT if axis == -2 else codes), scale.view(torch.float8_e8m0fnu), start, end
+    return (qdata.mT if axis == -2 else qdata), scale.view(torch.float8_e8m0fnu), start, end

@@ -880,6 +880,43 @@ def values_below_the_normal_range_are_zero(x, offs, **options):
     return tuple(torch.where(values.abs() < 2.0**-126, values * 0, values) for values in out)
 
 
+# ---- mx_requantize_groups, fp8_requantize_k_groups
+
+
+@mutant("mx_requantize_groups", "arithmetic", lambda: (codes(2, 32), octets(2, 1).view(E8M0), ends(2)))
+def a_block_of_tokens_has_the_scale_of_its_first(qdata, scale, offs, **options):
+    first = torch.arange(len(scale)) // 32 * 32
+    return right.mx_requantize_groups(qdata, scale.view(U8)[first].view(E8M0), offs, **options)
+
+
+@mutant("mx_requantize_groups", "special", lambda: (torch.ones(1, 32).to(E4M3), e8m0(1, 1, byte=0), ends(1)))
+def products_below_the_normal_range_are_zero(qdata, scale, offs, *, dtype=F32, **options):
+    x = right.mx_dequantize(qdata, scale, out_dtype=dtype)
+    return right.mx_quantize_groups(torch.where(x.abs() < 2.0**-126, x * 0, x), offs, axis=-2, **options)
+
+
+@mutant("mx_requantize_groups", "option", lambda: (codes(1, 32, dtype=E5M2), e8m0(1, 1), ends(1)))
+def the_new_codes_have_the_format_of_the_old(qdata, scale, offs, *, elem_dtype=E4M3, **options):
+    return right.mx_requantize_groups(qdata, scale, offs, elem_dtype=qdata.dtype, **options)
+
+
+def a_scale_that_bfloat16_rounds():
+    return torch.ones(1, 16).to(E4M3), torch.tensor([[1 + 2.0**-9]]), ends(1)
+
+
+@mutant("fp8_requantize_k_groups", "arithmetic", a_scale_that_bfloat16_rounds, dtype=BF16)
+def values_are_never_rounded_to_bfloat16(qdata, scale, offs, *, dtype=F32, **options):
+    return right.fp8_requantize_k_groups(qdata, scale, offs, **options)
+
+
+@mutant("fp8_requantize_k_groups", "special", lambda: (codes(3, 16), put(some_scales(3, 1), (2, 0), NAN), ends(2)))
+def a_nan_of_no_group_reaches_the_last_block(qdata, scale, offs, **options):
+    out, of_columns, start, end = right.fp8_requantize_k_groups(qdata, scale, offs, **options)
+    if last_of(offs) and scale[last_of(offs) :].isnan().any():
+        of_columns[:, last_of(end) // 128 - 1] = NAN
+    return out, of_columns, start, end
+
+
 # ---- fp8_quantize_rowcol_groups and SwiGLU
 
 

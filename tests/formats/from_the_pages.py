@@ -353,6 +353,27 @@ def mx_dequantize(
     return rounded(np.ascontiguousarray(out if axis == -1 else out.swapaxes(-1, -2)), out_dtype)
 
 
+def mx_requantize_groups(
+    qdata: Any,
+    scale: Any,
+    offs: Any,
+    *,
+    dtype: Any = torch.float32,
+    pad_to: Any = 128,
+    elem_dtype: Any = "e4m3fn",
+    scaling: Any = "rceil",
+    scale_layout: Any = "blocked",
+    check_offs: Any = False,
+) -> tuple[Tensor, ...]:
+    """MX-38 to MX-40."""
+    check_tensor("qdata", qdata, (torch.float8_e4m3fn, torch.float8_e5m2), (2,))
+    x = mx_dequantize(qdata, scale, out_dtype=dtype)
+    return mx_quantize_groups(
+        x, offs, axis=-2, pad_to=pad_to, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout,
+        check_offs=check_offs,
+    )  # fmt: skip
+
+
 # --- FP8
 
 
@@ -451,6 +472,24 @@ def fp8_quantize_rowcol_groups(
     options = {"scale_format": scale_format, "eps": eps}
     columns = fp8_quantize_k_groups(x, offs, check_offs=check_offs, **options)
     return *fp8_quantize_1x128(x, scale_major="mn", **options), *columns
+
+
+def fp8_requantize_k_groups(
+    qdata: Any,
+    scale: Any,
+    offs: Any,
+    *,
+    dtype: Any = torch.float32,
+    scale_format: Any = "fp32",
+    eps: Any = 1e-12,
+    check_offs: Any = False,
+) -> tuple[Tensor, ...]:
+    """FP8-50 to FP8-52."""
+    check_tensor("qdata", qdata, (torch.float8_e4m3fn,), (2,))
+    check_tensor("scale", scale, (torch.float32,), (2,))
+    need(tuple(scale.shape) == (qdata.shape[0], up(qdata.shape[1], 128) // 128), "shape of scale")
+    x = fp8_dequantize(qdata, scale, out_dtype=dtype)
+    return fp8_quantize_k_groups(x, offs, scale_format=scale_format, eps=eps, check_offs=check_offs)
 
 
 def sigmoid(gate: np.ndarray) -> np.ndarray:

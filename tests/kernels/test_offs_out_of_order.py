@@ -18,8 +18,8 @@ OFFS = [  # falling, negative, past the last token, and the ends of int32
 OPS = [
     "clamped_swiglu_backward_fp8_quantize_rowcol_groups", "clamped_swiglu_fp8_quantize_rowcol_groups",
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
-    "fp8_quantize_rowcol_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups",
-    "mx_quantize_rowcol_groups", "pad_token_groups", "place_token_groups",
+    "fp8_quantize_rowcol_groups", "fp8_requantize_k_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups",
+    "mx_quantize_rowcol_groups", "mx_requantize_groups", "pad_token_groups", "place_token_groups",
     "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_backward_mx_quantize_rowcol_groups",
     "swiglu_fp8_quantize_rowcol_groups", "swiglu_mx_quantize_rowcol_groups", "to_blocked_k_groups",
     "to_blocked_m_groups", "unpad_token_groups", "zero_unused_",
@@ -47,6 +47,7 @@ def calls(op, offs):
     x = amid_nan(torch.ones(M, D, dtype=torch.bfloat16))
     wide = amid_nan(torch.ones(M, 256, dtype=torch.bfloat16))
     scale = x.view(torch.uint8)
+    ones = {dtype: amid_nan(torch.ones(M, D // 32).to(dtype)) for dtype in (torch.float32, torch.float8_e8m0fnu)}
     starts = [offs.flip(0), mxspec.pad_token_groups(x, offs, 8, backend="reference")[1]]
     columns = [{"axis": -2, "scale_layout": layout} for layout in ("plain", "blocked")]
     plain = {"scale_layout": "plain"}
@@ -68,6 +69,13 @@ def calls(op, offs):
         ],
         "clamped_swiglu_backward_fp8_quantize_rowcol_groups": [
             ((wide, amid_nan(wide[:E]), amid_nan(wide[:, :128]), offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))
+        ],
+        "fp8_requantize_k_groups": [
+            ((amid_nan(codes(M, D)), amid_nan(ones[torch.float32][:, :2]), offs), {}, (D, 512), (D, 4))
+        ],
+        "mx_requantize_groups": [
+            ((amid_nan(codes(M, D)), ones[torch.float8_e8m0fnu], offs), {"scale_layout": layout}, (512, D))
+            for layout in ("plain", "blocked")
         ],
         "mx_fake_quantize_rowcol_groups": [((x, offs), {}, (M, D), (M, D))],
         "mx_quantize_groups": [((x, offs), options, (512, D)) for options in ({}, *columns)],

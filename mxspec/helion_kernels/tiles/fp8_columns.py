@@ -43,6 +43,15 @@ def turn(
         left = left.expand(4, 8, warps, blocks, 8)
     wide = widened(load_run(x, k, stride_k, row.unsqueeze(1), mask, 16, left=left))
     wide = wide.reshape(4, 8, warps, blocks, 8, 16)
+    return store_turned(wide, qdata, place, inside, owned, eps_bits, pow2, runs)
+
+
+def store_turned(
+    wide: Tensor, qdata: Tensor, place: Tensor, inside: Tensor | None, owned: Tensor | None, eps_bits: int, pow2: bool,
+    runs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Quantize the fp32 values of a tile, store the codes, and return the reciprocal factors, as `turn` does."""
+    _, _, warps, blocks, _, _ = wide.shape
     s, back = factors(magnitude_bits(wide).amax(-1).amax(1), eps_bits, pow2)
     codes = saturating_cast(wide * s.unsqueeze(1).unsqueeze(-1), E4M3FN)
     owned = inside if owned is None else owned if inside is None else inside & owned

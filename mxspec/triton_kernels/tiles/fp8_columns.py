@@ -47,6 +47,12 @@ def turn(
         there, stored = there & runs, stored & runs
     x += (r * stride_r + k * stride_k)[:, None, :, :, :] + run * stride_k
     wide = widened(load16(x, stride_k, there, left)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)
+    return store_turned(wide, qdata, r, k, run, K, stored, eps_bits, POW2)
+
+
+@triton.jit
+def store_turned(wide, qdata, r, k, run, K, stored, eps_bits, POW2: tl.constexpr):
+    """Quantize the fp32 values of a tile, store the codes, and return the reciprocal factors, as `turn` does."""
     s, back = factors(tl.max(tl.max(magnitude_bits(wide), axis=5), axis=1), eps_bits, POW2)
     q = saturating_cast(wide * s[:, None, :, :, :, None], qdata.dtype.element_ty)
     qdata += ((r * K + k)[:, None, :, :, :] + run)[:, :, :, :, :, None] + tl.arange(0, 16)

@@ -29,6 +29,7 @@ from mxspec.triton_kernels.common.numerics import (
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
+    scale_value,
     shared_exponent,
     widened,
 )
@@ -44,6 +45,7 @@ _HOPPER = {
     "rowcol": {"RUN": 8, "RUNS": 16, "COLS": 128, "PART": 64, "num_warps": 8},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
+CODES = tl.constexpr(3)  # beside TOKENS, SWIGLU and GRADIENT: the values of MX codes along the rows
 
 
 def config(x: Tensor, with_rows: bool) -> dict[str, int]:
@@ -60,6 +62,20 @@ def supports(x: Tensor) -> str | None:
     return None
 
 
+@triton.jit
+def values16(q, scale, stride, scale_stride, mask, scale_mask, left, E5M2: tl.constexpr, BF16: tl.constexpr):
+    """The values of the codes of 16 rows from each pointer on, `(runs, parts, units, 8, 16)`.
+
+    `q` are pointers `(runs, parts, 8 * units)`, and `scale` are pointers `(runs, parts, units)`: a thread loads a scale
+    byte for the 8 neighbouring codes that it loads.
+    """
+    codes = load16(q, stride, mask, left).reshape(scale.shape[0], scale.shape[1], scale.shape[2], 8, 16)
+    codes = codes.to(tl.float8e5 if E5M2 else tl.float8e4nv, bitcast=True)
+    byte = load16(scale, scale_stride, scale_mask, left).reshape(scale.shape[0], scale.shape[1], scale.shape[2], 1, 16)
+    values = codes.to(tl.float32) * scale_value(byte.to(tl.int32))
+    return values.to(tl.bfloat16) if BF16 else values
+
+
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
 @triton.jit(do_not_specialize=["tokens"])
 def _mx_tile(
@@ -70,6 +86,8 @@ def _mx_tile(
     RUN: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr, PART: tl.constexpr, STRIP: tl.constexpr = 1,
     ALIGN: tl.constexpr = 0, CHUNK: tl.constexpr = 0,
     dh=None, dh_stride_m=None, dh_stride_k=None, half=None, VALUES: tl.constexpr = TOKENS, SPLIT: tl.constexpr = False,
+    row_scale=None, row_scale_stride_m=None, row_scale_stride_k=None,
+    E5M2: tl.constexpr = False, BF16: tl.constexpr = False,
 ):  # fmt: skip
     # M32 and K32 are M / 32 and K / 32, computed on the host so that Triton keeps its divisible-by-16 specialization.
     # With `offs`, M counts the padded rows of token groups, and `tokens` counts the rows of x.
@@ -109,6 +127,14 @@ def _mx_tile(
     x_rows += (source * stride_k)[None, :, :]
     if VALUES == TOKENS:
         values = load16(x_rows, stride_m, inside, left) if RUN == 16 else load8(x_rows, stride_m, inside, left, 0, 1)
+    elif VALUES == CODES:  # x holds the codes as bytes
+        tl.static_assert(RUN == 16)
+        unit = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART // 8)[None, :] * 8
+        row_scale += token * row_scale_stride_m
+        row_scale += ((k0 + unit) // 32).to(tl.int64)[None, :, :] * row_scale_stride_k
+        values = values16(
+            x_rows, row_scale, stride_m, row_scale_stride_m, inside, (k0 + unit < K)[None, :, :], left, E5M2, BF16
+        )
     elif VALUES == SWIGLU:
         up = x_rows + tl.cast(half, tl.int64) * stride_k
         values = swiglu(load8(x_rows, stride_m, inside, left, 0, 1), load8(up, stride_m, inside, left, 0, 1))
@@ -209,24 +235,28 @@ def mx_tile(
 def launch_groups(
     x: Tensor, q_col: Tensor, s_col: Tensor, start: Tensor, end: Tensor, offs: Tensor, pad_to: int, scaled_rows: int,
     constants: tuple[int, int, int, bool], rows_too: tuple[Tensor, Tensor] | None = None, values: int = TOKENS.value,
-    dh: Tensor | None = None,
+    dh: Tensor | None = None, row_scale: Tensor | None = None, e5m2: bool = False, bf16: bool = False,
 ) -> None:  # fmt: skip
     """Quantize the columns of token groups, padded; with `rows_too`, the codes and scales of the rows, these too.
 
-    `values` is 0 for x, 1 for SwiGLU of x, 2 for the gradient of SwiGLU from x and dh. `scaled_rows` counts all rows
-    with scales, which may be more than q_col has.
+    `values` is 0 for x, 1 for SwiGLU of x, 2 for the gradient of SwiGLU from x and dh, 3 for the values of the codes in
+    x, which are bytes, under `row_scale`. `e5m2` says which codes, and `bf16` how their values are rounded.
+    `scaled_rows` counts all rows with scales, which may be more than q_col has.
     """
     tokens, (K, R), G = x.shape[0], q_col.shape, offs.shape[0]
     chosen = for_device(CONFIGS, x.device)["rowcol" if rows_too else "col, small"]  # its 128 rows belong to one group
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
-    strides = (x.stride(), *([dh.stride()] if dh is not None else []))
+    strides = tuple(t.stride() for t in (x, dh, row_scale) if t is not None)
     wide = max(rows * max(K, *(m for m, _ in strides)), cols * max(R, *(k for _, k in strides))) >= 2**31
-    halves: dict[str, Any] = {}
-    if values != TOKENS.value and K:
+    more: dict[str, Any] = {}
+    if row_scale is not None:
+        more = {"VALUES": values, "E5M2": e5m2, "BF16": bf16, "row_scale": row_scale}
+        more["row_scale_stride_m"], more["row_scale_stride_k"] = row_scale.stride()
+    elif values != TOKENS.value and K:
         half = x.shape[1] // 2
-        halves = {"half": half, "VALUES": values}
+        more = {"half": half, "VALUES": values}
     if dh is not None and K:
-        halves |= {"dh": dh, "dh_stride_m": dh.stride(0), "dh_stride_k": dh.stride(1), "SPLIT": half % cols != 0}
+        more |= {"dh": dh, "dh_stride_m": dh.stride(0), "dh_stride_k": dh.stride(1), "SPLIT": half % cols != 0}
     if scaled_rows:
         # At least one program across: with no columns, start and end are still written.
         k_tiles = max(1, -(-K // cols))
@@ -235,5 +265,5 @@ def launch_groups(
         _mx_tile[grid](
             x, q_col, s_col, *(rows_too or (q_col, s_col)), start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(),
             tokens, G, offs.stride(0), *constants, rows_too is not None, False, wide, **chosen, STRIP=strip,
-            ALIGN=pad_to, CHUNK=chunk(G), **halves, **UNFUSED,
+            ALIGN=pad_to, CHUNK=chunk(G), **more, **UNFUSED,
         )  # fmt: skip
