@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mxspec.distributed._agreement import raise_everywhere
+from mxspec.distributed._coded import rows_of
 from mxspec.distributed._wire import Wire
 from mxspec.nn.expert_calls import ExpertCall
-from mxspec.nn.routing import Routing, permute
+from mxspec.nn.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,33 @@ class Plan:
 
     def dispatch(self, x: Tensor) -> Tensor:
         """The rows for this rank's experts, sorted by (expert, source rank, position), from this rank's tokens."""
-        sent = x if self.pairs is not None else x[: sum(self.send)]
-        received = _Exchange.apply(sent, self.pairs, self.send, self.receive, self.group, self.of_tokens, None)
-        return permute(received, self.order, self.places)
+        return _There.apply(x, self, self.pairs, self.of_tokens)
 
     def combine(self, out: Tensor) -> Tensor:
         """The result of each of this rank's rows, at the row's place. Rows without an expert are 0."""
-        sent = permute(out, self.places, self.order)
-        out = _Exchange.apply(sent, None, self.receive, self.send, self.group, None, self.of_gradient)
-        return _with_rows(out, self.num_rows)
+        return _Back.apply(out, self, None, self.of_gradient)
+
+    def send_there(self, x: Tensor, pairs: Routing | None, wire: Wire | None) -> Tensor:
+        """Send rows to the ranks of their experts, and sort the rows that come by expert.
+
+        With `pairs`, x is tokens, and each is sent once for each of its experts. With a wire, codes are sent.
+        """
+        message = x.contiguous() if wire is None else wire.encode(x)
+        if pairs is not None:
+            message = pairs.gather(message)
+        rows = self._exchange(message[: sum(self.send)], self.send, self.receive)[self.order]
+        return rows if wire is None else rows_of(rows, wire, x.shape[1], x.dtype)
+
+    def send_back(self, rows: Tensor, pairs: Routing | None) -> Tensor:
+        """Send rows that are sorted by expert back to their places. With `pairs`, add up the rows of each token."""
+        x = self._exchange(rows[self.places], self.receive, self.send)
+        x = pad(x, (0, 0, 0, self.num_rows - x.shape[0]))
+        return x if pairs is None else pairs.combine(x)
+
+    def _exchange(self, message: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        out = message.new_empty(sum(receive), message.shape[1])
+        dist.all_to_all_single(out, message, receive, send, self.group)
+        return out
 
 
 def plan_of(
@@ -118,42 +137,33 @@ def _orders(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, places, counts.sum(0).cumsum(0, dtype=torch.int32)
 
 
-def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """Append rows of 0."""
-    return pad(x, (0, 0, 0, rows - x.shape[0]))
-
-
-class _Exchange(torch.autograd.Function):
-    """`all_to_all_single` of rows. Its backward is the exchange in the other direction.
-
-    With `pairs`, x is tokens: each is sent once for each of its experts, and the backward adds up its gradients.
-    `there` and `back` are the wires of the two directions. None sends the rows themselves.
-    """
+class _There(torch.autograd.Function):
+    """`Plan.send_there`. The backward sends the gradient back."""
 
     @staticmethod
-    def forward(
-        x: Tensor, pairs: Routing | None, send: list[int], receive: list[int], group: dist.ProcessGroup,
-        there: Wire | None, back: Wire | None,
-    ) -> Tensor:  # fmt: skip
-        message = x.contiguous() if there is None else there.encode(x)
-        if pairs is not None:
-            message = pairs.gather(message)[: sum(send)]
-        out = message.new_empty(sum(receive), message.shape[1])
-        dist.all_to_all_single(out, message, receive, send, group)
-        return out if there is None else there.decode(out, x.shape[1], x.dtype)
+    def forward(x: Tensor, plan: Plan, pairs: Routing | None, wire: Wire | None) -> Tensor:
+        return plan.send_there(x, pairs, wire)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, pairs, ctx.send, ctx.receive, ctx.group, ctx.there, ctx.back = inputs
-        ctx.top_k = 0 if pairs is None else pairs.top_k
-        ctx.save_for_backward(*(() if pairs is None else pairs[:4]))
+        _, *ctx.given = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        given = None, ctx.receive, ctx.send, ctx.group, ctx.back, ctx.there
-        grad = _Exchange.apply(gradients[0], *given)
-        if ctx.top_k:
-            experts, order, places, offs = ctx.saved_tensors
-            pairs = Routing(experts, order, places, offs, ctx.top_k)
-            grad = pairs.combine(_with_rows(grad, pairs.order.shape[0]))
-        return grad, None, None, None, None, None, None
+        return _Back.apply(gradients[0], *ctx.given), None, None, None
+
+
+class _Back(torch.autograd.Function):
+    """`Plan.send_back`. The backward sends the gradient there, by the wire."""
+
+    @staticmethod
+    def forward(rows: Tensor, plan: Plan, pairs: Routing | None, wire: Wire | None) -> Tensor:
+        return plan.send_back(rows, pairs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *ctx.given = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _There.apply(gradients[0], *ctx.given), None, None, None

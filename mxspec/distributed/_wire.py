@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 import mxspec
+from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.nn import Recipe
+
+ALIGNMENT = 16  # bytes, what TMA needs for the start of a row
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,8 @@ class Wire:
     """The codes of a recipe, quantized along the features, as bytes. The scales have the plain layout.
 
     The message of a row has D codes of one byte. For mxfp8, D / 32 scales of one byte follow; for fp8_128,
-    ceil(D / 128) scales of four bytes.
+    ceil(D / 128) scales of four bytes. Bytes of 0 fill the message up to a multiple of 16 bytes, because TMA reads the
+    codes in place. For a D that is a multiple of 512, there are none.
     """
 
     recipe: Recipe
@@ -32,15 +36,24 @@ class Wire:
             codes, scale = mxspec.mx_quantize(x, **options)
         else:
             codes, scale = mxspec.fp8_quantize_1x128(x, scale_format=self.recipe.scale_format, **options)
-        return torch.cat([part.contiguous().view(torch.uint8) for part in (codes, scale)], 1)
+        parts = [part.contiguous().view(torch.uint8) for part in (codes, scale)]
+        if missing := -sum(part.shape[1] for part in parts) % ALIGNMENT:
+            parts.append(parts[0].new_zeros(len(x), missing))
+        return torch.cat(parts, 1)
+
+    def parts(self, message: Tensor, D: int) -> tuple[Tensor, Tensor]:
+        """The codes `(M, D)` and the scales of messages, as views."""
+        if self.recipe.format == "mxfp8":
+            scale = message[:, D : D + D // MX_BLOCK_SIZE].view(torch.float8_e8m0fnu)
+            return message[:, :D].view(self.elem_dtype), scale
+        scale = message[:, D : D + -(-D // FP8_BLOCK_SIZE) * 4].view(torch.float32)
+        return message[:, :D].view(torch.float8_e4m3fn), scale
 
     def decode(self, message: Tensor, D: int, dtype: torch.dtype) -> Tensor:
         """The values of the codes, rounded to dtype: `(M, D)`."""
-        codes, scale = (part.contiguous() for part in message.split([D, message.shape[1] - D], 1))
         options: dict[str, Any] = {"out_dtype": dtype, "backend": self.backend}
-        if self.recipe.format == "mxfp8":
-            return mxspec.mx_dequantize(codes.view(self.elem_dtype), scale.view(torch.float8_e8m0fnu), **options)
-        return mxspec.fp8_dequantize(codes.view(torch.float8_e4m3fn), scale.view(torch.float32), **options)
+        op = mxspec.mx_dequantize if self.recipe.format == "mxfp8" else mxspec.fp8_dequantize
+        return op(*self.parts(message, D), **options)
 
 
 def wires(recipe: Recipe, backend: str | None) -> tuple[Wire, Wire]:

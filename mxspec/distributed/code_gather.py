@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mxspec
+from mxspec.distributed._bare import Bare
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.nn import Float8BlockwiseLinear, GroupedExperts
 from mxspec.nn._cache import QuantizesWeights
@@ -114,24 +115,14 @@ def _why_values(layer: QuantizesWeights, weight: Tensor, ranks: int) -> str | No
     return None
 
 
-class _OfBytes(Tensor):
-    """A tensor with the shape and dtype of a weight and no memory of its own."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def _like(cls: Any, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-        return Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
-
-
-class Master(_OfBytes):
+class Master(Bare):
     """The values of a weight, or of a rank's share of it. FSDP2 gathers their codes."""
 
     plain: Tensor
     scale_format: str
 
     def __new__(cls, plain: Tensor, scale_format: str) -> Master:
-        made: Master = cls._like(cls, plain.shape, plain.stride(), plain.dtype, plain.device)
+        made: Master = cls.like(cls, plain.shape, plain.stride(), plain.dtype, plain.device)
         made.plain, made.scale_format = plain, scale_format
         return made
 
@@ -178,7 +169,7 @@ class Master(_OfBytes):
         return Gathered(gathered[0], size, param_dtype, scale_format), ()
 
 
-class Gathered(_OfBytes):
+class Gathered(Bare):
     """A whole weight that is only codes. `fp8_quantize_128x128` gives them; other ops raise.
 
     `turned` says that it stands for the transpose of each matrix.
@@ -195,7 +186,7 @@ class Gathered(_OfBytes):
         *lead, N, K = whole
         shape, inner = ((*lead, K, N), (1, K)) if turned else ((*lead, N, K), (K, 1))
         strides = (*(N * K for _ in lead), *inner)
-        made: Gathered = cls._like(cls, shape, strides, dtype, message.device)
+        made: Gathered = cls.like(cls, shape, strides, dtype, message.device)
         made.message, made.whole, made.scale_format, made.turned = message, tuple(whole), scale_format, turned
         return made
 

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxspec.check import sqnr_db
 from mxspec.distributed import ExpertParallel, _exchange, combine_reference, dispatch_reference, wire_reference
+from mxspec.distributed._wire import Wire
 from mxspec.nn import GroupedExperts, cache_weights
 from mxspec.nn.routing import routing
 from tests.helpers import on_ranks
@@ -439,15 +440,18 @@ def _compiled(rank: int) -> None:
 
 
 def _bytes_that_travel(rank: int) -> None:
-    """With codes, tokens and the gradient of the results are one byte an element, and D / 32 bytes of scales a row."""
-    own, sent = part_of("skewed", rank, torch.bfloat16), []
-    exchange = dist.all_to_all_single
+    """With codes, tokens and the gradient of the results are one byte an element, and D / 32 bytes of scales a row.
+
+    A row is filled up to a multiple of 16 bytes. The FP8 layers never read values of codes.
+    """
+    own, sent, decoded = part_of("skewed", rank, torch.bfloat16), [], []
+    exchange, decode = dist.all_to_all_single, Wire.decode
 
     def noted(out: Tensor, given: Tensor, *args: Any) -> None:
         sent.append((given.dtype, given.shape[1]))
         exchange(out, given, *args)
 
-    values, codes = (torch.bfloat16, DIM), (torch.uint8, DIM + DIM // 32)
+    values, codes = (torch.bfloat16, DIM), (torch.uint8, -(-(DIM + DIM // 32) // 16) * 16)
     for recipe, wire, expected in [
         ("mxfp8_rceil", "codes", [codes, values, codes, values]),
         ("fp8_128", "codes", [codes, values, codes, values]),
@@ -455,10 +459,13 @@ def _bytes_that_travel(rank: int) -> None:
     ]:
         layer = sharded(layer_of(recipe, torch.bfloat16), wire=wire)
         sent.clear()
+        decoded.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_to_all_single", noted)
+            patch.setattr(Wire, "decode", lambda *args: decoded.append(args) or decode(*args))
             backward([weighted(own, layer)[0]], [own])
         assert sent == expected
+        assert bool(decoded) == (recipe == "mxfp8_rceil")
 
 
 def _new_parameters(rank: int) -> None:
