@@ -122,7 +122,10 @@ def test_it_is_a_tensor_of_the_rows_shape_and_dtype():
     x = some_rows()[:32]
     rows = coded("fp8_128", x)
     assert (rows.shape, rows.dtype, rows.device, rows.stride()) == (x.shape, x.dtype, x.device, x.stride())
-    assert isinstance(rows.detach(), Coded)
+    for same in (rows.detach(), rows.view_as(x)):
+        assert isinstance(same, Coded)
+        assert same.message is rows.message
+    assert torch.equal(rows.view(64, 80), rows.values().view(64, 80))
     assert torch.equal(rows + 0, rows.values())
     assert repr(rows).startswith("Coded((32, 160), torch.bfloat16, Recipe(format='fp8_128'")
 

@@ -22,6 +22,7 @@ from mxspec.distributed import gather_codes
 from mxspec.distributed._exchange import plan_of
 from mxspec.distributed._wire import wires
 from mxspec.nn import RECIPES, GroupedExperts
+from mxspec.nn.expert_calls import ExpertCall
 
 # The exchanges of a step: whether the rows go from the tokens' rank to the experts' rank, and whether codes may travel.
 EXCHANGES = {
@@ -44,7 +45,7 @@ def exchanges(shape: Shape, batch: Batch, device: torch.device, pace: Pace, cloc
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     assert group is not None
     experts = shape.experts * ranks
-    plan = plan_of("bench", batch.x, batch.offs, None, {}, experts, group, device, None, None)
+    plan = plan_of("bench", ExpertCall(batch.x, batch.offs), None, {}, experts, group, device, None, None)
     matrix = gathered(plan.send)  # the rows from each rank to each rank
     of_form: dict[str, list[Tensor]] = {}
     for form in FORMATS:
