@@ -15,4 +15,4 @@ PTX = (r"st\.global\.v2\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 def clamped_swiglu_fp8_quantize_rowcol_groups(
     gate_up: Tensor, bias: Tensor, offs: Tensor, *, scale_format: str = "fp32", check_offs: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return rowcol_groups("clamped", gate_up, offs, scale_format, dh=bias)
+    return rowcol_groups("clamped", gate_up, offs, scale_format, bias=bias)

@@ -178,6 +178,14 @@ def test_every_gate_of_gpt_oss(backend):
         assert difference(CLAMPED, backend, gate_up, gate_up.new_zeros(2, gate_up.shape[1])) is None
 
 
+@pytest.mark.parametrize("backend", [*kernels(CLAMPED_BACKWARD)])
+def test_a_place_without_a_token_has_no_gradient(backend):
+    """A bias of NaN reaches the up of a place without a token, whose gradient would be NaN. Every real up is 8."""
+    gate_up = beside(torch.zeros(3, 128).bfloat16(), 8.0).to(DEVICE)
+    bias = beside(torch.full((2, 128), torch.nan).bfloat16(), 0.0).to(DEVICE)
+    assert difference(CLAMPED_BACKWARD, backend, gate_up, bias, torch.ones_like(gate_up[:, ::2])) is None
+
+
 @pytest.mark.parametrize("up", [-1.0, 8.0])
 @pytest.mark.parametrize("backend", [*kernels(CLAMPED_BACKWARD)])
 def test_every_gate_of_gpt_oss_in_the_gradient(backend, up):

@@ -1,4 +1,4 @@
-"""One kernel quantizes token groups in both directions: tokens, their SwiGLU, or the gradient of SwiGLU.
+"""One kernel quantizes token groups in both directions: tokens, an activation of them, or its gradient.
 
 A program owns a block of 128 padded tokens of 128 features, and reads it once from memory. All tokens of the block
 belong to one group. The rows past the last group count as one more group. Their row codes are written, and their column
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, fp32_bits
-from mxspec.helion_kernels.common.clamped_swiglu import clamped_swiglu
+from mxspec.helion_kernels.common.clamped_swiglu import clamped_swiglu_run
+from mxspec.helion_kernels.common.clamped_swiglu import gradient_run as clamped_gradient_run
 from mxspec.helion_kernels.common.fp8_numerics import factors
 from mxspec.helion_kernels.common.groups import chunk, padded_ends, padded_rows, passed, tokens_left, tokens_of_tile
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
@@ -43,25 +44,13 @@ _HOPPER = {
     "gradient, tail": Tile(4, 4, 16),
     "clamped": Tile(4, 4, 16),
     "clamped, tail": Tile(4, 4, 16),
+    "clamped gradient": Tile(4, 4, 16),
+    "clamped gradient, tail": Tile(4, 4, 16),
 }
 _BLACKWELL = {**_HOPPER, "gradient": Tile(2, 4, 16), "gradient, tail": Tile(8, 4, 16)}
 TILES = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
 # The row codes of a thread are 8 bytes of each token.
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v2\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
-
-
-def _clamped_run(
-    x: Tensor, m: Tensor, stride_m: int, d: Tensor, up_d: Tensor, of_gate: Tensor, of_up: Tensor, live: Tensor,
-    inside: Tensor | None, left: Tensor, run: int, step: int = 1, i: int = 0,
-) -> Tensor:  # fmt: skip
-    """As `swiglu_run`, the clamped SwiGLU of `run` tokens with the biases of their group."""
-    if run == 1:
-        there = left > i if inside is None else inside & (left > i)
-        gate = hl.load(x, [m * stride_m + d], extra_mask=there)
-        h = clamped_swiglu(gate, hl.load(x, [m * stride_m + up_d], extra_mask=there), of_gate, of_up, live)
-        return torch.where(there, h, 0.0)  # a place without a token has a bias, too
-    rest = stride_m, d, up_d, of_gate, of_up, live, inside, left, run // 2, 2 * step
-    return hl.join(_clamped_run(x, m, *rest, i), _clamped_run(x, m + step, *rest, i + step))
 
 
 def _both(
@@ -111,6 +100,7 @@ def _both(
 # (see mx_quantize_groups).
 def _rowcol(
     x: Tensor, stride_m: int, stride_d: int, dh: Tensor, dh_stride_m: int, dh_stride_d: int,
+    bias: Tensor, bias_stride_g: int, bias_stride_d: int,
     tokens_2: int, width: int, half: int,
     q_row: Tensor, s_row: Tensor, q_col: Tensor, s_col: Tensor, blocks: int,
     offs: Tensor, stride_offs: int, G: int, start: Tensor, end: Tensor, col_programs: int, eps_bits: int,
@@ -148,14 +138,24 @@ def _rowcol(
                 values = load_run(x, m, stride_m, source, inside, run, left=some)
             elif how == "swiglu":
                 values = swiglu_run(x, m, stride_m, source, (width + d) * stride_d, inside, some, run)
-            elif how == "clamped":  # dh is the bias
-                in_bias = (d < width) & live
-                at = group.sum(0) * dh_stride_m + 2 * d * dh_stride_d
-                of_gate = hl.load(dh, [at], extra_mask=in_bias)
-                of_up = hl.load(dh, [at + dh_stride_d], extra_mask=in_bias)
-                values = _clamped_run(
+            elif how == "clamped":
+                at = group.sum(0) * bias_stride_g + 2 * d * bias_stride_d
+                of_gate = hl.load(bias, [at], extra_mask=(d < width) & live)
+                of_up = hl.load(bias, [at + bias_stride_d], extra_mask=(d < width) & live)
+                values = clamped_swiglu_run(
                     x, m, stride_m, 2 * source, 2 * source + stride_d, of_gate, of_up, live, inside, some, run
                 )
+            elif how == "clamped gradient":  # 8 neighbours are 4 gates and 4 ups in turn, of 4 columns of dh
+                h = (d8 >> 1) + dimension(4, 4, 5)
+                at = group.sum(0) * bias_stride_g + 2 * h * bias_stride_d
+                of_gate = hl.load(bias, [at], extra_mask=(h < half) & live)
+                of_up = hl.load(bias, [at + bias_stride_d], extra_mask=(h < half) & live)
+                half_left = left.expand(across, lanes, parts, runs, 4)
+                half_inside = (h < half).expand(across, lanes, parts, runs, 4) if tail else None
+                values = clamped_gradient_run(
+                    x, dh, m, stride_m, dh_stride_m, source, h * dh_stride_d, of_gate, of_up, live, inside, some,
+                    half_inside, half_left, run,
+                )  # fmt: skip
             else:  # the first half of the features are those of gate; 8 neighbours are in one half
                 in_gate = d8 < half
                 feature = torch.where(in_gate, d8, d8 - half) + dimension(8, 4, 5)
@@ -168,15 +168,18 @@ def _rowcol(
 
 
 def rowcol_groups(
-    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantize x in both directions. `how` is `tokens`; or `swiglu`, `gradient` or `clamped`, where x is gate and up.
+    how: str, x: Tensor, offs: Tensor, scale_format: str, eps: float = 1e-12, dh: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Quantize x in both directions. `how` names the values: `tokens` for x itself.
 
-    `gradient` needs `dh`, the gradient of SwiGLU. `clamped`, the clamped SwiGLU, needs its bias in this place.
+    For the other values, x is gate and up. `swiglu` and `gradient` are SwiGLU and its gradient. `clamped` and
+    `clamped gradient` are the clamped SwiGLU and its gradient. A gradient needs `dh`, the gradient of the activation.
+    The clamped SwiGLU and its gradient need `bias`.
     """
     (M, D), G = x.shape, offs.shape[0]
     width = D // 2 if how in ("swiglu", "clamped") else D  # columns of the results
-    dh = x if dh is None else dh
+    dh, bias = x if dh is None else dh, x if bias is None else bias
     R = padded_rows(M, G, FP8_BLOCK_SIZE)
     blocks = R // FP8_BLOCK_SIZE
     q_row = x.new_empty((M, width), dtype=torch.float8_e4m3fn)
@@ -193,7 +196,8 @@ def rowcol_groups(
         pid_type = "xyz" if blocks < 65536 else "flat"
         launch(
             _rowcol, {(9, 0): on_grid(2, tile.num_warps, pid_type)}, flat(x), *x.stride(),
-            flat(dh), *dh.stride(), M + 2, width, D // 2, flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
+            flat(dh), *dh.stride(), flat(bias), *bias.stride(), M + 2, width, D // 2,
+            flat(q_row), flat(s_row), flat(q_col), flat(s_col), blocks,
             flat(offs), offs.stride(0), G, flat(start), flat(end), max(1, programs), fp32_bits(eps),
             how, scale_format == "pow2", programs == 0, tail, chunk(G), tile.across, tile.run,
         )  # fmt: skip
