@@ -12,6 +12,7 @@ from torch import Tensor
 from mxspec.cases.common.blocks import edge_blocks
 from mxspec.cases.common.groups import ARRANGED, BEYOND, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.impossible import PADDED_GROUPS
+from mxspec.cases.common.mx_rowcol_groups import OPTIONS
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     MATRIX,
@@ -26,7 +27,6 @@ from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random
 from mxspec.formats import SCALINGS
 from mxspec.reference.common import checks
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
-from mxspec.reference.mx_quantize_groups import ELEM_CHOICES
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these
 
 
@@ -106,18 +106,10 @@ def _make(choice: Choice) -> tuple[Tensor, Tensor]:
     return made(choice, shape_of(choice), axis_of(choice) == -2), offsets(choice, choice["rows"])
 
 
-OPTIONS = {
-    "axis": (-1, -2),
-    "pad_to": (128, 384),
-    "elem_dtype": ELEM_CHOICES,
-    "scaling": SCALINGS,
-    "scale_layout": SCALE_LAYOUTS,
-    "check_offs": (False, True),
-}
 SPACE = Space(
     {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
     _make,
-    OPTIONS,
+    {"axis": (-1, -2), **OPTIONS},
     _possible,
     [*REPEATED, *ARRANGED],
     beyond=BEYOND,

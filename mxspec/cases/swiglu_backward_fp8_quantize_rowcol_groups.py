@@ -45,7 +45,7 @@ def cases() -> Iterator[Case]:
     yield Case("rows far apart", far, flags={"edge"})
     for i, width in enumerate((*TAILS, 64)):
         kw = {"scale_format": SCALE_FORMATS[i % 2]}
-        yield Case(f"2I = {2 * width}", partial(_of_width, width), kw)
+        yield Case(f"2I = {2 * width}", partial(of_width, width), kw)
     yield Case("a block of both gradients, of which one is NaN", _both_gradients, flags={"edge"})
     yield Case("zeros", lambda: (*(-torch.zeros_like(t) for t in tokens(150)), offs_of([140, 9])), flags={"edge"})
     large = [random_normal(1, columns, seed=columns).expand(2**20 + 256, columns) for columns in (2048, 1024)]
@@ -73,7 +73,7 @@ def cases() -> Iterator[Case]:
     yield refused("a gradient elsewhere", ValueError, "one device", dh=dh.to("meta"))
 
 
-def _of_width(width: int) -> tuple[Tensor, Tensor, Tensor]:
+def of_width(width: int) -> tuple[Tensor, Tensor, Tensor]:
     M, offs = tokens_of(width)
     return gates(M, 2 * width), random_normal(M, width, seed=3), offs
 
@@ -83,7 +83,7 @@ def _both_gradients() -> tuple[Tensor, Tensor, Tensor]:
 
     A NaN up makes only d_gate NaN. An up of 2^100 makes d_gate far larger than d_up.
     """
-    gate_up, dh, offs = _of_width(144)
+    gate_up, dh, offs = of_width(144)
     gate_up[7, 144 + 140], gate_up[132, 144 + 130], gate_up[9, 3] = torch.nan, 2.0**100, torch.nan
     return gate_up, dh, offs
 
@@ -105,7 +105,7 @@ def of_dh(choice: Choice) -> Choice:
     return {"experts": None, "negated": False, "dtype": torch.bfloat16, **sizes, **half, **own}
 
 
-def _make(choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
+def make(choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
     dh = of_dh(choice)
     return made(choice, shape_of(choice)), made(dh, shape_of(dh)), offsets(choice, choice["rows"])
 
@@ -114,15 +114,13 @@ def _possible(choice: Choice) -> bool:
     return possible(choice, cols=2 * FP8_SIZE_MULTIPLE) and fits(of_dh(choice))
 
 
+OF_DH = {"dh strides": STRIDES, "dh values": VALUES, "dh begins": BEGINS, "dh negated": (False, True)}
 SPACE = Space(
     {
         **dimensions((0, 256, 288, 1280, 4352), (torch.bfloat16,)),
-        "dh strides": STRIDES,
-        "dh values": VALUES,
-        "dh begins": BEGINS,
-        "dh negated": (False, True),
+        **OF_DH,
     },
-    _make,
+    make,
     {"scale_format": SCALE_FORMATS, "check_offs": (False, True)},
     _possible,
     [*(part for part in REPEATED if part.get("cols") not in (1, 1056)), *ALSO],

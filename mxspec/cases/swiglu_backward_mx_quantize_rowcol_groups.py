@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.groups import ARRANGED, offsets
+from mxspec.cases.common.groups import ARRANGED
 from mxspec.cases.common.mx_rowcol_groups import (
     OPTIONS,
     WIDTHS,
@@ -19,16 +19,22 @@ from mxspec.cases.common.mx_rowcol_groups import (
     with_options,
 )
 from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import REPEATED, fits, made, shape_of
+from mxspec.cases.common.quantizers import REPEATED, fits
 from mxspec.cases.common.rowcol_groups import BEYOND
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.swiglu import every_gate, gates, least_gates, with_subnormal
-from mxspec.cases.common.tensors import BEGINS, STRIDES, VALUES
-from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
-from mxspec.cases.fp8_quantize_1x128 import tokens_of
-from mxspec.cases.swiglu_backward_fp8_quantize_rowcol_groups import IMPOSSIBLE, TOLD_BEFORE, of_dh
+from mxspec.cases.common.token_groups import far_apart, offs_of
+from mxspec.cases.swiglu_backward_fp8_quantize_rowcol_groups import (
+    IMPOSSIBLE,
+    OF_DH,
+    TOLD_BEFORE,
+    bench_cases,
+    make,
+    of_dh,
+    of_width,
+)
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.spec import Case, Shapes, random_bits, random_normal, these
+from mxspec.spec import Case, random_bits, random_normal, these
 
 __all__ = ["IMPOSSIBLE", "SPACE", "TOKENS", "TOLD_BEFORE", "bench_cases", "cases"]
 
@@ -52,7 +58,7 @@ def cases() -> Iterator[Case]:
     far = lambda: (far_apart(140, 256), far_apart(140, 128), offs_of([100, 39]))  # noqa: E731
     yield Case("rows far apart", far, flags={"edge"})
     for width in WIDTHS:
-        yield Case(f"2I = {2 * width}", partial(_of_width, width))
+        yield Case(f"2I = {2 * width}", partial(of_width, width))
     yield Case("a tile of both gradients, of which one is NaN", _both_gradients, flags={"edge"})
     yield Case("zeros", lambda: (*(-torch.zeros_like(t) for t in tokens(150)), offs_of([140, 9])), flags={"edge"})
     large = [random_normal(1, columns, seed=columns).expand(2**20 + 256, columns) for columns in (2048, 1024)]
@@ -75,33 +81,14 @@ def cases() -> Iterator[Case]:
     yield refused("a gradient elsewhere", ValueError, "one device", dh=dh.to("meta"))
 
 
-def _of_width(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    M, offs = tokens_of(width)
-    return gates(M, 2 * width), random_normal(M, width, seed=3), offs
-
-
 def _both_gradients() -> tuple[Tensor, Tensor, Tensor]:
     """I is 160: the columns 128 to 255 hold the last 32 columns of d_gate and the first 96 columns of d_up.
 
     A NaN up makes only d_gate NaN. An up of 2^100 makes d_gate far larger than d_up.
     """
-    gate_up, dh, offs = _of_width(160)
+    gate_up, dh, offs = of_width(160)
     gate_up[7, 160 + 140], gate_up[132, 160 + 130], gate_up[9, 3] = torch.nan, 2.0**100, torch.nan
     return gate_up, dh, offs
-
-
-def bench_cases(shapes: Shapes) -> Iterator[Case]:
-    def args(M: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.randn(M, 2 * D, dtype=torch.bfloat16), torch.randn(M, D, dtype=torch.bfloat16), random_offs(M, 8)
-
-    for M, D in shapes.matrices:
-        if M >= 1024 and M * D < 2**29:
-            yield Case(f"{M}x{D}, G 8", partial(args, M, D))
-
-
-def _make(choice: Choice) -> tuple[Tensor, Tensor, Tensor]:
-    dh = of_dh(choice)
-    return made(choice, shape_of(choice)), made(dh, shape_of(dh)), offsets(choice, choice["rows"])
 
 
 def _possible(choice: Choice) -> bool:
@@ -111,12 +98,9 @@ def _possible(choice: Choice) -> bool:
 SPACE = Space(
     {
         **dimensions((0, 64, 256, 1088, 4160), (torch.bfloat16,)),
-        "dh strides": STRIDES,
-        "dh values": VALUES,
-        "dh begins": BEGINS,
-        "dh negated": (False, True),
+        **OF_DH,
     },
-    _make,
+    make,
     OPTIONS,
     _possible,
     [*(part for part in REPEATED if part.get("cols") not in (1, 1056)), *ARRANGED],

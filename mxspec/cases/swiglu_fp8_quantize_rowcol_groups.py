@@ -40,7 +40,7 @@ def cases() -> Iterator[Case]:
     yield Case("rows far apart", lambda: (far_apart(140, 256), offs_of([100, 39])), flags={"edge"})
     for i, width in enumerate(TAILS):
         kw = {"scale_format": SCALE_FORMATS[i % 2]}
-        yield Case(f"2I = {2 * width}", partial(_of_width, width), kw)
+        yield Case(f"2I = {2 * width}", partial(of_width, width), kw)
     yield Case("zeros", lambda: (-torch.zeros(150, 256).bfloat16(), offs_of([140, 9])), flags={"edge"})
     large = these(random_normal(1, 4096).expand(2**20 + 256, 4096), offs_of([2**20 + 256]))
     yield Case("2^31 elements and more", large, flags={"large"})
@@ -54,7 +54,7 @@ def cases() -> Iterator[Case]:
     yield Case("3-D", these(x[None], offs), raises=ValueError, match="2-D")
 
 
-def _of_width(width: int) -> tuple[Tensor, Tensor]:
+def of_width(width: int) -> tuple[Tensor, Tensor]:
     M, offs = tokens_of(width)
     return gates(M, 2 * width), offs
 
@@ -68,13 +68,13 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
             yield Case(f"{M}x{D}, G 8", partial(args, M, D))
 
 
-def _make(choice: Choice) -> tuple[Tensor, Tensor]:
+def make(choice: Choice) -> tuple[Tensor, Tensor]:
     return made(choice, shape_of(choice)), offsets(choice, choice["rows"])
 
 
 SPACE = Space(
     dimensions((0, 256, 288, 1280, 4352), (torch.bfloat16,)),
-    _make,
+    make,
     {"scale_format": SCALE_FORMATS, "check_offs": (False, True)},
     partial(possible, cols=2 * FP8_SIZE_MULTIPLE),
     [*(part for part in REPEATED if part.get("cols") not in (1, 1056)), *ALSO],

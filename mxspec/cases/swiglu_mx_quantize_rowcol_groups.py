@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.groups import ARRANGED, offsets
+from mxspec.cases.common.groups import ARRANGED
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.mx_rowcol_groups import (
     OPTIONS,
@@ -19,15 +19,16 @@ from mxspec.cases.common.mx_rowcol_groups import (
     refused_groups,
     with_options,
 )
-from mxspec.cases.common.pairwise import Choice
-from mxspec.cases.common.quantizers import REPEATED, made, shape_of
+from mxspec.cases.common.quantizers import REPEATED
 from mxspec.cases.common.rowcol_groups import BEYOND
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.swiglu import every_gate, gates, least_gates, with_subnormal
-from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
-from mxspec.cases.fp8_quantize_1x128 import tokens_of
+from mxspec.cases.common.token_groups import far_apart, offs_of
+from mxspec.cases.swiglu_fp8_quantize_rowcol_groups import bench_cases, make, of_width
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.spec import Case, Shapes, random_bits, random_normal, these
+from mxspec.spec import Case, random_bits, random_normal, these
+
+__all__ = ["IMPOSSIBLE", "SPACE", "TOKENS", "bench_cases", "cases"]
 
 
 def cases() -> Iterator[Case]:
@@ -46,7 +47,7 @@ def cases() -> Iterator[Case]:
     yield Case("every second column", lambda: (gates(150, 512)[:, ::2], offs_of([130, 9])))
     yield Case("rows far apart", lambda: (far_apart(140, 256), offs_of([100, 39])), flags={"edge"})
     for width in WIDTHS:
-        yield Case(f"2I = {2 * width}", partial(_of_width, width))
+        yield Case(f"2I = {2 * width}", partial(of_width, width))
     yield Case("zeros", lambda: (-torch.zeros(150, 256).bfloat16(), offs_of([140, 9])), flags={"edge"})
     large = these(random_normal(1, 4096).expand(2**20 + 256, 4096), offs_of([2**20 + 256]))
     yield Case("2^31 elements and more", large, flags={"large"})
@@ -60,27 +61,9 @@ def cases() -> Iterator[Case]:
     yield Case("3-D", these(x[None], offs), raises=ValueError, match="2-D")
 
 
-def _of_width(width: int) -> tuple[Tensor, Tensor]:
-    M, offs = tokens_of(width)
-    return gates(M, 2 * width), offs
-
-
-def bench_cases(shapes: Shapes) -> Iterator[Case]:
-    def args(M: int, D: int) -> tuple[Tensor, Tensor]:
-        return torch.randn(M, 2 * D, dtype=torch.bfloat16), random_offs(M, 8)
-
-    for M, D in shapes.matrices:
-        if M >= 1024 and M * D < 2**29:
-            yield Case(f"{M}x{D}, G 8", partial(args, M, D))
-
-
-def _make(choice: Choice) -> tuple[Tensor, Tensor]:
-    return made(choice, shape_of(choice)), offsets(choice, choice["rows"])
-
-
 SPACE = Space(
     dimensions((0, 64, 256, 1088, 4160), (torch.bfloat16,)),
-    _make,
+    make,
     OPTIONS,
     partial(possible, cols=2 * MX_BLOCK_SIZE),
     [*(part for part in REPEATED if part.get("cols") not in (1, 1056)), *ARRANGED],

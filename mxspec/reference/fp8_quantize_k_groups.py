@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
-from mxspec.reference.common.groups import first_tokens, flat_places, padded_rows
+from mxspec.reference.common.groups import first_tokens, flat_places
 from mxspec.reference.fp8_quantize_1x128 import fp8_quantize_1x128
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.spec import per_element, spec
@@ -22,13 +21,8 @@ def check_args(
     op = "fp8_quantize_k_groups"
     checks.tensor_dtype(op, "x", x, checks.FLOAT_DTYPES)
     checks.rank(op, "x", x, (2,))
-    checks.offsets(op, "offs", offs, ("x", x))
-    checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
     checks.eps(op, eps)
-    rows = padded_rows(x.shape[0], offs.shape[0], FP8_BLOCK_SIZE)
-    checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if checks.flag(op, "check_offs", check_offs):
-        checks.offs_in_order(op, offs, "M", x.shape[0])
+    checks.fp8_groups(op, ("x", x), offs, scale_format, check_offs)
 
 
 @spec(

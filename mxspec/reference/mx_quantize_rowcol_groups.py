@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE, SCALINGS
+from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.common.groups import padded_rows
-from mxspec.reference.mx_quantize import SCALE_LAYOUTS
-from mxspec.reference.mx_quantize_groups import ELEM_CHOICES, mx_quantize_groups
+from mxspec.reference.mx_quantize_groups import check_groups, mx_quantize_groups
 from mxspec.spec import per_element, spec
 
 
@@ -30,25 +28,6 @@ def check_args(
     checks.rank(op, "x", x, (2,))
     checks.multiple(op, "K", x.shape[1], MX_BLOCK_SIZE)
     check_groups(op, ("x", x), offs, pad_to, elem_dtype, scaling, scale_layout, check_offs)
-
-
-def check_groups(
-    op: str, named: tuple[str, Tensor], offs: Tensor, pad_to: int, elem_dtype: torch.dtype | str, scaling: str,
-    scale_layout: str, check_offs: bool,
-) -> None:  # fmt: skip
-    """Check offs and the options of an op that quantizes the tokens of a named tensor in both directions."""
-    _, x = named
-    checks.offsets(op, "offs", offs, named)
-    checks.positive(op, "pad_to", pad_to)
-    if pad_to % 128:
-        raise ValueError(f"{op}: pad_to = {pad_to}; needs a multiple of 128, the rows of a tile of scales")
-    checks.choice(op, "elem_dtype", elem_dtype, ELEM_CHOICES, TypeError)
-    checks.choice(op, "scaling", scaling, SCALINGS)
-    checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
-    rows = padded_rows(x.shape[0], offs.shape[0], pad_to) + 128 * offs.shape[0]
-    checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if checks.flag(op, "check_offs", check_offs):
-        checks.offs_in_order(op, offs, "M", x.shape[0])
 
 
 @spec(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
+from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
-from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
-from mxspec.reference.common.groups import padded_rows
 from mxspec.reference.common.swiglu import halves, swiglu_backward
 from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_groups
 from mxspec.spec import per_element, spec
@@ -25,12 +23,7 @@ def check_args(
     needed = gate_up.shape[0], gate_up.shape[1] // 2
     checks.shape(op, "dh", dh, needed, f"for a gate_up of shape {tuple(gate_up.shape)}")
     checks.same_device(op, ("gate_up", gate_up), ("dh", dh))
-    checks.offsets(op, "offs", offs, ("gate_up", gate_up))
-    checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
-    rows = padded_rows(gate_up.shape[0], offs.shape[0], FP8_BLOCK_SIZE)
-    checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if checks.flag(op, "check_offs", check_offs):
-        checks.offs_in_order(op, offs, "M", gate_up.shape[0])
+    checks.fp8_groups(op, ("gate_up", gate_up), offs, scale_format, check_offs)
 
 
 @spec(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
+from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
-from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
-from mxspec.reference.common.groups import padded_rows
 from mxspec.reference.common.swiglu import halves, swiglu
 from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_groups
 from mxspec.spec import per_element, spec
@@ -19,12 +17,7 @@ def check_args(gate_up: Tensor, offs: Tensor, *, scale_format: str = "fp32", che
     checks.tensor_dtype(op, "gate_up", gate_up, (torch.bfloat16,))
     checks.rank(op, "gate_up", gate_up, (2,))
     checks.multiple(op, "2I", gate_up.shape[1], 2 * FP8_SIZE_MULTIPLE, of="")
-    checks.offsets(op, "offs", offs, ("gate_up", gate_up))
-    checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
-    rows = padded_rows(gate_up.shape[0], offs.shape[0], FP8_BLOCK_SIZE)
-    checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if checks.flag(op, "check_offs", check_offs):
-        checks.offs_in_order(op, offs, "M", gate_up.shape[0])
+    checks.fp8_groups(op, ("gate_up", gate_up), offs, scale_format, check_offs)
 
 
 @spec(

@@ -8,7 +8,8 @@ from torch import Tensor
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.common.swiglu import halves, swiglu
-from mxspec.reference.mx_quantize_rowcol_groups import check_groups, mx_quantize_rowcol_groups
+from mxspec.reference.mx_quantize_groups import check_groups
+from mxspec.reference.mx_quantize_rowcol_groups import mx_quantize_rowcol_groups
 from mxspec.spec import per_element, spec
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_SIZE_MULTIPLE
+from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
+from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
+from mxspec.reference.common.groups import padded_rows
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -112,6 +114,16 @@ def offs_in_order(op: str, offs: Tensor, name: str, size: int, multiple: int = 1
 def fits_int32(op: str, name: str, value: int) -> None:
     if value >= 2**31:
         raise ValueError(f"{op}: {name} = {value}; needs fewer than 2^31, because row numbers are int32")
+
+
+def fp8_groups(op: str, beside: tuple[str, Tensor], offs: Tensor, scale_format: str, check_offs: bool) -> None:
+    """The token groups of a named matrix, quantized in FP8 blocks of 128 tokens."""
+    offsets(op, "offs", offs, beside)
+    choice(op, "scale_format", scale_format, SCALE_FORMATS)
+    M, G = beside[1].shape[0], offs.shape[0]
+    fits_int32(op, f"the padded rows of {G} groups", padded_rows(M, G, FP8_BLOCK_SIZE))
+    if flag(op, "check_offs", check_offs):
+        offs_in_order(op, offs, "M", M)
 
 
 def token_rows(op: str, name: str, tensor: Tensor) -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
+from mxspec.formats import FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
-from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
-from mxspec.reference.common.groups import padded_rows
 
 ALPHA, LIMIT = 1.702, 7.0  # gpt-oss, `swiglu` of its reference implementation
 
@@ -24,15 +22,10 @@ def check_operands(op: str, gate_up: Tensor, bias: Tensor, offs: Tensor, scale_f
         checks.tensor_dtype(op, name, tensor, (torch.bfloat16,))
         checks.rank(op, name, tensor, (2,))
     checks.multiple(op, "2I", gate_up.shape[1], 2 * FP8_SIZE_MULTIPLE, of="")
-    checks.offsets(op, "offs", offs, ("gate_up", gate_up))
+    checks.fp8_groups(op, ("gate_up", gate_up), offs, scale_format, check_offs)
     needed = offs.shape[0], gate_up.shape[1]
     checks.shape(op, "bias", bias, needed, f"for {needed[0]} groups and a gate_up of shape {tuple(gate_up.shape)}")
     checks.same_device(op, ("gate_up", gate_up), ("bias", bias))
-    checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
-    rows = padded_rows(gate_up.shape[0], offs.shape[0], FP8_BLOCK_SIZE)
-    checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if checks.flag(op, "check_offs", check_offs):
-        checks.offs_in_order(op, offs, "M", gate_up.shape[0])
 
 
 def sigmoid(gate: Tensor) -> Tensor:
