@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.common.fp8_numerics import SCALE_FORMATS, blocks_of
-from mxspec.reference.common.groups import padded_rows
+from mxspec.reference.common.fp8_numerics import blocks_of
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_quantize_k_groups import fp8_quantize_k_groups
 from mxspec.reference.mx_dequantize import OUT_DTYPES
@@ -33,14 +31,9 @@ def check_args(
     M, D = qdata.shape
     checks.fp8_size(op, "D", D)
     checks.shape(op, "scale", scale, (M, blocks_of(D)), f"(1x128 blocks) for qdata {tuple(qdata.shape)}")
-    checks.offsets(op, "offs", offs, ("qdata", qdata))
     checks.choice(op, "dtype", dtype, OUT_DTYPES, TypeError)
-    checks.choice(op, "scale_format", scale_format, SCALE_FORMATS)
     checks.eps(op, eps)
-    rows = padded_rows(M, offs.shape[0], FP8_BLOCK_SIZE)
-    checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", rows)
-    if checks.flag(op, "check_offs", check_offs):
-        checks.offs_in_order(op, offs, "M", M)
+    checks.fp8_groups(op, ("qdata", qdata), offs, scale_format, check_offs)
 
 
 @spec(

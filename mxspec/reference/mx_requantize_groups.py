@@ -8,8 +8,7 @@ from torch import Tensor
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.mx_dequantize import OUT_DTYPES, mx_dequantize
-from mxspec.reference.mx_quantize_groups import mx_quantize_groups
-from mxspec.reference.mx_quantize_rowcol_groups import check_groups
+from mxspec.reference.mx_quantize_groups import check_groups, mx_quantize_groups
 from mxspec.spec import per_element, spec
 
 
