@@ -62,7 +62,7 @@ def check_figures(stored: dict[str, Any], rows: int, dim: int, hidden: int, expe
         "dispatch, forward",
         "combine, backward",
     }
-    assert 0.51 < out["codes"] / out["values"] < 0.52
+    assert 0.51 < out["codes"] / out["values"] < (0.52 if dim % 512 == 0 else 0.57)
     of_weight = [(2 * hidden, dim), (dim, hidden)]
     elements = sum(experts * N * K for N, K in of_weight)
     blocks = sum(experts * -(-N // 128) * -(-K // 128) for N, K in of_weight)
