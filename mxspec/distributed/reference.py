@@ -80,8 +80,8 @@ def wire_reference(x: Tensor, recipe: Recipe | str, *, of_gradient: bool = False
         outs = combine_reference(experts(there.tokens, there.offs), there)
         outs = [wire_reference(out, recipe, of_gradient=True) for out in outs]
 
-    `ExpertParallel` multiplies the codes themselves where that gives the same numbers. It does not where a code stands for
-    a number beyond the largest number of x's dtype: the value here is then Inf.
+    `ExpertParallel` may multiply the codes themselves. These are the same numbers, unless a code stands for a number
+    beyond the largest number of x's dtype. Its value is then Inf.
 
     Args:
         x: `(M, D)`, bfloat16 or float32.
