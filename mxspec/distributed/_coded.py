@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_map_only
 import mxspec
 from mxspec.distributed._bare import Bare
 from mxspec.distributed._wire import Wire
-from mxspec.nn import Recipe
 
 aten = torch.ops.aten
 _EPS = 1e-12  # the default of the quantizers, with which the wire quantizes
@@ -38,7 +37,8 @@ _EPS = 1e-12  # the default of the quantizers, with which the wire quantizes
 
 def rows_of(message: Tensor, wire: Wire, D: int, dtype: torch.dtype) -> Tensor:
     """The rows `(M, D)` of messages: `Coded`, or their values if quantizing these would give other numbers."""
-    if wire.recipe == Recipe("fp8_128") and dtype == torch.float32:
+    has_fp32_scales = (wire.recipe.format, wire.recipe.scale_format) == ("fp8_128", "fp32")
+    if has_fp32_scales and dtype == torch.float32:
         return wire.decode(message, D, dtype)
     return Coded(message, wire, D, dtype)
 

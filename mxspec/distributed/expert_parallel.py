@@ -142,7 +142,7 @@ class _Sharded(SeparableExperts):
     @torch.compiler.disable  # the numbers of rows are known only in the forward, and errors need a collective too
     def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Plan, ExpertCall]:
         name, group, error = type(self).__name__, self.expert_mesh.get_group(), None
-        device, facts, call = self._weights()[0].device, {}, None
+        device, facts, call = self._stored()[0].device, {}, None
         try:
             if any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
                 what = " or ".join(signature(self.checked_call).parameters)

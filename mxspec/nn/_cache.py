@@ -33,8 +33,13 @@ class QuantizesWeights(nn.Module):
         """Whether `cache_weights` shall hold bf16 values in place of codes."""
         return False
 
-    def _weights(self) -> tuple[Tensor, ...]:
+    def _stored(self) -> tuple[Tensor, ...]:
+        """The weights as the parameters hold them: DTensors, if they are sharded."""
         return tuple(getattr(self, name) for name in self.weight_names)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        """The weights that the matmuls read."""
+        return self._stored()
 
     def _quantized(self, backend: str | None, by_values: bool = False, held: bool = False) -> tuple[Quantized, ...]:
         """The codes of each weight: the held codes if there are any, else new codes. With `by_values`, its values.
@@ -53,7 +58,7 @@ class QuantizesWeights(nn.Module):
         from torch.distributed.tensor import DTensor  # not at the top of the file: the import is slow
 
         name, weights = type(self).__name__, self._weights()
-        if any(isinstance(getattr(self, weight), DTensor) for weight in self.weight_names):
+        if any(isinstance(weight, DTensor) for weight in self._stored()):
             raise TypeError(
                 f"cache_weights: {name} has sharded weights (DTensor). They are whole only during a forward, so their "
                 "codes cannot be held longer. Train a sharded model without cache_weights."

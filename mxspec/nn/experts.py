@@ -43,7 +43,7 @@ class QuantizedExperts(QuantizesWeights):
 
     def check_weights(self) -> None:
         """Raise TypeError if a weight has a dtype that no recipe can run."""
-        for weight in self._weights():
+        for weight in self._stored():
             check_parameters(type(self).__name__, weight.dtype)  # `half()` may have come after the constructor
 
     def checked(self, x: Tensor, width: int, **others: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class QuantizedExperts(QuantizesWeights):
         check_input(name, x, width)
         if x.ndim != 2:
             raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (M, {width})")
-        check_devices(name, x, **others, **dict(zip(self.weight_names, self._weights(), strict=True)))
+        check_devices(name, x, **others, **dict(zip(self.weight_names, self._stored(), strict=True)))
         return x
 
     def explain(self, dtype: torch.dtype = torch.bfloat16) -> str:
