@@ -11,9 +11,11 @@ messages of `Wire`. Quantizers read the messages in place of values:
 | MX, along the tokens | `mx_requantize_groups` of them |
 
 Every other op, and a quantizer with other options, reads the values of the codes: the values that `wire_reference`
-gives. Along the tokens, the results have the bytes that quantizing these values has. Along the features, they are the
-same numbers, and sometimes other codes with other scales. There is one exception: a code may stand for a number beyond
-the largest number of the dtype. Its value is Inf, but a matmul of codes multiplies the number.
+gives. `mx_fake_quantize_rowcol_groups`, which MXFP8 calls on Hopper, is such an op.
+
+Along the tokens, the results have the bytes that quantizing the values has. Along the features, codes and scales may
+differ from those of the values, but each product of code and scale is equal. There is one exception: a code may stand
+for a number beyond the largest number of the dtype. Its value is Inf, but a matmul of codes multiplies the number.
 
 For float32 rows with fp32 scales the numbers would differ: quantizing the values can give a scale that differs in its
 last bit. So such rows are values.
@@ -82,6 +84,8 @@ class Coded(Bare):
             same_shape = func is aten.view.default and tuple(args[1]) == self.shape
             if same_shape or func in (aten.detach.default, aten.alias.default):
                 return cls(self.message, self.wire, self.shape[1], self.dtype)
+            if func is aten.record_stream.default:
+                return func(self.message, *args[1:])
             quantized = _QUANTIZERS.get(func.name())
             if quantized and (found := quantized(self, *args[1:], **named)) is not None:
                 return found

@@ -70,7 +70,8 @@ class Plan:
     def send_back(self, rows: Tensor, pairs: Routing | None) -> Tensor:
         """Send rows that are sorted by expert back to their places. With `pairs`, add up the rows of each token."""
         x = self._exchange(rows[self.places], self.receive, self.send)
-        x = pad(x, (0, 0, 0, self.num_rows - x.shape[0]))
+        if missing := self.num_rows - x.shape[0]:
+            x = pad(x, (0, 0, 0, missing))
         return x if pairs is None else pairs.combine(x)
 
     def _exchange(self, message: Tensor, send: list[int], receive: list[int]) -> Tensor:
@@ -98,7 +99,10 @@ def plan_of(
     if call is not None:
         counts = torch.diff(call.offs.to(torch.int64), prepend=counts[:1])
     rows = 0 if call is None else call.num_rows()
-    head = torch.tensor([error is not None, zlib.crc32(repr(facts).encode()), rows], device=device)
+    # Not `torch.tensor`: its copy from the host would wait for the device.
+    head = torch.cat(
+        [counts.new_full((1,), n) for n in (int(error is not None), zlib.crc32(repr(facts).encode()), rows)]
+    )
     heads = [torch.empty(3 + experts, dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(heads, torch.cat([head, counts]), group)
     matrix = torch.stack(heads)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from mxspec.distributed._agreement import CAUGHT, raise_everywhere
+from mxspec.distributed._bare import Bare
 from mxspec.distributed._exchange import Plan, plan_of
 from mxspec.distributed._wire import check_wire, wires
 from mxspec.nn import GroupedExperts
@@ -38,7 +39,8 @@ class ExpertParallel(ParallelStyle):
     gradient of the tokens and the gradients of the weights are the bits of one process that runs the same layer on the
     concatenated batch, on a backend whose row does not depend on the other rows. Experts of transformers also have
     gradients of the routing weights, with the same bits, and of biases. A matmul gives a bias's gradient, and its order
-    of the sums may depend on the number of rows. It has been tested over gloo on a CPU. It has not run on GPUs.
+    of the sums may depend on the number of rows. `ExpertParallel` has been tested over gloo on a CPU. It has not run on
+    GPUs.
 
     A forward exchanges counts and tokens, and waits for the device once, to learn the numbers of rows. Every rank must
     run the same layers in the same order, with or without tokens. It must also run each backward.
@@ -56,26 +58,30 @@ class ExpertParallel(ParallelStyle):
             its own mesh, so that the divisor is the number of all ranks. `sum` leaves the sum over the ranks: the
             gradient of the sum of their losses.
 
-    Shapes of a `GroupedExperts`:
-        x: `(M_r, dim)`, this rank's tokens, bfloat16 or float32. M_r may differ from rank to rank, and may be 0.
+    Shapes:
+        x: of a `GroupedExperts`: `(M_r, dim)`, this rank's tokens, bfloat16 or float32. M_r may differ from rank to
+            rank, and may be 0.
         offs: `(E,)` int32, the exclusive end of each expert's tokens among this rank's tokens.
         Returns `(M_r, dim)` in x's dtype. Rows from `offs[-1]` on are 0.
-
-    Shapes of experts of transformers:
-        hidden_states: `(T_r, hidden_size)`, this rank's tokens. T_r may differ from rank to rank, and may be 0.
+        hidden_states: of experts of transformers: `(T_r, hidden_size)`, this rank's tokens. T_r may differ from rank to
+            rank, and may be 0.
         top_k_index, top_k_weights: `(T_r, top_k)`, the experts of each token among all E, and the routing weights.
         Returns `(T_r, hidden_size)` in the dtype of hidden_states.
 
-    Raises, the same error on every rank of the mesh:
+    Raises:
         TypeError: the module is no layer of experts, or experts of transformers that are not converted, or experts
             that their own library shards (torchtitan); it has parameters that belong to no single expert; or an
             argument of a forward has another dtype.
         ValueError: the mesh does not have one dimension; E is not a multiple of R; the ranks' layers, recipes or tokens
             differ in dtype, widths or in what requires a gradient; a shape or offs does not fit.
-        RuntimeError: the layer is sharded already, or `cache_weights` holds its codes.
+        RuntimeError: the layer is sharded already, `gather_codes` has changed its weights, or `cache_weights` holds its
+            codes.
 
-    A rank that dies or does not call raises no error of its own. The other ranks raise a RuntimeError when the
-    connection closes, at the latest after the timeout of the process group (`init_process_group(timeout=)`).
+    Each of these errors is the same on every rank of the mesh.
+
+    A rank that dies or does not call raises no error of its own. Over gloo, the other ranks raise a RuntimeError when
+    the connection closes, at the latest after the timeout of the process group (`init_process_group(timeout=)`). Over
+    NCCL, its watchdog ends the processes after this timeout.
 
     With the exchanges left out of the graph, `torch.compile` compiles the experts between them. `cache_weights` does
     not take a sharded layer. `reset_parameters` draws other values than in one process.
@@ -158,7 +164,7 @@ class _Sharded(SeparableExperts):
                 "the recipe": self.recipe,
             }
             call = checked
-        except CAUGHT as found:
+        except Exception as found:  # any error, because the other ranks would wait for this rank
             error = found
         there, back = wires(self.recipe, backend_now(self)) if self.wire == "codes" else (None, None)
         plan = plan_of(name, call, error, facts, self.experts_of_all_ranks(), group, device, there, back)
@@ -190,7 +196,10 @@ def _reduce(self: Any) -> tuple[Any, ...]:
 
 
 def _reset_parameters(self: Any) -> None:
-    """Draw new weights. Each shard has its own random numbers; copies of a shard have the same."""
+    """Draw new weights. Each shard has its own random numbers.
+
+    Copies of a shard have the same, if the generator of the CPU has the same seed on every rank.
+    """
     for name in self.weight_names:
         weight = getattr(self, name)
         mesh, part = weight.device_mesh, 0
@@ -218,6 +227,11 @@ def _check(module: nn.Module, ranks: int) -> None:
     if isinstance(module, _Sharded) or any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         raise RuntimeError(
             f"ExpertParallel: {name} is sharded already. Parallelize a layer once, and before fully_shard."
+        )
+    if any(isinstance(parameter.data, Bare) for parameter in parameters.values()):
+        raise RuntimeError(
+            f"ExpertParallel: gather_codes has changed the weights of {name}. Experts on several ranks cannot gather "
+            "codes: leave them out of gather_codes."
         )
     if module._cached is not None:
         raise RuntimeError(f"ExpertParallel: cache_weights holds codes of {name}. Leave its with-block first.")

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mxspec.nn.expert_calls import ExpertCall, SeparableExperts
@@ -45,6 +46,7 @@ class Experts(SeparableExperts, QuantizedExperts):
     def checked_call(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> ExpertCall:
         width = self.widths()["hidden_size"]
         x = self.checked(hidden_states, width, top_k_index=top_k_index, top_k_weights=top_k_weights)
+        _check_routing(type(self).__name__, x, top_k_index, top_k_weights)
         pairs = routing(top_k_index, self.experts_of_all_ranks())
         return ExpertCall(x, pairs.offs, pairs, top_k_weights, hidden_states.dtype)
 
@@ -100,14 +102,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Args:
         hidden_states: `(tokens, hidden_size)`, bfloat16 or float32.
         top_k_index: `(tokens, top_k)`, the experts that the router chose. A number from `num_experts` on means an
-            expert of another device, under expert parallelism. It adds nothing here.
+            expert of another device, under expert parallelism. It adds nothing here. No number may be negative.
         top_k_weights: `(tokens, top_k)`, the routing weights.
 
     Returns:
         `(tokens, hidden_size)` in the dtype of hidden_states.
 
     Raises:
-        TypeError: the layer was not converted, or an argument has another dtype.
+        TypeError: the layer was not converted, or an argument has another dtype; top_k_index has no integers.
         ValueError: a shape or a device does not fit.
     """
     if not isinstance(self, Experts):
@@ -116,6 +118,17 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             "mxspec.nn.convert(model, recipe) in place of set_experts_implementation."
         )
     return self.compute(hidden_states, top_k_index, top_k_weights)
+
+
+def _check_routing(name: str, x: Tensor, index: Tensor, weights: Tensor) -> None:
+    if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
+        raise TypeError(f"{name}: top_k_index has dtype {index.dtype}; needs integers")
+    if index.ndim != 2 or index.shape[0] != x.shape[0]:
+        raise ValueError(f"{name}: top_k_index has shape {tuple(index.shape)}; needs ({x.shape[0]}, top_k)")
+    if weights.shape != index.shape:
+        raise ValueError(
+            f"{name}: top_k_weights has shape {tuple(weights.shape)}; needs {tuple(index.shape)}, as top_k_index has"
+        )
 
 
 def _activation(layer: Any, biases: list[Tensor], experts: Tensor) -> Callable[[Tensor], Tensor] | None:

@@ -165,6 +165,7 @@ def test_an_arm_and_an_exchange_that_are_wrong_get_no_time_and_the_exit_code_is_
         to_experts = transfer["what"] in ("dispatch, forward", "combine, backward")
         rows = [to[1], to[0]] if to_experts else [to[0], to[1]]  # back: rank 0 returns what rank 1 sent it
         assert transfer["bytes_out"] == [n * transfer["row_bytes"] for n in rows]
+        assert transfer["bytes_in"] == transfer["bytes_out"][::-1]
     assert stored["gathers"] == []
 
 

@@ -101,7 +101,7 @@ def measure(shape: Shape, device: torch.device, command: str) -> ParallelRun:
 
 
 def _command(given: dict[str, int | str]) -> str:
-    """The command, as it is typed."""
+    """The command of a run on one host with these sizes. `--json` and `--markdown` are left out."""
     words = [f"--{name} {value}" for name, value in given.items()]
     start = f"torchrun --nproc-per-node {dist.get_world_size()} -m mxspec bench --parallel"
     return " ".join([start, *words])

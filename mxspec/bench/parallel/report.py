@@ -38,14 +38,20 @@ class Transfer:
     form: str  # values or codes
     row_bytes: int  # of an exchange: the bytes of a row's message; otherwise 0
     bytes_out: list[int]  # for each rank, the bytes that leave it; what stays on the rank does not count
+    bytes_in: list[int]  # for each rank, the bytes that come to it from other ranks
     us: float | None
     spread: float | None
     wrong: str = ""
 
     @property
+    def most_bytes(self) -> int:
+        """The bytes of the busiest rank in the direction in which it moves more."""
+        return max(*self.bytes_out, *self.bytes_in)
+
+    @property
     def gbps(self) -> float | None:
-        """The rate out of the rank that sends most."""
-        return max(self.bytes_out) / self.us / 1e3 if self.us else None
+        """The rate of the busiest rank."""
+        return self.most_bytes / self.us / 1e3 if self.us else None
 
 
 @dataclass(frozen=True)
@@ -139,8 +145,11 @@ def _exchanges(run: ParallelRun) -> Sheet:
         (t.what, t.form, str(t.row_bytes), _mb(t), _us(t.us, t.wrong), _rate(t), _percent(t.spread))
         for t in run.exchanges
     ]
-    header = ("exchange", "as", "bytes of a row", "MB out", "us", "GB/s out", "spread")
-    note = "all_to_all_single alone, without quantizing; MB out: of the rank that sends most, without its own rows"
+    header = ("exchange", "as", "bytes of a row", "MB", "us", "GB/s", "spread")
+    note = (
+        "all_to_all_single alone, without quantizing; MB: what the busiest rank sends or receives, without the "
+        "rows that stay on the rank"
+    )
     return Sheet("The four exchanges of a step, alone", header, tuple(rows), 2, note)
 
 
@@ -150,7 +159,7 @@ def _gathers(run: ParallelRun) -> Sheet:
         values = next(o for o in run.gathers if o.what == t.what and o.form == "values")
         times = f"{values.us / t.us:.3f}" if values.us and t.us else ""
         rows.append((t.what, t.form, _mb(t), _us(t.us, t.wrong), times, _percent(t.spread)))
-    header = ("the weights", "as", "MB out", "us", "times as fast as values", "spread")
+    header = ("the weights", "as", "MB", "us", "times as fast as values", "spread")
     experts = run.shape["experts"]
     note = f"FSDP2 gathers {experts} experts, each rank has a share; codes: gather_codes, fp8_128, quantizing included"
     return Sheet("FSDP2's gather of the experts' weights", header, tuple(rows), 2, note)
@@ -161,7 +170,7 @@ def _us(us: float | None, wrong: str) -> str:
 
 
 def _mb(t: Transfer) -> str:
-    return f"{max(t.bytes_out) / 1e6:.3f}"
+    return f"{t.most_bytes / 1e6:.3f}"
 
 
 def _rate(t: Transfer) -> str:

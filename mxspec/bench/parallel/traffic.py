@@ -67,9 +67,11 @@ def exchanges(shape: Shape, batch: Batch, device: torch.device, pace: Pace, cloc
             entrant = Entrant(f"{name}, {form}", call)
             wrong = first_problem(_undelivered(call, out, wanted)) or ""
             flows = matrix if to_experts else [list(each) for each in zip(*matrix, strict=True)]
-            leaves = [given.shape[1] * (sum(rows) - rows[source]) for source, rows in enumerate(flows)]
+            width, turned = given.shape[1], list(zip(*flows, strict=True))
+            leaves = [width * (sum(rows) - rows[source]) for source, rows in enumerate(flows)]
+            comes = [width * (sum(rows) - rows[target]) for target, rows in enumerate(turned)]
             entrants += [] if wrong else [entrant]
-            found.append((entrant, Transfer(name, form, given.shape[1], leaves, None, None, wrong)))
+            found.append((entrant, Transfer(name, form, width, leaves, comes, None, None, wrong)))
     race(entrants, pace, clock)
     return [_timed(each, entrant) for entrant, each in found]
 
@@ -142,6 +144,6 @@ def fsdp_gather(shape: Shape, mesh: DeviceMesh, device: torch.device, pace: Pace
             entrant = Entrant(f"{what}, {form}", partial(run, layer), before=layer.reshard)
             entrants += [] if wrong else [entrant]
             leaves = [(ranks - 1) * share[form]] * ranks  # each rank sends its share to every other rank
-            found.append((entrant, Transfer(what, form, 0, leaves, None, None, wrong)))
+            found.append((entrant, Transfer(what, form, 0, leaves, leaves, None, None, wrong)))
     race(entrants, replace(pace, repeats=1), clock)  # a gather follows a reshard, which is not timed
     return [_timed(each, entrant) for entrant, each in found]

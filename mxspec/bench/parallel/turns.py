@@ -24,7 +24,8 @@ class Pace:
     repeats: int = 1  # calls between two readings of the clock
 
 
-# A step of a layer has matmuls, which take a GPU to its power limit. An exchange is shorter than a launch is uneven.
+# A step of a layer has matmuls, which take a GPU to its power limit. The jitter of a launch is larger than an
+# exchange, so that several exchanges are timed together.
 STEPS = {"cuda": Pace(7, 5, 200_000), "cpu": Pace(3, 1, 0)}
 MESSAGES = {"cuda": Pace(7, 10, 20_000, repeats=4), "cpu": Pace(3, 3, 0)}
 
