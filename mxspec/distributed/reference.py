@@ -86,8 +86,8 @@ def wire_reference(x: Tensor, recipe: Recipe | str, *, of_gradient: bool = False
     Args:
         x: `(M, D)`, bfloat16 or float32.
         recipe: a `Recipe` or its name, not bf16.
-        of_gradient: False changes the values, and leaves the gradient as it is. True leaves the values, and changes the
-            gradient; it has the recipe's `grad_dtype`.
+        of_gradient: False changes the values, and leaves the gradient as it is. True leaves the values, and quantizes
+            the gradient to codes of the recipe's `grad_dtype`. The gradient keeps x's dtype.
 
     Returns:
         `(M, D)` in x's dtype.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from mxspec.check import sqnr_db
-from mxspec.distributed import ExpertParallel, _exchange, combine_reference, dispatch_reference, wire_reference
+from mxspec.distributed import (
+    ExpertParallel,
+    _exchange,
+    combine_reference,
+    dispatch_reference,
+    gather_codes,
+    wire_reference,
+)
 from mxspec.distributed._wire import Wire
 from mxspec.nn import GroupedExperts, cache_weights
 from mxspec.nn.routing import routing
@@ -479,6 +487,53 @@ def _new_parameters(rank: int) -> None:
     assert 0.9 * HIDDEN**-0.5 < values.abs().max() <= HIDDEN**-0.5
 
 
+class _Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(DIM, DIM, bias=False), GroupedExperts(EXPERTS, DIM, HIDDEN, "fp8_128")
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        return self.experts(self.gate(x), offs)
+
+
+def _adamw_of_experts_and_fsdp(rank: int) -> None:
+    """Every kind of AdamW steps experts and FSDP2's parameters alike, also if the model was made on the meta device."""
+    own, losses = part_of("even", rank, torch.float32), {}
+    pairs, mesh = routing(own.index, EXPERTS), init_device_mesh("cpu", (2,))
+    for on_meta, options in itertools.product((False, True), ({"foreach": False}, {"foreach": True}, {"fused": True})):
+        with torch.device("meta" if on_meta else "cpu"):
+            model = _Mixture()
+        sharded(model.experts, "mean", mesh)
+        fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
+        if on_meta:
+            model.to_empty(device="cpu")
+        torch.manual_seed(5)
+        model.experts.reset_parameters()
+        model.gate.reset_parameters()
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2, **options), []
+        for _ in range(2):
+            loss = model(pairs.gather(own.x), pairs.offs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses[on_meta, str(options)] = found
+    assert all(isfinite(loss) for found in losses.values() for loss in found)
+    first, *others = losses.values()
+    assert first[0] != first[1]
+    for found in others:  # the kinds of AdamW round in other orders
+        assert found == pytest.approx(first, rel=1e-5)
+    assert all(losses[False, key] == losses[True, key] for _, key in losses)
+
+
+def _codes_cannot_be_gathered_too(rank: int) -> None:
+    layer = layer_of("fp8_128", torch.float32)
+    gather_codes(layer, init_device_mesh("cpu", (2,)))
+    assert "RuntimeError: rank 0: ExpertParallel: gather_codes has changed the weights" in _message(
+        lambda: sharded(layer)
+    )
+
+
 def _on_two_ranks(rank: int) -> None:
     _refusals_of_the_style(rank)
     _refusals_of_a_forward(rank)
@@ -488,6 +543,8 @@ def _on_two_ranks(rank: int) -> None:
     _compiled(rank)
     _bytes_that_travel(rank)
     _new_parameters(rank)
+    _adamw_of_experts_and_fsdp(rank)
+    _codes_cannot_be_gathered_too(rank)
 
 
 def test_refusals_unused_rows_checkpointing_compile_bytes_and_new_parameters():

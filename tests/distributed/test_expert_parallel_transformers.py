@@ -213,9 +213,13 @@ def _refusals_of_a_forward(rank: int) -> None:
         (0, (x.half(), index, weights), "TypeError: rank 0: GptOssExperts: input has dtype torch.float16"),
         (1, (x, index.tolist(), weights), "TypeError: rank 1: GptOssExperts: top_k_index is a list; needs a tensor"),
         (1, (x, index.float(), weights), "TypeError: rank 1: GptOssExperts: top_k_index has dtype torch.float32; n"),
-        (0, (x, index[:5], weights[:5]), "ValueError: rank 0: GptOssExperts: top_k_index has shape (5, 2); needs (81,"),
+        (
+            0,
+            (x, index[:5], weights[:5]),
+            "ValueError: rank 0: GptOssExperts: top_k_index has shape (5, 2); needs (69, t",
+        ),
         (1, (x, index[0, 0], weights), "ValueError: rank 1: GptOssExperts: top_k_index has shape (); needs (81, top_"),
-        (0, (x, index, weights[:, :1]), "ValueError: rank 0: GptOssExperts: top_k_weights has shape (81, 1); needs"),
+        (0, (x, index, weights[:, :1]), "ValueError: rank 0: GptOssExperts: top_k_weights has shape (69, 1); needs"),
         (0, (x.bfloat16(), index, weights), "dtype must be the same on every rank, but rank 0 has torch.bfloat16"),
         (1, (DTensor.from_local(x, layer.expert_mesh), index, weights), "TypeError: rank 1: GptOssExperts: hidden_st"),
     ]:
