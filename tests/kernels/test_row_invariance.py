@@ -95,6 +95,19 @@ def fp8_grouped_gemm(place: Place, backend: str) -> list[Tensor]:
     return _of_rows(mxspec.fp8_grouped_gemm(*a, *b, place.offs, backend=backend), at=place.at)
 
 
+def as_messages(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The same numbers, each row's scales behind its codes, as rows come over the wire of expert parallelism."""
+    message = torch.cat([codes.view(torch.uint8), scale.contiguous().view(torch.uint8)], 1)
+    return message[:, :K].view(codes.dtype), message[:, K:].view(scale.dtype)
+
+
+def fp8_grouped_gemm_of_messages(place: Place, backend: str) -> list[Tensor]:
+    a = mxspec.fp8_quantize_1x128(place.rows(K), scale_major="mn", backend="reference")
+    b = mxspec.fp8_quantize_128x128(weights(), backend="reference")
+    a = a if place == ALONE else as_messages(*a)
+    return _of_rows(mxspec.fp8_grouped_gemm(*a, *b, place.offs, backend=backend), at=place.at)
+
+
 def mx_gemm(place: Place, backend: str) -> list[Tensor]:
     if ON_GPU and backend == "triton":
         # Known: on a GPU, mx_gemm in Triton chooses its kernel by M and N, and from M = 64 on 2 to 5% of the rows have
@@ -148,7 +161,32 @@ def swiglu_fp8_quantize_rowcol_groups_rows(place: Place, backend: str) -> list[T
     return _of_rows(rows, scale, at=place.at)
 
 
+def swiglu_backward_fp8_quantize_rowcol_groups_rows(place: Place, backend: str) -> list[Tensor]:
+    of = place.rows(2 * K), place.rows(K, seed=60), place.offs
+    rows, scale, *_ = mxspec.swiglu_backward_fp8_quantize_rowcol_groups(*of, backend=backend)
+    return _of_rows(rows, scale, at=place.at)
+
+
+def _bias() -> Tensor:
+    """The bias of three experts."""
+    return _random(3, 2 * K, seed=200).to(DEVICE)
+
+
+def clamped_swiglu_fp8_quantize_rowcol_groups_rows(place: Place, backend: str) -> list[Tensor]:
+    of = place.rows(2 * K), _bias(), place.offs
+    rows, scale, *_ = mxspec.clamped_swiglu_fp8_quantize_rowcol_groups(*of, backend=backend)
+    return _of_rows(rows, scale, at=place.at)
+
+
+def clamped_swiglu_backward_fp8_quantize_rowcol_groups_rows(place: Place, backend: str) -> list[Tensor]:
+    of = place.rows(2 * K), _bias(), place.rows(K, seed=60), place.offs
+    rows, scale, *_ = mxspec.clamped_swiglu_backward_fp8_quantize_rowcol_groups(*of, backend=backend)
+    return _of_rows(rows, scale, at=place.at)
+
+
 OF_ROWS: list[Run] = [
+    swiglu_backward_fp8_quantize_rowcol_groups_rows, clamped_swiglu_fp8_quantize_rowcol_groups_rows,
+    clamped_swiglu_backward_fp8_quantize_rowcol_groups_rows, fp8_grouped_gemm_of_messages,
     fp8_gemm, fp8_gemm_of_rows, fp8_grouped_gemm, mx_gemm, mx_grouped_gemm_plain, mx_grouped_gemm_blocked, mx_quantize,
     fp8_quantize_1x128, mx_quantize_groups_rows, mx_fake_quantize_rowcol_groups_rows, fp8_quantize_rowcol_groups_rows,
     swiglu_fp8_quantize_rowcol_groups_rows,
@@ -166,6 +204,27 @@ def _columns_of_fp8(codes: Tensor, scale: Tensor, start: Tensor, end: Tensor) ->
 
 def fp8_quantize_k_groups(place: Place, backend: str) -> list[Tensor]:
     return _columns_of_fp8(*mxspec.fp8_quantize_k_groups(place.rows(K), place.offs, backend=backend))
+
+
+def fp8_requantize_k_groups(place: Place, backend: str) -> list[Tensor]:
+    codes = mxspec.fp8_quantize_1x128(place.rows(K), scale_format="pow2", backend="reference")
+    codes = codes if place == ALONE else as_messages(*codes)
+    return _columns_of_fp8(*mxspec.fp8_requantize_k_groups(*codes, place.offs, scale_format="pow2", backend=backend))
+
+
+def mx_requantize_groups(place: Place, backend: str) -> list[Tensor]:
+    codes = mxspec.mx_quantize(place.rows(K), backend="reference")
+    codes = codes if place == ALONE else as_messages(*codes)
+    options = {"scale_layout": "plain", "backend": backend}
+    codes, scale, start, end = mxspec.mx_requantize_groups(*codes, place.offs, **options)
+    begin, stop = int(start[1]), int(end[1])
+    return [codes[begin:stop], scale[:, begin // 32 : stop // 32]]
+
+
+def swiglu_backward_fp8_quantize_rowcol_groups_columns(place: Place, backend: str) -> list[Tensor]:
+    of = place.rows(2 * K), place.rows(K, seed=60), place.offs
+    _, _, *columns = mxspec.swiglu_backward_fp8_quantize_rowcol_groups(*of, backend=backend)
+    return _columns_of_fp8(*columns)
 
 
 def fp8_quantize_rowcol_groups_columns(place: Place, backend: str) -> list[Tensor]:
@@ -220,6 +279,7 @@ def mx_grouped_gemm_wgrad(place: Place, backend: str) -> list[Tensor]:
 
 
 OF_GROUPS: list[Run] = [
+    fp8_requantize_k_groups, mx_requantize_groups, swiglu_backward_fp8_quantize_rowcol_groups_columns,
     fp8_quantize_k_groups, fp8_quantize_rowcol_groups_columns, swiglu_fp8_quantize_rowcol_groups_columns,
     mx_quantize_groups_columns, mx_fake_quantize_rowcol_groups_columns, fp8_grouped_gemm_wgrad, fp8_grouped_gemm_wgrad_,
     mx_grouped_gemm_wgrad,
