@@ -135,6 +135,18 @@ def step(module: nn.Module, x: Tensor) -> list[Tensor]:
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
+def error_on_every_rank(call: Callable[[], object]) -> str:
+    """The type and text of the error, which is the same on every rank."""
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError) as error:
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, f"{type(error).__name__}: {error}")
+        assert len(set(every)) == 1, every
+        return str(every[0])
+    raise AssertionError("no error")
+
+
 def on_ranks(world: int, worker: Callable[..., None], *args: Any, timeout_s: float = 60, backend: str = "gloo") -> None:
     """Run `worker(rank, *args)` in `world` processes. Raises if one of them raises.
 

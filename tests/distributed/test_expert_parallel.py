@@ -40,7 +40,7 @@ from mxspec.distributed import (
 from mxspec.distributed._wire import Wire
 from mxspec.nn import GroupedExperts, cache_weights
 from mxspec.nn.routing import routing
-from tests.helpers import on_ranks
+from tests.helpers import error_on_every_rank, on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 CPU = torch.device("cpu")
@@ -322,18 +322,6 @@ def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(tmp_path)
         assert all(same_bits(p.detach(), after[STEPS - 1][name]) for name, p in model.named_parameters())
 
 
-def _message(call: Callable[[], object]) -> str:
-    """The type and text of the error, which is the same on every rank."""
-    try:
-        call()
-    except (TypeError, ValueError, RuntimeError) as error:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, f"{type(error).__name__}: {error}")
-        assert len(set(every)) == 1, every
-        return str(every[0])
-    raise AssertionError("no error")
-
-
 def _refusals_of_the_style(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     plain, of_three = layer_of("bf16", torch.float32), GroupedExperts(3, DIM, HIDDEN)
@@ -345,17 +333,17 @@ def _refusals_of_the_style(rank: int) -> None:
         (layer_of("bf16", torch.float32) if rank else nn.ReLU(), "TypeError: rank 0: ExpertParallel: the module is a"),
         (GroupedExperts(2 + 2 * rank, 32, 32), "number of experts must be the same on every rank, but rank 0 has 2, "),
     ]:
-        assert message in _message(lambda module=module: parallelize_module(module, mesh, ExpertParallel()))
+        assert message in error_on_every_rank(lambda module=module: parallelize_module(module, mesh, ExpertParallel()))
     with cache_weights(plain):
-        held = _message(lambda: parallelize_module(plain, mesh, ExpertParallel()))
+        held = error_on_every_rank(lambda: parallelize_module(plain, mesh, ExpertParallel()))
     assert held.startswith("RuntimeError: rank 0: ExpertParallel: cache_weights holds codes")
-    codes = _message(lambda: parallelize_module(plain, mesh, ExpertParallel(wire="codes")))
+    codes = error_on_every_rank(lambda: parallelize_module(plain, mesh, ExpertParallel(wire="codes")))
     assert codes.startswith("ValueError: rank 0: ExpertParallel: wire='codes' sends the codes of the recipe, and bf16")
     styles = ExpertParallel(), ExpertParallel(wire="codes")
-    other = _message(lambda: parallelize_module(layer_of("fp8_128", torch.float32), mesh, styles[rank]))
+    other = error_on_every_rank(lambda: parallelize_module(layer_of("fp8_128", torch.float32), mesh, styles[rank]))
     assert "the options must be the same on every rank, but rank 0 has wire='values'" in other
     two_dimensions = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "fsdp"))
-    assert "has 2 dimensions; needs 1" in _message(lambda: ExpertParallel()._apply(plain, two_dimensions))
+    assert "has 2 dimensions; needs 1" in error_on_every_rank(lambda: ExpertParallel()._apply(plain, two_dimensions))
     assert plain.w_down.shape == (EXPERTS, DIM, HIDDEN)  # a refused layer stays as it was
     assert type(plain.w_down) is nn.Parameter
     assert type(plain) is GroupedExperts
@@ -381,16 +369,18 @@ def _refusals_of_a_forward(rank: int) -> None:
         (1, (DTensor.from_local(x, layer.expert_mesh), offs), "TypeError: rank 1: GroupedExperts: x or offs is a DT"),
     ]:
         arguments = given if on == rank else (x, offs)
-        assert message in (found := _message(lambda arguments=arguments: layer(*arguments))), found
+        assert message in (found := error_on_every_rank(lambda arguments=arguments: layer(*arguments))), found
         assert same_bits(layer(x, offs), expected)
     if rank:
         layer.set_recipe("fp8_128")
-    assert "the recipe must be the same on every rank, but rank 0" in _message(lambda: layer(x, offs))
+    assert "the recipe must be the same on every rank, but rank 0" in error_on_every_rank(lambda: layer(x, offs))
     with pytest.raises(TypeError, match="has sharded weights"), cache_weights(layer):
         pass
     layer = sharded(layer_of("fp8_128_pow2", torch.float32), wire="codes")
     layer.set_recipe("bf16")
-    assert "wire='codes' sends the codes of the recipe, and bf16 has none" in _message(lambda: layer(x, offs))
+    assert "wire='codes' sends the codes of the recipe, and bf16 has none" in error_on_every_rank(
+        lambda: layer(x, offs)
+    )
 
 
 def part_ends(number: int) -> list[int]:
@@ -529,7 +519,7 @@ def _adamw_of_experts_and_fsdp(rank: int) -> None:
 def _codes_cannot_be_gathered_too(rank: int) -> None:
     layer = layer_of("fp8_128", torch.float32)
     gather_codes(layer, init_device_mesh("cpu", (2,)))
-    assert "RuntimeError: rank 0: ExpertParallel: gather_codes has changed the weights" in _message(
+    assert "RuntimeError: rank 0: ExpertParallel: gather_codes has changed the weights" in error_on_every_rank(
         lambda: sharded(layer)
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from mxspec.distributed import ExpertParallel, _exchange, wire_reference
 from mxspec.distributed._wire import Wire
 from mxspec.nn import cache_weights, convert
 from mxspec.nn.experts import QuantizedExperts
-from tests.helpers import on_ranks
+from tests.helpers import error_on_every_rank, on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra [transformers])")
 from tests.distributed.routed_experts import (
@@ -158,18 +157,6 @@ def _a_token_is_quantized_once() -> None:
     assert len(seen) == 6
 
 
-def _message(call: Callable[[], object]) -> str:
-    """The type and text of the error, which is the same on every rank."""
-    try:
-        call()
-    except (TypeError, ValueError, RuntimeError) as error:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, f"{type(error).__name__}: {error}")
-        assert len(set(every)) == 1, every
-        return str(every[0])
-    raise AssertionError("no error")
-
-
 class OfAnotherLibrary(QuantizedExperts):
     weight_names = ()
 
@@ -192,11 +179,11 @@ def _refusals(rank: int) -> None:
         (OfAnotherLibrary(), "TypeError: rank 0: ExpertParallel: the module is a OfAnotherLibrary that its own libr"),
         (layer_of(("mixtral", "qwen3_moe")[rank], "bf16"), "ValueError: ExpertParallel: the layer must be the same"),
     ]:
-        assert message in _message(lambda module=module: parallelize_module(module, mesh, ExpertParallel()))
+        assert message in error_on_every_rank(lambda module=module: parallelize_module(module, mesh, ExpertParallel()))
     with cache_weights(layer):
-        held = _message(lambda: parallelize_module(layer, mesh, ExpertParallel()))
+        held = error_on_every_rank(lambda: parallelize_module(layer, mesh, ExpertParallel()))
     assert held.startswith("RuntimeError: rank 0: ExpertParallel: cache_weights holds codes of MixtralExperts")
-    codes = _message(lambda: sharded(layer_of("mixtral", "bf16"), wire="codes"))
+    codes = error_on_every_rank(lambda: sharded(layer_of("mixtral", "bf16"), wire="codes"))
     assert codes.startswith("ValueError: rank 0: ExpertParallel: wire='codes' sends the codes of the recipe, and bf16")
     assert type(layer.down_proj) is nn.Parameter  # a refused layer stays as it was
     assert same_bits(layer.down_proj.detach(), layer_of("mixtral", "fp8_128").down_proj.detach())
@@ -224,10 +211,10 @@ def _refusals_of_a_forward(rank: int) -> None:
         (1, (DTensor.from_local(x, layer.expert_mesh), index, weights), "TypeError: rank 1: GptOssExperts: hidden_st"),
     ]:
         arguments = given if on == rank else (x, index, weights)
-        assert message in (found := _message(lambda arguments=arguments: layer(*arguments))), found
+        assert message in (found := error_on_every_rank(lambda arguments=arguments: layer(*arguments))), found
         assert same_bits(layer(x, index, weights), expected)
     layer.down_proj_bias.requires_grad_(rank == 0)
-    assert "requires_grad of the weights must be the same" in _message(lambda: layer(x, index, weights))
+    assert "requires_grad of the weights must be the same" in error_on_every_rank(lambda: layer(x, index, weights))
     layer.down_proj_bias.requires_grad_()
     with pytest.raises(TypeError, match="has sharded weights"), cache_weights(layer):
         pass
