@@ -20,10 +20,11 @@ NBVAL = $(PYTHON) -m pytest -q -o addopts= -n $(WORKERS) --dist loadscope \
 TESTS = $(wildcard tests/*/test_*.py tests/*/*/test_*.py)
 # The tests that only `make test` runs, not `make quick`. Each takes more than ten seconds.
 SLOW = $(addsuffix .py,$(addprefix %/test_,any_number_of_tokens bench bench_parallel check cli cli_refusals \
-    code_gather compile conformance decoder_layers dispatch docstring_mutants expert_parallel expert_parallel_models \
-    expert_parallel_transformers facts formats_pages fp8_gemm_sm90 fp8_grouped_gemm_kernels fp8_grouped_gemm_sm90 \
-    from_the_pages loaders mx_bf16_sm90 mx_gemm_sm90 pytest_plugin row_invariance save_transformers shapes \
-    sharding_rules transformers_serving triton_releases vectors))
+    code_gather compile conformance course decoder_layers dispatch docstring_mutants expert_parallel \
+    expert_parallel_models expert_parallel_transformers facts formats_pages fp8_gemm_sm90 fp8_grouped_gemm_kernels \
+    fp8_grouped_gemm_sm90 from_the_pages grouped_experts guides loaders mx_bf16_sm90 mx_gemm_sm90 plans \
+    pytest_plugin row_invariance save_transformers shapes sharding_rules transformers transformers_example \
+    transformers_serving triton_releases vectors))
 # The tests that call kernels by their backend's name. On a CPU, these kernels run only under an interpreter.
 INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
     $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_gemm_tiles.py offs_out_of_order.py \
@@ -53,7 +54,7 @@ test: lint types pytest interpreted notebooks-test $(if $(VENV),docs)
 # All that `make test` takes samples of: every generated case, every option of a Helion kernel.
 complete: export MXSPEC_TESTS = complete
 complete: test
-# After a change: a minute or so. `make test` has the rest.
+# After a change: two minutes. `make test` has the rest.
 quick: lint types
 	OMP_NUM_THREADS=1 $(PYTEST) $(filter-out $(SLOW),$(TESTS))
 
