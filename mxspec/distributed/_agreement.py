@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-CAUGHT = (TypeError, ValueError, RuntimeError)
+_KINDS = (TypeError, ValueError, RuntimeError)  # an error of another kind becomes a RuntimeError
 
 
 def raise_everywhere(name: str, error: Exception | None, facts: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -28,4 +28,4 @@ def raise_everywhere(name: str, error: Exception | None, facts: dict[str, Any], 
 
 
 def _raise(kind: str, text: str) -> NoReturn:
-    raise next((of for of in CAUGHT if of.__name__ == kind), RuntimeError)(text)
+    raise next((of for of in _KINDS if of.__name__ == kind), RuntimeError)(text)

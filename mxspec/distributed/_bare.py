@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+EPS = 1e-12  # the default of the FP8 quantizers, with which the codes are made
+
 
 class Bare(Tensor):
     """A tensor with a shape, strides and a dtype, and no memory of its own. Subclasses hold the bytes."""

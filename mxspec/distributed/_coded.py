@@ -30,11 +30,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import mxspec
-from mxspec.distributed._bare import Bare
+from mxspec.distributed._bare import EPS, Bare
 from mxspec.distributed._wire import Wire
 
 aten = torch.ops.aten
-_EPS = 1e-12  # the default of the quantizers, with which the wire quantizes
 
 
 def rows_of(message: Tensor, wire: Wire, D: int, dtype: torch.dtype) -> Tensor:
@@ -98,11 +97,11 @@ class Coded(Bare):
         axis: int = -1,
         scale_major: str = "k",
         scale_format: str = "fp32",
-        eps: float = _EPS,
+        eps: float = EPS,
         backend: str = "",
     ) -> list[Tensor] | None:
         recipe = self.wire.recipe
-        if (recipe.format, recipe.scale_format, _EPS, -1) != ("fp8_128", scale_format, eps, axis):
+        if (recipe.format, recipe.scale_format, EPS, -1) != ("fp8_128", scale_format, eps, axis):
             return None
         codes, scale = self.wire.parts(self.message, self.shape[1])
         return [codes, scale.mT.contiguous().mT if scale_major == "mn" else scale.contiguous()]
@@ -114,9 +113,9 @@ class Coded(Bare):
 
     def _both_ways(self, offs: Tensor, **options: Any) -> list[Tensor] | None:
         of_rows = {key: value for key, value in options.items() if key != "check_offs"}
-        rows = self._rows(scale_major="mn", **of_rows)
-        columns = None if rows is None else self._columns(offs, **options)
-        return None if rows is None or columns is None else [*rows, *columns]
+        if (rows := self._rows(scale_major="mn", **of_rows)) is None:
+            return None
+        return [*rows, *self._requantized(mxspec.fp8_requantize_k_groups, offs, options)]
 
     def _mx_columns(self, offs: Tensor, *, axis: int = -1, **options: Any) -> list[Tensor] | None:
         if self.wire.recipe.format != "mxfp8" or axis != -2:

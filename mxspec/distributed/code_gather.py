@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mxspec
-from mxspec.distributed._bare import Bare
+from mxspec.distributed._bare import EPS, Bare
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.nn import Float8BlockwiseLinear, GroupedExperts
 from mxspec.nn._cache import QuantizesWeights
@@ -222,11 +222,11 @@ class Gathered(Bare):
         )
 
     def _quantized(
-        self, scale_format: str = "fp32", eps: float = 1e-12, with_transpose: bool = False, backend: str = ""
+        self, scale_format: str = "fp32", eps: float = EPS, with_transpose: bool = False, backend: str = ""
     ) -> list[Tensor]:
-        if (scale_format, eps) != (self.scale_format, 1e-12):
+        if (scale_format, eps) != (self.scale_format, EPS):
             raise RuntimeError(
-                f"fp8_quantize_128x128: the gathered codes have scale_format {self.scale_format} and eps 1e-12; the "
+                f"fp8_quantize_128x128: the gathered codes have scale_format {self.scale_format} and eps {EPS}; the "
                 f"recipe now asks for {scale_format} and {eps}. Set the recipe before gather_codes."
             )
         own = self.codes()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from mxspec.distributed._agreement import CAUGHT, raise_everywhere
+from mxspec.distributed._agreement import raise_everywhere
 from mxspec.distributed._bare import Bare
 from mxspec.distributed._exchange import Plan, plan_of
 from mxspec.distributed._wire import check_wire, wires
@@ -115,7 +115,7 @@ class ExpertParallel(ParallelStyle):
             if self.wire == "codes":
                 check_wire("ExpertParallel", module.recipe)
             facts = _facts(module, self)
-        except CAUGHT as found:
+        except Exception as found:  # any error, because the other ranks would wait for this rank
             error = found
         raise_everywhere("ExpertParallel", error, facts, group)
         assert isinstance(module, SeparableExperts)
