@@ -452,4 +452,15 @@ def whole_blocks(x: Tensor, block_size: int) -> Tensor:
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # not at the top: it imports sympy
 
         none_missing = statically_known_true(none_missing)
-    return x if none_missing else pad(x, (0, 0, 0, missing))
+    if none_missing:
+        return x
+    return _padded_shards(x, missing) if hasattr(x, "placements") else pad(x, (0, 0, 0, missing))
+
+
+def _padded_shards(x: Any, missing: int) -> Tensor:
+    """`pad` of a DTensor. Its own `pad` gives x in PyTorch 2.11, without the rows of zeros."""
+    from torch.distributed.tensor import DTensor, Replicate  # not at the top: the layers also run without it
+
+    by_columns = [p if p.is_shard() and not p.is_shard(0) else Replicate() for p in x.placements]
+    local = x.redistribute(placements=by_columns).to_local()
+    return DTensor.from_local(pad(local, (0, 0, 0, missing)), x.device_mesh, by_columns, run_check=False)
