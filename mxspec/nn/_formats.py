@@ -458,9 +458,10 @@ def whole_blocks(x: Tensor, block_size: int) -> Tensor:
 
 
 def _padded_shards(x: Any, missing: int) -> Tensor:
-    """`pad` of a DTensor. Its own `pad` gives x in PyTorch 2.11, without the rows of zeros."""
+    """`pad` of a DTensor. In PyTorch 2.11, its own `pad` lost the rows of zeros if x was sharded by columns."""
     from torch.distributed.tensor import DTensor, Replicate  # not at the top: the layers also run without it
 
     by_columns = [p if p.is_shard() and not p.is_shard(0) else Replicate() for p in x.placements]
-    local = x.redistribute(placements=by_columns).to_local()
-    return DTensor.from_local(pad(local, (0, 0, 0, missing)), x.device_mesh, by_columns, run_check=False)
+    local = pad(x.redistribute(placements=by_columns).to_local(), (0, 0, 0, missing))
+    shape = torch.Size((x.shape[0] + missing, x.shape[1]))
+    return DTensor.from_local(local, x.device_mesh, by_columns, run_check=False, shape=shape, stride=(x.shape[1], 1))
