@@ -161,6 +161,12 @@ def on_ranks(world: int, worker: Callable[..., None], *args: Any, timeout_s: flo
         torch.multiprocessing.start_processes(_on_rank, given, nprocs=world, start_method=start_method)
 
 
+def here() -> torch.device:
+    """This rank's GPU under nccl. Otherwise the CPU, also outside of `on_ranks`."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def _on_rank(
     rank: int, world: int, store: str, timeout_s: float, backend: str, worker: Callable[..., None], args: tuple
 ) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from mxspec.distributed import ExpertParallel
 from mxspec.nn import convert
+from tests.helpers import here
 
 E, H, INNER, TOP, VOCAB, TOKENS, PARTS = 4, 64, 32, 2, 64, 33, 4
 COMMON = {
@@ -53,7 +54,7 @@ def plain(family: str, layers: int = 1) -> nn.Module:
 
 
 def layer_of(family: str, recipe: str, dtype: torch.dtype = torch.float32) -> Any:
-    around = nn.ModuleDict({"experts": copy.deepcopy(plain(family).model.layers[0].mlp.experts).to(dtype)})
+    around = nn.ModuleDict({"experts": copy.deepcopy(plain(family).model.layers[0].mlp.experts).to(here(), dtype)})
     convert(around, recipe)
     return around["experts"]
 
@@ -77,7 +78,7 @@ def part_of(kind: str, number: int, dtype: torch.dtype = torch.float32, step: in
     if kind == "all to one":
         index = torch.full_like(index, E - 1)
     x, grad = (torch.randn(T, H, generator=g).to(dtype) for _ in range(2))
-    return Part(x, index, weights.to(dtype), grad)
+    return Part(*(t.to(here()) for t in (x, index, weights.to(dtype), grad)))
 
 
 def joined(parts: list[Part]) -> Part:
@@ -95,7 +96,7 @@ def step(layer: Any, part: Part, run: Callable[..., Tensor] | None = None) -> di
 
 
 def sharded(layer: Any, mesh: DeviceMesh | None = None, **options: Any) -> Any:
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(here().type, (dist.get_world_size(),))
     return parallelize_module(layer, mesh, ExpertParallel(**{"gradients": "sum"} | options))
 
 

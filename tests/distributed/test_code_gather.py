@@ -1,4 +1,4 @@
-"""FSDP2 that gathers codes trains with the bits of FSDP2 that gathers values, on 1 and 2 processes on a CPU."""
+"""FSDP2 that gathers codes trains with the bits of FSDP2 that gathers values, on 1 and 2 processes: CPUs or GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from mxspec.distributed import gather_codes
 from mxspec.distributed.code_gather import Gathered, Master
 from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, Recipe
-from tests.helpers import on_ranks
+from tests.helpers import here, on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 STEPS, WIDTH = 3, 144  # a block of K that is shorter
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def sharded(model: Model, codes: bool, reshard: bool = True, dtype: torch.dtype | None = None) -> Model:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
     if codes:
         assert gather_codes(model, mesh) == dict.fromkeys(WEIGHTS, "codes")
     for part in (model.linear, model.experts, model):
@@ -52,7 +52,7 @@ def trained(model: Model) -> list[float]:
     losses = []
     for step in range(STEPS):
         torch.manual_seed(100 + 10 * step + dist.get_rank())
-        loss = model(torch.randn(40, WIDTH), OFFS).square().mean()
+        loss = model(torch.randn(40, WIDTH).to(here()), OFFS.to(here())).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -76,15 +76,15 @@ def _trains(rank: int) -> None:
     recipes = fp8, replace(fp8, save_weight_codes=False), RECIPES["fp8_128_pow2"]
     some = [*itertools.product(recipes, (True, False), (None,)), (fp8, True, torch.bfloat16)]
     for recipe, *how in some:
-        by_values, by_codes = (sharded(Model(recipe), codes, *how) for codes in (False, True))
+        by_values, by_codes = (sharded(Model(recipe).to(here()), codes, *how) for codes in (False, True))
         assert trained(by_values) == trained(by_codes), (recipe, how)
         assert same(state_of(by_values), state_of(by_codes)), (recipe, how)
-        assert not same(state_of(by_codes), dict(Model(recipe).state_dict()))
+        assert not same(state_of(by_codes), dict(Model(recipe).to(here()).state_dict()))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_it_trains_with_the_bits_of_gathered_values(world):
-    on_ranks(world, _trains)
+@pytest.mark.parametrize(("world", "backend"), [(1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl")])
+def test_it_trains_with_the_bits_of_gathered_values(world, backend):
+    on_ranks(world, _trains, timeout_s=60 if backend == "gloo" else 300, backend=backend)
 
 
 def _is_short(rank: int) -> None:
@@ -98,7 +98,7 @@ def _is_short(rank: int) -> None:
     model(torch.randn(40, WIDTH), OFFS).sum().backward()
     assert [type(t) for t in seen] == [Gathered] * 3
     for gathered, blocks in zip(seen, (2 * 2, 4 * 1 * 2, 4 * 2 * 1), strict=True):
-        assert gathered.message.nbytes == gathered.numel() + 4 * blocks
+        assert sum(share.nbytes for share in gathered.shares) == gathered.numel() + 4 * blocks
         with pytest.raises(RuntimeError, match="codes and no values in a forward, so only the matmuls of its recipe"):
             gathered.norm()
     model.experts.recipe = RECIPES["fp8_128_pow2"]
@@ -111,21 +111,22 @@ def test_a_gather_moves_a_byte_an_element_and_only_matmuls_read_it():
 
 
 def _is_saved(rank: int, folder: Path) -> None:
-    model = sharded(Model(), codes=True)
+    model = sharded(Model().to(here()), codes=True)
     trained(model)
     state = model.state_dict()
     assert {type(t.to_local()) for t in state.values()} == {torch.Tensor}
     dcp.save(state, checkpoint_id=folder)
     for codes in (True, False):
-        other = sharded(Model(RECIPES["fp8_128"]), codes)
+        other = sharded(Model(RECIPES["fp8_128"]).to(here()), codes)
         found = other.state_dict()
         dcp.load(found, checkpoint_id=folder)
         other.load_state_dict(found)
         assert same(state_of(other), state_of(model)), codes
 
 
-def test_a_checkpoint_has_values_and_any_model_loads_it(tmp_path):
-    on_ranks(2, _is_saved, tmp_path)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_checkpoint_has_values_and_any_model_loads_it(tmp_path, backend):
+    on_ranks(2, _is_saved, tmp_path, backend=backend)
 
 
 def _is_refused(rank: int) -> None:
@@ -168,15 +169,16 @@ def _starts_on_meta(rank: int) -> None:
     with torch.device("meta"):
         model = Model()
     sharded(model, codes=True)
-    model.to_empty(device="cpu")
+    model.to_empty(device=here())
     whole = Model().state_dict()
     with torch.no_grad():
         for name, t in model.state_dict().items():
             assert isinstance(t, DTensor)
             t.to_local().copy_(whole[name].chunk(2)[rank])
     assert isinstance(model.linear.weight.to_local(), Master)
-    assert trained(model) == trained(sharded(Model(), codes=True))
+    assert trained(model) == trained(sharded(Model().to(here()), codes=True))
 
 
-def test_a_model_that_is_made_on_the_meta_device_trains_too():
-    on_ranks(2, _starts_on_meta)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_model_that_is_made_on_the_meta_device_trains_too(backend):
+    on_ranks(2, _starts_on_meta, backend=backend)

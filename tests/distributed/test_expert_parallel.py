@@ -1,6 +1,6 @@
 """Experts on 2 and 4 ranks give the bits of one process that has the whole batch.
 
-The ranks are processes on a CPU over gloo. One test takes GPUs over NCCL, if there are enough.
+The ranks are processes on a CPU over gloo. Some tests also take GPUs over NCCL, if there are enough.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from mxspec.distributed import (
 from mxspec.distributed._wire import Wire
 from mxspec.nn import GroupedExperts, cache_weights
 from mxspec.nn.routing import routing
-from tests.helpers import error_on_every_rank, on_ranks
+from tests.helpers import error_on_every_rank, here, on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-CPU = torch.device("cpu")
 EXPERTS, DIM, HIDDEN, TOKENS, PARTS = 8, 128, 64, 24, 4
 RECIPES = ("bf16", "fp8_128", "fp8_128_pow2", "mxfp8_rceil", "mxfp8_floor")
 ROUTINGS = ("even", "skewed", "empty", "all to one", "top-1", "top-8", "a part without tokens", "no tokens")
@@ -56,9 +55,6 @@ class Part(NamedTuple):
     index: Tensor  # (T, k), the experts that the router chose
     weight: Tensor  # (T, k)
     grad: Tensor  # (T, DIM), the gradient of the output
-
-    def on(self, device: torch.device) -> Part:
-        return Part(*(t.to(device) for t in self))
 
 
 def part_of(kind: str, number: int, dtype: torch.dtype, step: int = 0) -> Part:
@@ -76,16 +72,17 @@ def part_of(kind: str, number: int, dtype: torch.dtype, step: int = 0) -> Part:
     if kind == "all to one":
         index = torch.full((T, top_k), EXPERTS - 1)
     x, grad = (torch.randn(T, DIM, generator=g).to(dtype) for _ in range(2))
-    return Part(x, index.long(), torch.rand(T, top_k, generator=g).to(dtype), grad)
+    part = x, index.long(), torch.rand(T, top_k, generator=g).to(dtype), grad
+    return Part(*(t.to(here()) for t in part))
 
 
 def joined(parts: list[Part]) -> Part:
     return Part(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def layer_of(recipe: str, dtype: torch.dtype, device: torch.device = CPU) -> GroupedExperts:
+def layer_of(recipe: str, dtype: torch.dtype) -> GroupedExperts:
     torch.manual_seed(7)
-    return GroupedExperts(EXPERTS, DIM, HIDDEN, recipe, dtype=dtype).to(device)
+    return GroupedExperts(EXPERTS, DIM, HIDDEN, recipe, dtype=dtype).to(here())
 
 
 def sharded(
@@ -145,9 +142,9 @@ def cases() -> list[tuple[str, str, torch.dtype, str]]:
     ]
 
 
-def on_one(recipe: str, kind: str, dtype: torch.dtype, wire: str, device: torch.device = CPU) -> tuple[Any, ...]:
+def on_one(recipe: str, kind: str, dtype: torch.dtype, wire: str) -> tuple[Any, ...]:
     """What one process computes: results, gradients of tokens, gradients of weights."""
-    parts, layer = [part_of(kind, number, dtype).on(device) for number in range(PARTS)], layer_of(recipe, dtype, device)
+    parts, layer = [part_of(kind, number, dtype) for number in range(PARTS)], layer_of(recipe, dtype)
     outs, leaves = zip(*on_one_process(layer, parts, wire), strict=True)
     backward(outs, parts)
     return [out.detach() for out in outs], [x.grad for x in leaves], layer.w_gate_up.grad, layer.w_down.grad
@@ -166,12 +163,10 @@ def my_parts() -> slice:
     return slice(dist.get_rank() * each, (dist.get_rank() + 1) * each)
 
 
-def compared(
-    of_case: Any, recipe: str, kind: str, dtype: torch.dtype, wire: str, device: torch.device = CPU
-) -> dict[str, bool]:
+def compared(of_case: Any, recipe: str, kind: str, dtype: torch.dtype, wire: str) -> dict[str, bool]:
     """Which results of this rank have the bits of one process."""
-    own = joined([part_of(kind, number, dtype) for number in range(PARTS)][my_parts()]).on(device)
-    layer = sharded(layer_of(recipe, dtype, device), wire=wire)
+    own = joined([part_of(kind, number, dtype) for number in range(PARTS)][my_parts()])
+    layer = sharded(layer_of(recipe, dtype), wire=wire)
     result, x = weighted(own, layer)
     backward([result], [own])
     outs, gradients, w_gate_up, w_down = of_case[recipe, kind, dtype, wire]
@@ -200,8 +195,9 @@ def _another_order_is_found(of_case: Any) -> None:
     orders = _exchange._orders
 
     def backwards(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        sources = torch.arange(len(counts)).repeat_interleave(counts.sum(1))
-        expert = torch.arange(counts.shape[1]).repeat(len(counts)).repeat_interleave(counts.flatten())
+        numbers = torch.arange(counts.shape[1], device=counts.device)
+        sources = torch.arange(len(counts), device=counts.device).repeat_interleave(counts.sum(1))
+        expert = numbers.repeat(len(counts)).repeat_interleave(counts.flatten())
         order = (expert * len(counts) - sources).argsort(stable=True)
         return order, order.argsort(), orders(counts, rows)[2]
 
@@ -233,18 +229,19 @@ def test_outputs_and_gradients_are_the_bits_of_one_process(world, expected):
 
 def _cases_on_gpu(rank: int) -> None:
     """Each rank also computes what one process with one GPU does. The sizes go over the edges of tiles."""
-    device = torch.device("cuda", rank)
     globals().update(DIM=512, HIDDEN=256, TOKENS=300)
     wrong = {}
     for case in cases():
-        same = compared({case: on_one(*case, device)}, *case, device)
+        same = compared({case: on_one(*case)}, *case)
         wrong |= {} if all(same.values()) else {case: [name for name, is_same in same.items() if not is_same]}
     assert not wrong, wrong
+    case = "mxfp8_floor", "top-8", torch.bfloat16, "values"
+    _another_order_is_found({case: on_one(*case)})
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_outputs_and_gradients_are_the_bits_of_one_gpu(world):
-    """No GPU has run this. A kernel whose row depends on the other rows of a call fails here."""
+    """A kernel whose row depends on the other rows of a call fails here. 2 GPUs have run this, and 4 have not."""
     on_ranks(world, _cases_on_gpu, timeout_s=300, backend="nccl")
 
 
@@ -303,7 +300,8 @@ def _train(rank: int, folder: Path, load: bool, weights: dict[str, list[dict[str
             dcp.save(state, checkpoint_id=str(folder / recipe))
 
 
-def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(tmp_path):
+def _trained_alone() -> dict[str, list[dict[str, Tensor]]]:
+    """The weights after each step of one process, for each recipe."""
     weights: dict[str, list[dict[str, Tensor]]] = {}
     for recipe in RECIPES:
         model = Mixtures(recipe)
@@ -311,6 +309,21 @@ def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(tmp_path)
         for step in range(STEPS + 1):
             _stepped(model, optimizer, step, _alone)
             weights[recipe].append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return weights
+
+
+def _train_on_gpus(rank: int, folder: Path) -> None:
+    weights = _trained_alone()
+    for load in (False, True):
+        _train(rank, folder, load, weights)
+
+
+def test_training_on_2_gpus_gives_the_weights_of_one_gpu_and_goes_on_from_a_checkpoint(tmp_path):
+    on_ranks(2, _train_on_gpus, tmp_path, timeout_s=300, backend="nccl")
+
+
+def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(tmp_path):
+    weights = _trained_alone()
     on_ranks(2, _train, tmp_path, False, weights)
     on_ranks(4, _train, tmp_path, True, weights)
     for recipe, after in weights.items():  # and without any rank
@@ -323,7 +336,7 @@ def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(tmp_path)
 
 
 def _refusals_of_the_style(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(here().type, (2,))
     plain, of_three = layer_of("bf16", torch.float32), GroupedExperts(3, DIM, HIDDEN)
     for module, message in [
         (nn.Linear(2, 2), "TypeError: rank 0: ExpertParallel: the module is a Linear; needs a GroupedExperts"),
@@ -342,7 +355,7 @@ def _refusals_of_the_style(rank: int) -> None:
     styles = ExpertParallel(), ExpertParallel(wire="codes")
     other = error_on_every_rank(lambda: parallelize_module(layer_of("fp8_128", torch.float32), mesh, styles[rank]))
     assert "the options must be the same on every rank, but rank 0 has wire='values'" in other
-    two_dimensions = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "fsdp"))
+    two_dimensions = init_device_mesh(here().type, (2, 1), mesh_dim_names=("ep", "fsdp"))
     assert "has 2 dimensions; needs 1" in error_on_every_rank(lambda: ExpertParallel()._apply(plain, two_dimensions))
     assert plain.w_down.shape == (EXPERTS, DIM, HIDDEN)  # a refused layer stays as it was
     assert type(plain.w_down) is nn.Parameter
@@ -389,7 +402,8 @@ def part_ends(number: int) -> list[int]:
 
 def _unused_rows_are_zeros(rank: int) -> None:
     layer, own = sharded(layer_of("fp8_128", torch.float32)), part_of("skewed", rank, torch.float32)
-    x, offs = torch.cat([own.x, own.x[:4]]).requires_grad_(), torch.full((EXPERTS,), len(own.x), dtype=torch.int32)
+    x = torch.cat([own.x, own.x[:4]]).requires_grad_()
+    offs = torch.full((EXPERTS,), len(own.x), dtype=torch.int32, device=here())
     out = layer(x, offs)
     out.sum().backward()
     assert out.shape == x.shape
@@ -466,6 +480,33 @@ def _bytes_that_travel(rank: int) -> None:
         assert bool(decoded) == (recipe == "mxfp8_rceil")
 
 
+def _the_device_has_work_while_the_host_waits(rank: int) -> None:
+    """Codes are made before the wait for the counts, and rows are sent before the host makes their order.
+
+    An error of a rank in its quantizer is then an error of every rank.
+    """
+    own, seen = part_of("skewed", rank, torch.bfloat16), []
+    pairs, layer = routing(own.index, EXPERTS), sharded(layer_of("fp8_128_pow2", torch.bfloat16), wire="codes")
+    x, offs = pairs.gather(own.x), pairs.offs
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name in (
+            (Wire, "encode"), (dist, "all_gather"), (dist, "all_to_all_single"), (_exchange, "_orders")
+        ):  # fmt: skip
+            call = getattr(place, name)
+            patch.setattr(place, name, lambda *given, call=call, name=name: seen.append(name) or call(*given))
+        expected = layer(x, offs)
+    assert seen == ["encode", "all_gather", "all_to_all_single", "_orders", "all_to_all_single"]
+
+    def fails(*_: Any) -> Tensor:
+        raise ValueError("no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Wire, "encode", fails)
+        assert error_on_every_rank(lambda: layer(x, offs)) == "ValueError: rank 1: no memory"
+    assert same_bits(layer(x, offs), expected)
+
+
 def _new_parameters(rank: int) -> None:
     torch.manual_seed(0)
     layer = sharded(layer_of("bf16", torch.float32))
@@ -489,14 +530,14 @@ class _Mixture(nn.Module):
 def _adamw_of_experts_and_fsdp(rank: int) -> None:
     """Every kind of AdamW steps experts and FSDP2's parameters alike, also if the model was made on the meta device."""
     own, losses = part_of("even", rank, torch.float32), {}
-    pairs, mesh = routing(own.index, EXPERTS), init_device_mesh("cpu", (2,))
+    pairs, mesh = routing(own.index, EXPERTS), init_device_mesh(here().type, (2,))
     for on_meta, options in itertools.product((False, True), ({"foreach": False}, {"foreach": True}, {"fused": True})):
-        with torch.device("meta" if on_meta else "cpu"):
+        with torch.device("meta") if on_meta else here():
             model = _Mixture()
         sharded(model.experts, "mean", mesh)
         fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
         if on_meta:
-            model.to_empty(device="cpu")
+            model.to_empty(device=here())
         torch.manual_seed(5)
         model.experts.reset_parameters()
         model.gate.reset_parameters()
@@ -518,7 +559,7 @@ def _adamw_of_experts_and_fsdp(rank: int) -> None:
 
 def _codes_cannot_be_gathered_too(rank: int) -> None:
     layer = layer_of("fp8_128", torch.float32)
-    gather_codes(layer, init_device_mesh("cpu", (2,)))
+    gather_codes(layer, init_device_mesh(here().type, (2,)))
     assert "RuntimeError: rank 0: ExpertParallel: gather_codes has changed the weights" in error_on_every_rank(
         lambda: sharded(layer)
     )
@@ -532,13 +573,15 @@ def _on_two_ranks(rank: int) -> None:
     _checkpointed(rank)
     _compiled(rank)
     _bytes_that_travel(rank)
+    _the_device_has_work_while_the_host_waits(rank)
     _new_parameters(rank)
     _adamw_of_experts_and_fsdp(rank)
     _codes_cannot_be_gathered_too(rank)
 
 
-def test_refusals_unused_rows_checkpointing_compile_bytes_and_new_parameters():
-    on_ranks(2, _on_two_ranks)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_refusals_unused_rows_checkpointing_compile_bytes_and_new_parameters(backend):
+    on_ranks(2, _on_two_ranks, timeout_s=60 if backend == "gloo" else 300, backend=backend)
 
 
 def test_a_wire_without_codes_and_an_unknown_option_are_refused():
@@ -554,13 +597,13 @@ def test_a_wire_without_codes_and_an_unknown_option_are_refused():
 
 def _fsdp(rank: int) -> None:
     """Experts on 2 of 4 ranks, twice: FSDP2 shards each rank's experts, and averages over the other two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("fsdp", "ep"))
     for recipe in ("fp8_128", "mxfp8_floor"):
         alone, model = (nn.Sequential(nn.Linear(DIM, DIM), layer_of(recipe, torch.float32)) for _ in range(2))
         model[0].load_state_dict(alone[0].state_dict())
         sharded(model[1], "mean", mesh["ep"])
         fully_shard(model[1], mesh=mesh["fsdp"])
-        fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)))
+        fully_shard(model[0], mesh=init_device_mesh(here().type, (4,)))
         optimizers = [_optimizer(each[1]) for each in (alone, model)]  # the Linear's sums have another order
         for step in range(2):
             parts = [part_of("skewed", number, torch.float32, step) for number in range(PARTS)]
@@ -584,7 +627,7 @@ def _fsdp(rank: int) -> None:
 
 def _fsdp_frees_saved_weights(rank: int) -> None:
     """With save_weight_codes=False, FSDP2 frees the weights that the forward saved. The gradients are the same."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("fsdp", "ep"))
     own, bytes_left, grads = part_of("skewed", rank, torch.float32), [], []
     for saves_codes in (True, False):
         layer = layer_of("fp8_128", torch.float32)
@@ -615,7 +658,7 @@ def _without_a_peer(rank: int, store: str) -> None:
     layers = []
     for _ in range(2):  # a group each, because an error breaks its group
         group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
-        layers.append(sharded(layer_of("bf16", torch.float32), mesh=DeviceMesh.from_group(group, "cpu")))
+        layers.append(sharded(layer_of("bf16", torch.float32), mesh=DeviceMesh.from_group(group, here().type)))
     own = part_of("even", rank, torch.float32)
     for layer in layers:
         weighted(own, layer)

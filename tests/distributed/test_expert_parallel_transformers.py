@@ -1,4 +1,4 @@
-"""Converted experts of transformers on 2 and 4 ranks, processes on a CPU, give the bits of one process."""
+"""Converted experts of transformers on 2 and 4 ranks, on CPUs or GPUs, give the bits of one process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from mxspec.distributed import ExpertParallel, _exchange, wire_reference
 from mxspec.distributed._wire import Wire
 from mxspec.nn import cache_weights, convert
 from mxspec.nn.experts import QuantizedExperts
-from tests.helpers import error_on_every_rank, on_ranks
+from tests.helpers import error_on_every_rank, here, on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra [transformers])")
+from tests.distributed import routed_experts
 from tests.distributed.routed_experts import (
     INNER,
     PARTS,
@@ -78,14 +79,17 @@ def cases() -> list[tuple[str, str, str, torch.dtype, str]]:
     ]
 
 
+def on_one(family: str, recipe: str, kind: str, dtype: torch.dtype, wire: str) -> dict[str, Tensor]:
+    """What one process computes on the tokens of all parts."""
+    layer = layer_of(family, recipe, dtype)
+    whole = joined([part_of(kind, number, dtype) for number in range(PARTS)])
+    return step(with_codes(layer) if wire == "codes" else layer, whole)
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> Path:
-    """A file of what one process computes in each case, on the tokens of all parts."""
-    of_case = {}
-    for family, recipe, kind, dtype, wire in cases():
-        layer = layer_of(family, recipe, dtype)
-        whole = joined([part_of(kind, number, dtype) for number in range(PARTS)])
-        of_case[family, recipe, kind, dtype, wire] = step(with_codes(layer) if wire == "codes" else layer, whole)
+    """A file of what one process computes in each case."""
+    of_case = {case: on_one(*case) for case in cases()}
     torch.save(of_case, path := tmp_path_factory.mktemp("one_process") / "expected.pt")
     return path
 
@@ -162,7 +166,7 @@ class OfAnotherLibrary(QuantizedExperts):
 
 
 def _refusals(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(here().type, (2,))
     layer, lora = layer_of("mixtral", "fp8_128"), layer_of("mixtral", "fp8_128")
     parametrize.register_parametrization(lora, "down_proj", nn.Identity())
     odd = layer_of("qwen3_moe", "fp8_128")
@@ -264,6 +268,23 @@ def _on_two_ranks(rank: int, expected: Path) -> None:
     _refusals_of_a_forward(rank)
     _copies_checkpointing_and_the_mean()
     _compiled()
+
+
+def _on_two_gpus(rank: int) -> None:
+    """Each rank also computes what one process with one GPU does. The rows of an expert go over the edges of tiles."""
+    routed_experts.TOKENS = 300
+    wrong = {case: found for case in cases() if (found := differing({case: on_one(*case)}, case))}
+    assert not wrong, wrong
+    routed_experts.TOKENS = 33
+    _a_token_is_quantized_once()
+    _refusals(rank)
+    _refusals_of_a_forward(rank)
+    _copies_checkpointing_and_the_mean()
+    _compiled()
+
+
+def test_two_gpus_give_the_bits_of_one_gpu():
+    on_ranks(2, _on_two_gpus, timeout_s=300, backend="nccl")
 
 
 def test_outputs_and_gradients_are_the_bits_of_one_process_and_errors_are_those_of_every_rank(expected):

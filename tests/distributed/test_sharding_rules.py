@@ -1,4 +1,4 @@
-"""Ops on shards of DTensors, and Linears under tensor parallelism, on 2 processes on a CPU."""
+"""Ops on shards of DTensors, and Linears under tensor parallelism, on 2 processes: CPUs or GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import mxspec
 from mxspec.check import sqnr_db
 from mxspec.distributed import register_sharding_rules
 from mxspec.nn import Float8BlockwiseLinear, MXLinear
-from tests.helpers import on_ranks
+from tests.helpers import here, on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -27,7 +27,7 @@ IN, OUT = 256, 512
 
 
 def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(here())
 
 
 def quantizers() -> Iterator[tuple[str, dict[str, Any], tuple[int, int], list[tuple[Placement, ...]]]]:
@@ -109,8 +109,7 @@ def _trains(mesh: DeviceMesh) -> None:
     rank = mesh.get_rank()
     for kind, tokens, by_columns in itertools.product((MXLinear, Float8BlockwiseLinear), (64, 50), (True, False)):
         torch.manual_seed(0)
-        layer = kind(IN, OUT)
-        parallel = kind(IN, OUT)
+        layer, parallel = (kind(IN, OUT).to(here()) for _ in range(2))
         parallel.load_state_dict(layer.state_dict())
         style = ColwiseParallel() if by_columns else RowwiseParallel()
         parallel = parallelize_module(nn.Sequential(parallel), mesh, {"0": style})[0]
@@ -139,7 +138,7 @@ def _trains(mesh: DeviceMesh) -> None:
 
 
 def _on_rank(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(here().type, (2,))
     with pytest.raises(NotImplementedError, match="does not have a sharding strategy"):
         mxspec.mx_quantize(distribute_tensor(random(64, 64), mesh, [S0]))
     register_sharding_rules()
@@ -149,8 +148,9 @@ def _on_rank(rank: int) -> None:
     _trains(mesh)
 
 
-def test_shards_give_the_bits_of_one_process():
-    on_ranks(2, _on_rank)
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_shards_give_the_bits_of_one_process(backend):
+    on_ranks(2, _on_rank, timeout_s=60 if backend == "gloo" else 300, backend=backend)
 
 
 def test_another_release_of_pytorch_is_named(monkeypatch):
