@@ -7,6 +7,9 @@
 | 3 | sort the rows that came, from (source rank, expert) to (expert, source rank) | no |
 | 4 | after the experts, both steps in reverse | no |
 
+With a wire, the device encodes the tokens while the host waits for the counts. The host makes the order of step 3 while
+the rows travel.
+
 Both lists of sizes of an `all_to_all_single` come from the same matrix, so the ranks cannot disagree. No collective
 depends on a count: a rank without tokens takes part in each of them.
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,37 +43,50 @@ class Plan:
 
     send: list[int]  # the number of rows for each rank
     receive: list[int]  # the number of rows from each rank
-    order: Tensor  # (M,), which received row lies at each place
-    places: Tensor  # (M,), the place of each received row: the inverse of `order`
-    offs: Tensor  # (E / R,) int32, the exclusive end of each local expert's rows
+    counts: Tensor  # (R, E / R), the number of rows from each rank for each local expert
     group: dist.ProcessGroup
     num_rows: int  # M_r, the number of this rank's rows, also of those without an expert
     pairs: Routing | None  # how this rank's tokens become rows. None if its tokens are the rows
     of_tokens: Wire | None  # what sends the tokens as codes
     of_gradient: Wire | None  # what sends the gradient of the results as codes
 
-    def dispatch(self, x: Tensor) -> Tensor:
-        """The rows for this rank's experts, sorted by (expert, source rank, position), from this rank's tokens."""
-        return _There.apply(x, self, self.pairs, self.of_tokens)
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`_orders`, made after the first exchange is launched: the host makes its many small kernels meanwhile."""
+        return _orders(self.counts, sum(self.receive))
+
+    @property
+    def offs(self) -> Tensor:
+        """`(E / R,)` int32, the exclusive end of each local expert's rows."""
+        return self._places[2]
+
+    def dispatch(self, x: Tensor, message: Tensor | None = None) -> Tensor:
+        """The rows for this rank's experts, sorted by (expert, source rank, position), from this rank's tokens.
+
+        `message` is the message of x, if there is a wire and the caller has it.
+        """
+        return _There.apply(x, self, self.pairs, self.of_tokens, message)
 
     def combine(self, out: Tensor) -> Tensor:
         """The result of each of this rank's rows, at the row's place. Rows without an expert are 0."""
         return _Back.apply(out, self, None, self.of_gradient)
 
-    def send_there(self, x: Tensor, pairs: Routing | None, wire: Wire | None) -> Tensor:
+    def send_there(self, x: Tensor, pairs: Routing | None, wire: Wire | None, message: Tensor | None = None) -> Tensor:
         """Send rows to the ranks of their experts, and sort the rows that come by expert.
 
         With `pairs`, x is tokens, and each is sent once for each of its experts. With a wire, codes are sent.
         """
-        message = x.contiguous() if wire is None else wire.encode(x)
+        if message is None:
+            message = x.contiguous() if wire is None else wire.encode(x)
         if pairs is not None:
             message = pairs.gather(message)
-        rows = self._exchange(message[: sum(self.send)], self.send, self.receive)[self.order]
+        received = self._exchange(message[: sum(self.send)], self.send, self.receive)
+        rows = received[self._places[0]]
         return rows if wire is None else rows_of(rows, wire, x.shape[1], x.dtype)
 
     def send_back(self, rows: Tensor, pairs: Routing | None) -> Tensor:
         """Send rows that are sorted by expert back to their places. With `pairs`, add up the rows of each token."""
-        x = self._exchange(rows[self.places], self.receive, self.send)
+        x = self._exchange(rows[self._places[1]], self.receive, self.send)
         if missing := self.num_rows - x.shape[0]:
             x = pad(x, (0, 0, 0, missing))
         return x if pairs is None else pairs.combine(x)
@@ -120,7 +137,7 @@ def plan_of(
     return Plan(
         [sum(sent[i : i + local]) for i in range(0, experts, local)],
         [sum(each[mine]) for each in values],
-        *_orders(matrix[:, mine], sum(sum(each[mine]) for each in values)),
+        matrix[:, mine],
         group,
         rows,
         None if call is None else call.pairs,
@@ -145,16 +162,16 @@ class _There(torch.autograd.Function):
     """`Plan.send_there`. The backward sends the gradient back."""
 
     @staticmethod
-    def forward(x: Tensor, plan: Plan, pairs: Routing | None, wire: Wire | None) -> Tensor:
-        return plan.send_there(x, pairs, wire)
+    def forward(x: Tensor, plan: Plan, pairs: Routing | None, wire: Wire | None, message: Tensor | None) -> Tensor:
+        return plan.send_there(x, pairs, wire, message)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *ctx.given = inputs
+        _, *ctx.given, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Back.apply(gradients[0], *ctx.given), None, None, None
+        return _Back.apply(gradients[0], *ctx.given), None, None, None, None
 
 
 class _Back(torch.autograd.Function):
@@ -170,4 +187,4 @@ class _Back(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _There.apply(gradients[0], *ctx.given), None, None, None
+        return _There.apply(gradients[0], *ctx.given, None), None, None, None
