@@ -4,8 +4,9 @@
 `fsdp_post_all_gather` makes the whole parameter from it. `Master` is a parameter with these methods. Its values stay in
 the parameter's dtype, for the optimizer. `Gathered` is the whole parameter of a forward. It holds codes and no values.
 
-A message is one matrix of bytes, because FSDP2 loses a second tensor if the group of shards has one rank. A row of the
-message is an expert's weight, or 128 rows of a matrix: first its codes, then its scales.
+A share is two matrices of bytes: the codes, and the scales. A row of them belongs to an expert's weight, or to 128 rows
+of a matrix. If the group of shards has one rank, FSDP2 loses a second tensor. Then a share is one matrix: a row has its
+codes, and then its scales.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class Master(Bare):
         plain = self.plain if mp_policy.param_dtype is None else self.plain.to(mp_policy.param_dtype)
         codes, scale = mxspec.fp8_quantize_128x128(plain, scale_format=self.scale_format)
         rows = self.shape[0] if self.ndim == 3 else self.shape[0] // FP8_BLOCK_SIZE
-        parts = [t.view(torch.uint8).reshape(rows, -1) for t in (codes, scale)]
-        return (torch.cat(parts, 1),), (tuple(outer_size), self.scale_format)
+        parts = tuple(t.view(torch.uint8).reshape(rows, -1) for t in (codes, scale))
+        return parts if mesh.size() > 1 else (torch.cat(parts, 1),), (tuple(outer_size), self.scale_format)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -166,7 +167,7 @@ class Master(Bare):
         if out is not None:  # it holds views of the same memory, which FSDP2 has filled again
             return None
         size, scale_format = metadata
-        return Gathered(gathered[0], size, param_dtype, scale_format), ()
+        return Gathered(gathered, size, param_dtype, scale_format), ()
 
 
 class Gathered(Bare):
@@ -175,30 +176,36 @@ class Gathered(Bare):
     `turned` says that it stands for the transpose of each matrix.
     """
 
-    message: Tensor
+    shares: tuple[Tensor, ...]  # of all ranks: the codes and the scales, or both in one matrix
     whole: tuple[int, ...]
     scale_format: str
     turned: bool
 
     def __new__(
-        cls, message: Tensor, whole: Sequence[int], dtype: torch.dtype, scale_format: str, turned: bool = False
+        cls,
+        shares: tuple[Tensor, ...],
+        whole: Sequence[int],
+        dtype: torch.dtype,
+        scale_format: str,
+        turned: bool = False,
     ) -> Gathered:
         *lead, N, K = whole
         shape, inner = ((*lead, K, N), (1, K)) if turned else ((*lead, N, K), (K, 1))
         strides = (*(N * K for _ in lead), *inner)
-        made: Gathered = cls.like(cls, shape, strides, dtype, message.device)
-        made.message, made.whole, made.scale_format, made.turned = message, tuple(whole), scale_format, turned
+        made: Gathered = cls.like(cls, shape, strides, dtype, shares[0].device)
+        made.shares, made.whole, made.scale_format, made.turned = shares, tuple(whole), scale_format, turned
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Gathered({tuple(self.shape)}, {self.dtype}, {self.scale_format})"
 
     def codes(self) -> tuple[Tensor, Tensor]:
-        """The codes and the scales of the weight, not turned, in memory of their own."""
+        """The codes and the scales of the weight, not turned. FSDP2 frees their memory after a forward."""
         *lead, N, K = self.whole
-        count, blocks = math.prod(self.whole), (-(-N // FP8_BLOCK_SIZE), -(-K // FP8_BLOCK_SIZE))
-        size = count // self.message.shape[0]
-        codes, scale = (part.contiguous() for part in (self.message[:, :size], self.message[:, size:]))
+        blocks = -(-N // FP8_BLOCK_SIZE), -(-K // FP8_BLOCK_SIZE)
+        size = math.prod(self.whole) // self.shares[0].shape[0]
+        codes, scale = self.shares if len(self.shares) == 2 else self.shares[0].tensor_split([size], 1)
+        codes, scale = codes.contiguous(), scale.contiguous()
         return codes.view(torch.float8_e4m3fn).view(self.whole), scale.view(torch.float32).view(*lead, *blocks)
 
     @classmethod
@@ -213,7 +220,7 @@ class Gathered(Bare):
             mirrors = func is aten.transpose.int and {dim % self.ndim for dim in rest} == {self.ndim - 2, self.ndim - 1}
             if same or mirrors:
                 turned = self.turned if same else not self.turned
-                return cls(self.message, self.whole, self.dtype, self.scale_format, turned)
+                return cls(self.shares, self.whole, self.dtype, self.scale_format, turned)
             if func.name() == "mxspec::fp8_quantize_128x128":
                 return self._quantized(**(kwargs or {}))
         raise RuntimeError(
@@ -230,6 +237,8 @@ class Gathered(Bare):
                 f"recipe now asks for {scale_format} and {eps}. Set the recipe before gather_codes."
             )
         own = self.codes()
-        other = tuple(t.mT.contiguous() for t in own) if self.turned or with_transpose else ()
-        first, second = (other, own) if self.turned else (own, other)
-        return [*first, *second] if with_transpose else list(first)
+        mirrored = [t.mT.contiguous() for t in own] if self.turned or with_transpose else []
+        if not with_transpose:
+            return mirrored if self.turned else list(own)
+        # The second direction is for the backward, and must outlive the gathered memory.
+        return [*mirrored, *(t.clone() for t in own)] if self.turned else [*own, *mirrored]
