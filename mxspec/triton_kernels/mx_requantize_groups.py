@@ -11,7 +11,7 @@ from mxspec.formats import element, exponent_rule
 from mxspec.triton_kernels.common.groups import padded_rows
 from mxspec.triton_kernels.tiles import mx_columns
 
-RANK = {(9, 0): 1, (10, 0): 1}  # no GPU has run it; expert parallelism calls it, and the reference is slower
+RANK = {(9, 0): 1, (10, 0): 1}  # 0.89 of a copy's rate at 32768 x 7168 on an H100. Blackwell: compiled, not run
 PTX = (
     r"ld\.global\.v2\.b32",
     r"st\.global\.v4\.b32",
