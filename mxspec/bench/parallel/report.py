@@ -134,7 +134,7 @@ def _parts(steps: list[Step]) -> Sheet:
     rows.append(("the sum", *(f"{sum(step.parts_us.values()):.0f}" for step in steps)))
     rows.append(("the step above", *(f"{step.us:.0f}" if step.us else "" for step in steps)))
     note = (
-        "the mean over the ranks; counts and plan have the quantizing of tokens for the wire, and combine that of their "
+        "the mean over the ranks; counts and plan have the quantizing of tokens for the wire, and combine that of the "
         "gradient; dispatch and combine have the sorting, and the wait for a slower rank"
     )
     return Sheet("Its parts, us", ("part", *(step.name for step in steps)), tuple(rows), 1, note)
