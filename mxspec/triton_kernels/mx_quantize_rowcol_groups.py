@@ -1,4 +1,7 @@
-"""mx_quantize_rowcol_groups in Triton: the tiles of `tiles/mx_columns.py`. Each token is read once."""
+"""mx_quantize_rowcol_groups in Triton: a Gluon kernel on Hopper, otherwise the tiles of `tiles/mx_columns.py`.
+
+The Gluon kernel is in `hopper/mx/`. Each token is read once.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels.tiles import mx_columns
+from mxspec.triton_kernels.hopper.mx import quantize
+from mxspec.triton_kernels.hopper.releases import note
+from mxspec.triton_kernels.tiles import mx_both_ways, mx_columns
 from mxspec.triton_kernels.tiles.fp8_both_ways import TOKENS, Results
-from mxspec.triton_kernels.tiles.mx_both_ways import both_ways
+
+__all__ = ["PTX", "RANK", "mx_quantize_rowcol_groups", "note", "supports"]
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run; rates: benchmarks/results/decisions.md
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
@@ -29,4 +35,5 @@ def mx_quantize_rowcol_groups(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> Results:
-    return both_ways(TOKENS.value, x, None, offs, pad_to, elem_dtype, scaling, scale_layout)
+    by = quantize if quantize.reads(x.shape[1], offs, pad_to, x) else mx_both_ways
+    return by.both_ways(TOKENS.value, x, None, offs, pad_to, elem_dtype, scaling, scale_layout)

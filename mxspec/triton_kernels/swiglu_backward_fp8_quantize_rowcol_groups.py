@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mxspec.triton_kernels.hopper import quantizers
 from mxspec.triton_kernels.hopper.fp8 import quantize
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import fp8_both_ways
@@ -30,5 +31,5 @@ def supports(gate_up: Tensor, dh: Tensor, *_: Any, **__: Any) -> str | None:
 def swiglu_backward_fp8_quantize_rowcol_groups(
     gate_up: Tensor, dh: Tensor, offs: Tensor, *, scale_format: str = "fp32", check_offs: bool = False
 ) -> Results:
-    by = quantize if quantize.reads(dh.shape[1], gate_up, dh) else fp8_both_ways
+    by = quantize if quantizers.reads(dh.shape[1], gate_up, dh) else fp8_both_ways
     return by.both_ways(GRADIENT.value, gate_up, dh, offs, scale_format)

@@ -1,6 +1,6 @@
-"""swiglu_backward_mx_quantize_rowcol_groups in Triton: the tiles of `tiles/mx_both_ways.py`.
+"""swiglu_backward_mx_quantize_rowcol_groups in Triton: a Gluon kernel on Hopper, otherwise plain tiles.
 
-The gradient of gate and up stays in registers.
+The Gluon kernel is in `hopper/mx/`. The gradient of gate and up stays in registers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels.tiles import mx_columns
+from mxspec.triton_kernels.hopper.mx import quantize
+from mxspec.triton_kernels.hopper.releases import note
+from mxspec.triton_kernels.tiles import mx_both_ways, mx_columns
 from mxspec.triton_kernels.tiles.fp8_both_ways import GRADIENT, Results
-from mxspec.triton_kernels.tiles.mx_both_ways import both_ways
+
+__all__ = ["PTX", "RANK", "note", "supports", "swiglu_backward_mx_quantize_rowcol_groups"]
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run; rates: benchmarks/results/decisions.md
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
@@ -36,4 +39,5 @@ def swiglu_backward_mx_quantize_rowcol_groups(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> Results:
-    return both_ways(GRADIENT.value, gate_up, dh, offs, pad_to, elem_dtype, scaling, scale_layout)
+    by = quantize if quantize.reads(dh.shape[1], offs, pad_to, gate_up, dh) else mx_both_ways
+    return by.both_ways(GRADIENT.value, gate_up, dh, offs, pad_to, elem_dtype, scaling, scale_layout)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mxspec.triton_kernels.hopper import quantizers
 from mxspec.triton_kernels.hopper.fp8 import quantize
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import fp8_both_ways
@@ -27,5 +28,5 @@ def supports(gate_up: Tensor, *_: Any, **__: Any) -> str | None:
 def swiglu_fp8_quantize_rowcol_groups(
     gate_up: Tensor, offs: Tensor, *, scale_format: str = "fp32", check_offs: bool = False
 ) -> Results:
-    by = quantize if quantize.reads(gate_up.shape[1] // 2, gate_up) else fp8_both_ways
+    by = quantize if quantizers.reads(gate_up.shape[1] // 2, gate_up) else fp8_both_ways
     return by.both_ways(SWIGLU.value, gate_up, None, offs, scale_format)

@@ -20,16 +20,27 @@ def both_ways(
     scale_layout: str,
 ) -> Results:  # fmt: skip
     """Launch. `values` is 0 for x, 1 for SwiGLU of x, 2 for the gradient of SwiGLU from x and dh."""
-    (M, K), G, fmt, blocked = x.shape, offs.shape[0], element(elem_dtype), scale_layout == "blocked"
+    G, K, fmt, blocked = offs.shape[0], x.shape[1], element(elem_dtype), scale_layout == "blocked"
     if values == SWIGLU.value:
         K //= 2
-    R, col_tiles = padded_rows(M, G, pad_to), -(-K // 128)
-    rows = R + 128 * G if blocked else R  # the number of rows with scales
-    q_row, q_col = (x.new_empty(shape, dtype=fmt.dtype) for shape in ((R, K), (K, R)))
-    shapes = ((rows, 4 * col_tiles), (128 * col_tiles, rows // 32)) if blocked else ((R, K // 32), (K, R // 32))
-    s_row, s_col = (x.new_empty(shape, dtype=torch.uint8) for shape in shapes)
-    start, end = (offs.new_empty(G) for _ in range(2))
+    results = allocated(x, offs, K, pad_to, fmt.dtype, blocked)
+    q_row, s_row, q_col, s_col, start, end = results
+    rows = q_row.shape[0] + 128 * G if blocked else q_row.shape[0]  # the number of rows with scales
     constants = *exponent_rule(fmt, scaling, x.dtype), blocked
-    mx_columns.launch_groups(x, q_col, s_col, start, end, offs, pad_to, rows, constants, (q_row, s_row), values, dh)
-    e8m0 = torch.float8_e8m0fnu
-    return q_row, s_row.view(e8m0), q_col.mT, s_col.view(e8m0), start, end
+    of_rows, of_columns = (s.view(torch.uint8) for s in (s_row, s_col))
+    mx_columns.launch_groups(
+        x, q_col.mT, of_columns, start, end, offs, pad_to, rows, constants, (q_row, of_rows), values, dh
+    )
+    return results
+
+
+def allocated(x: Tensor, offs: Tensor, K: int, pad_to: int, elem_dtype: torch.dtype | None, blocked: bool) -> Results:
+    """The tensors of the results for the tokens of x with K features."""
+    G, col_tiles = offs.shape[0], -(-K // 128)
+    R = padded_rows(x.shape[0], G, pad_to)
+    rows = R + 128 * G if blocked else R
+    q_row, q_col = (x.new_empty(shape, dtype=elem_dtype) for shape in ((R, K), (K, R)))
+    shapes = ((rows, 4 * col_tiles), (128 * col_tiles, rows // 32)) if blocked else ((R, K // 32), (K, R // 32))
+    s_row, s_col = (x.new_empty(shape, dtype=torch.float8_e8m0fnu) for shape in shapes)
+    start, end = (offs.new_empty(G) for _ in range(2))
+    return q_row, s_row, q_col.mT, s_col, start, end

@@ -1,13 +1,8 @@
 """FP8 codes of token groups in both directions for Hopper, at the memory's speed, in Gluon.
 
-`tiles/fp8_both_ways.py` computes the same bytes in plain Triton. A program holds a tile of 128 tokens by 128 features.
-A thread keeps 8 rows by 8 columns of it as words of two bf16 values, so that most steps serve two values at once:
-
-- `max.u16x2` takes the maximum of two magnitudes. The bits of a bf16 magnitude have the order of the magnitudes.
-- `cvt.e4m3x2` makes two codes: of two neighbouring columns for the row codes, of two neighbouring rows for the column
-  codes.
-- `mul.bf16x2` computes SwiGLU's products of two bf16 values. It rounds once. An fp32 product of two bf16 values is
-  exact, so rounding it to bf16 gives the same bits.
+`tiles/fp8_both_ways.py` computes the same bytes in plain Triton. A program holds a tile of 128 tokens by 128 features
+in the words of `hopper/words.py`. `cvt.e4m3x2` makes two codes: of two neighbouring columns for the row codes, of two
+neighbouring rows for the column codes.
 
 A small kernel first writes a table of the blocks of 128 padded tokens. A row of the table holds the block's first
 token, the end of the group's tokens, the group's first block, and the group's number of blocks.
@@ -26,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from mxspec.formats import E4M3FN, fp32_bits
 from mxspec.triton_kernels.common.groups import group_of
-from mxspec.triton_kernels.hopper.swiglu import DECLARED, WIDENED, forward, sigmoids
+from mxspec.triton_kernels.hopper.words import BACKWARD, FORWARD, TURNED, WORD, addresses, larger, loaded, one_gradient
 from mxspec.triton_kernels.tiles.fp8_both_ways import GRADIENT, SWIGLU, TOKENS
 
 _MANTISSA = gl.constexpr(E4M3FN.max / 2.0**E4M3FN.emax)  # 448 is 1.75 * 2^8
@@ -34,44 +29,6 @@ _INVERSE = gl.constexpr(2.0**E4M3FN.emax / E4M3FN.max)
 _EXPONENT = gl.constexpr(fp32_bits(2.0**E4M3FN.emax))
 _HALF = gl.constexpr(fp32_bits(E4M3FN.max / 2))
 _TWO = gl.constexpr(fp32_bits(2.0))
-# The gradient needs smaller errors. t is the product of -x and log2(e), where log2(e) is rounded to 16 bits, so that
-# the product is exact. l is the rest of the exponent, as a factor 1 + l. The bias -2^-25 of l balances the errors of
-# ex2.approx. With this bias, each pair of a gate and a mantissa of d_silu gives the right bits, except for the gate
-# -2.09375. There the sigmoid is one unit off, so it is replaced by its right value. A test tries all pairs. Below
-# -87.25, 1 + e^-x is so large that rcp.approx gives 0.
-_EXACT_SIGMOID = (
-    "mul.rn.f32 t, $X, 0fBFB8AA00; ex2.approx.ftz.f32 t, t; fma.rn.f32 l, $X, 0fB6A407DB, 0fB3000000;"
-    " fma.rn.f32 t, t, l, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $S, t;"
-    " setp.eq.f32 z, $X, 0fC0060000; selp.f32 $S, 0f3DE0AD6C, $S, z; "
-)
-
-
-def _of_gate(gate: str) -> str:
-    """u and v are the sigmoids of the two gates in a word, x and y."""
-    return DECLARED + WIDENED.replace("$G", gate) + sigmoids(_EXACT_SIGMOID)
-
-
-def _d_up(out: str, dh: str) -> str:
-    return f"mul.rn.f32 p, x, u; mul.rn.f32 q, y, v; cvt.rn.bf16x2.f32 a, q, p; mul.rn.bf16x2 {out}, a, {dh};"
-
-
-def _d_gate(out: str, up: str, dh: str) -> str:
-    gate = (
-        " mov.f32 t, 0f3F800000; sub.rn.f32 t, t, $S; fma.rn.f32 t, $X, t, 0f3F800000; mul.rn.f32 $P, $P, $S;"
-        " mul.rn.f32 $P, $P, t;"
-    )
-    return (
-        f" mul.rn.bf16x2 c, {up}, {dh}; shl.b32 a, c, 16; and.b32 b, c, 0xffff0000; mov.b32 p, a; mov.b32 q, b;"
-        + "".join(gate.replace("$S", s).replace("$X", x).replace("$P", p) for s, x, p in ("uxp", "vyq"))
-        + f" cvt.rn.bf16x2.f32 {out}, q, p;"
-    )
-
-
-_FORWARD = gl.constexpr(forward())
-# The gradients of the gate and of up, from the gate, up and the gradient dh.
-_BACKWARD = gl.constexpr(_of_gate("$2") + _d_up("$1", "$4") + _d_gate("$0", "$3", "$4") + " }")
-_D_GATE = gl.constexpr(_of_gate("$1") + _d_gate("$0", "$2", "$3") + " }")
-_D_UP = gl.constexpr(_of_gate("$1") + _d_up("$0", "$2") + " }")  # from the gate and dh
 # $0 has the codes of the four values in the words $1 and $2 of a row. $3 and $4 are both the factor of the row.
 _ROW_CODES = gl.constexpr(
     "{ .reg .b32 a, b; .reg .f32 x, y; .reg .b16 h, k;"
@@ -114,7 +71,7 @@ def blocks_of_tokens(table, start, end, offs, stride_offs, tokens, G, blocks, CH
     token = token0 + (block - first) * 128
     # If offs is out of order, a place may be invalid: such a block has no rows and no columns.
     wrong = (first < 0) | (first > block) | (first + count > blocks) | (grouped & (count <= block - first))
-    wrong = grouped & wrong | (token < 0)
+    wrong = grouped & wrong | (token < 0) | (block >= blocks)  # the grid may have places past the last block
     tl.store(table + block * 4, tl.where(wrong, 0, token))
     tl.store(table + block * 4 + 1, tl.where(wrong, 0, stop))
     tl.store(table + block * 4 + 2, first)
@@ -147,14 +104,9 @@ def _factors(amax_bits, eps_bits, POW2: gl.constexpr):
 
 
 @gluon.jit
-def _larger(a, b):
-    return gl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _store_rows(
     w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits,
-    POW2: gl.constexpr, WORD: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
+    POW2: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Store the row codes and the row scales of a tile of words."""
     of_rows = gl.convert_layout(of_rows, FLAT)
@@ -176,7 +128,7 @@ def _store_rows(
 @gluon.jit
 def _store_columns(
     w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits,
-    POW2: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
+    POW2: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     """Store the column codes and the column scales of a tile of words."""
     lower = gl.convert_layout((of_columns & 0xFFFF) << 16, FLAT)
@@ -196,11 +148,11 @@ def _store_columns(
         _COLUMN_CODES, "=r,=r,r,r,r,r,f,f,f,f,f,f,f,f", [w, s_lower, s_upper], dtype=(gl.int8, gl.int8),
         is_pure=False, pack=4,
     )  # fmt: skip
-    _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED, TAIL)
+    _store_turned(lower, upper, d0, D, q_col, first, count, block, TAIL)
 
 
 @gluon.jit
-def _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED: gl.constexpr, TAIL: gl.constexpr):
+def _store_turned(lower, upper, d0, D, q_col, first, count, block, TAIL: gl.constexpr):
     r = gl.arange(0, 128, layout=gl.SliceLayout(1, TURNED))
     d = gl.arange(0, 64, layout=gl.SliceLayout(0, TURNED))
     to = q_col + (first.to(gl.int64) * D + d0.to(gl.int64) * count + (block - first)) * 128
@@ -213,63 +165,26 @@ def _store_turned(lower, upper, d0, D, q_col, first, count, block, TURNED: gl.co
 @gluon.jit
 def _emit(
     w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-    POW2: gl.constexpr, WORD: gl.constexpr, TURNED: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
+    POW2: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
     largest = w & 0x7FFF7FFF
     # Both maxima come first, so that `largest` needs registers for a short time only.
-    of_rows, of_columns = gl.reduce(largest, 1, _larger), gl.reduce(largest, 0, _larger)
+    of_rows, of_columns = gl.reduce(largest, 1, larger), gl.reduce(largest, 0, larger)
     if count > 0:
-        _store_columns(w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits, POW2, TURNED, FLAT, TAIL)
-    _store_rows(w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, WORD, FLAT, TAIL)
+        _store_columns(w, of_columns, d0, D, q_col, s_col, first, count, block, eps_bits, POW2, FLAT, TAIL)
+    _store_rows(w, of_rows, token, stop, d0, D, tokens, q_row, s_row, eps_bits, POW2, FLAT, TAIL)
 
 
 @gluon.jit
 def _zeros(
-    d0, D, q_col, s_col, first, count, block, TURNED: gl.constexpr, FLAT: gl.constexpr, TAIL: gl.constexpr
+    d0, D, q_col, s_col, first, count, block, FLAT: gl.constexpr, TAIL: gl.constexpr
 ):  # fmt: skip
     """Store zeros as column codes and column scales of a block past the last group."""
     zero = gl.zeros((128, 64), gl.int8, TURNED)
-    _store_turned(zero, zero, d0, D, q_col, first, count, block, TURNED, TAIL)
+    _store_turned(zero, zero, d0, D, q_col, first, count, block, TAIL)
     flat = gl.arange(0, 128, layout=FLAT)
     at = s_col + block.to(gl.int64) * D + d0 + flat
     gl.store(at, gl.zeros((128,), gl.float32, FLAT), mask=d0 + flat < D if TAIL else None)
-
-
-@gluon.jit
-def _words(x, stride_m, token, column, WORD: gl.constexpr):
-    """The addresses of the words from a column on."""
-    r = gl.arange(0, 128, layout=gl.SliceLayout(1, WORD))
-    d = gl.arange(0, 64, layout=gl.SliceLayout(0, WORD))
-    return x + token.to(gl.int64) * stride_m + column // 2 + (gl.expand_dims(r, 1) * stride_m + gl.expand_dims(d, 0))
-
-
-@gluon.jit
-def _tile(x, stride_m, token, column, there, WORD: gl.constexpr):
-    """Load the words from a column on. `there` says which words exist; the others are 0."""
-    return gl.load(_words(x, stride_m, token, column, WORD), mask=there, other=0)
-
-
-@gluon.jit
-def _one_gradient(x, stride_m, dh, dh_stride_m, token, d0, half, rows, WORD: gl.constexpr):
-    """The words of a tile of the output: the gradient of the gate before the column `half`, from there on of up."""
-    word = d0 // 2 + gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, WORD)), 0)
-    w = gl.zeros((128, 64), gl.int32, WORD)
-    if d0 < half:
-        there = rows & (word < half // 2)
-        gate, up = _tile(x, stride_m, token, d0, there, WORD), _tile(x + half // 2, stride_m, token, d0, there, WORD)
-        w = gl.inline_asm_elementwise(
-            _D_GATE, "=&r,r,r,r", [gate, up, _tile(dh, dh_stride_m, token, d0, there, WORD)],
-            dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    if d0 + 128 > half:
-        there = rows & (word >= half // 2) & (word < half)
-        gate = _tile(x, stride_m, token, d0 - half, there, WORD)
-        d_up = gl.inline_asm_elementwise(
-            _D_UP, "=&r,r,r", [gate, _tile(dh, dh_stride_m, token, d0 - half, there, WORD)],
-            dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-        w = gl.where(word < half // 2, w, d_up)
-    return w
 
 
 @gluon.jit(do_not_specialize=["tokens", "eps_bits"])
@@ -277,12 +192,6 @@ def fp8_both_ways_sm90(
     x, stride_m, dh, dh_stride_m, q_row, s_row, q_col, s_col, table, tokens, D, half, eps_bits,
     VALUES: gl.constexpr, POW2: gl.constexpr, TAIL: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    lane: gl.constexpr = [[0, 4], [0, 8], [0, 16], [8, 0], [16, 0]]
-    warp: gl.constexpr = [[0, 32], [32, 0], [64, 0]]
-    WORD: gl.constexpr = gl.DistributedLinearLayout([[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], lane, warp, [], [128, 64])
-    TURNED: gl.constexpr = gl.DistributedLinearLayout(
-        [[1, 0], [2, 0], [4, 0], [0, 1], [0, 2]], lane, warp, [], [128, 64]
-    )
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     d0, block = gl.program_id(0) * 128, gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
     token, stop = gl.load(table + block * 4), gl.load(table + block * 4 + 1)
@@ -291,44 +200,44 @@ def fp8_both_ways_sm90(
         r = gl.arange(0, 128, layout=gl.SliceLayout(1, WORD))
         there = gl.expand_dims(token + r < stop, 1)
         if APART:
-            w = _one_gradient(x, stride_m, dh, dh_stride_m, token, d0, half, there, WORD)
+            w = one_gradient(x, stride_m, dh, dh_stride_m, token, d0, half, there)
             _emit(
                 w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-                POW2, WORD, TURNED, FLAT, TAIL,
+                POW2, FLAT, TAIL,
             )  # fmt: skip
         else:
             if TAIL:
                 there = there & gl.expand_dims(d0 // 2 + gl.arange(0, 64, layout=gl.SliceLayout(0, WORD)) < D // 2, 0)
-            at = _words(x, stride_m, token, d0, WORD)
+            at = addresses(x, stride_m, token, d0)
             w = gl.load(at, mask=there, other=0)
             if VALUES == TOKENS:
                 _emit(
                     w, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-                    POW2, WORD, TURNED, FLAT, TAIL,
+                    POW2, FLAT, TAIL,
                 )  # fmt: skip
             else:
                 # The gradient spills registers if up has addresses of its own, under Triton 3.6.
                 up = gl.load(at + half // 2, mask=there, other=0)
                 if VALUES == SWIGLU:
-                    h = gl.inline_asm_elementwise(_FORWARD, "=r,r,r", [w, up], dtype=gl.int32, is_pure=True, pack=1)
+                    h = gl.inline_asm_elementwise(FORWARD, "=r,r,r", [w, up], dtype=gl.int32, is_pure=True, pack=1)
                     _emit(
                         h, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-                        POW2, WORD, TURNED, FLAT, TAIL,
+                        POW2, FLAT, TAIL,
                     )  # fmt: skip
                 else:
                     d_gate, d_up = gl.inline_asm_elementwise(
-                        _BACKWARD, "=&r,=&r,r,r,r", [w, up, _tile(dh, dh_stride_m, token, d0, there, WORD)],
+                        BACKWARD, "=&r,=&r,r,r,r", [w, up, loaded(dh, dh_stride_m, token, d0, there)],
                         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
                     )  # fmt: skip
                     _emit(
                         d_gate, token, stop, d0, D, tokens, q_row, s_row, q_col, s_col, first, count, block, eps_bits,
-                        POW2, WORD, TURNED, FLAT, TAIL,
+                        POW2, FLAT, TAIL,
                     )  # fmt: skip
                     _emit(
                         d_up, token, stop, d0 + half, D, tokens, q_row, s_row, q_col, s_col, first, count, block,
-                        eps_bits, POW2, WORD, TURNED, FLAT, TAIL,
+                        eps_bits, POW2, FLAT, TAIL,
                     )  # fmt: skip
     if count < 0:
-        _zeros(d0, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT, TAIL)
+        _zeros(d0, D, q_col, s_col, first, -1 - count, block, FLAT, TAIL)
         if VALUES == GRADIENT and not APART:
-            _zeros(d0 + half, D, q_col, s_col, first, -1 - count, block, TURNED, FLAT, TAIL)
+            _zeros(d0 + half, D, q_col, s_col, first, -1 - count, block, FLAT, TAIL)

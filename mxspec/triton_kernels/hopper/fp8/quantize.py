@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxspec.formats import FP8_BLOCK_SIZE, fp32_bits
 from mxspec.triton_kernels.common.groups import chunk
-from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid
+from mxspec.triton_kernels.common.launch import UNFUSED, grid
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.tiles.fp8_both_ways import EPS, GRADIENT, SWIGLU, Results, allocated
 
@@ -25,39 +25,18 @@ else:
     REGISTERS = {0: 88, 1: 128, 2: None}
 
 
-def reads(features: int, *tensors: Tensor | None) -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, and rows of bfloat16 begin at multiples of 16 bytes.
-
-    The plain tiles take widths that are no multiple of 32.
-    """
-    x = tensors[0]
-    if x is None or x.device.type == "cpu" or capability(x.device) != (9, 0) or releases.refusal() or not x.numel():
-        return False
-    if features % 32:  # Triton knows that a stride is a multiple of 16 words of two values, or knows nothing about it
-        return False
-    return all(
-        t is None
-        or (
-            t.dtype == torch.bfloat16
-            and t.stride(1) == 1
-            and t.stride(0) % 8 == 0
-            and t.data_ptr() % 16 == 0
-            and 0 < t.stride(0) < 2**23  # offsets in a tile have 32 bits
-            and t.shape[0] < 2**23
-        )
-        for t in tensors
-    )
-
-
 def both_ways(values: int, x: Tensor, dh: Tensor | None, offs: Tensor, scale_format: str, eps: float = EPS) -> Results:
-    """Launch, for tensors that `reads` accepts. The arguments are those of `tiles.fp8_both_ways.both_ways`."""
+    """Launch, for what `quantizers.reads` accepts. The arguments are those of `tiles.fp8_both_ways.both_ways`."""
     M, G = x.shape[0], offs.shape[0]
     D = x.shape[1] // 2 if values == SWIGLU.value else x.shape[1]
     results = allocated(x, offs, M, D)
     q_row, s_row, q_col, s_col, start, end = results
     blocks = s_col.shape[1]
-    table = offs.new_empty((blocks, 4))
-    blocks_of_tokens[(blocks,)](table, start, end, offs, offs.stride(0), M, G, blocks, chunk(G), num_warps=4, **UNFUSED)
+    places = grid(1, blocks)
+    table = offs.new_empty((places[1] * places[2], 4))
+    blocks_of_tokens[(len(table),)](
+        table, start, end, offs, offs.stride(0), M, G, blocks, chunk(G), num_warps=4, **UNFUSED
+    )
     # An aligned program computes a tile of both gradients. If the halves end inside a tile, it computes one tile.
     half = x.shape[1] // 2
     apart = values == GRADIENT.value and half % FP8_BLOCK_SIZE != 0
