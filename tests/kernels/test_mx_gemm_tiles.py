@@ -72,7 +72,7 @@ def test_only_elements_of_marked_tiles_that_are_not_finite_are_written(op):
 
 @runs_kernels
 @pytest.mark.parametrize("op", OPS[:2])
-def test_only_flagged_tiles_are_written(op):
+def test_only_flagged_sums_are_written(op):
     """Row tiles of 128, 2 and 20 rows, and 6 rows past the groups. Tiles of 128 and 12 columns, for both experts."""
     a, a_scale, b, b_scale = operands((156, 96), (140, 96))
     options, offs, tops = {"out_dtype": torch.float32, "scale_layout": "plain"}, [], [0, 128]
@@ -80,21 +80,23 @@ def test_only_flagged_tiles_are_written(op):
         b, b_scale, tops = torch.stack([b, b.flip(0)]), torch.stack([b_scale, b_scale]), [0, 128, 130, 150]
         offs = [offs_of([130, 20]).to(a.device)]
     only = {"offs": offs[0], "grouped": "M"} if offs else {}
-    expected, bottoms = dispatch.reference(op)(a, a_scale, b, b_scale, *offs, **options), [*tops[1:], 156]
-    # Flags: 2 of a and 2 of b, or 4 of a and 4 of b.
-    for raised in [[], [1], [3], [0, 3]] + ([[2], [6]] if offs else []):
-        flags = torch.zeros(1 + (8 if offs else 4), dtype=torch.int32, device=a.device)
+    expected = dispatch.reference(op)(a, a_scale, b, b_scale, *offs, **options)
+    of_b = 128 * len(tops)  # the first flag of b
+    # Rows of a: 3, and the second row of the second tile. Rows of b: 7 and 130, or 7 and 130 of the second expert.
+    second = 256 if offs else 0
+    for raised in [[], [3], [129], [of_b + second + 7], [of_b + second + 130], [3, 129, of_b + second + 130]]:
+        flags = torch.zeros(1 + of_b + (512 if offs else 256), dtype=torch.int32, device=a.device)
         flags[[1 + i for i in raised]], flags[0] = 1, len(raised)
         out = torch.full_like(expected, -1.0)
         kernel.mx_tiles(a, a_scale, b, b_scale, out, "plain", **only, flags=flags, programs=3)
         written = torch.zeros_like(expected, dtype=torch.bool)
         for i in raised:
-            if i < len(tops):
-                written[tops[i] : bottoms[i]] = True
-            elif i == 3:  # the second column tile of the only matrix
-                written[:, 128:] = True
-            else:  # the first column tile of the second expert, whose rows are 130 to 150
-                written[130:150, :128] = True
+            if i < of_b:
+                written[tops[i // 128] + i % 128] = True
+            elif offs:  # the rows of the second expert
+                written[130:150, i - of_b - second] = True
+            else:
+                written[:, i - of_b] = True
         if offs:
             written[150:] = True
         untouched = torch.where(written, expected, -1.0)
@@ -146,7 +148,7 @@ def test_blocked_scales_and_an_output_past_2_to_the_31():
     from triton.runtime import interpreter
 
     def ends(count, *rest):
-        return range(count, *rest) if rest or count < 64 else [0, *range(count - 4, count)]
+        return range(count, *rest) if rest or count <= 64 else [0, *range(count - 4, count)]
 
     for M, N, K in ((2**25 + 5, 1, 2048), (2**22 + 5, 600, 32)):
         a, a_scale, b, b_scale = operands((5, K), (N, K))

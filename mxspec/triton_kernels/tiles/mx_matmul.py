@@ -129,8 +129,8 @@ def _tile(
 
     With MEND, store only the elements whose present value is Inf or NaN.
 
-    With `a_flags` and `b_flags` (one flag for each 128 rows of a, and of b), compute the tile only if one of its flags
-    is raised.
+    With `a_flags` and `b_flags` (one flag for each row of a, and of b, 128 for each tile of rows), compute the tile only
+    if one of its flags is raised, and store only the elements of rows and columns with a flag.
     """
     # `top` is the tile's first row of a and of the output, and `tile` counts rows of scale tiles. If offs is out of
     # order, the result has no meaning, but nothing outside of the operands is read.
@@ -170,8 +170,11 @@ def _tile(
     else:
         top, end = (row_tile * BLOCK_M).to(tl.int64), M
     if a_flags is not None:
-        of_b = b_flags + group * tl.cdiv(N, 128) + n_tile * BLOCK_N // 128
-        raised = tl.load(a_flags + row_tile) + tl.load(of_b, mask=group < E, other=0) > 0
+        of_a = tl.load(a_flags + row_tile * BLOCK_M + tl.arange(0, BLOCK_M)) != 0
+        of_b = b_flags + group * tl.cdiv(N, 128) * 128 + n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        of_b = tl.load(of_b, mask=(group < E) & (tl.arange(0, BLOCK_N) >= 0), other=0) != 0
+        flagged = of_a[:, None] | of_b[None, :]
+        raised = tl.max(of_a.to(tl.int32), 0) + tl.max(of_b.to(tl.int32), 0) > 0
         blocks, end = tl.where(raised, blocks, 0), tl.where(raised, end, 0)
     row, left = tl.arange(0, BLOCK_M).to(tl.int64), n_tile.to(tl.int64) * BLOCK_N
     column = tl.arange(0, BLOCK_N).to(tl.int64)
@@ -189,6 +192,8 @@ def _tile(
     out += top * out_stride_m + left * out_stride_n
     at = out + row[:, None] * out_stride_m + column[None, :] * out_stride_n
     there = in_a[:, None] & in_b[None, :]
+    if a_flags is not None:
+        there = there & flagged
     if MEND:
         present = tl.load(at, mask=there, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
         there = there & ((present & 0x7FFFFFFF) >= 0x7F800000)
@@ -259,7 +264,7 @@ def _flagged_tiles(
                 a, a_stride, a_scale, a_scale_stride_r, a_scale_stride_c,
                 b, b_stride_e, b_stride, b_scale, b_scale_stride_e, b_scale_stride_r, b_scale_stride_c,
                 out, out_stride_m, out_stride_n, offs, offs_stride, E, M, N, K,
-                GROUPED, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED, flags + 1, flags + 1 + row_tiles,
+                GROUPED, BLOCKED, CHUNK, BLOCK_M, BLOCK_N, SCALED, flags + 1, flags + 1 + 128 * row_tiles,
             )  # fmt: skip
 
 
@@ -280,9 +285,9 @@ def mx_tiles(
 
     - `marks`, int32: the number of marked tiles, then the row and the column of each. A marked tile has 128 rows and
       `width` columns. Only its elements that are Inf or NaN in `out` are written.
-    - `flags`, int32: one flag for all, then the flags of a, then those of each b. There is a flag for each 128 rows,
-      counted anew in each group. The kernel computes the tiles with a flag that is not 0, and sets the rows of no group
-      to 0.
+    - `flags`, int32: one flag for all, then the flags of a, then those of each b. Each tile of 128 rows has 128 flags,
+      one for each row; each group begins a new tile. The kernel computes the elements whose row of a or of b has a flag
+      that is not 0, and sets the rows of no group to 0.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     if not K:

@@ -74,22 +74,23 @@ def test_every_tile_compiles_without_spilling(call, out_dtype, tile):
     args = made(call, layout, (E4M3FN, E5M2))
     code = compile_call(launch, *args, call=call, layout=layout, out_dtype=out_dtype, target="sm90", **tile)
     assert [c.kernel for c in code] == ["mx_values", "mx_gemm_sm90", "_marked_tiles"]
-    # Only Triton 3.8 keeps two registers of one tile in local memory, with more registers for the kernel or with fewer.
-    one_pair = ["mx_gemm_sm90 keeps 8 bytes a thread in local memory"] if triton.__version__[:4] == "3.8." else []
+    # Only Triton 3.7 keeps two registers of one tile in local memory, with more registers for the kernel or with fewer.
+    one_pair = ["mx_gemm_sm90 keeps 8 bytes a thread in local memory"] if triton.__version__[:4] == "3.7." else []
     patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"
     assert problems(code, patterns, (), edge=False) in ([], one_pair)
 
 
 def test_codes_are_made_bf16_without_a_turn_through_shared_memory():
-    """A thread reads its codes 16 bytes at a time, and then holds the values that the tensor cores take."""
+    """A thread reads 16 codes with one instruction, and then holds the values that the tensor cores take."""
     args = made("mx_gemm", "plain", (E4M3FN, E4M3FN))
     options = {"call": "mx_gemm", "layout": "plain", "out_dtype": torch.bfloat16, "target": "sm90"}
     ptx = next(c.ptx for c in compile_call(launch, *args, **options) if c.kernel == "mx_gemm_sm90")
-    # One turn of the loop: from a matmul to the wait for it, and back.
-    loop = ptx[ptx.index("wgmma.mma_async") :]
-    loop = loop[: loop.index("wgmma.wait_group")] + ptx[: ptx.index("wgmma.mma_async")].rpartition("ld.shared.v4")[2]
-    assert "ld.shared.v4.b32" in ptx
-    assert not [line for line in loop.splitlines() if "st.shared" in line or "ldmatrix" in line]
+    # One turn of the loop: from a matmul to the wait for it, and from the loads of codes to the matmul.
+    before, _, after = ptx.partition("wgmma.mma_async")
+    loads = before[before.index("ldmatrix") :]
+    loop = after[: after.index("wgmma.wait_group")] + loads
+    assert loads.count("ldmatrix.sync.aligned.m8n8.x4.shared.b16") == 2  # 64 rows of 64 codes in 128 threads
+    assert "st.shared" not in loop
 
 
 @on_hopper

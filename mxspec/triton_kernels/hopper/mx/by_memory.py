@@ -6,9 +6,10 @@ This way writes and reads more bytes than the Gluon kernel. It pays for a large 
 cores, and they multiply these values faster than other bf16 numbers, because the values have few mantissa bits.
 
 A code times its scale is exactly a bf16 number, unless the scale is near either end of its range. A block with such a
-scale, and with a code that is not 0, raises a flag for its 128 rows. Then `mx_tiles` computes again each
-tile of the output whose rows of a or of b have a flag. If no flag is raised, the programs of `mx_tiles` read only the
-first flag, which stands for all. For token groups, they also set the rows of no group to 0. NaN and Inf need no flag.
+scale, and with a code that is not 0, raises the flag of its row. Then `mx_tiles` computes again each sum whose row of a
+or of b has a flag. So a flag does not change the bits of other rows. If no flag is raised, the programs of `mx_tiles`
+read only the first flag, which stands for all. For token groups, they also set the rows of no group to 0. NaN and Inf
+need no flag.
 
 Three launches prepare the matmul: `_prepare` clears the flags and plans the tiles of token groups, and `_bf16_values`
 runs once for each operand.
@@ -100,7 +101,7 @@ def _bf16_values(
     tl.store(out, value.to(tl.bfloat16), mask=there[:, None])
     beyond = ((byte < FIRST) | ((byte > LAST) & (byte < 255))) & (tl.max(tl.abs(value), 1) > 0)
     tl.store(flags + i * 0, 1, mask=beyond)
-    tl.store(flags + first_flag + place + i * 0, 1, mask=beyond)
+    tl.store(flags + first_flag + place * 128 + row, 1, mask=beyond)
 
 
 def bf16_values(
@@ -108,7 +109,8 @@ def bf16_values(
 ) -> Tensor:
     """The bf16 values of codes `(R, K)` or `(E, R, K)`.
 
-    The kernel raises the flags from `first_flag` on. There is one flag for each 128 rows.
+    The kernel raises the flags from `first_flag` on. There is one flag for each row. The rows of each tile of 128 rows
+    have 128 flags.
 
     `plan` holds the first row and the end of each tile of 128 rows, if the rows are in token groups.
     """
@@ -150,12 +152,12 @@ def mx_bf16(
     E, grouped, stride = (1, "", 0) if offs is None else (b.shape[0], "M", offs.stride(0))
     row_tiles = -(-a.shape[0] // 128) + (0 if offs is None else E)
     # First one flag for all, then the flags of a, then those of b.
-    flags = a.new_empty(1 + row_tiles + E * -(-b.shape[-2] // 128), dtype=torch.int32)
+    flags = a.new_empty(1 + 128 * (row_tiles + E * -(-b.shape[-2] // 128)), dtype=torch.int32)
     plan, ends = (None, None) if offs is None else (offs.new_empty(row_tiles, 2), offs.new_empty(E))
     programs = max(-(-flags.numel() // 128), 0 if plan is None else row_tiles)
     _prepare[(programs,)](flags, flags.numel(), plan, row_tiles, offs, stride, E, a.shape[0], ends, chunk(E), **UNFUSED)
     x = bf16_values(a, a_scale, scale_layout, flags, 1, plan)
-    w = bf16_values(b, b_scale, scale_layout, flags, 1 + row_tiles)
+    w = bf16_values(b, b_scale, scale_layout, flags, 1 + 128 * row_tiles)
     if ends is not None:
         out = grouped_mm(x, w.mT, offs=ends)
     elif out_dtype == torch.bfloat16:

@@ -16,33 +16,24 @@ E5M2 = gl.constexpr((3, 0x0FE00FE0, 0x77807780, 0x77807780))
 
 
 @gluon.jit
-def values(codes, factors, first: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.constexpr):
+def values(codes, factors, first: gl.constexpr, FORMAT: gl.constexpr):
     """64 rows of a stage in bf16, in the order of K in which the values of b are stored.
 
-    A thread reads consecutive codes of a row: 16 if SPAN is 64, otherwise 8 of each block of 32. Their order along K
-    differs from the order of the tensor cores' operand. That is correct, because b has the same order along K, and a
-    sum does not depend on it. So a thread already holds the codes that the tensor cores expect in it, and no exchange
-    between threads is needed.
+    An instruction of the tensor cores sums 16 consecutive columns. A thread reads 4 consecutive codes of each 16
+    columns of a row. Their order inside the 16 columns differs from the order of the tensor cores' operand. That is
+    correct, because b has the same order, and the sum of an instruction does not depend on it. So a thread already
+    holds the codes that the tensor cores expect in it, and no exchange between threads is needed. The instructions sum
+    the columns in ascending order, as those of cuBLAS do: see `by_memory.py`.
     """
     rows: gl.constexpr = [[16, 0], [32, 0]]
-    if SPAN == 64:
-        read: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], rows, [], [64, 64]
-        )
-        by_block: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [8, 0, 0]],
-            [[0, 0, 16], [0, 1, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-            [[16, 0, 0], [32, 0, 0]], [], [64, 2, 32],
-        )  # fmt: skip
-    else:
-        read: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], rows, [], [64, 64]
-        )
-        by_block: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [8, 0, 0]],
-            [[0, 0, 8], [0, 0, 16], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-            [[16, 0, 0], [32, 0, 0]], [], [64, 2, 32],
-        )  # fmt: skip
+    read: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], rows, [], [64, 64]
+    )
+    by_block: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 1, 0], [8, 0, 0]],
+        [[0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 32],
+    )  # fmt: skip
     x = codes.slice(first, 64).load(read)
     half = factors.slice(first, 64).load(gl.SliceLayout(2, by_block)).to(gl.int32)
     factor = gl.expand_dims(half | half << 16, 2).broadcast_to(64, 2, 32).reshape([64, 64])
@@ -77,7 +68,5 @@ def values(codes, factors, first: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.c
         "=r,=r,r" + ",r" * 20, [x, gl.convert_layout(factor, read), shift, bits, value, limit],
         dtype=gl.bfloat16, is_pure=True, pack=4,
     )  # fmt: skip
-    if SPAN == 64:  # (thread of four, step of 16, half, pair) becomes (step, half, thread, pair)
-        return x.reshape([64, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([64, 64])
-    else:
-        return x.reshape([64, 2, 4, 2, 2, 2]).permute([0, 1, 3, 4, 2, 5]).reshape([64, 64])
+    # (step of 16, thread of four, half, pair) becomes (step, half, thread, pair)
+    return x.reshape([64, 4, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([64, 64])

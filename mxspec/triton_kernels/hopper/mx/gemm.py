@@ -31,7 +31,7 @@ from mxspec.triton_kernels.hopper.warpgroup import Output
 
 
 @gluon.jit
-def _step(a, acc, b, tiles, pipeline, i, first: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.constexpr):
+def _step(a, acc, b, tiles, pipeline, i, first: gl.constexpr, FORMAT: gl.constexpr):
     """Multiply a block of K. Meanwhile wait for the next block, then turn its codes into bf16."""
     before, _, after = pipeline.stages(i)
     running = warpgroup_mma(a, b, acc, is_async=True)
@@ -40,13 +40,13 @@ def _step(a, acc, b, tiles, pipeline, i, first: gl.constexpr, SPAN: gl.constexpr
     barrier()
     pipeline.wait_full(i + 1, after)
     acc, a = warpgroup_mma_wait(0, deps=[running, a])
-    return acc, values(tiles.a.index(after), tiles.factors.index(after), first, SPAN, FORMAT), i + 1
+    return acc, values(tiles.a.index(after), tiles.factors.index(after), first, FORMAT), i + 1
 
 
 @gluon.jit
 def _multiply(
     out, tiles, pipeline, scheduler, marks,
-    WARPGROUP: gl.constexpr, SPAN: gl.constexpr, FORMAT: gl.constexpr, TURNED: gl.constexpr, UNSHIFT: gl.constexpr,
+    WARPGROUP: gl.constexpr, FORMAT: gl.constexpr, TURNED: gl.constexpr, UNSHIFT: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
     GROUPED: gl.constexpr = scheduler.GROUPED
@@ -55,7 +55,7 @@ def _multiply(
     first: gl.constexpr = WARPGROUP * 64
     i = 0
     mbarrier.wait(pipeline.full.index(0), 0)
-    next = values(tiles.a.index(0), tiles.factors.index(0), first, SPAN, FORMAT)
+    next = values(tiles.a.index(0), tiles.factors.index(0), first, FORMAT)
     barrier()
     for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
         expert, m_block_idx, n_block_idx, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
@@ -67,13 +67,13 @@ def _multiply(
             whole = end - (end - begin) % 64
         for _ in range(begin, whole, 64):
             a, b = gl.convert_layout(next, operand), tiles.b.index(i % pipeline.NUM_STAGES).permute((1, 0))
-            acc, next, i = _step(a, acc, b, tiles, pipeline, i, first, SPAN, FORMAT)
+            acc, next, i = _step(a, acc, b, tiles, pipeline, i, first, FORMAT)
         if GROUPED == "K":
             if whole < end:
                 half, _rest = next.reshape([64, 2, 32]).permute([0, 2, 1]).split()
                 a = gl.convert_layout(half, operand)
                 b = tiles.b.index(i % pipeline.NUM_STAGES).slice(0, 32, dim=1).permute((1, 0))
-                acc, next, i = _step(a, acc, b, tiles, pipeline, i, first, SPAN, FORMAT)
+                acc, next, i = _step(a, acc, b, tiles, pipeline, i, first, FORMAT)
         magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
         if GROUPED == "M":  # rows past the group, and columns past N, are checked in the tile that they belong to
             r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
@@ -108,7 +108,7 @@ def _multiply(
 def mx_gemm_sm90(
     a_desc, b_desc, out_desc, out, scales, blocks, marks,
     NUM_STAGES: gl.constexpr, SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, CHUNK: gl.constexpr,
-    SPAN: gl.constexpr, FORMAT: gl.constexpr, TURNED: gl.constexpr, A_SHIFT: gl.constexpr, UNSHIFT: gl.constexpr,
+    FORMAT: gl.constexpr, TURNED: gl.constexpr, A_SHIFT: gl.constexpr, UNSHIFT: gl.constexpr,
     AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order."""
@@ -129,8 +129,8 @@ def mx_gemm_sm90(
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
     gl.warp_specialize(
         [
-            (_multiply, (output, tiles, pipeline, scheduler, marks, 0, SPAN, FORMAT, TURNED, UNSHIFT)),
-            (_multiply, (output, tiles, pipeline, scheduler, marks, 1, SPAN, FORMAT, TURNED, UNSHIFT)),
+            (_multiply, (output, tiles, pipeline, scheduler, marks, 0, FORMAT, TURNED, UNSHIFT)),
+            (_multiply, (output, tiles, pipeline, scheduler, marks, 1, FORMAT, TURNED, UNSHIFT)),
             (load, (a_desc, b_desc, tiles, pipeline, scheduler)),
             (scale, (a_scales, tiles, pipeline, scheduler)),
         ],

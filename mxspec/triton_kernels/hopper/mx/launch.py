@@ -88,7 +88,6 @@ def mx_sm90(
     col_tiles = -(-N // BLOCK_N)
     tiles = all_tiles * col_tiles
     marks = out.new_empty(1 + 4 * tiles, dtype=torch.int32)  # each of the two math warpgroups may mark a tile
-    span = 32 if grouped == "K" else 64  # token groups begin at multiples of 32
     R = b.numel() // K
     values = b.new_empty(R, K if grouped == "K" else -(-K // 64) * 64, dtype=torch.bfloat16)
     of_b = b_scale.stride(0) if b.ndim == 3 else 0, *((0, 0) if blocked else b_scale.stride()[-2:])
@@ -96,7 +95,7 @@ def mx_sm90(
     columns = -(-K // 128) + (E if grouped == "K" else 0)
     mx_values[(-(-R // VALUES["ROWS"]), columns)](
         b, b.stride(0) if b.ndim == 3 else 0, b.stride(-2), b_scale, *of_b, values, values.stride(0),
-        R, N, K, tokens, offs_stride, E, plan, plan_tiles, M, marks, grouped, blocked, chunk(E), span, b_shift,
+        R, N, K, tokens, offs_stride, E, plan, plan_tiles, M, marks, grouped, blocked, chunk(E), b_shift,
         **VALUES, **UNFUSED,
     )  # fmt: skip
 
@@ -113,7 +112,7 @@ def mx_sm90(
     blocks = plan if grouped == "M" else tokens, offs_stride, E, tiles, M, N, K, plan_tiles or row_tiles, col_tiles
     compiled = mx_gemm_sm90[(min(tiles, programs),)](
         *descriptors, out, (a_scale, *of_a, C), blocks, marks,
-        GROUPED=grouped, BLOCKED=blocked, CHUNK=chunk(E), SPAN=span, FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
+        GROUPED=grouped, BLOCKED=blocked, CHUNK=chunk(E), FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
         UNSHIFT=2.0 ** -(a_shift + b_shift), **config, num_warps=4, **FUSED,
     )  # fmt: skip
     only: Any = {"marks": marks, "width": BLOCK_N, "programs": programs}

@@ -34,7 +34,7 @@ def _plan(plan, tiles, offs, offs_stride, G, M, CHUNK: tl.constexpr):
 def mx_values(
     codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, out_stride,
     R, N, K, offs, offs_stride, G, plan, plan_tiles, plan_rows, marks,
-    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, SHIFT: tl.constexpr,
+    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write 2^SHIFT times the values of ROWS x 128 codes. There are R rows, and N rows for each expert."""
@@ -68,8 +68,8 @@ def mx_values(
     factor = (tl.minimum(byte + SHIFT, 255) << 23).to(tl.float32, bitcast=True)  # infinite for the scale NaN
     x = tl.load(codes + (e * stride_e + n * stride_r + first)[:, None] + k[None, :], mask=in_r[:, None] & in_k[None, :])
     value = (x.to(tl.float32).reshape(ROWS, 4, 32) * factor[:, :, None]).to(tl.bfloat16)
-    # (thread of four, step of 16, half, pair) becomes (step, half, thread, pair): the same permutation as that of
+    # In each 16 columns, (thread of four, half, pair) becomes (half, thread, pair): the same permutation as that of
     # `values` in `conversion.py`.
-    value = value.reshape(ROWS * (128 // SPAN), 4, SPAN // 16, 2, 2).permute(0, 2, 3, 1, 4).reshape(ROWS, 128)
+    value = value.reshape(ROWS * 8, 4, 2, 2).permute(0, 2, 1, 3).reshape(ROWS, 128)
     in_out = in_k if GROUPED == "K" else first + k < out_stride
     tl.store(out + (r * out_stride + first)[:, None] + k[None, :], value, mask=in_r[:, None] & in_out[None, :])
