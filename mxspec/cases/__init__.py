@@ -8,6 +8,8 @@
 - `IMPOSSIBLE`: pairs of facts that no valid call has, as patterns, each with the reason;
 - `TOKENS`: the size that is divided into token groups, if there is one;
 - `TOLD_BEFORE`: sizes that must equal a size of an earlier tensor of the call;
+- `ROWS_TAKEN`: for a matmul, a function that takes the arguments and the options of a call, and numbers of rows of its
+  output. It returns the arguments of a call with these rows, or None if there is no such call;
 - `ACROSS`: True if blocks lie down the columns, as for axis -2; `MOVES_BYTES`: True if the op never reads a value.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
@@ -78,6 +80,13 @@ def moves_bytes(op: str) -> bool:
 def told_before(op: str) -> Collection[str]:
     """The sizes of an op's tensors that must equal a size of an earlier tensor of the call."""
     return getattr(of(op), "TOLD_BEFORE", ())
+
+
+def rows_taken(op: str) -> Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[Any, ...] | None] | None:
+    """A function that gives the arguments of a call with some of the rows of another call. None for most ops."""
+    found: Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[Any, ...] | None] | None
+    found = getattr(of(op), "ROWS_TAKEN", None)
+    return found
 
 
 def why_not(op: str, pair: Iterable[Any]) -> str | None:

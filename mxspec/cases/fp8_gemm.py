@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.cases.common import taken_rows
 from mxspec.cases.common.fp8_operands import codes, scales
 from mxspec.cases.common.matmuls import (
     FP8_SIZES,
@@ -213,5 +214,6 @@ DIMENSIONS: dict[str, Any] = {
     **operand("b"),
 }
 SPACE = Space(DIMENSIONS, make, {"out_dtype": OUT_DTYPES}, possible, blind=blind, implied=("none",))
+ROWS_TAKEN = taken_rows.of_matmul
 TOLD_BEFORE = ("b.cols",)
 IMPOSSIBLE = impossible("a", "b")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.cases import fp8_gemm
+from mxspec.cases.common import taken_rows
 from mxspec.cases.common.matmuls import sum_of, summed, tensor_fits
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space
@@ -106,6 +107,7 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
 
 DIMENSIONS: dict[str, Any] = {**fp8_gemm.DIMENSIONS, **sum_of("acc")}
 SPACE = Space(DIMENSIONS, _make, {}, _possible, blind=fp8_gemm.blind, implied=("none",))
+ROWS_TAKEN = taken_rows.of_sum
 TOLD_BEFORE = fp8_gemm.TOLD_BEFORE
 IMPOSSIBLE = (
     *fp8_gemm.IMPOSSIBLE,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.cases.common import taken_rows
 from mxspec.cases.common.fp8_operands import codes, scales
 from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, nothing_in_groups, offsets
 from mxspec.cases.common.matmuls import (
@@ -266,6 +267,7 @@ SPACE = Space(
 )
 _OF_MANY = r"b_scale\.strides (?:column-major|experts inside the rows|one row repeated|rows apart)"
 TOKENS = "a.rows"
+ROWS_TAKEN = taken_rows.of_groups
 TOLD_BEFORE = ("b.cols", "b.experts")
 IMPOSSIBLE = (
     (r"(?:b\.experts|offs\.groups) > 256 \| " + _OF_MANY, "more than 2.2 million elements in a tensor"),

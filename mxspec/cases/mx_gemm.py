@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.cases.common import taken_rows
 from mxspec.cases.common.matmuls import (
     MX_SIZES,
     SIZES,
@@ -170,6 +171,7 @@ DIMENSIONS: dict[str, Any] = {
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS}
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
+ROWS_TAKEN = taken_rows.of_matmul
 TOLD_BEFORE = ("b.cols",)
 IMPOSSIBLE = (
     *impossible("a", "b"),

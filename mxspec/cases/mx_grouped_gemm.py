@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.cases.common import taken_rows
 from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, nothing_in_groups, offsets
 from mxspec.cases.common.matmuls import (
     EXPERTS,
@@ -247,6 +248,7 @@ SPACE = Space(
     DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",), beyond=BEYOND
 )
 TOKENS = "a.rows"
+ROWS_TAKEN = partial(taken_rows.of_groups, scale_layout="blocked")
 TOLD_BEFORE = ("b.cols", "b.experts")
 IMPOSSIBLE = (
     (r"a\.-NaN somewhere \| a\.rows = 1", "one row has a NaN of one sign in every case"),

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec import dispatch
+from mxspec import cases, dispatch
 from mxspec.check._answers import copies, equal_bits, overlap, quietly, shared
 from mxspec.check._compare import difference, magnitudes_of
 from mxspec.check._facts import Fact, facts_of
 from mxspec.check._memory import on_device, tensors_of
-from mxspec.formats import INT_OF_BYTES
+from mxspec.formats import INT_OF_BYTES, same_bits
 from mxspec.spec import Case, Reference, answer_of
 
 Call = Callable[..., Any]
@@ -268,6 +268,38 @@ def _gradient(fn: Call, args: tuple[Any, ...], case: Case) -> Tensor | str:
     return gradient
 
 
+def rows_keep_their_bits(trial: Trial) -> str | None:
+    """A row of the output has the same bits whatever other rows the call has: less, more, in another order."""
+    take = cases.rows_taken(trial.reference.__name__)
+    assert take is not None
+    for case in trial.cases:
+        args = trial.args(case)
+        M = trial.expected(trial.reference.spec.own(args), case)[0].shape[0]
+        every = torch.arange(M, device=trial.device)
+        if (whole := take(args, case.kwargs, every)) is None:
+            continue
+        (expected,) = copies(trial.outputs(trial.reference.spec.own(whole), case))
+        many = 300 if trial.device.type == "cpu" else 5000
+        for rows in (every[:1], every[-1:], every[1::3], every.repeat_interleave(-(-many // M))):
+            some = take(args, case.kwargs, rows)
+            assert some is not None
+            (got,) = trial.outputs(trial.reference.spec.own(some), case)
+            if changed := int((~same_bits(expected[rows], got)).any(-1).sum()):
+                return f"case {case.name!r}: of {M} rows, a call with {len(rows)} changes the bits of {changed}"
+    return None
+
+
+def unpromised(op: str, name: str, candidate: Any) -> str | None:
+    """Why a candidate need not keep a behaviour, or None. A kernel promises batch invariance by a flag of its own."""
+    if BEHAVIOURS[name.removeprefix(PREFIX)] is not rows_keep_their_bits:
+        return None
+    if isinstance(candidate, str):
+        promised = candidate != "reference" and dispatch.is_batch_invariant(op, candidate)
+    else:
+        promised = getattr(candidate, "batch_invariant", False)
+    return None if promised else "does not promise batch invariance"
+
+
 PREFIX = "behaviour: "
 BEHAVIOURS: dict[str, Callable[[Trial], str | None]] = {
     "the same bits at every call": same_bits_again,
@@ -278,6 +310,7 @@ BEHAVIOURS: dict[str, Callable[[Trial], str | None]] = {
     "no wait for the device": waits_for_nothing,
     "gradients": gradients_flow,
     "no gradient in place": no_gradient_in_place,
+    "batch invariance": rows_keep_their_bits,
 }
 
 
@@ -290,6 +323,8 @@ def names(op: str, device: torch.device) -> Iterator[str]:
         if judge is waits_for_nothing and device.type != "cuda":
             continue
         if judge is memory_of_its_own and spec.in_place:
+            continue
+        if judge is rows_keep_their_bits and cases.rows_taken(op) is None:
             continue
         yield PREFIX + name
 

@@ -135,6 +135,8 @@ def check_behaviour(
     name = name or (candidate if isinstance(candidate, str) else _name_of(candidate))
     result = functools.partial(Result, op, name, behaviour)
     call: Callable[..., Any] = candidate  # type: ignore[assignment]
+    if reason := _behaviour.unpromised(op, behaviour, candidate):
+        return result("skipped", f"{name} {reason}")
     if isinstance(candidate, str):
         call = functools.partial(dispatch.public(op), backend=candidate)
         for case in _behaviour.chosen(op):

@@ -15,7 +15,7 @@ from mxspec.dispatch.choice import current_backend, is_outer_block_unseen, set_b
 from mxspec.dispatch.explanation import Explanation, explain
 from mxspec.dispatch.files import backends, has_kernel, interpreters, kernel_module, ops, public, reference
 from mxspec.dispatch.operator import op
-from mxspec.dispatch.resolve import refusal, static_refusal
+from mxspec.dispatch.resolve import is_batch_invariant, refusal, static_refusal
 
 __all__ = [
     "Explanation",
@@ -24,6 +24,7 @@ __all__ = [
     "explain",
     "has_kernel",
     "interpreters",
+    "is_batch_invariant",
     "is_outer_block_unseen",
     "kernel_module",
     "op",

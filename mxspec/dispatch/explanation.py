@@ -8,7 +8,7 @@ from typing import Any
 
 from mxspec.dispatch.choice import current_backend, known
 from mxspec.dispatch.files import backends, kernel_module, reference
-from mxspec.dispatch.resolve import refusal, taken_by_auto, unranked
+from mxspec.dispatch.resolve import is_batch_invariant, refusal, taken_by_auto, unranked
 from mxspec.dispatch.schema import annotated
 from mxspec.reference.common import checks
 
@@ -22,9 +22,11 @@ class Explanation:
     backend: str | None  # None: the call would raise
     reasons: dict[str, str]
     note: str | None = None  # set if the backend runs this call in another way than its rank assumes
+    batch_invariant: bool = False  # whether the backend promises that a row's bits do not depend on the other rows
 
     def __str__(self) -> str:
         head = f"{self.op}: {self.asked!r} " + (f"runs {self.backend!r}" if self.backend else "raises")
+        head += ", batch-invariant" if self.batch_invariant else ""
         head += f", {self.note}" if self.note else ""
         return "\n".join([head, *(f"  {backend:<10} {reason}" for backend, reason in self.reasons.items())])
 
@@ -66,4 +68,5 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
         if why_not:
             reasons = {asked: why_not, **reasons}
     note = getattr(kernel_module(name, chosen), "note", None) if chosen not in (None, "reference") else None
-    return Explanation(name, asked, chosen, reasons, note and note(*args, **kwargs))
+    invariant = chosen not in (None, "reference") and is_batch_invariant(name, str(chosen))
+    return Explanation(name, asked, chosen, reasons, note and note(*args, **kwargs), invariant)

@@ -64,6 +64,11 @@ def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, An
     return None if supports is None else supports(*args, **kwargs)
 
 
+def is_batch_invariant(name: str, backend: str) -> bool:
+    """Whether a kernel promises that the bits of a row do not depend on the other rows of a call."""
+    return getattr(kernel_module(name, backend), "BATCH_INVARIANT", False)
+
+
 def unranked(module: ModuleType, device: torch.device) -> str | None:
     """Why `auto` never takes a kernel on a device. None if it may take it."""
     if device.type != "cuda":

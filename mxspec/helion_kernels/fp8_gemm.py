@@ -16,6 +16,7 @@ from mxspec.helion_kernels.common.launch import Configs, config, launch
 
 # The race on an H200, also without TMA and with descriptors that each program makes: benchmarks/results/decisions.md.
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
+BATCH_INVARIANT = True
 PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.mma",)}
 # TMA accesses the operands and the output, if it can read them. Plain loads read the scales, which may have any
 # strides.

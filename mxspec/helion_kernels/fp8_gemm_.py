@@ -6,9 +6,10 @@ from torch import Tensor
 
 from mxspec.helion_kernels.fp8_gemm import PTX, multiply
 
-__all__ = ["PTX", "RANK", "fp8_gemm_"]
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "fp8_gemm_"]
 
 RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
+BATCH_INVARIANT = True
 
 
 def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:

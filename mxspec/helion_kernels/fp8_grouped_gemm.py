@@ -14,6 +14,7 @@ from mxspec.helion_kernels.fp8_gemm import options
 _ROWS = 128
 # Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
+BATCH_INVARIANT = True
 # TMA reads a and b, in tiles that may begin at any row. The configuration says "tensor_descriptor" once, for all
 # accesses that TMA can make. With a list, Helion's guard on strides counts the accesses of inner loops first, so code
 # compiled for TMA would run on strides that TMA cannot read.

@@ -18,6 +18,7 @@ _LARGE, _NARROW, _LOW = (
 # Slower than Triton on an H200, because every 32 columns of K make a separate sum, which is scaled twice
 # (benchmarks/results/decisions.md). Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
+BATCH_INVARIANT = True
 # On Hopper the scales of a tile's columns take as many registers as its sums, and a larger tile would spill.
 # Blackwell's scaled products have 128 rows.
 CONFIGS = {

@@ -15,6 +15,7 @@ from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, s
 # Slower than Triton for the reason in mx_gemm. Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled,
 # not run.
 RANK = {(9, 0): 2, (10, 0): 2}
+BATCH_INVARIANT = True
 # Programs run down the rows first, so that programs that run at the same time share the weights of an expert.
 _ROWS = 128  # as the tiles of a group's scales
 CONFIGS = {(9, 0): config([64], 8, num_stages=4), (10, 0): config([128], 8, num_stages=4)}  # as in mx_gemm

@@ -41,7 +41,7 @@ def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tenso
 
     Returns:
         None. The reference adds products, sums and acc in fp64 and rounds once, to acc's fp32. A kernel sums in fp32
-        and is judged by its SQNR: at least 70 dB.
+        and is judged by its SQNR: at least 70 dB. Batch invariance is as for `fp8_gemm`.
 
     Special values: a NaN in acc stays in its element. A NaN code or scale makes its whole row or column NaN; a NaN in a
         128x128 scale makes 128 columns NaN. Inf, and sums beyond fp32, are as for `fp8_gemm`. With K = 0 acc does not

@@ -99,8 +99,9 @@ def fp8_grouped_gemm(
             meaning, but no access outside the operands and the result.
 
     Returns:
-        `(M, N)` of out_dtype, contiguous. Rows from the last end on are 0, whatever a and a_scale hold there. Rounding
-        and the judgement of kernels are as for `fp8_gemm`.
+        `(M, N)` of out_dtype, contiguous. Rows from the last end on are 0, whatever a and a_scale hold there. Rounding,
+        the judgement of kernels and batch invariance are as for `fp8_gemm`: the place of a row in its group, and the
+        place of the group, do not change its bits.
 
     Special values: as for `fp8_gemm`, within a group: a NaN in an expert's weights reaches only the tokens of that
         expert.

@@ -96,8 +96,9 @@ def mx_grouped_gemm(
             operands and the result.
 
     Returns:
-        `(M, N)` of out_dtype, contiguous. Rows from the last end on are 0, whatever a and a_scale hold there. Rounding
-        and the judgement of kernels are as for `mx_gemm`.
+        `(M, N)` of out_dtype, contiguous. Rows from the last end on are 0, whatever a and a_scale hold there. Rounding,
+        the judgement of kernels and batch invariance are as for `mx_gemm`: the place of a row in its group, and the
+        place of the group, do not change its bits.
 
     Special values: as for `mx_gemm`, within a group: a NaN in an expert's weights reaches only the tokens of that
         expert.

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from mxspec.triton_kernels.fp8_gemm import PTX, multiply, note
 
-__all__ = ["PTX", "RANK", "fp8_gemm_", "note"]
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "fp8_gemm_", "note"]
 
 # DeepGEMM adds in place, too. The race on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
+BATCH_INVARIANT = True
 
 
 def fp8_gemm_(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> None:

@@ -14,10 +14,11 @@ from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_matmul
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
-__all__ = ["PTX", "RANK", "mx_gemm", "note"]
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "mx_gemm", "note"]
 
 # The race against cuBLAS in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
+BATCH_INVARIANT = True
 PTX = mx_matmul.PTX
 
 

@@ -129,8 +129,8 @@ def _tile(
 
     With MEND, store only the elements whose present value is Inf or NaN.
 
-    With `a_flags` and `b_flags` (one flag for each row of a, and of b, 128 for each tile of rows), compute the tile only
-    if one of its flags is raised, and store only the elements of rows and columns with a flag.
+    `a_flags` and `b_flags` hold a flag for each row of a and of b, 128 for each tile of rows. With them, compute the
+    tile only if one of its flags is raised, and store only the elements of rows and columns with a flag.
     """
     # `top` is the tile's first row of a and of the output, and `tile` counts rows of scale tiles. If offs is out of
     # order, the result has no meaning, but nothing outside of the operands is read.
