@@ -20,8 +20,18 @@ class Device:
     memory_gbps: float
     bf16_tflops: float
     fp8_tflops: float
+    processors: int  # streaming multiprocessors
+    bf16_flops_a_cycle: int  # of the tensor cores of one multiprocessor
     mx: bool = False  # whether its tensor cores take MX codes with their scales
     measured: bool = False  # whether the shares above were measured on it; for other GPUs they are a guess
+
+    @property
+    def issue_gips(self) -> float:
+        """The instructions of single threads that the GPU can issue, in billions a second.
+
+        A multiprocessor issues 4 a cycle, for 32 threads each. The data sheet's rate of bf16 gives the clock.
+        """
+        return 4 * 32 * self.bf16_tflops * 1e3 / self.bf16_flops_a_cycle
 
     def is_matmul(self, flops: float, bytes_moved: float) -> bool:
         """Whether the matrix operations of a call, in bf16, take longer than its bytes."""
@@ -29,9 +39,9 @@ class Device:
 
 
 DEVICES = {
-    "NVIDIA H100 80GB HBM3": Device(3350, 989, 1979),  # NVIDIA H100 data sheet, SXM column, halved for dense
-    "NVIDIA H200": Device(4800, 989, 1979, measured=True),  # NVIDIA H200 data sheet, SXM column, halved for dense
-    "NVIDIA B200": Device(8000, 2250, 4500, mx=True),  # NVIDIA DGX B200 data sheet, 1 of 8 GPUs, halved for dense
+    "NVIDIA H100 80GB HBM3": Device(3350, 989, 1979, 132, 4096),  # H100 data sheet, SXM column, halved for dense
+    "NVIDIA H200": Device(4800, 989, 1979, 132, 4096, measured=True),  # H200 data sheet, SXM column, halved for dense
+    "NVIDIA B200": Device(8000, 2250, 4500, 148, 8192, mx=True),  # DGX B200 data sheet, 1 of 8 GPUs, halved for dense
 }
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from mxspec.dispatch import backends, ops
+from mxspec.machine_code import bound
 from mxspec.machine_code.compile import Result, compile_op, kernels
 from mxspec.machine_code.fake_gpu import TARGETS, unavailable
 from mxspec.machine_code.planner import plan
@@ -43,6 +44,19 @@ def _table(results: Sequence[Result]) -> Any:
     return table
 
 
+def _print_bounds(calls: Sequence[tuple[str, str, str]], as_json: bool) -> int:
+    from rich.console import Console
+
+    found = [b for call in calls for b in bound.bounds(*call)]
+    if as_json:
+        print(json.dumps([dataclasses.asdict(b) | {"an_element": b.an_element, "binds": b.binds} for b in found]))
+    elif found:
+        Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160).print(bound.table(found))
+    if not found:
+        print("mxspec: compile --bound: no quantizer is of that op and that backend", file=sys.stderr)
+    return 0 if found else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mxspec compile", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", choices=ops(), help="compile only this op; default: all ops")
@@ -53,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cover_help = "compile fewer cases: enough to have each kernel (0), each option (1) or each pair of options (2)"
     parser.add_argument("--cover", type=int, choices=(0, 1, 2), help=cover_help)
     parser.add_argument("--json", action="store_true", help="print all results as JSON, without the PTX")
+    bound_help = "print what bounds each quantizer: the GPU's memory, or the instructions of its machine code"
+    parser.add_argument("--bound", action="store_true", help=bound_help)
     asked = parser.parse_args(argv)
     if reason := unavailable():
         parser.error(reason)
@@ -63,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             having.setdefault(backend, []).append(op)
     if not having:
         parser.error("no kernel is of that op and that backend")
+    if asked.bound:
+        return _print_bounds([(op, b, target) for b in having for op in having[b] for target in targets], asked.json)
     jobs: list[tuple[str, str, str, Collection[str] | None]] = []
     for backend, target in itertools.product(having, targets):
         planned = {} if asked.cover is None else plan(tuple(having[backend]), backend, target, asked.cover)

@@ -101,8 +101,18 @@ def _fake_helion(target: str, properties: Any) -> contextlib.ExitStack:
         return stack.pop_all()
 
 
+class Launches(list[Any]):
+    """The compiled kernel of each launch. `grids` holds the number of programs of each, in three dimensions."""
+
+    grids: list[tuple[int, ...]]
+
+    def clear(self) -> None:
+        super().clear()
+        self.grids = []
+
+
 @contextlib.contextmanager
-def fake_gpu(target: str) -> Iterator[list[Any]]:
+def fake_gpu(target: str) -> Iterator[Launches]:
     """Pretend that the current CUDA device is a `target`, and compile every kernel that would be launched.
 
     Gives the list of kernels that Triton compiled. It grows with each launch on meta tensors. A real launch on a real
@@ -113,11 +123,13 @@ def fake_gpu(target: str) -> Iterator[list[Any]]:
     from triton.runtime.jit import JITFunction
 
     arch = TARGETS[target]
-    compiled: list[Any] = []
+    compiled = Launches()
+    compiled.clear()
     real_run = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled.append(real_run(self, *args, grid=grid, warmup=True, **kwargs))  # a warm-up stops before the launch
+        compiled.grids.append(tuple(grid) if isinstance(grid, tuple | list) else ())
         return compiled[-1]
 
     device = SimpleNamespace(

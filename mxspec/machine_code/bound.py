@@ -1,0 +1,162 @@
+"""What bounds a quantizer's speed: its bytes or its instructions, from the machine code and the GPU's data sheet.
+
+A multiprocessor of Hopper or Blackwell issues at most 4 instructions a cycle, each for the 32 threads of a warp. So the
+number of instructions of all warps gives a time, as the number of bytes does. The longer time is the bound: no run is
+faster. A run may be slower, because threads also wait for memory.
+
+The count reads SASS, the code that the GPU runs. It takes each instruction of a kernel once, in both arms of a branch.
+So it is too high where warps skip an arm. It is too low for a loop, which a report names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mxspec import devices
+from mxspec.devices import Device
+from mxspec.dispatch import kernel_module, reference
+from mxspec.machine_code.fake_gpu import fake_gpu, meta
+from mxspec.machine_code.planner import has_no_code
+from mxspec.shapes import Shapes
+from mxspec.spec import Case
+
+DEVICE = {"sm90": "NVIDIA H200", "sm100": "NVIDIA B200"}
+SHAPES = Shapes(matrices=((32768, 7168),), experts=((8, 7168, 2048),), padding=((32768, 7168, 8),))
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
+_BRANCH = re.compile(r"\bBRA(?:\.\w+)*\s+(?:\w+, )?(?:`\(\.L_x_\d+\)|0x([0-9a-f]+))")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The bound of one call: its instructions, its bytes, and their times on one GPU.
+
+    Attributes:
+        elements: the number of elements of the largest output.
+        instructions: the instructions of all threads of all kernels, each counted once.
+        loops: the kernels with a loop, whose instructions are counted once and run more often.
+        bytes_moved: the bytes of inputs and outputs.
+    """
+
+    op: str
+    backend: str
+    target: str
+    case: str
+    elements: int
+    instructions: int
+    loops: tuple[str, ...]
+    bytes_moved: int
+
+    @property
+    def device(self) -> Device:
+        return devices.DEVICES[DEVICE[self.target]]
+
+    @property
+    def an_element(self) -> float:
+        """The instructions for an element."""
+        return self.instructions / self.elements
+
+    @property
+    def issue_us(self) -> float:
+        return self.instructions / (self.device.issue_gips * 1e3)
+
+    @property
+    def memory_us(self) -> float:
+        """The time of the bytes at the data sheet's rate."""
+        return self.bytes_moved / (self.device.memory_gbps * 1e3)
+
+    @property
+    def binds(self) -> str:
+        return "memory" if self.memory_us >= self.issue_us else "instructions"
+
+
+def sass_of(cubin: bytes) -> list[tuple[int, str]]:
+    """The address and the text of each instruction, without the padding after the code."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = [(int(address, 16), code) for address, code in _INSTRUCTION.findall(text)]
+    return [(at, code) for at, code in found if code != "NOP" and f"0x{at:x}" not in code]  # a branch to itself
+
+
+def has_loop(sass: Sequence[tuple[int, str]]) -> bool:
+    """Whether an instruction branches back, and to code that writes memory."""
+    for at, code in sass:
+        target = _BRANCH.search(code)
+        if target and target[1] and int(target[1], 16) < at:
+            body = [text for place, text in sass if int(target[1], 16) <= place <= at]
+            if any("STG" in text or "UBLKCP" in text or "UTMASTG" in text for text in body):
+                return True
+    return False
+
+
+def is_quantizer(op: str) -> bool:
+    """Whether an op promises bytes. A matmul is bound by tensor cores."""
+    return reference(op).spec.min_sqnr_db == math.inf
+
+
+def cases_of(op: str) -> list[Case]:
+    """One large call for each way of an op's options, of those that are worth timing."""
+    with FakeTensorMode():
+        return list(reference(op).spec.bench_cases(SHAPES))
+
+
+def bounds(op: str, backend: str, target: str) -> Iterator[Bound]:
+    """The bound of each large call of an op that the backend supports."""
+    module = kernel_module(op, backend)
+    if isinstance(module, str) or has_no_code(module) or not is_quantizer(op):
+        return
+    ref, supports = reference(op), getattr(module, "supports", None)
+    for case in cases_of(op):
+        with FakeTensorMode():
+            args = case.args()
+            if supports and supports(*args, **case.kwargs):
+                continue
+            outputs = ref.spec.outputs(args, ref(*args, **case.kwargs))
+            moved = ref.spec.bytes_moved(args, outputs)
+        with fake_gpu(target) as compiled:
+            getattr(module, op)(*map(meta, args), **case.kwargs)
+            launches = list(zip(compiled, compiled.grids, strict=True))
+        instructions, loops = 0, []
+        for kernel, grid in launches:
+            sass = sass_of(kernel.asm["cubin"])
+            programs = math.prod(grid)
+            instructions += len(sass) * 32 * kernel.metadata.num_warps * programs
+            if has_loop(sass):
+                loops.append(kernel.metadata.name)
+        largest = max(t.numel() for t in outputs if isinstance(t, Tensor))
+        yield Bound(op, backend, target, case.name, largest, instructions, tuple(dict.fromkeys(loops)), moved)
+
+
+def table(found: Sequence[Bound]) -> Any:
+    from rich.table import Table
+
+    shown = Table(
+        "op",
+        "backend",
+        "case",
+        "GPU",
+        title="Bounds, from the data sheet and the machine code. Compiled, not run.",
+        caption="instructions: for an element of the largest output; +: a loop is counted once and runs more often",
+    )
+    for column in ("instructions", "us to issue them", "us to move the bytes", "bound by"):
+        shown.add_column(column, justify="right")
+    for b in found:
+        shown.add_row(
+            b.op, b.backend, b.case, DEVICE[b.target].removeprefix("NVIDIA "),
+            f"{b.an_element:.1f}{'+' if b.loops else ''}", f"{b.issue_us:.0f}{'+' if b.loops else ''}",
+            f"{b.memory_us:.0f}", "" if b.loops and b.binds == "memory" else b.binds,
+        )  # fmt: skip
+    return shown

@@ -1,0 +1,91 @@
+"""What bounds a quantizer: instructions counted in machine code, and bytes. Compared with the stored run of an H200."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mxspec import devices, dispatch
+from mxspec.machine_code import bound
+from mxspec.machine_code.fake_gpu import unavailable
+from tests.helpers import ROOT
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
+
+RUN = ROOT / "benchmarks" / "results" / "h200-2026-11-21.json"
+OPS = ("mx_quantize", "fp8_quantize_1x128", "mx_quantize_rowcol")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_h200_is_never_faster_than_the_bound(op):
+    measured = {
+        (race["op"], race["case"], entry["name"]): entry["us"]
+        for race in json.loads(RUN.read_text())["races"]
+        for entry in race["entries"]
+    }
+    compared = 0
+    for found in bound.bounds(op, "triton", "sm90"):
+        if us := measured.get((op, found.case, "triton")):
+            compared += 1
+            share = max(found.issue_us, found.memory_us) / us
+            # Each of these kernels moves its bytes at 0.69 to 0.9 of the data sheet's rate.
+            assert found.binds == "memory"
+            assert 0.65 < share < 1, found.case
+            assert found.issue_us < us, found.case
+    assert compared >= 3
+
+
+@pytest.mark.parametrize("op", ["mx_quantize", "fp8_quantize_1x128"])
+def test_the_memory_of_a_b200_bounds_the_quantizers(op):
+    found = list(bound.bounds(op, "triton", "sm100"))
+    assert found
+    for each in found:
+        assert not each.loops
+        assert each.binds == "memory", each
+        assert each.an_element < 13.5, each
+
+
+def test_instructions_bind_the_plain_tiles_of_a_gradient():
+    """With 2 bytes read and 2 written for an element, a B200 has time for about 18 instructions."""
+    (found,) = bound.bounds("swiglu_backward_mx_quantize_rowcol_groups", "triton", "sm100")
+    assert found.binds == "instructions"
+    assert found.an_element > 30
+
+
+def test_a_loop_is_found_if_it_writes_memory():
+    loop = [(0, "S2R R0, SR_TID.X"), (16, "STG.E [R2], R0"), (32, "@P0 BRA 0x10"), (48, "EXIT"), (64, "BRA 0x40")]
+    assert bound.has_loop(loop)
+    assert not bound.has_loop([loop[0], (16, "IADD3 R0, R0, 1, RZ"), *loop[2:]])
+    assert not bound.has_loop([*loop[:2], (32, "@P0 BRA 0x30"), *loop[3:]])
+
+
+def test_padding_and_the_last_branch_are_no_instructions(monkeypatch):
+    text = "\n".join(f"        /*{at:04x}*/    {code} ;" for at, code in enumerate(["MOV R1, R2", "BRA 0x1", "NOP"]))
+    monkeypatch.setattr(bound.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 0, stdout=text))
+    assert bound.sass_of(b"") == [(0, "MOV R1, R2")]
+
+
+def test_the_rate_of_instructions_follows_from_the_data_sheet():
+    h200 = devices.DEVICES["NVIDIA H200"]
+    clock = h200.bf16_tflops * 1e12 / (h200.bf16_flops_a_cycle * h200.processors)
+    assert 1.7e9 < clock < 2.0e9
+    assert h200.issue_gips * 1e9 == pytest.approx(128 * h200.processors * clock)
+
+
+def test_matmuls_have_no_such_bound():
+    assert [op for op in dispatch.ops() if not bound.is_quantizer(op)]
+    assert not list(bound.bounds("mx_gemm", "triton", "sm90"))
+
+
+def test_the_command_line():
+    command = [sys.executable, "-m", "mxspec", "compile", "--bound", "--op", "to_blocked", "--backend", "triton"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "Compiled, not run." in text
+    assert "B200" in text
+    assert "H200" in text
+    rows = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert {row["target"] for row in rows} == {"sm90", "sm100"}
+    refused = subprocess.run([*command[:5], "--op", "mx_gemm"], capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "no quantizer" in refused.stderr
