@@ -7,12 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.nn import Recipe
 
-ALIGNMENT = 16  # bytes, what TMA needs for the start of a row
+WIDE = 2048  # from this width on, rows are filled up to whole lines
+
+
+def alignment(D: int) -> int:
+    """The number of bytes of which a message of D elements has a multiple.
+
+    TMA needs 16 bytes. On an H100, a matmul of 7168 columns reads rows that begin at lines of the cache, of 128 bytes,
+    7% faster than other rows. Narrow rows would grow too much.
+    """
+    return 128 if D >= WIDE else 16
 
 
 @dataclass(frozen=True)
@@ -20,8 +30,8 @@ class Wire:
     """The codes of a recipe, quantized along the features, as bytes. The scales have the plain layout.
 
     The message of a row has D codes of one byte. For mxfp8, D / 32 scales of one byte follow; for fp8_128,
-    ceil(D / 128) scales of four bytes. Bytes of 0 fill the message up to a multiple of 16 bytes, because TMA reads the
-    codes in place. For a D that is a multiple of 512, there are none.
+    ceil(D / 128) scales of four bytes. Bytes of 0 fill the message up to a multiple of 16 bytes, or of 128 bytes for
+    2048 elements or more, because the matmuls read the codes in place.
     """
 
     recipe: Recipe
@@ -37,8 +47,8 @@ class Wire:
         else:
             codes, scale = mxspec.fp8_quantize_1x128(x, scale_format=self.recipe.scale_format, **options)
         parts = [part.contiguous().view(torch.uint8) for part in (codes, scale)]
-        if missing := -sum(part.shape[1] for part in parts) % ALIGNMENT:
-            parts.append(parts[0].new_zeros(len(x), missing))
+        # PyTorch joins two parts at the memory's speed, and three parts four times slower.
+        parts[1] = pad(parts[1], (0, -sum(part.shape[1] for part in parts) % alignment(x.shape[1])))
         return torch.cat(parts, 1)
 
     def parts(self, message: Tensor, D: int) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,23 @@ def same_bytes(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     )
 
 
+@pytest.mark.parametrize("recipe", ["fp8_128", "mxfp8_rceil"])
+@pytest.mark.parametrize(("width", "size"), [(160, 176), (2032, 2096), (2048, 2176), (2880, 3072), (7168, 7424)])
+def test_a_message_is_filled_up_with_zeros(recipe, width, size):
+    """To a multiple of 16 bytes, or of 128 bytes for wide rows."""
+    if width % 32 and recipe == "mxfp8_rceil":
+        pytest.skip("MX blocks need a multiple of 32")
+    wire = Wire(RECIPES[recipe], None)
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    message = wire.encode(x)
+    codes, scale = wire.parts(message, width)
+    used = width + scale.shape[1] * scale.element_size()
+    assert message.shape == (3, size)
+    assert not message[:, used:].any()
+    quantize = mxspec.mx_quantize if recipe == "mxfp8_rceil" else mxspec.fp8_quantize_1x128
+    assert same_bytes((codes, scale), quantize(x, backend="reference"))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("recipe", FP8)
 def test_fp8_quantizers_give_the_codes_that_came_and_requantize_them_along_the_tokens(recipe, dtype):
