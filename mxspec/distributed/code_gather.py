@@ -230,6 +230,6 @@ class Gathered(Bare):
                 f"recipe now asks for {scale_format} and {eps}. Set the recipe before gather_codes."
             )
         own = self.codes()
-        other = tuple(t.mT.contiguous() for t in own) if self.turned or with_transpose else ()
+        other = mxspec.fp8_transpose_128x128(*own, backend=backend) if self.turned or with_transpose else ()
         first, second = (other, own) if self.turned else (own, other)
         return [*first, *second] if with_transpose else list(first)
