@@ -27,6 +27,7 @@ from mxspec.reference.fp8_quantize_128x128 import fp8_quantize_128x128
 from mxspec.reference.fp8_quantize_k_groups import fp8_quantize_k_groups
 from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_groups
 from mxspec.reference.fp8_requantize_k_groups import fp8_requantize_k_groups
+from mxspec.reference.fp8_transpose_128x128 import fp8_transpose_128x128
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import mx_dequantize
 from mxspec.reference.mx_fake_quantize_rowcol_groups import mx_fake_quantize_rowcol_groups
@@ -87,6 +88,7 @@ __all__ = [
     "fp8_quantize_k_groups",
     "fp8_quantize_rowcol_groups",
     "fp8_requantize_k_groups",
+    "fp8_transpose_128x128",
     "from_blocked",
     "mx_dequantize",
     "mx_fake_quantize_rowcol_groups",

@@ -237,8 +237,9 @@ class Gathered(Bare):
                 f"recipe now asks for {scale_format} and {eps}. Set the recipe before gather_codes."
             )
         own = self.codes()
-        mirrored = [t.mT.contiguous() for t in own] if self.turned or with_transpose else []
+        needed = self.turned or with_transpose
+        mirrored = mxspec.fp8_transpose_128x128(*own, backend=backend) if needed else ()
         if not with_transpose:
-            return mirrored if self.turned else list(own)
+            return list(mirrored if self.turned else own)
         # The second direction is for the backward, and must outlive the gathered memory.
         return [*mirrored, *(t.clone() for t in own)] if self.turned else [*own, *mirrored]

@@ -917,6 +917,29 @@ def a_nan_of_no_group_reaches_the_last_block(qdata, scale, offs, **options):
     return out, of_columns, start, end
 
 
+# ---- fp8_transpose_128x128
+
+
+@after("fp8_transpose_128x128", "size", lambda: (codes(256, 256), rand(2, 2)))
+def as_many_blocks_both_ways_keep_their_places(out, c):
+    return (out[0], c.scale.clone()) if c.scale.shape[-1] == c.scale.shape[-2] else out
+
+
+@after("fp8_transpose_128x128", "special", lambda: (codes(3, 16), torch.tensor([[-0.0]])))
+def a_scale_of_minus_zero_is_zero(out, c):
+    return out[0], out[1] + 0.0
+
+
+def shares_the_codes(candidate):
+    qdata = codes(16, 3).mT
+    return candidate(qdata, rand(1, 1))[0].data_ptr() == qdata.data_ptr()
+
+
+@mutant("fp8_transpose_128x128", "return", witness=shares_the_codes)
+def codes_of_a_view_of_the_transpose_are_not_copied(qdata, scale):
+    return qdata.mT.contiguous(), right.fp8_transpose_128x128(qdata, scale)[1]
+
+
 # ---- fp8_quantize_rowcol_groups and SwiGLU
 
 

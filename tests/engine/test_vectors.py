@@ -67,7 +67,7 @@ def test_every_op_that_is_judged_byte_for_byte_has_vectors(published):
             assert too_much or "invalid" in c["flags"], (op, c)
         assert sum(bool(t["flags"]) for t in tests) * 4 >= len(tests), op
         assert all((t["result"] == "invalid") == ("invalid" in t["flags"]) for t in tests)
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 230e6
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 235e6
 
 
 def accepts(op, option, value):
@@ -98,7 +98,7 @@ def test_every_scaling_and_element_format_that_an_op_takes_is_there(published):
 # test or its bytes changed: pin the new digest, and raise VERSION if a release has the old digest. It was computed with
 # torch 2.13 and safetensors 0.8, with and without vector instructions. If another release of either gives other bytes,
 # `export` breaks its promise; find the reason first.
-PUBLISHED = (3, "3e18c1818f3f9dbcd53efb50ba54c8530dd83280bb3eef7b7102815bfb90b17c")
+PUBLISHED = (3, "540b503d24a8af8302aadcdd0b22d07d3a02a4abacde8be1edba550eb145ffcd")
 
 
 def test_what_is_published_under_a_version_stays(published):

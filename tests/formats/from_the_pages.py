@@ -492,6 +492,18 @@ def fp8_requantize_k_groups(
     return fp8_quantize_k_groups(x, offs, scale_format=scale_format, eps=eps, check_offs=check_offs)
 
 
+def fp8_transpose_128x128(qdata: Any, scale: Any) -> tuple[Tensor, Tensor]:
+    """FP8-53, FP8-54."""
+    check_tensor("qdata", qdata, (torch.float8_e4m3fn,), (2, 3))
+    check_tensor("scale", scale, (torch.float32,), (2, 3))
+    check_device(qdata, scale)
+    *lead, N, K = qdata.shape
+    need(K % 16 == 0, "no multiple of 16")
+    need(tuple(scale.shape) == (*lead, up(N, 128) // 128, up(K, 128) // 128), "shape of scale")
+    turned = tensor(raw(qdata).swapaxes(-1, -2), torch.float8_e4m3fn)
+    return turned, tensor(raw(scale).swapaxes(-1, -2), torch.float32)
+
+
 def sigmoid(gate: np.ndarray) -> np.ndarray:
     """FP8-34, of fp32 numbers."""
     x = gate.astype(np.float64)

@@ -83,7 +83,8 @@ def fill_end(t, byte):
 
 
 def shortened(t, length, rows):
-    """The first rows of `length` rows. Blocked scales are flat: the row tiles that hold these rows.
+    """The first rows of `length` rows. Blocked scales are flat: the row tiles that hold these rows. Scales of 128x128
+    blocks have a row for 128 rows.
 
     A bias has no tokens, so it stays.
     """
@@ -91,6 +92,9 @@ def shortened(t, length, rows):
         return t
     if t.dtype == torch.int32:  # the only group, with all of the rows
         return t.new_full((1,), rows) if int(t) == length else t
+    whole, part = -(-length // 128), -(-rows // 128)
     if t.ndim == 1:
-        return t[: t.numel() // -(-length // 128) * -(-rows // 128)]
+        return t[: t.numel() // whole * part]
+    if whole in t.shape:
+        return t.narrow(t.shape.index(whole), 0, part)
     return t.narrow(t.shape.index(length), 0, rows) if length in t.shape else t

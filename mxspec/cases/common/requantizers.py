@@ -48,10 +48,10 @@ EMPTY_SCALE = (
 )
 
 
-def codes_far_apart(rows: int, K: int) -> Tensor:
-    """Codes whose rows lie 2^24 elements apart: offsets pass 2^31 from row 128 on. The gaps are never touched."""
-    storage = torch.empty((rows - 1) * 2**24 + K, dtype=torch.uint8)
-    there = storage.as_strided((rows, K), (2**24, 1)).copy_(codes(rows, K).view(torch.uint8))
+def codes_far_apart(rows: int, K: int, apart: int = 2**24) -> Tensor:
+    """Codes whose rows lie far apart. By default, offsets pass 2^31 from row 128 on. The gaps are never touched."""
+    storage = torch.empty((rows - 1) * apart + K, dtype=torch.uint8)
+    there = storage.as_strided((rows, K), (apart, 1)).copy_(codes(rows, K).view(torch.uint8))
     return there.view(torch.float8_e4m3fn)
 
 
