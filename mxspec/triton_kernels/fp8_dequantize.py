@@ -80,8 +80,8 @@ def _turned(
     if TAIL:  # the last block is shorter; a thread has all of its 16 codes or none, because K is a multiple of 16
         rows = k < K - place % tiles * 128
         there = there & rows
-    if WIDE:  # the products with strides are above 2^31
-        r, k = r.to(tl.int64), k.to(tl.int64)
+    if WIDE:  # the products with strides are above 2^31, also those in load8
+        r, k, stride_r = r.to(tl.int64), k.to(tl.int64), tl.cast(stride_r, tl.int64)
     qdata += e * stride_e + r0 * stride_r + c * 128 * stride_k
     # WHOLE: R is a multiple of 8, so that a thread has all of its 8 columns or none.
     left = None if WHOLE else R - r0 - r

@@ -79,8 +79,8 @@ def _square_and_transpose(
     inside = ((n0 + n < N) & (k0 + k < K)) | EVEN
     # WHOLE: N is a multiple of 16, so that a thread has all of its 16 rows or none.
     left = None if WHOLE else N - n0 - n
-    if WIDE:  # the products with strides are above 2^31
-        n, k = n.to(tl.int64), k.to(tl.int64)
+    if WIDE:  # the products with strides are above 2^31, also those in load16
+        n, k, stride_n = n.to(tl.int64), k.to(tl.int64), tl.cast(stride_n, tl.int64)
     w += e * stride_e + n0 * stride_n + k0 * stride_k
     wide = widened(load16(w + (n * stride_n + k * stride_k), stride_n, inside, left))
     s, back = factors(tl.max(magnitude_bits(wide)), eps_bits, POW2)

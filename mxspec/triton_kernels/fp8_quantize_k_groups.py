@@ -58,6 +58,8 @@ def _fp8_quantize_k_groups(
         back = turn(x, to, d, k, run, stride_d, stride_m, count * 128, inside, owned, left, eps_bits, POW2, 1, COLS)
     else:
         tl.static_assert(COLS == 128)  # one block of the rows, so that a token has one scale
+        if WIDE:  # also the products in load16
+            stride_m, row_scale_stride_m = tl.cast(stride_m, tl.int64), tl.cast(row_scale_stride_m, tl.int64)
         codes = load16(x + (d * stride_d)[:, None, :, :, :] + run * stride_m, stride_m, inside[:, None, :, :, :], left)
         row_scale += token.to(tl.int64) * row_scale_stride_m + column.to(tl.int64) * row_scale_stride_d
         # Each thread loads the scales of its 16 tokens. If it loaded other scales, Triton would exchange the codes.

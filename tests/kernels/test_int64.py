@@ -98,3 +98,42 @@ def shortened(t, length, rows):
     if whole in t.shape:
         return t.narrow(t.shape.index(whole), 0, part)
     return t.narrow(t.shape.index(length), 0, rows) if length in t.shape else t
+
+
+FAR = 2**28  # eight times this stride is 2^31
+
+
+def far_apart(rows, cols, dtype):
+    """A matrix whose rows lie FAR elements apart. The gaps are never touched."""
+    storage = torch.empty((rows - 1) * FAR + cols, dtype=dtype)
+    g = torch.Generator().manual_seed(0)
+    return storage.as_strided((rows, cols), (FAR, 1)).copy_(torch.randn(rows, cols, generator=g))
+
+
+def _codes():
+    q, s = dispatch.reference("fp8_quantize_1x128")(far_apart(16, 128, torch.bfloat16).contiguous(), axis=-2)
+    return far_apart(16, 128, torch.bfloat16).view(torch.uint8)[:, :128].copy_(q.view(torch.uint8)).view(q.dtype), s
+
+
+ONE_GROUP = torch.tensor([16], dtype=torch.int32)
+FAR_CALLS = {
+    "fp8_quantize_128x128": lambda: ((far_apart(16, 128, torch.bfloat16),), {"with_transpose": True}),
+    "fp8_quantize_1x128": lambda: ((far_apart(16, 128, torch.bfloat16),), {"axis": -2}),
+    "fp8_quantize_k_groups": lambda: ((far_apart(16, 128, torch.bfloat16), ONE_GROUP), {}),
+    "fp8_dequantize": lambda: (_codes(), {"axis": -2}),
+    "mx_quantize": lambda: ((far_apart(32, 128, torch.bfloat16),), {"axis": -2}),
+    "mx_quantize_rowcol": lambda: ((far_apart(32, 128, torch.bfloat16),), {}),
+    "swiglu_backward_mx_quantize_rowcol_groups": lambda: (
+        (far_apart(16, 256, torch.bfloat16), far_apart(16, 128, torch.bfloat16), ONE_GROUP),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("op", FAR_CALLS)
+def test_rows_2_to_the_28_apart(op):
+    """A kernel that loads several rows in one thread multiplies the stride by 8."""
+    args, kwargs = FAR_CALLS[op]()
+    got = outputs_of(dispatch.public(op)(*args, backend="triton", **kwargs))
+    expected = outputs_of(dispatch.reference(op)(*args, **kwargs))
+    assert check.difference(got, expected) is None

@@ -45,6 +45,8 @@ def turn(
     there, stored = inside[:, None, :, :, :], owned[:, None, :, :, :]
     if runs is not None:
         there, stored = there & runs, stored & runs
+    if run.dtype == tl.int64:  # also the products in load16
+        stride_k = tl.cast(stride_k, tl.int64)
     x += (r * stride_r + k * stride_k)[:, None, :, :, :] + run * stride_k
     wide = widened(load16(x, stride_k, there, left)).reshape(4, 8, COLS // 32, BLOCKS, 8, 16)
     return store_turned(wide, qdata, r, k, run, K, stored, eps_bits, POW2)

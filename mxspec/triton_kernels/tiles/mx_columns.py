@@ -103,8 +103,13 @@ def _mx_tile(
     m0, k0, e = tl.program_id(0) // STRIP * ROWS, k_tile * COLS, tl.program_id(2).to(tl.int64)
     g, m, k = tl.arange(0, RUNS) * RUN, tl.arange(0, ROWS), tl.arange(0, COLS)
     b = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
-    if WIDE:  # the products with strides are above 2^31
+    if WIDE:  # the products with strides are above 2^31, also those in load8 and load16
         g, m, k, b = g.to(tl.int64), m.to(tl.int64), k.to(tl.int64), b.to(tl.int64)
+        stride_m = tl.cast(stride_m, tl.int64)
+        if dh is not None:
+            dh_stride_m = tl.cast(dh_stride_m, tl.int64)
+        if row_scale is not None:
+            row_scale_stride_m = tl.cast(row_scale_stride_m, tl.int64)
     inside = ((m0 + g < M)[:, None, None] & (k0 + b < K)[None, :, :]) | EVEN  # M is a multiple of 32
     x += e * stride_e + k0.to(tl.int64) * stride_k
     if offs is None:
