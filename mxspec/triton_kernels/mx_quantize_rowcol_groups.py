@@ -35,5 +35,6 @@ def mx_quantize_rowcol_groups(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> Results:
-    by = quantize if quantize.reads(x.shape[1], offs, pad_to, x) else mx_both_ways
+    # With plain scales the tiles are faster: benchmarks/results/decisions.md.
+    by = quantize if scale_layout == "blocked" and quantize.reads(x.shape[1], offs, pad_to, x) else mx_both_ways
     return by.both_ways(TOKENS.value, x, None, offs, pad_to, elem_dtype, scaling, scale_layout)
