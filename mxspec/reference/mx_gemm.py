@@ -76,9 +76,10 @@ def mx_gemm(
         `(M, N)` of out_dtype, contiguous. The reference computes products and sums in fp64 and rounds once. A kernel
         sums in fp32 and is judged by its SQNR: at least 70 dB for fp32 and 55 dB for bfloat16. A kernel gives the same
         bits at every call. The kernels in Triton and Helion are batch-invariant: on one GPU, the bits of a row do not
-        depend on the other rows or on their number, if all operands have the same strides and alignment. There is one
-        exception: in Triton on Hopper, the last bits of a row or column of the output may depend on the size of the
-        output if that row of an operand has a scale byte below 10 or above 246 (e5m2: below 17 or above 239).
+        depend on the other rows or on their number. For this, the operands of both calls must be contiguous along the
+        same dimension and be aligned alike. There is one exception: in Triton on Hopper, the last bits of a row of the
+        output may depend on the size of the output, if its row of a has a scale byte below 10 or above 246 (e5m2: below
+        17 or above 239). The same holds for a column and its row of b.
 
     Special values: a NaN code or byte 255 in a makes its output row NaN; in b, its output column. Byte 0 is 2^-127, and
         448 * 2^127 times 2^-127 is 448: a product that is finite stays finite. An e5m2 code of Inf is Inf, and Inf
