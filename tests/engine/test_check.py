@@ -697,3 +697,50 @@ def test_a_device_without_bytes_is_refused():
 def test_scalars_are_compared_too():
     assert check.difference((torch.tensor(1.0),), (torch.tensor(1.0),)) is None
     assert "1 of 1 elements differ" in check.difference((torch.tensor(1.0),), (torch.tensor(2.0),))
+
+
+# --- batch invariance --------------------------------------------------------------------------------------------
+
+MATMULS = ("fp8_gemm", "fp8_gemm_", "fp8_grouped_gemm", "mx_gemm", "mx_grouped_gemm")
+BATCH = "behaviour: batch invariance"
+
+
+def promised(op, change):
+    """The op in float64, as a function that promises batch invariance and breaks it by `change`."""
+
+    def candidate(*args, **kwargs):
+        returned = dispatch.reference(op)(*args, **kwargs)
+        out = args[0] if returned is None else returned
+        change(out)
+        return returned
+
+    candidate.batch_invariant = True
+    return candidate
+
+
+def of_the_number_of_rows(out):
+    if len(out) > 100:
+        out.view({2: torch.int16, 4: torch.int32}[out.element_size()])[:, -1] ^= 1
+
+
+def of_the_row_before(out):
+    bits = out.view({2: torch.int16, 4: torch.int32}[out.element_size()])
+    bits[1:, 0] ^= bits[:-1, 0].clone() & 1
+
+
+@pytest.mark.parametrize("op", MATMULS)
+@pytest.mark.parametrize("change", [of_the_number_of_rows, of_the_row_before])
+def test_a_row_that_depends_on_other_rows_is_found(op, change):
+    assert BATCH in check.behaviours(op, CPU)
+    assert check.check_behaviour(op, BATCH, promised(op, lambda out: None), CPU).status == "passed"
+    found = check.check_behaviour(op, BATCH, promised(op, change), CPU)
+    assert found.status == "failed"
+    assert "changes the bits of" in found.message
+
+
+def test_who_does_not_promise_batch_invariance_is_not_judged_by_it():
+    for candidate in ("reference", dispatch.reference("mx_gemm")):
+        found = check.check_behaviour("mx_gemm", BATCH, candidate, CPU)
+        assert found.status == "skipped"
+        assert "does not promise batch invariance" in found.message
+    assert BATCH not in check.behaviours("mx_quantize", CPU)

@@ -343,6 +343,26 @@ def test_auto_takes_the_best_rank_on_a_gpu():
     assert explanation.reasons["helion"] == "ranks behind 'triton'"
 
 
+def test_explain_says_that_a_kernel_is_batch_invariant(monkeypatch):
+    monkeypatch.setattr("mxspec.dispatch.explanation.refusal", lambda name, backend, args, kwargs: None)
+    said = mxspec.explain("mx_quantize", X, backend="triton")
+    assert not said.batch_invariant
+    assert "invariant" not in str(said)
+    monkeypatch.setattr(dispatch.kernel_module("mx_quantize", "triton"), "BATCH_INVARIANT", True, raising=False)
+    said = mxspec.explain("mx_quantize", X, backend="triton")
+    assert said.batch_invariant
+    assert str(said).startswith("mx_quantize: 'triton' runs 'triton', batch-invariant")
+
+
+@pytest.mark.parametrize("backend", ["triton", "helion"])
+@pytest.mark.parametrize("op", dispatch.ops())
+def test_the_matmuls_along_rows_promise_batch_invariance(op, backend):
+    if not dispatch.has_kernel(op, backend):
+        pytest.skip("no kernel")
+    of_rows = op in ("fp8_gemm", "fp8_gemm_", "fp8_grouped_gemm", "mx_gemm", "mx_grouped_gemm")
+    assert dispatch.is_batch_invariant(op, backend) == of_rows
+
+
 def test_explain_names_every_other_backend():
     explanation = mxspec.explain("mx_quantize", X)
     assert explanation.backend == "reference"
