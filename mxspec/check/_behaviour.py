@@ -269,23 +269,30 @@ def _gradient(fn: Call, args: tuple[Any, ...], case: Case) -> Tensor | str:
 
 
 def rows_keep_their_bits(trial: Trial) -> str | None:
-    """A row of the output has the same bits whatever other rows the call has: less, more, in another order."""
+    """A row of the output has the same bits whatever other rows the call has: fewer, or many more.
+
+    Calls with blocked scales, or with groups that begin at multiples of a number, are left out.
+    """
     take = cases.rows_taken(trial.reference.__name__)
     assert take is not None
+    judged = False
     for case in trial.cases:
         args = trial.args(case)
         M = trial.expected(trial.reference.spec.own(args), case)[0].shape[0]
         every = torch.arange(M, device=trial.device)
         if (whole := take(args, case.kwargs, every)) is None:
             continue
+        judged = True
         (expected,) = copies(trial.outputs(trial.reference.spec.own(whole), case))
-        many = 300 if trial.device.type == "cpu" else 5000
+        many = 300 if trial.device.type == "cpu" else 40_000  # a kernel for large outputs must run, too
         for rows in (every[:1], every[-1:], every[1::3], every.repeat_interleave(-(-many // M))):
             some = take(args, case.kwargs, rows)
             assert some is not None
             (got,) = trial.outputs(trial.reference.spec.own(some), case)
             if changed := int((~same_bits(expected[rows], got)).any(-1).sum()):
                 return f"case {case.name!r}: of {M} rows, a call with {len(rows)} changes the bits of {changed}"
+    if not judged:
+        raise NotImplementedError("no small case of the op has plain scales, so batch invariance was not judged")
     return None
 
 

@@ -129,7 +129,7 @@ def fake_gpu(target: str) -> Iterator[Launches]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled.append(real_run(self, *args, grid=grid, warmup=True, **kwargs))  # a warm-up stops before the launch
-        compiled.grids.append(tuple(grid) if isinstance(grid, tuple | list) else ())
+        compiled.grids.append(tuple(grid) if isinstance(grid, tuple | list) else tuple(grid(kwargs)))
         return compiled[-1]
 
     device = SimpleNamespace(

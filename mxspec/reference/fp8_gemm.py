@@ -79,10 +79,10 @@ def fp8_gemm(
 
     Returns:
         `(M, N)` of out_dtype, contiguous. The reference computes products and sums in fp64 and rounds once, so the
-        result does not depend on the order of the sum. A kernel sums in fp32 and is judged by its SQNR: at least 70 dB
-        for fp32 and 55 dB for bfloat16. A kernel gives the same bits at every call. The kernels in Triton and Helion
-        are batch-invariant: on one GPU, the bits of a row do not depend on the other rows or on their number. For this,
-        the operands of both calls must be contiguous along the same dimension and be aligned alike.
+        order of the sum seldom changes its result. A kernel sums in fp32 and is judged by its SQNR: at least 70 dB for
+        fp32 and 55 dB for bfloat16. A kernel gives the same bits at every call. The kernels in Triton and Helion are
+        batch-invariant: on one GPU, the bits of a row do not depend on the other rows or on their number. For this, the
+        rows of the codes and of the output must begin at multiples of 16 bytes.
 
     Special values: a NaN code or scale makes its whole row or column of the output NaN; a NaN in a 128x128 scale makes
         128 columns NaN. With K = 0 the output is 0. An Inf scale makes outputs that are not finite. They may be Inf of

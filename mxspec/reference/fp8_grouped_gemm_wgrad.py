@@ -107,8 +107,8 @@ def fp8_grouped_gemm_wgrad(
 
     Returns:
         `(E, N, K)` of out_dtype, contiguous. A group without tokens gives zeros. Codes and scales after the last group
-        never count. Rounding and the judgement of kernels are as for `fp8_gemm`. The gradient of an expert does not
-        depend on the tokens of other experts, in any bit.
+        never count. Rounding and the judgement of kernels are as for `fp8_gemm`. In the kernels in Triton and Helion,
+        no bit of an expert's gradient depends on the tokens of other experts.
 
     Special values: as for `fp8_gemm`, within a group: a NaN reaches only the gradient of its own expert.
 

@@ -76,10 +76,10 @@ def mx_gemm(
         `(M, N)` of out_dtype, contiguous. The reference computes products and sums in fp64 and rounds once. A kernel
         sums in fp32 and is judged by its SQNR: at least 70 dB for fp32 and 55 dB for bfloat16. A kernel gives the same
         bits at every call. The kernels in Triton and Helion are batch-invariant: on one GPU, the bits of a row do not
-        depend on the other rows or on their number. For this, the operands of both calls must be contiguous along the
-        same dimension and be aligned alike. There is one exception: in Triton on Hopper, the last bits of a row of the
-        output may depend on the size of the output, if its row of a has a scale byte below 10 or above 246 (e5m2: below
-        17 or above 239). The same holds for a column and its row of b.
+        depend on the other rows or on their number. For this, the rows of the codes and of the output must begin at
+        multiples of 16 bytes. There are two exceptions, in Triton on Hopper, in which the last bits may depend on the
+        size of the output: elements whose row of a or of b has a scale byte below 10 or above 246 (e5m2: below 17 or
+        above 239), and sums near the ends of fp32's range: subnormal sums, and sums from 2^120 on (e5m2: 2^108).
 
     Special values: a NaN code or byte 255 in a makes its output row NaN; in b, its output column. Byte 0 is 2^-127, and
         448 * 2^127 times 2^-127 is 448: a product that is finite stays finite. An e5m2 code of Inf is Inf, and Inf

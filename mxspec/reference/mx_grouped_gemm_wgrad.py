@@ -92,8 +92,8 @@ def mx_grouped_gemm_wgrad(
 
     Returns:
         `(E, N, K)` of out_dtype, contiguous. A group without tokens gives zeros. Tokens from the last end on never
-        count, whatever codes and scales hold there. Rounding and the judgement of kernels are as for `mx_gemm`. The
-        gradient of an expert does not depend on the tokens of other experts, in any bit.
+        count, whatever codes and scales hold there. Rounding and the judgement of kernels are as for `mx_gemm`. In the
+        kernels in Triton and Helion, no bit of an expert's gradient depends on the tokens of other experts.
 
     Special values: as for `mx_gemm`, within a group: a NaN reaches only the gradient of its own expert.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.mx.by_memory import mx_bf16, pays_for_groups
 from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
 from mxspec.triton_kernels.hopper.releases import note
@@ -19,7 +20,7 @@ __all__ = ["BATCH_INVARIANT", "PTX", "RANK", "mx_grouped_gemm", "note"]
 
 # The race against torch._grouped_mm in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
-BATCH_INVARIANT = True
+BATCH_INVARIANT = releases.refusal() is None  # without Gluon, the tiles sum in another order than cuBLAS
 PTX = mx_matmul.PTX
 
 

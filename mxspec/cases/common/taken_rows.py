@@ -22,7 +22,8 @@ def of_matmul(args: Arguments, kwargs: Mapping[str, Any], rows: Tensor) -> Argum
 def of_sum(args: Arguments, kwargs: Mapping[str, Any], rows: Tensor) -> Arguments | None:
     """A dense matmul that adds to its first argument."""
     acc, *others = args
-    return _taken(acc, rows), *(of_matmul(tuple(others), kwargs, rows) or ())
+    dense = of_matmul(tuple(others), kwargs, rows)
+    return None if dense is None else (_taken(acc, rows), *dense)
 
 
 def of_groups(

@@ -27,7 +27,7 @@ def reads(features: int, *tensors: Tensor | None) -> bool:
             and t.stride(0) % 8 == 0
             and t.data_ptr() % 16 == 0
             and 0 < t.stride(0) < 2**23  # offsets in a tile have 32 bits
-            and t.shape[0] < 2**23
+            and max(t.shape) < 2**23
         )
         for t in tensors
     )

@@ -1,9 +1,10 @@
 """MX codes of token groups in both directions for Hopper, at the memory's speed, in Gluon.
 
 `tiles/mx_both_ways.py` computes the same bytes in plain Triton. A program holds a tile of 128 padded tokens by 128
-features in the words of `hopper/words.py`. Whole blocks lie inside a warp. Two blocks share each step:
+features in the words of `hopper/words.py`. Whole blocks lie inside a warp. Most steps serve two values:
 
-- A word holds the largest magnitudes of two blocks as bf16 bits. A few instructions on the word compute both scales.
+- A word holds the largest magnitudes of the blocks of two columns, as bf16 bits, or twice that of a block of a row. A
+  few instructions on the word compute the scales.
 - The reciprocal of a scale is a bf16 number, so `mul.bf16x2` scales two values. The product is exact, or it is so small
   that its code is 0.
 - `cvt.e4m3x2` or `cvt.e5m2x2` makes two codes: of two neighbouring columns for the row codes, of two neighbouring rows

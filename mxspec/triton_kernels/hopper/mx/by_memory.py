@@ -36,9 +36,10 @@ from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 # The smallest code is 2^-9 or 2^-16. The largest is just below 2^9 or 2^16.
 EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
 VALUES = {"BLOCKS": 64, "num_warps": 4}  # as in mx_dequantize
-# From this many waves of tiles of 128 x 128 on, the output is large. For smaller outputs cuBLAS splits K and rounds the
-# partial sums to bf16.
+# From this many waves of tiles of 128 x 128 on, the output is large. For smaller outputs, and for few rows, cuBLAS may
+# split K and round the partial sums to bf16. Then the bits of a row would depend on the number of rows.
 WAVES = 2
+FEW = 256
 # Rows of weights per token, up to which it pays to write the values of the weights, too.
 WEIGHTS = 4
 MAX_GROUPS = 1023  # the limit of PyTorch's grouped matmul
@@ -130,9 +131,10 @@ def bf16_values(
 
 
 def pays(M: int, N: int, device: torch.device) -> bool:
-    """Whether this way is faster than the Gluon kernel: on Hopper, for a large output."""
+    """Whether this way is faster than the Gluon kernel: on Hopper, for a large output of more than a few rows."""
     tiles = -(-M // 128) * -(-N // 128)
-    return device.type != "cpu" and capability(device) == (9, 0) and tiles >= WAVES * processors(device)
+    large = M > FEW and tiles >= WAVES * processors(device) if device.type != "cpu" else False
+    return large and capability(device) == (9, 0)
 
 
 def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torch.device) -> bool:
