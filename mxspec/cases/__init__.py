@@ -26,6 +26,9 @@ from mxspec.cases.common.impossible import IMPOSSIBLE, no_tokens
 from mxspec.cases.common.refusals import refusals
 from mxspec.spec import Case, Reference, Shapes
 
+Arguments = tuple[Any, ...]
+RowsTaken = Callable[[Arguments, Mapping[str, Any], Any], Arguments | None]
+
 
 @functools.cache
 def of(op: str) -> ModuleType:
@@ -82,11 +85,9 @@ def told_before(op: str) -> Collection[str]:
     return getattr(of(op), "TOLD_BEFORE", ())
 
 
-def rows_taken(op: str) -> Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[Any, ...] | None] | None:
+def rows_taken(op: str) -> RowsTaken | None:
     """A function that gives the arguments of a call with some of the rows of another call. None for most ops."""
-    found: Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[Any, ...] | None] | None
-    found = getattr(of(op), "ROWS_TAKEN", None)
-    return found
+    return cast("RowsTaken | None", getattr(of(op), "ROWS_TAKEN", None))
 
 
 def why_not(op: str, pair: Iterable[Any]) -> str | None:

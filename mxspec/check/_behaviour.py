@@ -301,7 +301,7 @@ def unpromised(op: str, name: str, candidate: Any) -> str | None:
     if BEHAVIOURS[name.removeprefix(PREFIX)] is not rows_keep_their_bits:
         return None
     if isinstance(candidate, str):
-        promised = candidate != "reference" and dispatch.is_batch_invariant(op, candidate)
+        promised = dispatch.is_batch_invariant(op, candidate)
     else:
         promised = getattr(candidate, "batch_invariant", False)
     return None if promised else "does not promise batch invariance"

@@ -68,5 +68,5 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
         if why_not:
             reasons = {asked: why_not, **reasons}
     note = getattr(kernel_module(name, chosen), "note", None) if chosen not in (None, "reference") else None
-    invariant = chosen not in (None, "reference") and is_batch_invariant(name, str(chosen))
+    invariant = chosen is not None and is_batch_invariant(name, chosen)
     return Explanation(name, asked, chosen, reasons, note and note(*args, **kwargs), invariant)

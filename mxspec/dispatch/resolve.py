@@ -65,8 +65,8 @@ def refusal(name: str, backend: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def is_batch_invariant(name: str, backend: str) -> bool:
-    """Whether a kernel promises that the bits of a row do not depend on the other rows of a call."""
-    return getattr(kernel_module(name, backend), "BATCH_INVARIANT", False)
+    """Whether a backend promises that the bits of a row do not depend on the other rows of a call."""
+    return backend != "reference" and getattr(kernel_module(name, backend), "BATCH_INVARIANT", False)
 
 
 def unranked(module: ModuleType, device: torch.device) -> str | None:

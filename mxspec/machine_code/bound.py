@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +25,8 @@ from mxspec import devices
 from mxspec.devices import Device
 from mxspec.dispatch import kernel_module, reference
 from mxspec.machine_code.fake_gpu import fake_gpu, meta
-from mxspec.machine_code.planner import has_no_code
+from mxspec.machine_code.measure import dumped
+from mxspec.machine_code.planner import has_no_code, promises_bytes
 from mxspec.shapes import Shapes
 from mxspec.spec import Case
 
@@ -83,14 +82,7 @@ class Bound:
 
 def sass_of(cubin: bytes) -> list[tuple[int, str]]:
     """The address and the text of each instruction, without the padding after the code."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = [(int(address, 16), code) for address, code in _INSTRUCTION.findall(text)]
+    found = [(int(address, 16), code) for address, code in _INSTRUCTION.findall(dumped(cubin, "--dump-sass"))]
     return [(at, code) for at, code in found if code not in ("NOP", f"BRA 0x{at:x}")]  # the last branch is to itself
 
 
@@ -105,11 +97,6 @@ def has_loop(sass: Sequence[tuple[int, str]]) -> bool:
     return False
 
 
-def is_quantizer(op: str) -> bool:
-    """Whether an op promises bytes. A matmul is bound by tensor cores."""
-    return reference(op).spec.min_sqnr_db == math.inf
-
-
 def cases_of(op: str) -> list[Case]:
     """One large call for each way of an op's options, of those that are worth timing."""
     with FakeTensorMode():
@@ -117,9 +104,9 @@ def cases_of(op: str) -> list[Case]:
 
 
 def bounds(op: str, backend: str, target: str) -> Iterator[Bound]:
-    """The bound of each large call of an op that the backend supports."""
+    """The bound of each large call of an op that the backend supports. A matmul has none: tensor cores bound it."""
     module = kernel_module(op, backend)
-    if isinstance(module, str) or has_no_code(module) or not is_quantizer(op):
+    if isinstance(module, str) or has_no_code(module) or not promises_bytes(op):
         return
     ref, supports = reference(op), getattr(module, "supports", None)
     for case in cases_of(op):

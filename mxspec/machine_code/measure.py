@@ -55,15 +55,20 @@ def _has_sum_of_product(llir: str) -> bool:
 _measured: dict[str, MachineCode] = {}
 
 
+def dumped(cubin: bytes, option: str) -> str:
+    """What `cuobjdump`, which comes with Triton, prints of a cubin."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def measure(kernel: Any, target: str) -> MachineCode:
     if kernel.hash not in _measured:
-        from triton import knobs
-
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-            cubin.write(kernel.asm["cubin"])
-            cubin.flush()
-            command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
-            usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        usage = dumped(kernel.asm["cubin"], "--dump-resource-usage")
         most = {what: max(map(int, re.findall(rf"\b{what}:(\d+)", usage))) for what in ("REG", "STACK", "LOCAL")}
         ptx = kernel.asm["ptx"]
         _measured[kernel.hash] = MachineCode(

@@ -4,12 +4,15 @@ The input is one row, repeated 2^20 times with stride 0. Pages of the outputs th
 """
 
 import os
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
 from mxspec import check, dispatch
+from mxspec.cases.common.requantizers import codes_far_apart
+from mxspec.cases.common.token_groups import far_apart
 from mxspec.check import _memory
 from mxspec.spec import outputs_of
 
@@ -101,30 +104,24 @@ def shortened(t, length, rows):
 
 
 FAR = 2**28  # eight times this stride is 2^31
+rows_apart = partial(far_apart, apart=FAR)
 
 
-def far_apart(rows, cols, dtype):
-    """A matrix whose rows lie FAR elements apart. The gaps are never touched."""
-    storage = torch.empty((rows - 1) * FAR + cols, dtype=dtype)
-    g = torch.Generator().manual_seed(0)
-    return storage.as_strided((rows, cols), (FAR, 1)).copy_(torch.randn(rows, cols, generator=g))
-
-
-def _codes():
-    q, s = dispatch.reference("fp8_quantize_1x128")(far_apart(16, 128, torch.bfloat16).contiguous(), axis=-2)
-    return far_apart(16, 128, torch.bfloat16).view(torch.uint8)[:, :128].copy_(q.view(torch.uint8)).view(q.dtype), s
+def codes_apart():
+    scale = dispatch.reference("fp8_quantize_1x128")(torch.ones(16, 128), axis=-2)[1]
+    return codes_far_apart(16, 128, FAR), scale
 
 
 ONE_GROUP = torch.tensor([16], dtype=torch.int32)
 FAR_CALLS = {
-    "fp8_quantize_128x128": lambda: ((far_apart(16, 128, torch.bfloat16),), {"with_transpose": True}),
-    "fp8_quantize_1x128": lambda: ((far_apart(16, 128, torch.bfloat16),), {"axis": -2}),
-    "fp8_quantize_k_groups": lambda: ((far_apart(16, 128, torch.bfloat16), ONE_GROUP), {}),
-    "fp8_dequantize": lambda: (_codes(), {"axis": -2}),
-    "mx_quantize": lambda: ((far_apart(32, 128, torch.bfloat16),), {"axis": -2}),
-    "mx_quantize_rowcol": lambda: ((far_apart(32, 128, torch.bfloat16),), {}),
+    "fp8_quantize_128x128": lambda: ((rows_apart(16, 128),), {"with_transpose": True}),
+    "fp8_quantize_1x128": lambda: ((rows_apart(16, 128),), {"axis": -2}),
+    "fp8_quantize_k_groups": lambda: ((rows_apart(16, 128), ONE_GROUP), {}),
+    "fp8_dequantize": lambda: (codes_apart(), {"axis": -2}),
+    "mx_quantize": lambda: ((rows_apart(32, 128),), {"axis": -2}),
+    "mx_quantize_rowcol": lambda: ((rows_apart(32, 128),), {}),
     "swiglu_backward_mx_quantize_rowcol_groups": lambda: (
-        (far_apart(16, 256, torch.bfloat16), far_apart(16, 128, torch.bfloat16), ONE_GROUP),
+        (rows_apart(16, 256), rows_apart(16, 128), ONE_GROUP),
         {},
     ),
 }

@@ -47,10 +47,10 @@ def grouped() -> Iterator[tuple[str, list[int], int, int, frozenset[str]]]:
         yield name, sizes, sum(sizes) + rest, 256 if len(sizes) < 300 else 16, frozenset({"edge"} if edge else ())
 
 
-def far_apart(rows: int, K: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Rows that lie 2^24 elements apart: offsets pass 2^31 from row 128 on. The gaps are never touched."""
-    storage = torch.empty((rows - 1) * 2**24 + K, dtype=dtype)
-    return storage.as_strided((rows, K), (2**24, 1)).copy_(random_normal(rows, K, dtype=dtype))
+def far_apart(rows: int, K: int, dtype: torch.dtype = torch.bfloat16, apart: int = 2**24) -> Tensor:
+    """Rows that lie far apart. By default, offsets pass 2^31 from row 128 on. The gaps are never touched."""
+    storage = torch.empty((rows - 1) * apart + K, dtype=dtype)
+    return storage.as_strided((rows, K), (apart, 1)).copy_(random_normal(rows, K, dtype=dtype))
 
 
 def random_offs(M: int, G: int) -> Tensor:

@@ -170,6 +170,8 @@ def test_large_outputs_take_this_way():
     for out_dtype in MIN_SQNR_DB:  # 264 tiles: two for each of 132 processors
         assert taken("mx_gemm", (128 * 24, 64), (128 * 11, 64), out_dtype=out_dtype) == by_bf16
     assert taken("mx_gemm", (128 * 24, 64), (128 * 10, 64)) == itself
+    assert taken("mx_gemm", (256, 64), (50304, 64)) == itself  # cuBLAS may split K for few rows
+    assert taken("mx_gemm", (257, 64), (50304, 64)) == by_bf16
     assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1024, 64)) == by_bf16
     assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1024, 64), out_dtype=torch.float32) == itself
     # There are too many weights for the tokens.

@@ -132,9 +132,9 @@ def bf16_values(
 
 def pays(M: int, N: int, device: torch.device) -> bool:
     """Whether this way is faster than the Gluon kernel: on Hopper, for a large output of more than a few rows."""
-    tiles = -(-M // 128) * -(-N // 128)
-    large = M > FEW and tiles >= WAVES * processors(device) if device.type != "cpu" else False
-    return large and capability(device) == (9, 0)
+    if device.type == "cpu" or capability(device) != (9, 0) or M <= FEW:
+        return False
+    return WAVES * processors(device) <= -(-M // 128) * -(-N // 128)
 
 
 def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torch.device) -> bool:
