@@ -77,6 +77,16 @@ def test_a_docstring_as_napoleon_reads_it():
     assert lines == [""]
 
 
+def test_every_op_is_on_one_page_of_ops():
+    own = importlib.import_module("docs.pages")
+    jinja = own.Environment(loader=own.FileSystemLoader(ROOT / "docs/templates"), undefined=own.StrictUndefined)
+    listed = re.findall(r"^   (\w+)$", (ROOT / "docs/templates/ops.rst").read_text(), re.MULTILINE)
+    assert len(listed) > 4
+    texts = [jinja.get_template(f"{page}.rst").render(page=page, **vars(own)) for page in listed]
+    found = [op for text in texts for op in re.findall(r"~mxspec\.(\w+)$", text, re.MULTILINE)]
+    assert sorted(op for op in found if op in dispatch.ops()) == sorted(dispatch.ops())
+
+
 class Page(HTMLParser):
     """The anchors of a page, its links, its pictures without a text, and its tables outside a box that scrolls."""
 
