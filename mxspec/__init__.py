@@ -39,6 +39,8 @@ from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
 from mxspec.reference.mx_quantize_rowcol_groups import mx_quantize_rowcol_groups
 from mxspec.reference.mx_requantize_groups import mx_requantize_groups
+from mxspec.reference.nvfp4_dequantize import nvfp4_dequantize
+from mxspec.reference.nvfp4_quantize import nvfp4_quantize
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.place_token_groups import place_token_groups
 from mxspec.reference.swiglu import swiglu
@@ -100,6 +102,8 @@ __all__ = [
     "mx_quantize_rowcol",
     "mx_quantize_rowcol_groups",
     "mx_requantize_groups",
+    "nvfp4_dequantize",
+    "nvfp4_quantize",
     "pad_token_groups",
     "place_token_groups",
     "set_backend",

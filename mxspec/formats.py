@@ -38,6 +38,8 @@ FP8_SCALE_FORMATS = ("fp32", "pow2")  # whether the scale of an FP8 block is any
 SCALINGS = ("floor", "rceil", "ceil", "even")  # the rules that give the scale of an MX block from its largest magnitude
 
 MX_BLOCK_SIZE = 32  # OCP MX v1.0, section 5.2, table 1: every MX format shares one scale among k = 32
+NVFP4_BLOCK_SIZE = 16  # PTX ISA, tcgen05.mma `.kind::mxf4nvf4.block_scale.scale_vec::4X`: a scale for 16 elements
+NVFP4_LARGEST = 2688.0  # 448 * 6: the largest e4m3fn scale times the largest e2m1 element
 FP8_BLOCK_SIZE = 128  # DeepSeek-V3 technical report, section 3.3.2: 1x128 activations, 128x128 weights
 # TMA reads rows whose distance is a multiple of 16 bytes: CUDA Driver API, cuTensorMapEncodeTiled
 FP8_SIZE_MULTIPLE = 16

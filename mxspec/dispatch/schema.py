@@ -13,6 +13,7 @@ from mxspec.formats import ELEMENTS
 # A schema has no type for "a dtype or a name", so such an argument crosses the operator as text.
 SCHEMA_TYPES = {
     "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
     "int": "SymInt",  # in a traced graph a number of rows may be a symbol; a kernel always gets a plain int
     "float": "float",
     "bool": "bool",
@@ -31,6 +32,7 @@ SCHEMA_TYPES = {
 # For each annotation, the Python types that an argument may have.
 PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "Tensor": Tensor,
+    "Tensor | None": (Tensor, type(None)),
     "int": int,
     "float": (int, float),
     "bool": bool,

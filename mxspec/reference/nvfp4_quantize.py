@@ -1,0 +1,128 @@
+"""nvfp4_quantize: quantize to NVFP4, where 16 elements share an e4m3 scale and a tensor has one fp32 scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import E2M1, E4M3FN, NVFP4_BLOCK_SIZE, NVFP4_LARGEST
+from mxspec.reference.common import checks
+from mxspec.reference.common.numerics import saturating_cast
+from mxspec.reference.mx_quantize import SCALE_LAYOUTS
+from mxspec.reference.to_blocked import to_blocked
+from mxspec.spec import per_element, spec
+
+BLOCKS = ("1x16", "16x16")
+
+
+def check_args(
+    x: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    block: str = "1x16",
+    scale_layout: str = "plain",
+) -> None:
+    op = "nvfp4_quantize"
+    checks.tensor_dtype(op, "x", x, checks.FLOAT_DTYPES)
+    checks.rank(op, "x", x, (2, 3))
+    checks.choice(op, "axis", axis, (-1, -2))
+    checks.choice(op, "block", block, BLOCKS)
+    checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
+    for dim, name in ((-1, "K"), (-2, "M" if x.ndim == 2 else "N")):
+        if dim == axis or block == "16x16":
+            checks.multiple(op, name, x.shape[dim], NVFP4_BLOCK_SIZE)
+    if tensor_amax is not None:
+        checks.tensor_dtype(op, "tensor_amax", tensor_amax, (torch.float32,))
+        checks.same_device(op, ("x", x), ("tensor_amax", tensor_amax))
+        because = f"for x {tuple(x.shape)}: one number for each matrix"
+        checks.shape(op, "tensor_amax", tensor_amax, tuple(x.shape[:-2]), because)
+
+
+@spec(check_args=check_args, flops=per_element(3))  # a maximum, a multiply and a divide
+def nvfp4_quantize(
+    x: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    block: str = "1x16",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize to NVFP4: e2m1 codes, an e4m3 scale for 16 elements along `axis`, and an fp32 scale for each matrix.
+
+    Let `A` be tensor_amax, or the largest magnitude of the matrix. Let `b` be the largest magnitude of a block. Read
+    back, an element is `q * s * T`. Every line is one or two fp32 operations, `fl` is the rounding to nearest even, and
+    subnormal numbers keep their values:
+
+    - `T = fl(A / 2688)`, the tensor scale; 2688 is 448 * 6, the largest values of e4m3fn and e2m1;
+    - `h = fl(A / 4096)`, which keeps the next products in the range of fp32;
+    - `s = e4m3(min(fl(fl(b * 7/64) / h), 448))`, the block's scale: `448 * b / A`;
+    - `q = e2m1(fl(fl(x * 21/32) / fl(s * h)))`, the codes: `2688 * x / (s * A)`. e2m1 saturates at 6.
+
+    If x is bfloat16 or float16, A is its largest magnitude and A is at least 2^-105, then every product is exact. So s
+    and q are the two quotients, rounded once. No other rule is closer.
+
+    Args:
+        x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides. A stack of E matrices is quantized matrix
+            by matrix.
+        tensor_amax: float32 on x's device; `()`, or `(E,)` for a stack. None computes it from x, which costs one more
+            read of x. If it is smaller than the largest magnitude, scales and codes saturate.
+        axis: -1 for blocks along K, -2 for blocks along M (or N). The size of that dimension must be a multiple of 16.
+        block: `1x16`, or `16x16` for weights: one scale for a square, so that the transpose of a weight has the same
+            values. Both sizes must then be multiples of 16. The scale tensor holds each of these scales 16 times.
+        scale_layout: `plain` (row-major) or `blocked` (the 128x4 tiles of `to_blocked`).
+
+    Returns:
+        `(qdata, scale, tensor_scale)`.
+
+        - qdata: float4_e2m1fn_x2. Two neighbours along `axis` share a byte, the first in the low nibble. Axis -1 gives
+          `(..., K/2)`, contiguous. Axis -2 gives `(..., M/2, K)` with the strides of the transpose of a contiguous
+          `(..., K, M/2)`.
+        - scale: float8_e4m3fn. Plain: `(..., K/16)` for axis -1 and `(..., K, M/16)` for axis -2, row-major. Blocked:
+          `to_blocked` of the plain scale's bytes, with padding bytes 0.
+        - tensor_scale: float32, `()` or `(E,)`: T, a multiplier.
+
+    Special values: a block of zeros has s = 0. If s or s * h is 0, every code is a zero with the sign of its element. A
+        block with a NaN or an Inf has the scale 0x7F (NaN) and the codes 7. If A is NaN, Inf or negative, T is NaN, and
+        every scale and code of the matrix is like that. A matrix of zeros has T = 0.
+
+    Raises:
+        TypeError: x or tensor_amax has a dtype that is not listed above.
+        ValueError: x has a rank that is not listed above; axis, block or scale_layout is not in the lists above; a size
+            is not a multiple of 16; or tensor_amax has another shape or device.
+
+    Example:
+        >>> x = torch.zeros(2, 16)
+        >>> x[0, :4], x[1, 0] = torch.tensor([448.0, -112.0, 1.0, 75.0]), 7.0
+        >>> qdata, scale, tensor_scale = nvfp4_quantize(x)
+        >>> scale.tolist(), tensor_scale.item()
+        ([[448.0], [7.0]], 0.1666666716337204)
+        >>> qdata.view(torch.uint8)[:, :2].tolist()  # 6 and -1.5; 0 and 1, because 75 / 448 * 6 = 1.004; 6
+        [[183, 32], [7, 0]]
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), appendix B, for the three levels
+        of the format; PTX ISA, `tcgen05.mma` with `.kind::mxf4nvf4`, for the layout. The roundings are this package's.
+    """
+    check_args(x, tensor_amax, axis=axis, block=block, scale_layout=scale_layout)
+    if axis == -2:
+        x = x.mT  # from here the blocks lie along the last dimension
+    x = x.contiguous().to(torch.float32)  # exact
+    *lead, R, C = x.shape
+    blocks = x.reshape(*lead, R, C // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE)  # (..., R, C/16, 16)
+    b = blocks.abs().amax(-1)  # (..., R, C/16)
+    A = b.flatten(-2).amax(-1) if tensor_amax is None and b.numel() else tensor_amax
+    A = x.new_zeros(lead) if A is None else torch.where(A.isfinite() & (A >= 0), A, torch.nan)
+    if block == "16x16":
+        b = b.unflatten(-2, (R // 16, 16)).amax(-2).repeat_interleave(16, -2)
+    b = torch.where(b.isfinite(), b, torch.nan)
+
+    h = (A * 2.0**-12)[..., None, None]
+    s = torch.where(b == 0, h * 0, b * (7 / 64) / h)  # h * 0 is NaN if h is
+    scale = saturating_cast(s, E4M3FN)
+    d = (scale.to(torch.float32) * h).unsqueeze(-1)  # (..., R, C/16, 1)
+    y = torch.where(d == 0, blocks * 0, blocks * (21 / 32) / d)
+    qdata = saturating_cast(y, E2M1).flatten(-2)  # (..., R, C/2)
+
+    if scale_layout == "blocked":
+        scale = to_blocked(scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+    return qdata.mT if axis == -2 else qdata, scale, A / NVFP4_LARGEST
