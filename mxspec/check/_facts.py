@@ -44,8 +44,12 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.KEYWORD_ONLY:
             found.add(Fact(name, f"= {kwargs[name]}" if name in kwargs else "not given"))
+        elif parameter.default is None and len(args) <= list(signature.parameters).index(name):
+            found.add(Fact(name, "not given"))
     for position, (name, value) in enumerate(zip(signature.parameters, args, strict=False)):
-        if position and name.endswith("scale"):
+        if name.startswith("tensor_"):
+            found |= set(_of_matrices(name, value))
+        elif position and name.endswith("scale"):
             found |= set(_beside(name, value, args[position - 1]))
             if dispatch.reference(op).spec.inf_is_free:  # the op does not specify results that depend on an Inf
                 found -= {Fact(f"{name}.{sign}Inf", "somewhere") for sign in "+-"}
@@ -124,7 +128,9 @@ def _beside(name: str, scale: Tensor, codes: Tensor) -> Iterator[Fact]:
     if scale.dtype == E8M0FNU.dtype:
         yield from _bytes(name, scale)
         return
-    if codes.shape[-2] > 1:
+    if scale.dtype != torch.float32:  # e4m3fn, whose blocks lie along a row
+        scale = scale.float()
+    elif codes.shape[-2] > 1:
         yield Fact(f"{name}.blocks", "of one row" if scale.shape[-2] in codes.shape[-2:] else "of 128 rows")
     kinds = {
         "NaN": scale.isnan(),
@@ -136,6 +142,18 @@ def _beside(name: str, scale: Tensor, codes: Tensor) -> Iterator[Fact]:
         "negative": (scale < 0) & scale.isfinite(),
     }
     yield from (Fact(f"{name}.{kind}", "somewhere") for kind, where in kinds.items() if where.any())
+
+
+def _of_matrices(name: str, t: Tensor | None) -> Iterator[Fact]:
+    """The facts of a tensor that holds one number for each matrix. Its size follows from the stack of matrices."""
+    if t is None or not t.numel():
+        return
+    if t.numel() > 1:
+        yield Fact(f"{name}.strides", {1: "dense", 0: "one repeated"}.get(t.stride(0), "apart"))
+    yield Fact(f"{name}.begins", _begins(t))
+    ordinary = t.isfinite() & (t >= torch.finfo().smallest_normal)
+    if not ordinary.all():
+        yield Fact(f"{name}.values", "some zero, subnormal, negative, NaN or Inf")
 
 
 def _begins(t: Tensor) -> str:

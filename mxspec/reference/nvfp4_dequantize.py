@@ -98,7 +98,7 @@ def nvfp4_dequantize(
     if scale_layout == "blocked":
         scale = from_blocked(scale.view(torch.uint8), *scale_shape(qdata, axis)[-2:]).view(torch.float8_e4m3fn)
     q = qdata.mT if axis == -2 else qdata
-    blocks = widened(q.contiguous(), E2M1).unflatten(-1, (2 * q.shape[-1] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE))
+    blocks = widened(q, E2M1).unflatten(-1, (2 * q.shape[-1] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE))
     values = blocks * scale.to(torch.float32).unsqueeze(-1)  # exact
     out = (values * tensor_scale[..., None, None, None]).flatten(-2).to(out_dtype)
     return (out.mT if axis == -2 else out).contiguous()

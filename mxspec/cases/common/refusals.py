@@ -53,13 +53,14 @@ def _wrong_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
         if dtype != t.dtype:
             yield f"of {str(dtype)[6:]}", torch.zeros_like(t, dtype=torch.uint8).to(dtype)  # has the strides of t
     yield "with one dimension more", t[None]
-    yield "with one dimension", t.reshape(-1)
-    yield "without a dimension", torch.zeros((), dtype=torch.uint8).to(t.dtype)
     bits = t.view(INT_OF_BYTES[t.element_size()])
-    yield "one column short", t[..., :-1]
-    yield "one column long", torch.cat([bits, bits[..., :1]], -1).view(t.dtype)
-    yield "one row short", t[:-1]
-    yield "one row long", torch.cat([bits, bits[:1]]).view(t.dtype)
+    if t.ndim:
+        yield "with one dimension", bits.reshape(-1).view(t.dtype)
+        yield "without a dimension", torch.zeros((), dtype=bits.dtype).view(t.dtype)
+        yield "one column short", t[..., :-1]
+        yield "one column long", torch.cat([bits, bits[..., :1]], -1).view(t.dtype)
+        yield "one row short", t[:-1]
+        yield "one row long", torch.cat([bits, bits[:1]]).view(t.dtype)
     yield "None", None
     yield "a list", [0.0]
     yield "on another device", t.to("meta")
