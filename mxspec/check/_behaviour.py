@@ -122,7 +122,10 @@ def no_stale_answer(trial: Trial) -> str | None:
                 bits = t.data.view(INT_OF_BYTES[t.element_size()])  # through `.data`: the version does not change
                 if 0 in [stride for size, stride in zip(bits.shape, bits.stride(), strict=True) if size > 1]:
                     continue
-                bits.copy_(bits.flip(0).clone() if len(t) > 1 else bits.flip(-1).clone())
+                if t.ndim == 0:
+                    bits.bitwise_xor_(1 << (8 * t.element_size() - 4))  # a bit of the exponent
+                else:
+                    bits.copy_(bits.flip(0).clone() if len(t) > 1 else bits.flip(-1).clone())
         given = trial.reference.spec.own(args)
         if problem := trial.wrong(trial.outputs(args, case), given, case):
             return f"case {case.name!r}, with new values in the tensors of an earlier call: {problem}"
