@@ -46,6 +46,9 @@ def cases() -> Iterator[Case]:
             name = f"{'x'.join(map(str, shape))}, axis {axis}, {layout}, {str(out_dtype)[6:]}"
             yield Case(name, partial(operands, shape, axis, layout), kwargs)
 
+    finite = (torch.arange(256) % 127).to(torch.uint8).view(E4M3).reshape(64, 4)
+    yield Case("finite scales", these(random_bits(64, 32, dtype=PACKED), finite, torch.tensor(0.01)))
+
     def every_other(t: Tensor) -> Tensor:  # a view without a stride of 1
         return t.view(torch.uint8).repeat_interleave(2, -1)[..., ::2].view(t.dtype)
 

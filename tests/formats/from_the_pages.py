@@ -353,6 +353,77 @@ def mx_dequantize(
     return rounded(np.ascontiguousarray(out if axis == -1 else out.swapaxes(-1, -2)), out_dtype)
 
 
+def e4m3_scale(plain: np.ndarray, scale_layout: str) -> Tensor:
+    """NVFP4-11."""
+    return tensor(blocked_bytes(plain) if scale_layout == "blocked" else plain, torch.float8_e4m3fn)
+
+
+def nvfp4_quantize(
+    x: Any, tensor_amax: Any = None, *, axis: Any = -1, block: Any = "1x16", scale_layout: Any = "plain"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """NVFP4-1 to NVFP4-12."""
+    check_tensor("x", x, FLOATS, (2, 3))
+    check_options(axis, "rceil", scale_layout)
+    check_choice("block", block, ("1x16", "16x16"))
+    for dim in (-1, -2) if block == "16x16" else (axis,):
+        need(x.shape[dim] % 16 == 0, "no multiple of 16")
+    if tensor_amax is not None:
+        check_tensor("tensor_amax", tensor_amax, (torch.float32,), (x.ndim - 2,))
+        check_device(x, tensor_amax)
+        need(tensor_amax.shape == x.shape[:-2], "shape of tensor_amax")
+    v = widened(x) if axis == -1 else np.ascontiguousarray(widened(x).swapaxes(-1, -2))
+    *lead, R, n = v.shape
+    if tensor_amax is None:
+        A = np.abs(v).max((-2, -1), initial=np.float32(0))
+        A = np.asarray(np.where(np.isnan(v).any((-2, -1)), NAN, A), np.float32)
+    else:
+        A = raw(tensor_amax).view(np.float32)
+    A = np.where(np.isfinite(A) & (A >= 0), A, NAN).astype(np.float32)
+    h = (A * np.float32(2.0**-12))[..., None, None]
+    blocks = v.reshape(*lead, R, n // 16, 16)
+    b = np.abs(blocks).max(-1)
+    b = np.where(np.isfinite(blocks).all(-1), b, NAN)
+    if block == "16x16":
+        b = b.reshape(*lead, R // 16, 16, n // 16).max(-2).repeat(16, -2)
+    bad = np.isnan(b) | np.isnan(h)
+    quotient = np.where(b == 0, np.float32(0), b * np.float32(7 / 64) / h)
+    s = np.where(bad, 0x7F, cast(quotient, E4M3FN)).astype(np.uint8)
+    d = (value(E4M3FN)[s] * h)[..., None]
+    zero = np.where(np.signbit(blocks), np.float32(-0.0), np.float32(0))
+    codes = cast(np.where(d == 0, zero, blocks * np.float32(21 / 32) / d), E2M1)
+    codes = np.where(bad[..., None], 7, codes).astype(np.uint8).reshape(v.shape)
+    qdata = tensor(codes[..., 0::2] | codes[..., 1::2] << 4, torch.float4_e2m1fn_x2)
+    T = tensor(np.asarray(A / np.float32(2688)).view(np.uint32), torch.float32)
+    return qdata if axis == -1 else qdata.mT, e4m3_scale(s, scale_layout), T
+
+
+def nvfp4_dequantize(
+    qdata: Any, scale: Any, tensor_scale: Any, *, axis: Any = -1, out_dtype: Any = torch.bfloat16,
+    scale_layout: Any = "plain",
+) -> Tensor:  # fmt: skip
+    """NVFP4-13 and NVFP4-14."""
+    check_tensor("qdata", qdata, (torch.float4_e2m1fn_x2,), (2, 3))
+    check_tensor("scale", scale, (torch.float8_e4m3fn,), (1, 2, 3))
+    check_tensor("tensor_scale", tensor_scale, (torch.float32,), (qdata.ndim - 2,))
+    check_device(qdata, scale, tensor_scale)
+    check_options(axis, "rceil", scale_layout)
+    check_choice("out_dtype", out_dtype, (torch.bfloat16, torch.float32))
+    octets = raw(qdata) if axis == -1 else raw(qdata).swapaxes(-1, -2)
+    codes = np.stack([octets & 0xF, octets >> 4], -1).reshape(*octets.shape[:-1], 2 * octets.shape[-1])
+    *lead, R, n = codes.shape
+    need(n % 16 == 0, "no multiple of 16")
+    need(list(tensor_scale.shape) == lead, "shape of tensor_scale")
+    plain = (*lead, R, n // 16)
+    needed = plain if scale_layout == "plain" else (*lead, up(R, 128) * up(n // 16, 4))
+    need(tuple(scale.shape) == needed, "shape of scale")
+    s = raw(scale)
+    if scale_layout == "blocked":
+        s = s[..., places(R, n // 16)].reshape(plain)
+    T = raw(tensor_scale).view(np.float32)[..., None, None, None]
+    out = (value(E2M1)[codes].reshape(*plain, 16) * value(E4M3FN)[s][..., None] * T).reshape(codes.shape)
+    return rounded(np.ascontiguousarray(out if axis == -1 else out.swapaxes(-1, -2)), out_dtype)
+
+
 def mx_requantize_groups(
     qdata: Any,
     scale: Any,

@@ -10,7 +10,7 @@ import pytest
 from mxspec import check, dispatch, vectors
 from tests.helpers import ROOT
 
-PAGES = {"README": "COMMON", "mx": "MX", "fp8_blocks": "FP8", "scale_layouts": "LAYOUT"}
+PAGES = {"README": "COMMON", "mx": "MX", "fp8_blocks": "FP8", "nvfp4": "NVFP4", "scale_layouts": "LAYOUT"}
 RULE = re.compile(r"^\*\*([A-Z0-9]+)-(\d+)\.\*\* (.*?)(?=^\*\*[A-Z0-9]+-\d+\.\*\*|^## |\Z)", re.MULTILINE | re.DOTALL)
 WITNESSES = re.compile(r"^(Cases|Tests): `(.*)`$", re.MULTILINE)
 NAMED = re.compile(r"([\w*/.]+)((?: \"[^\"]+\")+)(?:; |$)")
