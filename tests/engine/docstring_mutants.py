@@ -1555,3 +1555,178 @@ def the_slope_at_inf_is_1(gate, up, dh):
 @accepts("swiglu_backward", "refusal", lambda: (*gate_up_dh()[:2], rand(5, 12)))
 def the_gradient_may_be_fp32(c):
     return {"dh": c.dh.to(BF16)}
+
+
+# ---- nvfp4_quantize, written out for 1x16 blocks along the rows of a matrix, plain scales
+
+
+def nvfp4_rows(c):
+    """Whether the call is one that the candidates write out, with finite numbers."""
+    asked = (c.axis, c.block, c.scale_layout, c.x.dim()) == (-1, "1x16", "plain", 2)
+    given = c.tensor_amax is None or (c.tensor_amax.isfinite() and c.tensor_amax > 0)
+    return asked and given and c.x.numel() and c.x.isfinite().all() and c.x.any()
+
+
+def nvfp4_parts(c):
+    x = c.x.resolve_neg().float()
+    amax = x.abs().amax() if c.tensor_amax is None else c.tensor_amax
+    return x.reshape(*x.shape[:-1], -1, 16), amax
+
+
+def nvfp4_packed(values, scale):
+    """The codes of quotients (..., 16) and the scale, as the op gives them."""
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device)
+    even = torch.tensor([0, 1, 0, 1, 0, 1, 0], device=values.device, dtype=torch.bool)  # whether a tie goes up
+    size = values.abs()[..., None]
+    code = torch.where(even, size >= middles, size > middles).sum(-1) + 8 * values.signbit().int()
+    code = code.flatten(-2).to(U8)
+    return (code[..., ::2] | (code[..., 1::2] << 4)).view(E2M1), scale
+
+
+def three_levels():
+    x = torch.zeros(4, 32)
+    x[0, 0], x[1, :3], x[2, :2], x[3, 16] = 448.0, torch.tensor([1e-6, -1e-6, -0.0]), torch.tensor([0.7, 0.1]), 3.3
+    return (x,)
+
+
+def with_ties():
+    x = torch.full((1, 16), 5.0)
+    x[0, :8] = torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, -0.75])
+    return (torch.cat([x, x * 1.75, torch.full((1, 16), 2688.0)]),)
+
+
+@after("nvfp4_quantize", "arithmetic", with_ties)
+def ties_of_codes_go_away_from_zero(out, c):
+    if not nvfp4_rows(c):
+        return out
+    x, amax = nvfp4_parts(c)
+    d = out[1].float()[..., None] * (amax / 4096)
+    y = torch.where(d == 0, x * 0, x * (21 / 32) / d)
+    up = torch.where(y.abs() < 6, y * (1 + 2.0**-20), y)
+    return *nvfp4_packed(up, out[1]), out[2]
+
+
+@after("nvfp4_quantize", "arithmetic", lambda: (put(torch.full((2, 16), 0.0003719329833984375), (0, 0), 1.015625),))
+def a_sixth_rounded_to_fp32(out, c):
+    if not nvfp4_rows(c):
+        return out
+    x, amax = nvfp4_parts(c)
+    s = x.abs().amax(-1) * (torch.tensor(2688.0) / amax * torch.tensor(1 / 6))
+    scale = s.clamp(max=448).to(E4M3)
+    d = scale.float()[..., None] * (amax / 4096)
+    return *nvfp4_packed(torch.where(d == 0, x * 0, x * (21 / 32) / d), scale), out[2]
+
+
+@after("nvfp4_quantize", "special", three_levels)
+def an_underflowing_block_has_codes_of_6(out, c):
+    if not nvfp4_rows(c):
+        return out
+    x, _ = nvfp4_parts(c)
+    gone = (out[1].view(U8) == 0)[..., None] & (x != 0)
+    code = torch.stack([out[0].view(U8) & 15, out[0].view(U8) >> 4], -1).flatten(-2).reshape(x.shape)
+    code = torch.where(gone, 7 + 8 * x.signbit().int(), code).to(U8).flatten(-2)
+    return (code[..., ::2] | (code[..., 1::2] << 4)).view(E2M1), *out[1:]
+
+
+@after("nvfp4_quantize", "special", three_levels)
+def a_block_of_zeros_has_the_scale_1(out, c):
+    if not nvfp4_rows(c):
+        return out
+    x, _ = nvfp4_parts(c)
+    return out[0], out[1].view(U8).masked_fill((x == 0).all(-1), 0x38).view(E4M3), out[2]
+
+
+@after("nvfp4_quantize", "special", three_levels)
+def a_zero_loses_its_sign(out, c):
+    octet = out[0].view(U8)
+    octet = torch.where(octet & 15 == 8, octet & 0xF0, octet)
+    return torch.where(octet >> 4 == 8, octet & 0x0F, octet).view(E2M1), *out[1:]
+
+
+@before("nvfp4_quantize", "layout", lambda: (rand(3, 4, 32) * torch.tensor([1.0, 9.0, 0.1])[:, None, None],))
+def one_amax_for_the_whole_stack(c):
+    whole = c.x.dim() == 3 and c.x.numel() and c.tensor_amax is None
+    return whole and {"tensor_amax": c.x.float().abs().amax().expand(len(c.x))}
+
+
+@before("nvfp4_quantize", "option", lambda: (rand(4, 32), torch.tensor(0.5)))
+def an_amax_below_the_largest_magnitude_is_raised(c):
+    if c.tensor_amax is None or not c.x.numel():
+        return None
+    own = c.x.float().nan_to_num(0, 0, 0).abs().amax((-2, -1))
+    return {"tensor_amax": torch.where(c.tensor_amax >= 0, c.tensor_amax.maximum(own), c.tensor_amax)}
+
+
+@before("nvfp4_quantize", "special", lambda: (put(rand(2, 32), (1, 20), NAN), torch.tensor(3.0)))
+def a_maximum_ignores_nan(c):
+    return c.tensor_amax is not None and {"x": c.x.resolve_neg().nan_to_num(0.0, INF, -INF)}
+
+
+@before("nvfp4_quantize", "option", lambda: (rand(32, 32),), block="16x16")
+def squares_are_rows(c):
+    return {"block": "1x16"}
+
+
+@after("nvfp4_quantize", "return", lambda: (rand(16, 32),))
+def the_tensor_scale_is_a_divisor(out, c):
+    return *out[:2], out[2].reciprocal()
+
+
+@after("nvfp4_quantize", "return", lambda: (rand(16, 32),))
+def the_first_element_is_in_the_high_nibble(out, c):
+    octet = out[0].view(U8)
+    return ((octet << 4) | (octet >> 4)).view(E2M1), *out[1:]
+
+
+@after("nvfp4_quantize", "return", lambda: (rand(32, 48),), axis=-2)
+def codes_along_the_columns_are_row_major(out, c):
+    return (out[0].view(U8).contiguous().view(E2M1), *out[1:]) if c.axis == -2 else out
+
+
+@accepts("nvfp4_quantize", "refusal", lambda: (rand(4, 32), torch.tensor(3.0, dtype=BF16)))
+def an_amax_of_any_dtype(c):
+    return {"tensor_amax": c.tensor_amax.float()}
+
+
+# ---- nvfp4_dequantize
+
+
+def nvfp4_operands():
+    scale = torch.arange(1, 121, dtype=U8).view(E4M3).reshape(30, 4)
+    return octets(30, 32).view(E2M1), scale, torch.tensor(0.1)
+
+
+@mutant("nvfp4_dequantize", "arithmetic", nvfp4_operands, out_dtype=F32)
+def the_two_scales_are_multiplied_first(qdata, scale, tensor_scale, **options):
+    want = right.nvfp4_dequantize(qdata, scale, tensor_scale, **options)
+    c = bound("nvfp4_dequantize", (qdata, scale, tensor_scale), options)
+    if (c.axis, c.scale_layout, qdata.dim()) != (-1, "plain", 2):
+        return want
+    exact = right.nvfp4_dequantize(qdata, torch.ones_like(scale.float()).to(E4M3), tensor_scale * 0 + 1, out_dtype=F32)
+    factor = (scale.float() * tensor_scale).repeat_interleave(16, 1)
+    return (exact * factor).to(c.out_dtype)
+
+
+@before("nvfp4_dequantize", "special", lambda: (*nvfp4_operands()[:2], torch.tensor(-0.1)))
+def a_negative_tensor_scale_is_a_magnitude(c):
+    return {"tensor_scale": c.tensor_scale.abs()}
+
+
+@before("nvfp4_dequantize", "special", lambda: put_in(nvfp4_operands(), 1, (0, 0), -1.5))
+def the_sign_of_a_scale_is_no_bit(c):
+    return {"scale": (c.scale.view(U8) & 0x7F).view(E4M3)}
+
+
+@after("nvfp4_dequantize", "special", lambda: put_in(nvfp4_operands(), 1, (0, 0)))
+def a_scale_of_nan_gives_zero(out, c):
+    return torch.where(out.isnan() & c.tensor_scale.isfinite().all(), torch.zeros_like(out), out)
+
+
+@before("nvfp4_dequantize", "dtype", nvfp4_operands)
+def the_tensor_scale_is_rounded_to_bfloat16(c):
+    return {"tensor_scale": c.tensor_scale.to(BF16).float()}
+
+
+@before("nvfp4_dequantize", "layout", lambda: (octets(2, 4, 8).view(E2M1), torch.ones(2, 4, 1).to(E4M3), rand(2)))
+def one_tensor_scale_for_the_whole_stack(c):
+    return c.qdata.dim() == 3 and len(c.qdata) and {"tensor_scale": c.tensor_scale[:1].expand(len(c.qdata))}
