@@ -176,6 +176,8 @@ def _unstorable(reference: Reference[..., Any], case: Case, args: tuple[Any, ...
             return "a tensor on another device"
         if isinstance(arg, Tensor) and arg.layout != torch.strided:
             return f"a tensor of layout {arg.layout}"
+        if isinstance(arg, Tensor) and arg.dtype == torch.float4_e2m1fn_x2 and not arg.ndim:
+            return "two numbers in a tensor without a dimension, which a file of F4 cannot hold"
         if not isinstance(arg, (Tensor, int, float)):
             return f"a {type(arg).__name__} for a tensor"
     if any(isinstance(value, float) and takes == "int" for value, takes in _with_annotations(reference, case, args)):
