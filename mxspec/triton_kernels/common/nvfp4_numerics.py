@@ -1,0 +1,134 @@
+"""The arithmetic of NVFP4 in Triton: the scale of a block, and its packed e2m1 codes.
+
+`reference/nvfp4_quantize.py` defines both by divisions. A kernel multiplies by a reciprocal and corrects the product,
+which takes fewer instructions and gives the same scales and codes. A test tries each mantissa of a divisor with the
+numbers beside every place at which a scale or a code changes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mxspec.formats import NVFP4_LARGEST
+from mxspec.triton_kernels.common.launch import capability
+
+_LARGEST = tl.constexpr(NVFP4_LARGEST)
+_OF_H, _OF_B, _OF_X = tl.constexpr(2.0**-12), tl.constexpr(7 / 64), tl.constexpr(21 / 32)
+# If A is smaller, both numbers of a quotient are multiplied by 2^100. The remainder of a division is then exact.
+_SMALL, _UP = tl.constexpr(2.0**-72), tl.constexpr(2.0**100)
+_CVT = tl.constexpr(
+    "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $5, $1; cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;"
+    " cvt.rn.satfinite.e2m1x2.f32 c, $7, $3; cvt.rn.satfinite.e2m1x2.f32 d, $8, $4; mov.b32 $0, {a, b, c, d}; }"
+)
+
+
+def converts(device: torch.device) -> bool:
+    """Whether the GPU has the instruction that converts to e2m1: Blackwell, sm_100 and sm_103. It has not been run."""
+    return capability(device)[0] == 10
+
+
+@triton.jit
+def _as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def of_matrix(amax):
+    """`(A, h, up, wrong)` of a matrix: up is a power of two, and wrong says that amax is NaN, Inf or negative.
+
+    -0 counts as 0. A is 0 if it is wrong.
+    """
+    bits = amax.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -0x80000000, 0, bits)
+    wrong = (bits < 0) | (bits >= 0x7F800000)
+    A = tl.where(wrong, 0.0, _as_float(bits))
+    return A, A * _OF_H, tl.where(A < _SMALL, _UP, 1.0), wrong
+
+
+@triton.jit
+def store_tensor_scale(to, A, wrong, e, first):
+    """The first program of a matrix stores T."""
+    if first:
+        T = tl.div_rn(A, _LARGEST)
+        tl.store(to + e, tl.where(wrong, float("nan"), T))
+
+
+@triton.jit
+def _reciprocal(d):
+    """`1 / d` rounded once, for d between 2^-120 and 2^126. Inf or NaN for 0.
+
+    The last bits of a quotient may be wrong on a GPU. A step of Newton's method corrects them. `div_rn` takes a branch
+    for all other d.
+    """
+    r = 1.0 / d
+    return tl.fma(tl.fma(-r, d, 1.0), r, r)
+
+
+@triton.jit
+def _quotient(n, d, reciprocal, most):
+    """`n / d` of numbers that are not negative. It is rounded once where a cast to e4m3 or e2m1 depends on its last bit.
+
+    `most` limits the first product, because the remainder of an Inf would be NaN. None: the product is finite.
+    """
+    q = n * reciprocal
+    if most is not None:
+        q = tl.minimum(q, most)
+    return tl.fma(tl.fma(-q, d, n), reciprocal, q)
+
+
+@triton.jit
+def block_scale(bits, h, up, wrong):
+    """The e4m3 scales of blocks whose largest magnitudes have these fp32 bits, and whether each is NaN.
+
+    A scale that is NaN is given as 0, so that the codes of its block are numbers.
+    """
+    b, d = _as_float(bits) * _OF_B, h * up
+    s = tl.minimum(_quotient(b * up, d, _reciprocal(d), 512.0), 448.0)
+    s = tl.where(h == 0, 448.0, s)
+    wrong = wrong | (bits >= 0x7F800000) | ((h == 0) & (b == 0) & (bits != 0))  # 0 / 0
+    return tl.where(wrong | (bits == 0), 0.0, s).to(tl.float8e4nv), wrong
+
+
+@triton.jit
+def scale_byte(scale, wrong):
+    return tl.where(wrong, 0x7F, scale.to(tl.uint8, bitcast=True)).to(tl.uint8)
+
+
+@triton.jit
+def quotients(x, scale, h, up, BOUNDED: tl.constexpr):
+    """The numbers whose casts are the codes. x has a dimension more than `scale`: the elements of a block.
+
+    BOUNDED: no element of x is larger than A, so no quotient is Inf.
+    """
+    n, d = tl.abs(x) * _OF_X, scale.to(tl.float32) * h
+    if up != 1:
+        n, d = n * up, d * up
+    reciprocal = tl.where(d == 0, 0.0, _reciprocal(d))
+    q = _quotient(n, tl.expand_dims(d, -1), tl.expand_dims(reciprocal, -1), None if BOUNDED else 8.0)
+    return _as_float(q.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
+
+
+@triton.jit
+def _code(x):
+    """The e2m1 code of x, rounded to nearest, ties to even, and saturated: int32, of which the bits above 3 are 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    # e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
+    # e * 2^22 therefore rounds to steps, and has their number in its last bits. The code is 2 * log2(e) more.
+    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    # 2 steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
+    steps = (magnitude + _as_float(e + ((22 << 23) + 2))).to(tl.int32, bitcast=True)
+    return ((steps + (e >> 22)) & 7) | ((bits >> 28) & 8)
+
+
+@triton.jit
+def packed_codes(x, wrong, CONVERTS: tl.constexpr):
+    """The e2m1 codes of x, whose last dimension is a block: bytes of two neighbours, the first in the low half."""
+    even, odd = tl.split(x.reshape(x.shape[:-1] + (8, 2)))
+    if CONVERTS:
+        q = tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        q = (_code(even) | (_code(odd) << 4)).to(tl.uint8)
+    return tl.where(tl.expand_dims(wrong, -1), 0x77, q).to(tl.uint8)

@@ -1,0 +1,183 @@
+"""nvfp4_quantize in Triton: a program owns a run of scale bytes, in the order in which they lie in memory.
+
+As in mx_quantize, the place of a byte determines the row and the 16 elements that it scales, and the padding of the
+blocked layout is the scale of blocks of zeros. With 16x16 blocks a program owns whole squares of scale bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.formats import NVFP4_BLOCK_SIZE
+from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+from mxspec.triton_kernels.common.nvfp4_numerics import (
+    block_scale,
+    converts,
+    of_matrix,
+    packed_codes,
+    quotients,
+    scale_byte,
+    store_tensor_scale,
+)
+from mxspec.triton_kernels.tiles import nvfp4_columns
+from mxspec.triton_kernels.tiles.largest import largest_magnitudes
+
+# No GPU has run it: it is compiled, and interpreted. `auto` would otherwise take the reference, which is slower.
+RANK = {(9, 0): 1, (10, 0): 1}
+# By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements. Not measured.
+_HOPPER = {
+    "flat": {"BLOCKS": 128, "num_warps": 4},
+    "strided": {"BLOCKS": 128, "num_warps": 4},
+    "blocked": {"BLOCKS": 128, "num_warps": 4},
+    "square": {"BLOCKS": 256, "num_warps": 8},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
+}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+PTX = {
+    "sm90": (r"ld\.global\.v4\.b32", r"st\.global\.(v[24]\.)?b32", r"div\.rn\.f32"),
+    "sm100": (r"ld\.global\.v4\.b32", r"st\.global\.(v[24]\.)?b32", r"cvt\.rn\.satfinite\.e2m1x2\.f32"),
+}
+_ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
+
+
+def supports(x: Tensor, tensor_amax: Tensor | None = None, *, axis: int = -1, **_: Any) -> str | None:
+    if x.ndim == 3 and x.shape[0] > 65535:
+        return f"takes up to 65535 experts, the limit of its grid; x has {x.shape[0]}"
+    if x.numel() > 2**34:
+        return f"counts blocks in 32 bits, so x may have up to 2^34 elements; it has {x.numel()}"
+    if axis == -2:
+        if not _is_transposed(x):
+            return nvfp4_columns.supports(x)
+        x = x.mT
+    if x.shape[-1] >= 2**28:
+        return f"counts the bytes of a row of tiles in 32 bits, so K must be below 2^28; it is {x.shape[-1]}"
+    return None
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Whether consecutive elements in memory are those of a column.
+
+    Blocks along a column are then blocks along the rows of the transpose.
+    """
+    return x.stride(-2) == 1 and x.stride(-1) != 1
+
+
+@triton.jit
+def _nvfp4_quantize(
+    x, amax, qdata, scale, tensor_scale,
+    R, C, stride_e, stride_r, stride_k, amax_stride, row_groups,
+    LAYOUT: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
+    BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BLOCKS)
+    j, pair = tl.arange(0, 16), tl.arange(0, 8)
+    e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1 below 2^22 rows, and folds away
+    # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
+    if LAYOUT == "flat":
+        # A matrix is contiguous: byte n scales the 16 elements at 16 * n, and no division is needed.
+        start = e * R * C + tl.program_id(0).to(tl.int64) * BLOCKS
+        in_matrix = (tl.program_id(0) * BLOCKS + i < R * C) | EVEN
+        owned, place = in_matrix, i
+        x_offset = i[:, None] * 16 + j[None, :]
+        q_offset = i[:, None] * 8 + pair[None, :]
+        x += start * 16
+        qdata += start * 8
+        scale += start
+    elif LAYOUT == "strided":
+        if SQUARE:
+            tl.static_assert(BLOCKS == 256)
+            squares = tl.cdiv(C, 16)  # of 16 rows, side by side
+            row, c = tl.program_id(0) // squares * 16 + i // 16, tl.program_id(0) % squares * 16 + i % 16
+            in_matrix = (row < R) & (c < C)
+            place = row.to(tl.int64) * C + c
+        else:
+            n = tl.program_id(0) * BLOCKS + i
+            row, c = n // C, n % C
+            in_matrix = n < R * C
+            place = n.to(tl.int64)
+        owned = in_matrix
+        k = c[:, None] * 16 + j[None, :]
+        x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
+        q_offset = place[:, None] * 8 + pair[None, :]
+        x += e * stride_e
+        qdata += e * R * C * 8
+        scale += e * R * C
+    else:
+        parts: tl.constexpr = 512 // BLOCKS  # programs a tile
+        row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
+        row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
+        c = tl.program_id(0) // parts * 4 + col
+        in_matrix = (row_tile * 128 + row < R) & (c < C)
+        owned, place = (row_tile < tl.cdiv(R, 128)) & (C > 0), i
+        k = c[:, None] * 16 + j[None, :]
+        x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
+        q_offset = row.to(tl.int64)[:, None] * (C * 8) + (c[:, None] * 8 + pair[None, :])
+        x += e * stride_e + row_tile * 128 * stride_r
+        qdata += (e * R + row_tile * 128) * C * 8
+        scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
+
+    A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
+    values = widened(tl.load(x + x_offset, mask=in_matrix[:, None], other=0))
+    bits = tl.max(magnitude_bits(values), axis=1)
+    if SQUARE:  # the 16 bytes i, i + 16, ... scale the 16 rows of a square
+        largest = tl.max(bits.reshape(16, 16), axis=0)
+        bits = tl.broadcast_to(largest[None, :], (16, 16)).reshape(BLOCKS)
+    s, wrong = block_scale(bits, h, up, wrong_matrix)
+    q = packed_codes(quotients(values, s, h, up, BOUNDED), wrong, CONVERTS)
+    tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
+    byte = scale_byte(s, wrong)
+    if LAYOUT == "blocked":
+        byte = tl.where(in_matrix, byte, 0).to(tl.uint8)
+    tl.store(scale + place, byte, mask=owned)
+    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) % row_groups == 0)
+    store_tensor_scale(tensor_scale, A, wrong_matrix, e, first)
+
+
+def nvfp4_quantize(
+    x: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    block: str = "1x16",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor]:
+    amax = largest_magnitudes(x) if tensor_amax is None else tensor_amax
+    bounded, blocked, square = tensor_amax is None, scale_layout == "blocked", block == "16x16"
+    if axis == -2 and not _is_transposed(x):
+        qdata, scale, tensor_scale = nvfp4_columns.nvfp4_tile(x, amax, bounded, square, blocked)
+        return qdata.mT, scale, tensor_scale
+    if axis == -2:
+        x = x.mT
+    *lead, R, K = x.shape
+    C, E = K // NVFP4_BLOCK_SIZE, lead[0] if lead else 1
+    qdata = x.new_empty((*lead, R, K // 2), dtype=torch.uint8)
+    tensor_scale = x.new_empty(tuple(lead), dtype=torch.float32)
+    row_tiles, col_tiles = blocked_shape(R, C)
+    shape = (512 * row_tiles * col_tiles,) if blocked else (R, C)
+    scale = x.new_empty((*lead, *shape), dtype=torch.uint8)
+    contiguous = x.stride(-1) == 1 and x.stride(-2) == K and (not lead or x.stride(0) == R * K)
+    layout = "blocked" if blocked else "flat" if contiguous and not square else "strided"
+    config = for_device(CONFIGS, x.device)["square" if square else layout]
+    blocks, row_groups, even = config["BLOCKS"], 1, False
+    if blocked:
+        row_groups = max(1, -(-row_tiles // _ROW_TILES))
+        grid = (max(1, col_tiles * 512 // blocks), max(1, min(row_tiles, _ROW_TILES)), E * row_groups)
+    elif square:
+        grid = (max(1, R // 16 * -(-C // 16)), 1, E)
+    else:
+        even = R * C > 0 == R * C % blocks
+        grid = (max(1, -(-R * C // blocks)), 1, E)
+    if E:  # a matrix without elements has a tensor scale
+        _nvfp4_quantize[grid](
+            x, amax, qdata, scale, tensor_scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1),
+            amax.stride(0) if lead else 0, row_groups, layout, square, even, bounded, converts(x.device),
+            ROW_TILES=_ROW_TILES, **config, **UNFUSED,
+        )  # fmt: skip
+    codes, scales = qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn)
+    return codes.mT if axis == -2 else codes, scales, tensor_scale

@@ -1,0 +1,70 @@
+"""The largest magnitude of each matrix of a stack, in two launches and without atomics.
+
+The programs of the first launch give one number each. A program of the second launch finds the largest number of a
+matrix. An atomic maximum would need memory that is set to 0 before, which is a third launch. PyTorch's `vector_norm`
+would do the same work, but a launch plan (`mxspec.plans`) repeats only launches of Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.triton_kernels.common.launch import UNFUSED
+from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+
+_PROGRAMS = 2048  # for all matrices together, at least one for each; not measured
+_MOST = 1024  # of one matrix
+_NUM_WARPS = 4
+
+
+@triton.jit
+def _largest_of_tiles(
+    x, found, R, K, stride_e, stride_r, stride_k, k_tiles, tiles, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    x += tl.program_id(1).to(tl.int64) * stride_e
+    r, k = tl.arange(0, ROWS), tl.arange(0, COLS)
+    offset = r.to(tl.int64)[:, None] * stride_r + k.to(tl.int64)[None, :] * stride_k
+    largest = tl.zeros([ROWS, COLS], tl.int32)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        r0, k0 = tile // k_tiles * ROWS, tile % k_tiles * COLS
+        inside = (r0 + r < R)[:, None] & (k0 + k < K)[None, :]
+        part = x + r0.to(tl.int64) * stride_r + k0.to(tl.int64) * stride_k
+        values = tl.load(part + offset, mask=inside, other=0)
+        largest = tl.maximum(largest, magnitude_bits(widened(values)))
+    tl.store(found + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0), tl.max(largest))
+
+
+@triton.jit
+def _largest(found, amax, count, COUNT: tl.constexpr):
+    e, i = tl.program_id(0).to(tl.int64), tl.arange(0, COUNT)
+    largest = tl.max(tl.load(found + e * count + i, mask=i < count, other=0))
+    tl.store(amax + e, largest.to(tl.float32, bitcast=True))
+
+
+def largest_magnitudes(x: Tensor) -> Tensor:
+    """The largest magnitude of each matrix of x, fp32: NaN if the matrix has a NaN, 0 if it is empty."""
+    *lead, R, K = x.shape
+    E, stride_e = (lead[0], x.stride(0)) if lead else (1, 0)
+    amax = x.new_empty(tuple(lead), dtype=torch.float32)
+    if not E:
+        return amax
+    stride_r, stride_k = x.stride()[-2:]
+    if stride_k > stride_r:
+        R, K, stride_r, stride_k = K, R, stride_k, stride_r
+    # One row that is repeated has the largest magnitude of all rows.
+    R, K = 1 if R and not stride_r else R, 1 if K and not stride_k else K
+    rows, cols = 8, 512
+    if stride_k == 1 and stride_r == K and K % 16 == 0:  # one run of memory
+        R, K, stride_r, rows, cols = R * K // 16, 16, 16, 256, 16
+    k_tiles = -(-K // cols)
+    tiles = -(-R // rows) * k_tiles
+    count = max(1, min(tiles, _MOST, _PROGRAMS // E))
+    found = x.new_empty((E, count), dtype=torch.int32)
+    _largest_of_tiles[count, E](
+        x, found, R, K, stride_e, stride_r, stride_k, k_tiles, tiles, rows, cols, num_warps=_NUM_WARPS, **UNFUSED
+    )
+    _largest[(E,)](found, amax, count, triton.next_power_of_2(count), num_warps=_NUM_WARPS, **UNFUSED)
+    return amax

@@ -1,0 +1,101 @@
+"""NVFP4 blocks along the columns. A program owns a tile of whole blocks.
+
+The tile is held as that of `mx_columns`: 16 rows of a column are loads of their own, in the registers of one thread. So
+a thread finds the largest magnitude of a block alone, and packs its codes. They pass through shared memory, where the
+tile is transposed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.triton_kernels.common.blocked import blocked_shape, turned
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+from mxspec.triton_kernels.common.nvfp4_numerics import (
+    block_scale,
+    converts,
+    of_matrix,
+    packed_codes,
+    quotients,
+    scale_byte,
+    store_tensor_scale,
+)
+from mxspec.triton_kernels.common.runs import load16
+
+_HOPPER = {"RUNS": 8, "COLS": 128, "num_warps": 8}  # a tile has 16 * RUNS rows; not measured
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+
+
+def supports(x: Tensor) -> str | None:
+    if x.shape[-1] > 65535 * 32:
+        return f"takes K up to {65535 * 32}, the limit of its grid; it is {x.shape[-1]}"
+    return None
+
+
+@triton.jit
+def _nvfp4_tile(
+    x, amax, qdata, scale, tensor_scale,
+    M, K, M16, stride_e, stride_m, stride_k, amax_stride,
+    SQUARE: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
+    CONVERTS: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # M16 is M / 16, computed on the host so that Triton keeps its divisible-by-16 specialization. Programs run along
+    # the rows first, so that neighbouring programs write neighbouring bytes.
+    ROWS: tl.constexpr = 16 * RUNS
+    m0, k0, e = tl.program_id(0) * ROWS, tl.program_id(1) * COLS, tl.program_id(2).to(tl.int64)
+    run, k = tl.arange(0, RUNS), tl.arange(0, COLS)
+    inside = ((m0 + run * 16 < M)[:, None] & (k0 + k < K)[None, :]) | EVEN  # M is a multiple of 16
+    m, b = run * 16, k
+    if WIDE:  # the products with strides are above 2^31, also those in load16
+        m, b, stride_m = m.to(tl.int64), b.to(tl.int64), tl.cast(stride_m, tl.int64)
+    x += e * stride_e + m0.to(tl.int64) * stride_m + k0.to(tl.int64) * stride_k
+    values = load16(x + ((m * stride_m)[:, None] + (b * stride_k)[None, :]), stride_m, inside, None)
+    values = widened(values).reshape(RUNS, COLS, 16)
+    A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
+    bits = tl.max(magnitude_bits(values), axis=2)  # (RUNS, COLS)
+    if SQUARE:
+        largest = tl.max(bits.reshape(RUNS, COLS // 16, 16), axis=2)
+        bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
+    s, wrong = block_scale(bits, h, up, wrong_matrix)
+    q = packed_codes(quotients(values, s, h, up, BOUNDED), wrong, CONVERTS)
+    q = q.permute(1, 0, 2).reshape(COLS, ROWS // 2)
+    m, M2 = m0 // 2 + tl.arange(0, ROWS // 2), M16 * 8
+    to = (e * K + k0) * M2 + m0 // 2
+    offset = tl.arange(0, ROWS // 2)[None, :] + (k.to(tl.int64) * M2 if WIDE else k * M2)[:, None]
+    tl.store(qdata + to + offset, q, mask=((k0 + k < K)[:, None] & (m < M2)[None, :]) | EVEN)
+    there = ((k0 + k < K)[:, None] & (m0 // 16 + run < M16)[None, :]) | EVEN
+    byte = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
+    if BLOCKED:
+        tl.static_assert(COLS == 128)
+        byte = turned(tl.where(there, byte, 0).to(tl.uint8), RUNS // 4)
+        place, col_tiles = tl.arange(0, 128 * RUNS), tl.cdiv(M16, 4)
+        scale += ((e * tl.cdiv(K, 128) + tl.program_id(1)) * col_tiles + m0 // 64) * 512
+        tl.store(scale + place, byte, mask=(m0 // 64 + place // 512 < col_tiles) & (k0 < K))
+    else:
+        scale += (e * K + k0) * M16 + m0 // 16
+        tl.store(scale + (k[:, None] * M16 + run[None, :]), byte, mask=there)
+    store_tensor_scale(tensor_scale, A, wrong_matrix, e, tl.program_id(0) + tl.program_id(1) == 0)
+
+
+def nvfp4_tile(x: Tensor, amax: Tensor, bounded: bool, square: bool, blocked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`(qdata, scale, tensor_scale)` of x. The codes are stored as those of the transpose, `(..., K, M / 2)`."""
+    *lead, M, K = x.shape
+    E, config = lead[0] if lead else 1, for_device(CONFIGS, x.device)
+    rows, cols = 16 * config["RUNS"], config["COLS"]
+    row_tiles, col_tiles = blocked_shape(K, M // 16)
+    shape = (512 * row_tiles * col_tiles,) if blocked else (K, M // 16)
+    qdata = x.new_empty((*lead, K, M // 2), dtype=torch.uint8)
+    scale = x.new_empty((*lead, *shape), dtype=torch.uint8)
+    tensor_scale = x.new_empty(tuple(lead), dtype=torch.float32)
+    if E:  # a matrix without elements has a tensor scale
+        even = M * K > 0 and M % rows == 0 == K % cols
+        wide = max(rows * x.stride(-2), cols * max(x.stride(-1), M)) >= 2**31
+        _nvfp4_tile[max(1, -(-M // rows)), max(1, -(-K // cols)), E](
+            x, amax, qdata, scale, tensor_scale, M, K, M // 16, x.stride(0) if lead else 0, *x.stride()[-2:],
+            amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device), **config, **UNFUSED,
+        )  # fmt: skip
+    return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
