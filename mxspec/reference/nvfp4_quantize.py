@@ -111,7 +111,7 @@ def nvfp4_quantize(
     blocks = x.reshape(*lead, R, C // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE)  # (..., R, C/16, 16)
     b = blocks.abs().amax(-1)  # (..., R, C/16)
     A = b.flatten(-2).amax(-1) if tensor_amax is None and b.numel() else tensor_amax
-    A = x.new_zeros(lead) if A is None else torch.where(A.isfinite() & (A >= 0), A, torch.nan)
+    A = x.new_zeros(lead) if A is None else torch.where(A.isfinite() & (A >= 0), A.abs(), torch.nan)
     if block == "16x16":
         b = b.unflatten(-2, (R // 16, 16)).amax(-2).repeat_interleave(16, -2)
     b = torch.where(b.isfinite(), b, torch.nan)

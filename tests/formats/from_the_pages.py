@@ -378,7 +378,7 @@ def nvfp4_quantize(
         A = np.asarray(np.where(np.isnan(v).any((-2, -1)), NAN, A), np.float32)
     else:
         A = raw(tensor_amax).view(np.float32)
-    A = np.where(np.isfinite(A) & (A >= 0), A, NAN).astype(np.float32)
+    A = np.where(np.isfinite(A) & (A >= 0), np.abs(A), NAN).astype(np.float32)
     h = (A * np.float32(2.0**-12))[..., None, None]
     blocks = v.reshape(*lead, R, n // 16, 16)
     b = np.abs(blocks).max(-1)
