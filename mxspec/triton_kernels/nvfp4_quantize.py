@@ -20,9 +20,10 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     block_scale,
     converts,
+    divisor,
+    magnitudes,
     of_matrix,
     packed_codes,
-    quotients,
     scale_byte,
     store_tensor_scale,
 )
@@ -33,16 +34,15 @@ from mxspec.triton_kernels.tiles.largest import largest_magnitudes
 RANK = {(9, 0): 1, (10, 0): 1}
 # By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements. Not measured.
 _HOPPER = {
-    "flat": {"BLOCKS": 128, "num_warps": 4},
-    "strided": {"BLOCKS": 128, "num_warps": 4},
-    "blocked": {"BLOCKS": 128, "num_warps": 4},
-    "square": {"BLOCKS": 256, "num_warps": 8},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
+    "flat": {"BLOCKS": 256, "num_warps": 4},
+    "strided": {"BLOCKS": 256, "num_warps": 4},
+    "blocked": {"BLOCKS": 256, "num_warps": 4},
+    "square": {"BLOCKS": 256, "num_warps": 4},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-PTX = {
-    "sm90": (r"ld\.global\.v4\.b32", r"st\.global\.(v[24]\.)?b32", r"div\.rn\.f32"),
-    "sm100": (r"ld\.global\.v4\.b32", r"st\.global\.(v[24]\.)?b32", r"cvt\.rn\.satfinite\.e2m1x2\.f32"),
-}
+# Without .ftz, which would lose subnormals.
+_ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")
+PTX = {"sm90": _ARITHMETIC, "sm100": (*_ARITHMETIC, r"cvt\.rn\.satfinite\.e2m1x2\.f32")}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
@@ -76,10 +76,10 @@ def _nvfp4_quantize(
     BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCKS)
-    j, pair = tl.arange(0, 16), tl.arange(0, 8)
+    j, pair = tl.arange(0, 8), tl.arange(0, 8)
     e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1 below 2^22 rows, and folds away
     # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
-    if LAYOUT == "flat":
+    if LAYOUT == "flat":  # stride_k is 1
         # A matrix is contiguous: byte n scales the 16 elements at 16 * n, and no division is needed.
         start = e * R * C + tl.program_id(0).to(tl.int64) * BLOCKS
         in_matrix = (tl.program_id(0) * BLOCKS + i < R * C) | EVEN
@@ -123,13 +123,20 @@ def _nvfp4_quantize(
         scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
 
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
-    values = widened(tl.load(x + x_offset, mask=in_matrix[:, None], other=0))
-    bits = tl.max(magnitude_bits(values), axis=1)
+    # Two loads, so that a thread has a whole block: a warp would compute the scale of a block in each of its threads.
+    loaded = tl.load(x + x_offset, mask=in_matrix[:, None], other=0)
+    narrow: tl.constexpr = loaded.dtype != tl.float32
+    values = widened(loaded)
+    more = widened(tl.load(x + x_offset + tl.cast(stride_k, tl.int64) * 8, mask=in_matrix[:, None], other=0))
+    bits = tl.maximum(tl.max(magnitude_bits(values), axis=1), tl.max(magnitude_bits(more), axis=1))
     if SQUARE:  # the 16 bytes i, i + 16, ... scale the 16 rows of a square
         largest = tl.max(bits.reshape(16, 16), axis=0)
         bits = tl.broadcast_to(largest[None, :], (16, 16)).reshape(BLOCKS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
-    q = packed_codes(quotients(values, s, h, up, BOUNDED), wrong, CONVERTS)
+    minus_d, reciprocal = divisor(s, h, up, wrong)
+    q = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, CONVERTS)
+    q_more = packed_codes(magnitudes(more, minus_d, reciprocal, up, narrow, BOUNDED), more, wrong, CONVERTS)
+    q = tl.join(q, q_more).permute(0, 2, 1).reshape(BLOCKS, 8)
     tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
     byte = scale_byte(s, wrong)
     if LAYOUT == "blocked":

@@ -67,15 +67,15 @@ def _reciprocal(d):
 
 
 @triton.jit
-def _quotient(n, d, reciprocal, most):
+def _quotient(n, minus_d, reciprocal, most):
     """`n / d` of numbers that are not negative. It is rounded once where a cast to e4m3 or e2m1 depends on its last bit.
 
-    `most` limits the first product, because the remainder of an Inf would be NaN. None: the product is finite.
+    minus_d is -d. `most` limits the first product, because the remainder of an Inf would be NaN. None: it is finite.
     """
     q = n * reciprocal
     if most is not None:
         q = tl.minimum(q, most)
-    return tl.fma(tl.fma(-q, d, n), reciprocal, q)
+    return tl.fma(tl.fma(q, minus_d, n), reciprocal, q)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def block_scale(bits, h, up, wrong):
     A scale that is NaN is given as 0, so that the codes of its block are numbers.
     """
     b, d = _as_float(bits) * _OF_B, h * up
-    s = tl.minimum(_quotient(b * up, d, _reciprocal(d), 512.0), 448.0)
+    s = tl.minimum(_quotient(b * up, -d, _reciprocal(d), 512.0), 448.0)
     s = tl.where(h == 0, 448.0, s)
     wrong = wrong | (bits >= 0x7F800000) | ((h == 0) & (b == 0) & (bits != 0))  # 0 / 0
     return tl.where(wrong | (bits == 0), 0.0, s).to(tl.float8e4nv), wrong
@@ -97,38 +97,64 @@ def scale_byte(scale, wrong):
 
 
 @triton.jit
-def quotients(x, scale, h, up, BOUNDED: tl.constexpr):
-    """The numbers whose casts are the codes. x has a dimension more than `scale`: the elements of a block.
-
-    BOUNDED: no element of x is larger than A, so no quotient is Inf.
-    """
-    n, d = tl.abs(x) * _OF_X, scale.to(tl.float32) * h
-    if up != 1:
-        n, d = n * up, d * up
+def divisor(scale, h, up, wrong):
+    """`(-d, 1 / d)` of blocks, for `magnitudes`. The codes of a block are 0 if d is 0. They are 7 if `wrong`."""
+    d = scale.to(tl.float32) * h * up
     reciprocal = tl.where(d == 0, 0.0, _reciprocal(d))
-    q = _quotient(n, tl.expand_dims(d, -1), tl.expand_dims(reciprocal, -1), None if BOUNDED else 8.0)
-    return _as_float(q.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
+    return -d, tl.where(wrong, float("nan"), reciprocal)
 
 
 @triton.jit
-def _code(x):
-    """The e2m1 code of x, rounded to nearest, ties to even, and saturated: int32, of which the bits above 3 are 0."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(tl.abs(x), 6.0)
+def magnitudes(x, minus_d, reciprocal, up, NARROW: tl.constexpr, BOUNDED: tl.constexpr):
+    """The numbers whose casts are the codes, without their signs. x has one dimension more: the elements of a block.
+
+    NARROW: x is a widened bfloat16 or float16, so that its product with 21/32 is exact. BOUNDED: no element of x is
+    larger than A, so no quotient is Inf.
+    """
+    n = tl.abs(x) * (_OF_X * up) if NARROW else tl.abs(x) * _OF_X * up
+    return _quotient(n, tl.expand_dims(minus_d, -1), tl.expand_dims(reciprocal, -1), None if BOUNDED else 8.0)
+
+
+@triton.jit
+def _code(magnitude, sign):
+    """The e2m1 code of a magnitude, rounded to nearest, ties to even, and saturated: int32. NaN gives any number."""
+    magnitude = tl.minimum(magnitude, 6.0)
     # e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
     # e * 2^22 therefore rounds to steps, and has their number in its last bits. The code is 2 * log2(e) more.
     e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
     # 2 steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
     steps = (magnitude + _as_float(e + ((22 << 23) + 2))).to(tl.int32, bitcast=True)
-    return ((steps + (e >> 22)) & 7) | ((bits >> 28) & 8)
+    return ((steps + (e >> 22)) & 7) | ((sign >> 28) & 8)
 
 
 @triton.jit
-def packed_codes(x, wrong, CONVERTS: tl.constexpr):
-    """The e2m1 codes of x, whose last dimension is a block: bytes of two neighbours, the first in the low half."""
-    even, odd = tl.split(x.reshape(x.shape[:-1] + (8, 2)))
+def packed_codes(magnitude, x, wrong, CONVERTS: tl.constexpr):
+    """e2m1 codes with the signs of x. The last dimension is elements of a block.
+
+    Two neighbours share a byte, the first in the low half. The codes have no sign if `wrong`.
+    """
+    sign = x.to(tl.int32, bitcast=True) & tl.expand_dims(tl.where(wrong, 0, -0x80000000), -1)
+    pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)
     if CONVERTS:
-        q = tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
+        signed = _as_float(magnitude.to(tl.int32, bitcast=True) | sign)
+        even, odd = tl.split(signed.reshape(pairs))
+        return tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
     else:
-        q = (_code(even) | (_code(odd) << 4)).to(tl.uint8)
-    return tl.where(tl.expand_dims(wrong, -1), 0x77, q).to(tl.uint8)
+        code = _code(magnitude, sign) | tl.expand_dims(tl.where(wrong, 7, 0), -1)
+        even, odd = tl.split(code.reshape(pairs))
+        return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def values_of_pairs(q, s, T, DTYPE: tl.constexpr):
+    """The values of packed codes: `(rows, 2 * bytes)` from bytes `(rows, bytes)`, their scales s in fp32, and T.
+
+    The bits of a code become the upper bits of a float16, which is the value times 2^-14, also if it is subnormal.
+    The product with s * 2^14 is exact.
+    """
+    pairs = q.to(tl.uint16)
+    even = ((pairs & 7) << 9 | (pairs & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
+    odd = ((pairs & 0x70) << 5 | (pairs & 0x80) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    s = s * 16384.0
+    values = tl.join((even * s * T).to(DTYPE), (odd * s * T).to(DTYPE))
+    return values.reshape(q.shape[0], 2 * q.shape[1])

@@ -18,9 +18,10 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     block_scale,
     converts,
+    divisor,
+    magnitudes,
     of_matrix,
     packed_codes,
-    quotients,
     scale_byte,
     store_tensor_scale,
 )
@@ -54,6 +55,7 @@ def _nvfp4_tile(
         m, b, stride_m = m.to(tl.int64), b.to(tl.int64), tl.cast(stride_m, tl.int64)
     x += e * stride_e + m0.to(tl.int64) * stride_m + k0.to(tl.int64) * stride_k
     values = load16(x + ((m * stride_m)[:, None] + (b * stride_k)[None, :]), stride_m, inside, None)
+    narrow: tl.constexpr = values.dtype != tl.float32
     values = widened(values).reshape(RUNS, COLS, 16)
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
     bits = tl.max(magnitude_bits(values), axis=2)  # (RUNS, COLS)
@@ -61,7 +63,8 @@ def _nvfp4_tile(
         largest = tl.max(bits.reshape(RUNS, COLS // 16, 16), axis=2)
         bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
-    q = packed_codes(quotients(values, s, h, up, BOUNDED), wrong, CONVERTS)
+    minus_d, reciprocal = divisor(s, h, up, wrong)
+    q = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, CONVERTS)
     q = q.permute(1, 0, 2).reshape(COLS, ROWS // 2)
     m, M2 = m0 // 2 + tl.arange(0, ROWS // 2), M16 * 8
     to = (e * K + k0) * M2 + m0 // 2
