@@ -18,8 +18,7 @@ from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_gri
 from mxspec.helion_kernels.common.numerics import magnitude_bits, widened
 from mxspec.helion_kernels.common.nvfp4_numerics import block_scale, of_matrix, packed_codes, tensor_scale
 
-# No GPU has run it. Second, because a call takes more host time than Triton's.
-RANK = {(9, 0): 2, (10, 0): 2}
+# No RANK: no GPU has run it, and Triton's kernel is there for `auto`.
 
 
 class Tile(NamedTuple):

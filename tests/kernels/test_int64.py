@@ -112,6 +112,11 @@ def codes_apart():
     return codes_far_apart(16, 128, FAR), scale
 
 
+def packed_apart():
+    qdata = codes_far_apart(8, 128, FAR).view(torch.uint8).view(torch.float4_e2m1fn_x2)
+    return qdata, dispatch.reference("nvfp4_quantize")(torch.ones(16, 128), axis=-2)[1], torch.tensor(0.5)
+
+
 ONE_GROUP = torch.tensor([16], dtype=torch.int32)
 FAR_CALLS = {
     "fp8_quantize_128x128": lambda: ((rows_apart(16, 128),), {"with_transpose": True}),
@@ -120,6 +125,8 @@ FAR_CALLS = {
     "fp8_dequantize": lambda: (codes_apart(), {"axis": -2}),
     "mx_quantize": lambda: ((rows_apart(32, 128),), {"axis": -2}),
     "mx_quantize_rowcol": lambda: ((rows_apart(32, 128),), {}),
+    "nvfp4_quantize": lambda: ((rows_apart(16, 128),), {"axis": -2}),
+    "nvfp4_dequantize": lambda: (packed_apart(), {"axis": -2}),
     "swiglu_backward_mx_quantize_rowcol_groups": lambda: (
         (rows_apart(16, 256), rows_apart(16, 128), ONE_GROUP),
         {},

@@ -27,7 +27,8 @@ def config(block_sizes: list[int], num_warps: int, **options: Any) -> helion.Con
 @functools.cache
 def on_grid(dims: int, num_warps: int, pid_type: str = "flat") -> helion.Config:
     """A configuration for an `hl.grid` of `dims` dimensions. It has no block sizes."""
-    return helion.Config(block_sizes=[], num_warps=num_warps, loop_orders=[list(range(dims))[::-1]], pid_type=pid_type)
+    order = [list(range(dims))[::-1]] if dims > 1 else []
+    return helion.Config(block_sizes=[], num_warps=num_warps, loop_orders=order, pid_type=pid_type)
 
 
 @functools.cache

@@ -56,7 +56,7 @@ def store_tensor_scale(to, A, wrong, e, first):
 
 
 @triton.jit
-def _reciprocal(d):
+def reciprocal_of(d):
     """`1 / d` rounded once, for d between 2^-120 and 2^126. Inf or NaN for 0.
 
     The last bits of a quotient may be wrong on a GPU. A step of Newton's method corrects them. `div_rn` takes a branch
@@ -67,7 +67,7 @@ def _reciprocal(d):
 
 
 @triton.jit
-def _quotient(n, minus_d, reciprocal, most):
+def quotient(n, minus_d, reciprocal, most):
     """`n / d` of numbers that are not negative. It is rounded once where a cast to e4m3 or e2m1 depends on its last bit.
 
     minus_d is -d. `most` limits the first product, because the remainder of an Inf would be NaN. None: it is finite.
@@ -85,7 +85,7 @@ def block_scale(bits, h, up, wrong):
     A scale that is NaN is given as 0, so that the codes of its block are numbers.
     """
     b, d = _as_float(bits) * _OF_B, h * up
-    s = tl.minimum(_quotient(b * up, -d, _reciprocal(d), 512.0), 448.0)
+    s = tl.minimum(quotient(b * up, -d, reciprocal_of(d), 512.0), 448.0)
     s = tl.where(h == 0, 448.0, s)
     wrong = wrong | (bits >= 0x7F800000) | ((h == 0) & (b == 0) & (bits != 0))  # 0 / 0
     return tl.where(wrong | (bits == 0), 0.0, s).to(tl.float8e4nv), wrong
@@ -100,7 +100,7 @@ def scale_byte(scale, wrong):
 def divisor(scale, h, up, wrong):
     """`(-d, 1 / d)` of blocks, for `magnitudes`. The codes of a block are 0 if d is 0. They are 7 if `wrong`."""
     d = scale.to(tl.float32) * h * up
-    reciprocal = tl.where(d == 0, 0.0, _reciprocal(d))
+    reciprocal = tl.where(d == 0, 0.0, reciprocal_of(d))
     return -d, tl.where(wrong, float("nan"), reciprocal)
 
 
@@ -112,7 +112,7 @@ def magnitudes(x, minus_d, reciprocal, up, NARROW: tl.constexpr, BOUNDED: tl.con
     larger than A, so no quotient is Inf.
     """
     n = tl.abs(x) * (_OF_X * up) if NARROW else tl.abs(x) * _OF_X * up
-    return _quotient(n, tl.expand_dims(minus_d, -1), tl.expand_dims(reciprocal, -1), None if BOUNDED else 8.0)
+    return quotient(n, tl.expand_dims(minus_d, -1), tl.expand_dims(reciprocal, -1), None if BOUNDED else 8.0)
 
 
 @triton.jit
