@@ -39,7 +39,11 @@ def check_args(
         checks.shape(op, "tensor_amax", tensor_amax, tuple(x.shape[:-2]), because)
 
 
-@spec(check_args=check_args, flops=per_element(3))  # a maximum, a multiply and a divide
+@spec(
+    check_args=check_args,
+    flops=per_element(3),  # a maximum, a multiply and a divide
+    peer_rules="nvfp4",
+)
 def nvfp4_quantize(
     x: Tensor,
     tensor_amax: Tensor | None = None,

@@ -5,7 +5,8 @@ has the op's signature and layouts, and the peer's scales and codes. Each peer i
 functions in the file that have the names of mxspec's ops. Each file has
 
 - `NAME`: the name of the peer;
-- `RECORDED`: the entries of `rules/peers.json` that it reproduces bit for bit, each with its options;
+- `RECORDED`: the entries of `rules/peers.json` and `rules/nvfp4.json` that it reproduces bit for bit, each with its
+  options;
 - `SOURCE_DIFFERS`, if needed: the blocks for which a transcribed entry differs from the peer's source. A transcribed
   entry was worked out from the source and not run.
 
@@ -38,7 +39,7 @@ from mxspec.spec import outputs_of
 __all__ = ["Probe", "RoundTrips", "explaining", "fixed_points", "matches", "peers", "probes", "report"]
 
 # The options that change numbers. All other options choose a layout, and probe blocks are compared in the plain layout.
-_RULES = ("scaling", "scale_format", "eps")
+_RULES = ("scaling", "scale_format", "eps", "block")
 _NUMERIC = ("elem_dtype", *_RULES)
 _CONTRACT = "contract"  # listed beside the peers, because an implementation may use another rule than the call asks for
 
@@ -128,7 +129,7 @@ def _one_each(names: list[str]) -> list[str]:
 
 
 def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Say whose rule a quantizer follows, on a call's own inputs and on the probe blocks of `rules/peers.json`.
+    """Say whose rule a quantizer follows, on a call's own inputs and on the probe blocks of `rules/peers.json` or `nvfp4.json`.
 
     The report is one sentence. A rule that explains both is named alone. Otherwise the sentence names the rules for
     each.
@@ -138,7 +139,7 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     blocks = _blocks(op, numeric)
     try:
         result = outputs_of(call(*args, **kwargs))
-        got = [outputs_of(call(probe.x.to(args[0].device), **numeric)) for probe in blocks]
+        got = [outputs_of(call(*probe.args(args[0].device), **numeric)) for probe in blocks]
     except Exception:  # the failure is already reported; this only looks for its origin
         return None
     # A call may be right on its inputs and wrong on views of them. If it is right, no rule needs to explain it.
@@ -148,7 +149,7 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     leaving = [
         probe.name
         for probe, outputs in zip(blocks, got, strict=True)
-        if not _same(_outputs(reference, probe.x, **numeric), outputs)
+        if not _same(_outputs(reference, *probe.args(), **numeric), outputs)
     ]
     on_probes = [
         name
@@ -231,13 +232,17 @@ def _on_probes(
 ) -> list[tuple[str, list[tuple[Tensor, ...] | None]]]:
     """The outputs of each rule of a peer, or of the contract, for the probe blocks."""
     blocks = _blocks(op, dict(numeric))
-    return [(name, [_outputs(rule, probe.x) for probe in blocks]) for name, rule in _rules(op, source, dict(numeric))]
+    return [(name, [_outputs(rule, *probe.args()) for probe in blocks]) for name, rule in _rules(op, source, dict(numeric))]
 
 
 def _blocks(op: str, numeric: Mapping[str, Any]) -> list[Probe]:
     """The probe blocks for an op and its element format."""
     section = dispatch.reference(op).spec.peer_rules
-    return probes(section, numeric.get("elem_dtype", torch.float8_e4m3fn)) if section else []
+    if not section:
+        return []
+    options = {"block": numeric.get("block", "1x16")}
+    found = probes(section, numeric.get("elem_dtype", torch.float8_e4m3fn))
+    return [probe for probe in found if not probe.options or probe.options == options]
 
 
 def _same(ours: tuple[Tensor, ...] | None, theirs: tuple[Tensor, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The recorded results of peers' code on probe blocks, `rules/peers.json`, as tensors.
+"""The recorded results of peers' code on probe blocks, `rules/peers.json` and `rules/nvfp4.json`, as tensors.
 
 Section `mx` has an entry for each block and element format, named `name|format`. The entry holds the fp32 bits of
 element 0, and the elements that follow. Section `blk` is FP8 with 128-blocks of e4m3fn. Its entries hold the first
@@ -6,6 +6,12 @@ elements of each block. All elements that are not given are 0. Both sections hav
 scale and the codes of the given elements. null means that the peer's code was not run, and "ERR" that it raised an
 error. If the name of a result has a `*`, the result was transcribed from the peer's source; all other results come from
 runs. `given` is the dtype in which a peer got the blocks, if it was not the block's own dtype.
+
+`nvfp4.json` has the bits of a matrix of one row, or of 16 rows for 16x16 blocks, and of its tensor amax, if one was
+given. A result is the fp32 number that the peer stores for the matrix, the bytes of its scales, and the bytes of its
+codes. `stores` says what this number is: the amax, the multiplier or the divisor. null in place of codes means that the
+peer cast a NaN to e2m1 with a result that depends on the machine. All results come from runs. Section `digests` has
+the sha256 of a peer's bytes for whole ranges of blocks, which `tests/engine/test_rules_nvfp4.py` makes.
 """
 
 from __future__ import annotations
@@ -13,14 +19,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxspec.formats import E4M3FN, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
+from mxspec.formats import E2M1, E4M3FN, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, NVFP4_LARGEST, element
 from mxspec.reference.common.numerics import unpacked
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -28,12 +34,21 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 @dataclass(frozen=True)
 class Probe:
-    """A block, `(1, 32)` or `(1, 128)`, and the recorded results. `elem_dtype` is the name of the element format."""
+    """A block, `(1, 32)` or `(1, 128)`, and the recorded results. `elem_dtype` is the name of the element format.
+
+    For NVFP4, x is a matrix of several blocks; `amax` and `block` are arguments of the call.
+    """
 
     name: str
     x: Tensor
     elem_dtype: str
     recorded: dict[str, Any]
+    amax: Tensor | None = None
+    options: dict[str, str] = field(default_factory=dict)
+
+    def args(self, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+        """The positional arguments of the call."""
+        return tuple(t.to(device) for t in (self.x, self.amax) if t is not None)
 
     def given(self, entry: str) -> Tensor:
         """The block in the dtype in which the code behind an entry got it."""
@@ -47,9 +62,15 @@ def load() -> dict[str, Any]:
     return json.loads((files("mxspec") / "rules" / "peers.json").read_text())
 
 
+@functools.cache
+def load_nvfp4() -> dict[str, Any]:
+    """The whole file `rules/nvfp4.json`."""
+    return json.loads((files("mxspec") / "rules" / "nvfp4.json").read_text())
+
+
 def probes(section: str, elem_dtype: torch.dtype | str = torch.float8_e4m3fn) -> list[Probe]:
-    """The blocks of a section for one element format."""
-    name = element(elem_dtype).name
+    """The blocks of a section for one element format. The section `nvfp4` has only e2m1."""
+    name = E2M1.name if section == "nvfp4" else element(elem_dtype).name
     return [probe for probe in _all(section) if probe.elem_dtype == name]
 
 
@@ -71,6 +92,9 @@ def _name_and_format(key: str) -> tuple[str, str]:
 
 
 def _all(section: str) -> Iterator[Probe]:
+    if section == "nvfp4":
+        yield from _nvfp4()
+        return
     for key, entry in load()[section].items():
         name, elem_dtype = _name_and_format(key)
         if section == "mx":
@@ -83,15 +107,44 @@ def _all(section: str) -> Iterator[Probe]:
         yield Probe(name, x.unsqueeze(0), elem_dtype, entry["out"])
 
 
+def _nvfp4() -> Iterator[Probe]:
+    stores = {entry: peer["stores"] for entry, peer in load_nvfp4()["peers"].items()}
+    for name, entry in load_nvfp4()["blocks"].items():
+        x = _numbers(entry["x"], _DTYPES[entry["dtype"]]).view(entry.get("rows", 1), -1)
+        amax = _numbers(entry["amax"], torch.float32)[0] if "amax" in entry else None
+        out = {peer: [_multiplier(stored, stores[peer]), *rest] for peer, (stored, *rest) in entry["out"].items()}
+        yield Probe(name, x, E2M1.name, out, amax, {"block": entry.get("block", "1x16")})
+
+
+def _multiplier(stored: str, meaning: str) -> float:
+    """The factor by which a peer's reader multiplies, from the number that the peer stores."""
+    number = _numbers(stored, torch.float32)
+    if meaning == "amax":
+        number = number * torch.full_like(number, NVFP4_LARGEST).reciprocal()
+    elif meaning == "divisor":
+        number = number.reciprocal()
+    return number.item()
+
+
+def _numbers(bits: str, dtype: torch.dtype) -> Tensor:
+    """Numbers from their bits in hexadecimal, the highest digit first."""
+    digits = 2 * dtype.itemsize
+    store = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    stored = [int(bits[i : i + digits], 16) for i in range(0, len(bits), digits)]
+    return torch.tensor(stored).to(store).view(dtype)
+
+
 def codes_of(qdata: Tensor) -> list[int]:
     """The codes of one block as integers, one per element."""
     return unpacked(qdata.contiguous(), element(qdata.dtype)).flatten().tolist()
 
 
 def matches(result: Any, recorded: Any) -> bool:
-    """Whether a quantizer's `(qdata, scale)` for one block equal the recorded results; any NaN equals any NaN."""
+    """Whether a quantizer's outputs for one block equal the recorded results; any NaN equals any NaN."""
     if recorded is None:  # not run
         return True
+    if len(recorded) == 3:
+        return _matches_nvfp4(result, *recorded)
     stored, codes = recorded
     qdata, scale = result[:2]
     if isinstance(stored, str):  # the bits of an fp32 scale
@@ -104,6 +157,19 @@ def matches(result: Any, recorded: Any) -> bool:
     return codes is None or all(
         _same(value(got), value(want) if want != "nan" else float("nan"))
         for got, want in zip(codes_of(qdata), codes, strict=False)  # only the first elements are recorded
+    )
+
+
+def _matches_nvfp4(result: Any, multiplier: float, scales: str, codes: str | None) -> bool:
+    """The same for `(qdata, scale, tensor_scale)` and all blocks of a matrix."""
+    qdata, scale, tensor_scale = result
+    bytes_of = scale.view(torch.uint8)
+    bytes_of = torch.where(bytes_of & 0x7F == E4M3FN.nan_code, E4M3FN.nan_code, bytes_of)
+    return (
+        _same(tensor_scale.item(), multiplier)
+        and bytes(bytes_of.flatten().tolist()).hex() == scales
+        and codes is not None
+        and bytes(qdata.contiguous().view(torch.uint8).flatten().tolist()).hex() == codes
     )
 
 

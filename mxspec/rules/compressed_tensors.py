@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import E2M1, E4M3FN, E8M0FNU, ElementFormat
+from mxspec.formats import E2M1, E4M3FN, E8M0FNU, NVFP4_LARGEST, ElementFormat
 from mxspec.reference.common.numerics import saturating_cast
-from mxspec.rules import _fp8, _mx
+from mxspec.rules import _fp8, _mx, _nvfp4
 
 NAME = "compressed-tensors"
-RECORDED = {"mx": {"ct020": {"scaling": "even"}}, "blk": {"ct020blk": {"scale_format": "fp32"}}}
+RECORDED: dict[str, dict[str, dict[str, str]]] = {
+    "mx": {"ct020": {"scaling": "even"}},
+    "blk": {"ct020blk": {"scale_format": "fp32"}},
+    "nvfp4": {"ct020": {}},
+}
+ZERO_SCALE = 0.125  # the epsilon of e4m3fn, which takes the place of a scale of 0
+
 
 
 def mx_quantize(
@@ -90,3 +96,36 @@ def _no_float16(op: str, blocks: Tensor) -> None:
     """In float16 the scales of compressed-tensors underflow, and nothing was recorded."""
     if blocks.dtype == torch.float16:
         raise NotImplementedError(f"{op}: {NAME} has no recorded result for float16; needs bfloat16 or float32")
+
+
+def nvfp4_quantize(
+    x: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    block: str = "1x16",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scale is `fl(G * (b/6))`, and 0.125 if it rounds to 0. Codes are `fl(x / fl(s / G))`.
+
+    `b/6` is rounded to the dtype of x. `G = fl(fl(1/A) * 2688)` is rounded twice, because torch divides a Python number
+    by a tensor so. Both roundings are to the dtype of A: of x, as the extrema of llm-compressor are, or fp32 if
+    tensor_amax is given. A is at least the smallest normal number of its dtype. If G overflows, or A is NaN, G is 1: in
+    float16 this is so for A up to 0.04. The code of -0 is 0. A NaN that reaches a code is refused.
+
+    compressed-tensors stores G, and its reader divides: `q * fl(s / G)`. The tensor scale here is the multiplier
+    `fl(1/G)`.
+
+    Source: compressed-tensors 0.20.0, quantization/utils/helpers.py (`generate_gparam`, `calculate_qparams`),
+        compressors/nvfp4/base.py (`compress`).
+    """
+    return _nvfp4.quantize(x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME)
+
+
+def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    G = A.clamp(min=torch.finfo(A.dtype).tiny).reciprocal() * NVFP4_LARGEST
+    G = torch.nan_to_num(G, nan=1.0, posinf=1.0).float()
+    s = G * (b / E2M1.max).float()
+    s = torch.where(_nvfp4.rounded_scale(s) == 0, ZERO_SCALE, s)
+    y = blocks.float() / (_nvfp4.rounded_scale(s) / G).unsqueeze(-1)
+    return y + 0.0, s, G.reciprocal()

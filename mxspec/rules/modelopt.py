@@ -1,16 +1,17 @@
-"""NVIDIA's ModelOpt: rceil by log2; its MXFP4 rounds every tie towards zero, and writes a zero as -0."""
+"""NVIDIA's ModelOpt: rceil by log2; MXFP4 ties towards zero, and zeros as -0; NVFP4 with no scale of 0."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mxspec.formats import E2M1, E8M0FNU, ElementFormat
+from mxspec.formats import E2M1, E4M3FN, E8M0FNU, NVFP4_LARGEST, ElementFormat
 from mxspec.reference.common.numerics import packed, saturating_cast
-from mxspec.rules import _mx
+from mxspec.rules import _mx, _nvfp4
 
 NAME = "ModelOpt"
-RECORDED = {"mx": {"modelopt047": {"scaling": "rceil"}}}
+RECORDED: dict[str, dict[str, dict[str, str]]] = {"mx": {"modelopt047": {"scaling": "rceil"}}, "nvfp4": {"modelopt047": {}}}
+SMALLEST_SCALE = 2.0**-9  # the smallest e4m3fn above 0, `_cast_per_block_scale_to_fp8`
 BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # `MXFP4QTensor.E2M1_bounds`: the middles between the values
 
 
@@ -53,3 +54,30 @@ def _e2m1_codes(x: Tensor) -> Tensor:
     for bound in BOUNDS:
         codes += x.abs() > bound
     return codes + 8 * (x <= 0).to(torch.uint8)
+
+
+def nvfp4_quantize(
+    x: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    block: str = "1x16",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scale is `fl(b / fl(6 * T))`, and 1 if this is 0; at least 2^-9. Codes are `fl(x / fl(s * T))`.
+
+    A block of zeros has the scale 1, byte 0x38. A block that underflows has the smallest scale, byte 0x01. The code of
+    -0 is 0. A quotient that is NaN has the code 7: every code of a block with a NaN, and of a matrix of zeros, whose
+    scales are NaN too. Ties are rounded to even, other than in MXFP4.
+
+    Source: nvidia-modelopt 0.47.0, torch/quantization/qtensor/nvfp4_tensor.py (`NVFP4QTensor.quantize`).
+    """
+    return _nvfp4.quantize(x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME, nan_as=E2M1.max)
+
+
+def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    T = A.float() / NVFP4_LARGEST
+    s = b.float() / (E2M1.max * T)
+    s = torch.where(s == 0, 1.0, s).clamp(SMALLEST_SCALE, E4M3FN.max)
+    y = blocks.float() / (_nvfp4.rounded_scale(s) * T).unsqueeze(-1)
+    return y + 0.0, s, T  # -0 becomes +0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxspec.formats import E4M3FN, E8M0FNU, ElementFormat
 from mxspec.reference.common.numerics import reciprocal_scale, saturating_cast, shared_exponent
-from mxspec.rules import _fp8, _mx
+from mxspec.rules import _fp8, _mx, _nvfp4, te_reference
 
 NAME = "TransformerEngine"
 RECORDED = {
@@ -80,3 +80,32 @@ def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float
 def _amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
     """fmaxf returns the operand that is a number, and the reduction starts at 0: a block of NaN alone has amax 0."""
     return torch.where(blocks.isnan(), 0, blocks.abs()).amax(dims, keepdim=True)
+
+
+def nvfp4_quantize(
+    x: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    block: str = "1x16",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rule of `rules.te_reference`, with hardware's cast, which keeps the sign of -0; an A of 0 has S = 1.
+
+    The kernels' treatment of NaN is not recorded, so the preset refuses a NaN in x or in tensor_amax. The Python
+    reference, which TransformerEngine's tests compare with the kernels, is proven; what differs here is read in the
+    source only.
+
+    Source: common/cast/nvfp4/core_nvfp4.cuh (`compute_global_encode_scaling_factor_FP4`,
+        `compute_decoding_scaling_factor`), quantize_transpose_nvfp4.cuh, d0067d0.
+    """
+    if (x.is_floating_point() and x.isnan().any()) or (isinstance(tensor_amax, Tensor) and tensor_amax.isnan().any()):
+        raise ValueError(f"nvfp4_quantize: {NAME} has no recorded result for a NaN; needs numbers")
+    return _nvfp4.quantize(
+        x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME, squares=True, nan_as=0.0
+    )
+
+
+def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    S = torch.where(A == 0, 1.0, te_reference.encode_scale(A))
+    return te_reference.nvfp4_numbers(blocks, b, A, S)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import E4M3FN, E8M0FNU, SCALINGS, ElementFormat
+from mxspec.formats import E2M1, E4M3FN, E8M0FNU, NVFP4_LARGEST, SCALINGS, ElementFormat
 from mxspec.reference.common.numerics import reciprocal_scale, saturating_cast, shared_exponent
-from mxspec.rules import _fp8, _mx
+from mxspec.rules import _fp8, _mx, _nvfp4
 
 NAME = "torchao main"
+SMALLEST_NVFP4_SCALE = 2.0**-6  # `E4M3_EPS`: the smallest normal number of e4m3fn
 RECORDED: dict[str, dict[str, dict[str, str]]] = {
     "mx": {f"aomain.{scaling}": {"scaling": scaling} for scaling in SCALINGS},
     "blk": {"aoblk": {}},
+    "nvfp4": {"ao": {}},
 }
 
 
@@ -76,3 +78,36 @@ def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float
     amax = blocks.float().abs().amax(dims, keepdim=True).clamp(min=eps)
     s = torch.full_like(amax, E4M3FN.max) / amax
     return s, s.reciprocal()
+
+
+def nvfp4_quantize(
+    x: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    block: str = "1x16",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scale is `fl(fl(b/6) / T)`, and at least 2^-6: subnormal scales are not used. Codes are `x * fl(fl(1/T) / s)`.
+
+    A block of zeros has the scale 2^-6, byte 0x08. If T or 1/T is not a normal number, such as for a matrix of zeros, a
+    NaN may reach the codes. The preset refuses such a call, and a NaN in x. torchao has no float16.
+
+    Source: torchao/prototype/mx_formats/nvfp4_tensor.py (`nvfp4_quantize`, `per_tensor_amax_to_scale`), 36027d8.
+    """
+    return nvfp4(x, tensor_amax, axis, block, scale_layout, NAME)
+
+
+def nvfp4(
+    x: Tensor, tensor_amax: Tensor | None, axis: int, block: str, scale_layout: str, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rule of `nvfp4_quantize`, with a release's name in the errors."""
+    if x.dtype == torch.float16:
+        raise NotImplementedError(f"nvfp4_quantize: {name} has no float16; needs bfloat16 or float32")
+    return _nvfp4.quantize(x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, name)
+
+
+def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    blocks, T = blocks.float(), A.float() / NVFP4_LARGEST
+    s = (b.float() / E2M1.max / T).clamp(SMALLEST_NVFP4_SCALE, E4M3FN.max)
+    return blocks * (T.reciprocal() / _nvfp4.rounded_scale(s)).unsqueeze(-1), s, T

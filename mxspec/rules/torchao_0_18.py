@@ -7,11 +7,14 @@ from torch import Tensor
 
 from mxspec.formats import E8M0FNU, SCALINGS, ElementFormat
 from mxspec.reference.common.numerics import reciprocal_scale
-from mxspec.rules import _mx
+from mxspec.rules import _mx, torchao
 from mxspec.rules.torchao import cast
 
 NAME = "torchao 0.18"
-RECORDED = {"mx": {f"ao018.{scaling}": {"scaling": scaling} for scaling in SCALINGS}}
+RECORDED: dict[str, dict[str, dict[str, str]]] = {
+    "mx": {f"ao018.{scaling}": {"scaling": scaling} for scaling in SCALINGS},
+    "nvfp4": {"ao": {}},
+}
 
 
 def mx_quantize(
@@ -53,3 +56,18 @@ def _rceil(blocks: Tensor, amax: Tensor, fmt: ElementFormat) -> tuple[Tensor, Te
     byte = torch.where(amax.isinf(), E8M0FNU.largest_code, exponent + E8M0FNU.bias)
     byte = torch.where(amax.isnan(), E8M0FNU.nan_code, byte).to(torch.uint8)
     return cast(blocks * torch.where(byte == 0, 1.0, reciprocal_scale(byte)), fmt), byte
+
+
+def nvfp4_quantize(
+    x: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    block: str = "1x16",
+    scale_layout: str = "plain",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rule of `rules.torchao`: the file is the same in both.
+
+    Source: torchao 0.18.0, prototype/mx_formats/nvfp4_tensor.py (`nvfp4_quantize`).
+    """
+    return torchao.nvfp4(x, tensor_amax, axis, block, scale_layout, NAME)
