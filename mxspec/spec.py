@@ -148,8 +148,8 @@ def spec(
         min_sqnr_db: the smallest signal-to-quantization-noise ratio against the reference, in dB, or one number per
             output dtype. The default `inf` requires equal bytes, where any NaN equals any NaN.
         bytes_moved, flops: the bytes and flops of one call, from its arguments and outputs; for the benchmarks.
-        peer_rules: the section of `rules/peers.json`, or `nvfp4`, that has test blocks for this op. A peer is another library;
-            `mxspec.rules` has the rules of the peers.
+        peer_rules: the section of `rules/peers.json` that has test blocks for this op, or `nvfp4`. A peer is another
+            library; `mxspec.rules` has the rules of the peers.
         gradient: how gradients flow. Without it, asking for a gradient raises.
         inf_is_free: whether an output that depends on an Inf of an operand may be Inf of either sign or NaN.
     """

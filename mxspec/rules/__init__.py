@@ -129,7 +129,7 @@ def _one_each(names: list[str]) -> list[str]:
 
 
 def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Say whose rule a quantizer follows, on a call's own inputs and on the probe blocks of `rules/peers.json` or `nvfp4.json`.
+    """Say whose rule a quantizer follows, on a call's own inputs and on the recorded probe blocks.
 
     The report is one sentence. A rule that explains both is named alone. Otherwise the sentence names the rules for
     each.
@@ -139,7 +139,8 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     blocks = _blocks(op, numeric)
     try:
         result = outputs_of(call(*args, **kwargs))
-        got = [outputs_of(call(*probe.args(args[0].device), **numeric)) for probe in blocks]
+        # A block that the call refuses, for example because of its dtype, is no evidence.
+        got = [_outputs(call, *probe.args(args[0].device), **numeric) for probe in blocks]
     except Exception:  # the failure is already reported; this only looks for its origin
         return None
     # A call may be right on its inputs and wrong on views of them. If it is right, no rule needs to explain it.
@@ -149,7 +150,7 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     leaving = [
         probe.name
         for probe, outputs in zip(blocks, got, strict=True)
-        if not _same(_outputs(reference, *probe.args(), **numeric), outputs)
+        if outputs and not _same(_outputs(reference, *probe.args(), **numeric), outputs)
     ]
     on_probes = [
         name
@@ -161,6 +162,7 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
         and all(
             probe.name not in leaving if t is None else _same(t, g)
             for probe, t, g in zip(blocks, theirs, got, strict=True)
+            if g
         )
     ]
     if both := [name for name in on_case if name in on_probes]:
@@ -168,12 +170,13 @@ def report(op: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     on_case, on_probes = _one_each(on_case), _one_each(on_probes)
     named = ", ".join(leaving[:4]) + (", ..." if len(leaving) > 4 else "")
     left = "what was asked for" if any(name.startswith(_CONTRACT) for name in on_case + on_probes) else "the contract"
-    where = f"{len(blocks)} probe blocks, and differ from {left} on {len(leaving)} of them ({named})"
+    tried = len([outputs for outputs in got if outputs])
+    where = f"{tried} probe blocks, and differ from {left} on {len(leaving)} of them ({named})"
     case = f"{_titles(on_case)} on this case"
     if both:
         return f"your bytes are {case} and on all {where}"
     if not leaving:
-        return f"your bytes are {case}, and the contract's on all {len(blocks)} probe blocks" if on_case else None
+        return f"your bytes are {case}, and the contract's on all {tried} probe blocks" if on_case else None
     here = f"{case}, but " if on_case else ""
     if not on_probes:
         return f"your bytes are {here}no known peer's rule on the {where}"
@@ -232,17 +235,19 @@ def _on_probes(
 ) -> list[tuple[str, list[tuple[Tensor, ...] | None]]]:
     """The outputs of each rule of a peer, or of the contract, for the probe blocks."""
     blocks = _blocks(op, dict(numeric))
-    return [(name, [_outputs(rule, *probe.args()) for probe in blocks]) for name, rule in _rules(op, source, dict(numeric))]
+    return [
+        (name, [_outputs(rule, *probe.args()) for probe in blocks]) for name, rule in _rules(op, source, dict(numeric))
+    ]
 
 
 def _blocks(op: str, numeric: Mapping[str, Any]) -> list[Probe]:
-    """The probe blocks for an op and its element format."""
+    """The probe blocks for an op and its element format, without those that a peer reads by chance."""
     section = dispatch.reference(op).spec.peer_rules
     if not section:
         return []
     options = {"block": numeric.get("block", "1x16")}
     found = probes(section, numeric.get("elem_dtype", torch.float8_e4m3fn))
-    return [probe for probe in found if not probe.options or probe.options == options]
+    return [p for p in found if not p.options or (p.options == options and all(o[-1] for o in p.recorded.values()))]
 
 
 def _same(ours: tuple[Tensor, ...] | None, theirs: tuple[Tensor, ...]) -> bool:

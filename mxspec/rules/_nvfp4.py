@@ -12,10 +12,10 @@ from mxspec.reference.common.numerics import saturating_cast
 from mxspec.reference.nvfp4_quantize import check_args
 from mxspec.reference.to_blocked import to_blocked
 
-# A rule takes blocks `(..., R, C/16, 16)` and the largest magnitude of each block `(..., R, C/16)`, both in the dtype of
-# x, and the largest magnitude of each matrix `(..., 1, 1)`. The last is fp32 if the call gave it, otherwise it has the
-# dtype of x. The rule returns the numbers that are rounded to codes, the numbers that are rounded to scales, both
-# fp32, and the multiplier of each matrix.
+# A rule takes blocks `(..., R, C/16, 16)` and the largest magnitude of each block `(..., R, C/16)`, both in the dtype
+# of x, and the largest magnitude of each matrix `(..., 1, 1)`. The last is fp32 if the call gave it, otherwise it has
+# the dtype of x. The rule returns, all in fp32, the numbers that the casts to e2m1 and to e4m3fn get, and the
+# multiplier of each matrix.
 Rule = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -56,8 +56,8 @@ def quantize(
     y, s, multiplier = rule(blocks, b, A[..., None, None])
     if nan_as is None and y.isnan().any():
         raise ValueError(
-            f"nvfp4_quantize: {peer} casts a NaN to e2m1, and its code depends on the machine; needs finite numbers and "
-            f"an amax whose reciprocals are finite"
+            f"nvfp4_quantize: {peer} casts a NaN to e2m1, and its code depends on the machine; needs finite numbers "
+            "and an amax whose reciprocals are finite"
         )
     qdata = saturating_cast(torch.where(y.isnan(), nan_as or 0.0, y), E2M1).flatten(-2)
     scale = saturating_cast(s, E4M3FN)

@@ -71,7 +71,7 @@ def load_nvfp4() -> dict[str, Any]:
 def probes(section: str, elem_dtype: torch.dtype | str = torch.float8_e4m3fn) -> list[Probe]:
     """The blocks of a section for one element format. The section `nvfp4` has only e2m1."""
     name = E2M1.name if section == "nvfp4" else element(elem_dtype).name
-    return [probe for probe in _all(section) if probe.elem_dtype == name]
+    return [probe for probe in all_of(section) if probe.elem_dtype == name]
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def _name_and_format(key: str) -> tuple[str, str]:
     return name, element(elem_dtype or E4M3FN.name).name
 
 
-def _all(section: str) -> Iterator[Probe]:
+def all_of(section: str) -> Iterator[Probe]:
     if section == "nvfp4":
         yield from _nvfp4()
         return
@@ -164,7 +164,7 @@ def _matches_nvfp4(result: Any, multiplier: float, scales: str, codes: str | Non
     """The same for `(qdata, scale, tensor_scale)` and all blocks of a matrix."""
     qdata, scale, tensor_scale = result
     bytes_of = scale.view(torch.uint8)
-    bytes_of = torch.where(bytes_of & 0x7F == E4M3FN.nan_code, E4M3FN.nan_code, bytes_of)
+    bytes_of = torch.where(scale.float().isnan(), 0x7F, bytes_of)
     return (
         _same(tensor_scale.item(), multiplier)
         and bytes(bytes_of.flatten().tolist()).hex() == scales

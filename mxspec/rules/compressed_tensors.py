@@ -18,7 +18,6 @@ RECORDED: dict[str, dict[str, dict[str, str]]] = {
 ZERO_SCALE = 0.125  # the epsilon of e4m3fn, which takes the place of a scale of 0
 
 
-
 def mx_quantize(
     x: Tensor,
     *,

@@ -10,7 +10,10 @@ from mxspec.reference.common.numerics import packed, saturating_cast
 from mxspec.rules import _mx, _nvfp4
 
 NAME = "ModelOpt"
-RECORDED: dict[str, dict[str, dict[str, str]]] = {"mx": {"modelopt047": {"scaling": "rceil"}}, "nvfp4": {"modelopt047": {}}}
+RECORDED: dict[str, dict[str, dict[str, str]]] = {
+    "mx": {"modelopt047": {"scaling": "rceil"}},
+    "nvfp4": {"modelopt047": {}},
+}
 SMALLEST_SCALE = 2.0**-9  # the smallest e4m3fn above 0, `_cast_per_block_scale_to_fp8`
 BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # `MXFP4QTensor.E2M1_bounds`: the middles between the values
 

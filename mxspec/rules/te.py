@@ -99,13 +99,11 @@ def nvfp4_quantize(
     Source: common/cast/nvfp4/core_nvfp4.cuh (`compute_global_encode_scaling_factor_FP4`,
         `compute_decoding_scaling_factor`), quantize_transpose_nvfp4.cuh, d0067d0.
     """
-    if (x.is_floating_point() and x.isnan().any()) or (isinstance(tensor_amax, Tensor) and tensor_amax.isnan().any()):
-        raise ValueError(f"nvfp4_quantize: {NAME} has no recorded result for a NaN; needs numbers")
-    return _nvfp4.quantize(
-        x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME, squares=True, nan_as=0.0
-    )
+    return _nvfp4.quantize(x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME, squares=True, nan_as=0.0)
 
 
 def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if blocks.isnan().any() or A.isnan().any():
+        raise ValueError(f"nvfp4_quantize: {NAME} has no recorded result for a NaN; needs numbers")
     S = torch.where(A == 0, 1.0, te_reference.encode_scale(A))
     return te_reference.nvfp4_numbers(blocks, b, A, S)

@@ -69,9 +69,7 @@ def nvfp4_quantize(
     Source: transformer_engine/pytorch/custom_recipes/reference_nvfp4.py (`_quantize_blockwise_reference`), d0067d0;
         common/cast/nvfp4/dequantize_nvfp4.cuh (the reader).
     """
-    return _nvfp4.quantize(
-        x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME, squares=True, nan_as=0.0
-    )
+    return _nvfp4.quantize(x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME, squares=True, nan_as=0.0)
 
 
 def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:

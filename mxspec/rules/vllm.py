@@ -20,7 +20,7 @@ def nvfp4_quantize(
     block: str = "1x16",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The scale is `fl(G * fl(b * fl(1/6)))`. Codes are `x * fl(1 / fl(s * fl(1/G)))`, and 1e8 stands for a divisor of 0.
+    """The scale is `fl(G * fl(b * fl(1/6)))`. The codes are `x * fl(1 / fl(s * fl(1/G)))`; 1e8 replaces a divisor of 0.
 
     The caller gives G. vLLM's tests compute `fl(fl(1/A) * 2688)`, rounded twice, because torch divides a Python number
     by a tensor so. The code of -0 is 0. A block whose scale is 0 has zeros, up to numbers of 2.5e7. If G is Inf, for A

@@ -21,6 +21,7 @@ ENTRIES = [
     (peer, section, entry)
     for peer, module in PEERS.items()
     for section, entries in module.RECORDED.items()
+    if section in OP_OF  # test_rules_nvfp4.py has NVFP4
     for entry in entries
 ]
 VECTORS = {name: published(name) for name in ("mx_blocks", "fp8_block")}
@@ -40,7 +41,7 @@ def test_a_preset_gives_what_is_recorded_of_its_peer(peer, section, entry):
     function, options = getattr(module, op), module.RECORDED[section][entry]
     otherwise = getattr(module, "SOURCE_DIFFERS", {}).get(section, ())
     checked = 0
-    for probe in _recorded._all(section):
+    for probe in _recorded.all_of(section):
         recorded = probe.recorded.get(entry)
         chosen = {"elem_dtype": probe.elem_dtype} if section == "mx" else {}
         if recorded is None or not supported(op, **chosen):
@@ -58,7 +59,7 @@ def test_a_preset_gives_what_is_recorded_of_its_peer(peer, section, entry):
 
 @pytest.mark.parametrize("section", OP_OF)
 def test_everything_recorded_belongs_to_a_preset(section):
-    recorded = {entry for probe in _recorded._all(section) for entry in probe.recorded}
+    recorded = {entry for probe in _recorded.all_of(section) for entry in probe.recorded}
     assert recorded == {entry for _, of, entry in ENTRIES if of == section}
 
 
@@ -66,7 +67,7 @@ def test_a_name_in_the_record_is_a_whole_formats_name(monkeypatch):
     assert {key.partition("|")[2] for key in _recorded.load()["mx"]} <= set(ELEMENTS)
     monkeypatch.setattr(_recorded, "load", lambda: {"mx": {"one|e2m": {}}})
     with pytest.raises(TypeError, match="elem_dtype 'e2m' is no element format"):
-        list(_recorded._all("mx"))
+        list(_recorded.all_of("mx"))
 
 
 MX_PEERS = [peer for peer, module in PEERS.items() if hasattr(module, "mx_quantize")]
@@ -82,7 +83,7 @@ def test_a_preset_gives_numbers_only_where_something_is_recorded(peer):
                 taken.add((fmt.name, scaling))
     assert taken == {
         (probe.elem_dtype, options["scaling"])
-        for probe in _recorded._all("mx")
+        for probe in _recorded.all_of("mx")
         for entry, options in PEERS[peer].RECORDED["mx"].items()
         if probe.recorded.get(entry) is not None
     }
@@ -156,7 +157,7 @@ def test_the_standard_is_the_contracts_floor_on_numbers_and_silent_on_the_rest(v
         rules.ocp.mx_quantize(x, scaling="rceil")
 
 
-OPS = ("mx_quantize", "fp8_quantize_1x128", "fp8_quantize_128x128")
+OPS = ("mx_quantize", "fp8_quantize_1x128", "fp8_quantize_128x128", "nvfp4_quantize")
 PRESETS = [(peer, op) for peer, module in PEERS.items() for op in OPS if hasattr(module, op)]
 
 
