@@ -46,7 +46,7 @@ def quantize(
     blocks = x.reshape(*lead, R, C // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE)
     b = blocks.abs().amax(-1)  # NaN if an element is
     if tensor_amax is not None:
-        A = tensor_amax
+        A = tensor_amax + 0.0  # -0 counts as 0
         if (A < 0).any():
             raise ValueError(f"nvfp4_quantize: {peer} has no rule for a negative tensor_amax; needs 0 or more")
     else:
