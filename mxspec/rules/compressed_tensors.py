@@ -109,8 +109,8 @@ def nvfp4_quantize(
 
     `b/6` is rounded to the dtype of x. `G = fl(fl(1/A) * 2688)` is rounded twice, because torch divides a Python number
     by a tensor so. Both roundings are to the dtype of A: of x, as the extrema of llm-compressor are, or fp32 if
-    tensor_amax is given. A is at least the smallest normal number of its dtype. If G overflows, or A is NaN, G is 1: in
-    float16 this is so for A up to 0.04. The code of -0 is 0. A NaN that reaches a code is refused.
+    tensor_amax is given. If G overflows, or A is NaN, G is 1: in float16 this is so for A up to 0.04. The code of -0 is
+    0. A NaN that reaches a code is refused.
 
     compressed-tensors stores G, and its reader divides: `q * fl(s / G)`. The tensor scale here is the multiplier
     `fl(1/G)`.
@@ -122,7 +122,7 @@ def nvfp4_quantize(
 
 
 def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    G = A.clamp(min=torch.finfo(A.dtype).tiny).reciprocal() * NVFP4_LARGEST
+    G = A.reciprocal() * NVFP4_LARGEST
     G = torch.nan_to_num(G, nan=1.0, posinf=1.0).float()
     s = G * (b / E2M1.max).float()
     s = torch.where(_nvfp4.rounded_scale(s) == 0, ZERO_SCALE, s)

@@ -91,8 +91,8 @@ def nvfp4_quantize(
     """The scale is `fl(fl(b/6) / T)`, and at least 2^-6. The codes are `x * fl(fl(1/T) / s)`.
 
     So no scale is subnormal, and a small block under a large A loses bits. A block of zeros has the scale 2^-6, byte
-    0x08. If T or 1/T is not a normal number, such as for a matrix of zeros, a NaN may reach the codes. The preset refuses
-    such a call, and a NaN in x. torchao has no float16.
+    0x08. If T or 1/T is not a normal number, such as for a matrix of zeros, a NaN may reach the codes. The preset
+    refuses such a call, and a NaN in x. torchao has no float16.
 
     Source: torchao/prototype/mx_formats/nvfp4_tensor.py (`nvfp4_quantize`, `per_tensor_amax_to_scale`), 36027d8.
     """
