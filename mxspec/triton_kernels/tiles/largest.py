@@ -52,12 +52,12 @@ def largest_magnitudes(x: Tensor) -> Tensor:
     if not E:
         return amax
     stride_r, stride_k = x.stride()[-2:]
-    if stride_k > stride_r:
-        R, K, stride_r, stride_k = K, R, stride_k, stride_r
     # One row that is repeated has the largest magnitude of all rows.
     R, K = 1 if R and not stride_r else R, 1 if K and not stride_k else K
+    if R > 1 and (stride_k > stride_r or K == 1):
+        R, K, stride_r, stride_k = K, R, stride_k, stride_r
     rows, cols = 8, 512
-    if stride_k == 1 and stride_r == K and K % 16 == 0:  # one run of memory
+    if stride_k == 1 and (stride_r == K or R == 1) and K % 16 == 0:  # one run of memory
         R, K, stride_r, rows, cols = R * K // 16, 16, 16, 256, 16
     k_tiles = -(-K // cols)
     tiles = -(-R // rows) * k_tiles
