@@ -6,7 +6,7 @@ row are neighbours in memory, and tall if those of a column are.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import helion.language as hl
 import torch
@@ -44,7 +44,7 @@ def _tiles(
     amax: Tensor, amax_stride: int, qdata: Tensor, scale: Tensor,
     blocked: hl.constexpr, square: hl.constexpr, rows: hl.constexpr, cols: hl.constexpr,
 ) -> None:  # fmt: skip
-    # The tensors are flat, so only the mask of an access limits what it touches. `padded_*` are the sizes of the scales.
+    # The tensors are flat, so only the mask of an access limits what it touches. The scales have the padded sizes.
     for e, i, j in hl.grid([E, (padded_rows + rows - 1) // rows, (padded_cols + cols - 1) // cols]):
         r, c = (i * rows + hl.arange(rows)).unsqueeze(1), (j * cols + hl.arange(cols)).unsqueeze(0)
         inside = (r < R) & (c < C)

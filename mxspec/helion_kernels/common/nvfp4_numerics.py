@@ -69,10 +69,7 @@ def block_scale(bits: Tensor, A: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]
     A scale that is NaN is given as 0, so that the codes of its block are numbers.
     """
     b, h = bits.view(torch.float32) * _OF_B, A * _OF_H
-    if _REF:
-        s = (b / h).clamp(max=E4M3FN.max)
-    else:
-        s = hl.triton_kernel(_SCALE, args=(b, A), output_like=b)
+    s = (b / h).clamp(max=E4M3FN.max) if _REF else hl.triton_kernel(_SCALE, args=(b, A), output_like=b)
     wrong = wrong | (bits >= 0x7F800000) | ((h == 0) & (b == 0) & (bits != 0))  # 0 / 0
     return torch.where(wrong | (bits == 0), 0.0, s).to(torch.float8_e4m3fn), wrong
 

@@ -68,7 +68,7 @@ def reciprocal_of(d):
 
 @triton.jit
 def quotient(n, minus_d, reciprocal, most):
-    """`n / d` of numbers that are not negative. It is rounded once where a cast to e4m3 or e2m1 depends on its last bit.
+    """`n / d` of numbers that are not negative, rounded once beside every tie of e4m3 and e2m1.
 
     minus_d is -d. `most` limits the first product, because the remainder of an Inf would be NaN. None: it is finite.
     """
@@ -134,7 +134,7 @@ def packed_codes(magnitude, x, wrong, CONVERTS: tl.constexpr):
     Two neighbours share a byte, the first in the low half. The codes have no sign if `wrong`.
     """
     sign = x.to(tl.int32, bitcast=True) & tl.expand_dims(tl.where(wrong, 0, -0x80000000), -1)
-    pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)
+    pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005  # Triton has no `*`
     if CONVERTS:
         signed = _as_float(magnitude.to(tl.int32, bitcast=True) | sign)
         even, odd = tl.split(signed.reshape(pairs))

@@ -99,6 +99,7 @@ def nvfp4_tile(x: Tensor, amax: Tensor, bounded: bool, square: bool, blocked: bo
         wide = max(rows * x.stride(-2), cols * max(x.stride(-1), M)) >= 2**31
         _nvfp4_tile[max(1, -(-M // rows)), max(1, -(-K // cols)), E](
             x, amax, qdata, scale, tensor_scale, M, K, M // 16, x.stride(0) if lead else 0, *x.stride()[-2:],
-            amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device), **config, **UNFUSED,
+            amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device), **config,
+            **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
