@@ -147,7 +147,7 @@ TRITON = [
         ("scale of a column in place of a square", "    if SQUARE:", "    if False:")),
     *mutants("nvfp4_quantize", "ragged, axis -2, 1x16, plain", "tiles.nvfp4_columns",
         ("codes not transposed", "q.permute(1, 0, 2).reshape", "q.reshape"),
-        ("scales along the wrong axis", "(k[:, None] * M16 + run[None, :])", "(run[None, :] * K + k[:, None])")),
+        ("scales of every tile at those of the first", "* M16 + m0 // 16\n", "* M16\n")),
     *mutants("nvfp4_dequantize", "every code under every scale, times 0.16666666666666666, float32",
         "common.nvfp4_numerics",
         ("scales multiplied first", "(odd * s * T)", "(odd * (s * T))"),
