@@ -1,6 +1,6 @@
 """mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs, `hopper/mx/` for small ones, or plain tiles.
 
-The first two are for Hopper. Plain tiles run on any GPU.
+The first two are for Hopper. `blackwell/mx_matmul.py` is for Blackwell and blocked scales. Plain tiles run on any GPU.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxspec.triton_kernels.blackwell import mx_matmul as blackwell
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.mx.by_memory import mx_bf16, pays
 from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
@@ -17,7 +18,8 @@ from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 __all__ = ["BATCH_INVARIANT", "PTX", "RANK", "mx_gemm", "note"]
 
-# The race against cuBLAS in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
+# The race against cuBLAS in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: no GPU has run the
+# tiles, nor the kernel with TMA, which `auto` takes on sm_100 for blocked scales. Both were compiled and interpreted.
 RANK = {(9, 0): 1, (10, 0): 1}
 BATCH_INVARIANT = releases.refusal() is None  # without Gluon, the tiles sum in another order than cuBLAS
 PTX = mx_matmul.PTX
@@ -36,6 +38,9 @@ def mx_gemm(
         return mx_bf16(a, a_scale, b, b_scale, out_dtype, scale_layout)
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not out.numel():
+        return out
+    if blackwell.reads(a, a_scale, b, b_scale, out, scale_layout):
+        blackwell.mx_sm100(a, a_scale, b, b_scale, out)
         return out
     # `mx_sm90` runs a separate kernel that turns its second operand into bf16. So the operand with fewer rows comes
     # second.

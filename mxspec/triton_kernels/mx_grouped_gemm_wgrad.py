@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mxspec.triton_kernels.blackwell import mx_matmul as blackwell
 from mxspec.triton_kernels.hopper.mx.launch import WIDEST_TILE, mx_sm90, reads
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_matmul
@@ -12,7 +13,8 @@ from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 __all__ = ["PTX", "RANK", "mx_grouped_gemm_wgrad", "note"]
 
-# The race against torch._grouped_mm in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
+# The race against torch._grouped_mm in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: no GPU has run the
+# tiles, nor the kernel with TMA, which `auto` takes on sm_100 for blocked scales. Both were compiled and interpreted.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = mx_matmul.PTX
 
@@ -32,6 +34,9 @@ def mx_grouped_gemm_wgrad(
     if not out.numel():
         return out
     of_dy, of_x = (dy.mT, dy_scale), (x.mT, x_scale)
+    if blackwell.reads(*of_dy, *of_x, out, scale_layout):
+        blackwell.mx_sm100(*of_dy, *of_x, out, offs=offs, grouped="K")
+        return out
     # `mx_sm90` runs a separate kernel that turns its second operand into bf16. So the operand with fewer features is
     # second. The output is then written transposed, and no tile may hold columns of two experts' matrices.
     if x.shape[1] > dy.shape[1] and dy.shape[1] % WIDEST_TILE == 0 and reads(x.mT, dy.mT, out.mT):

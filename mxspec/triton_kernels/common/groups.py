@@ -138,3 +138,13 @@ def store_in_order(offs, stride, G, M, ends, CHUNK: tl.constexpr):
         end = tl.maximum(tl.associative_scan(end, 0, _later), last)
         tl.store(ends + g, tl.minimum(end, M), mask=g < G)
         last = tl.max(end, 0)
+
+
+@triton.jit
+def group_among(row, offs, stride, G, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
+    """`group_of` without a loop, for at most CHUNK groups: a loop around it can then be fused with another loop in it."""
+    there, ends = _padded_ends(row * 0, row * 0, offs, stride, G, None, None, False, ALIGN, CHUNK)
+    ended = there & (ends <= row)
+    group = tl.sum(ended.to(tl.int32), 0)
+    first, stop = tokens_of(group, offs, stride, G)
+    return group, first, stop, tl.max(tl.where(ended, ends, 0), 0)
