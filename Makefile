@@ -30,7 +30,7 @@ INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
     $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_gemm_tiles.py offs_out_of_order.py \
         row_invariance.py swiglu_pairs.py) \
     $(addprefix tests/ops/test_,fp8_quantize_1x128.py fp8_dequantize.py swiglu.py swiglu_backward.py zero_unused_.py) \
-    tests/kernels/blackwell/test_mx_gemm_blackwell.py
+    $(addprefix tests/kernels/blackwell/test_mx_,gemm_blackwell.py matmul_sm100.py)
 # The other releases of triton that pyproject.toml allows, from the oldest to the newest. Tests compile and interpret
 # the kernels under each of them. Each release is a folder that comes first on PYTHONPATH. All use the same torch.
 OTHER_TRITONS := 3.6.0 3.8.0 3.9.0

@@ -126,6 +126,30 @@ def gradient(out: Tensor) -> Tensor:
     return (torch.randn(out.shape, device=DEVICE) * torch.linspace(0.01, 3, out.shape[-1], device=DEVICE)).to(out.dtype)
 
 
+def dot_scaled(
+    self: Any, a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, acc: Any, *_: Any
+) -> Any:
+    """A substitute for `TritonSemantic.dot_scaled`, which the interpreter lacks: exact products, summed in float64.
+
+    The order of a sum does not depend on the tile, so different tiles give the same bits.
+    """
+    from triton.runtime.interpreter import TensorHandle
+
+    def values(codes: np.ndarray, scale: np.ndarray, fmt: str) -> Tensor:
+        dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt]
+        wide = torch.from_numpy(np.ascontiguousarray(codes)).view(dtype).double()
+        factor = torch.from_numpy(np.ascontiguousarray(scale)).view(torch.float8_e8m0fnu).double()
+        return wide * factor.repeat_interleave(32, 1)
+
+    left = values(a.handle.data, a_scale.handle.data, a_format)
+    right = values(b.handle.data.T, b_scale.handle.data, b_format)
+    sums = torch.zeros(len(left), len(right), dtype=torch.float64)
+    for k in range(left.shape[1]):
+        sums.addcmul_(left[:, k, None], right[None, :, k])
+    total = (acc.handle.data + sums.numpy()).astype(np.float32)
+    return self.tensor(TensorHandle(total, acc.handle.dtype), acc.type)
+
+
 def step(module: nn.Module, x: Tensor) -> list[Tensor]:
     """The output and all gradients of one step."""
     x.grad = None

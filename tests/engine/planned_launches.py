@@ -4,7 +4,9 @@ CPU tensors stand in for GPU tensors. `stub_cuda.c` stands in for the driver: it
 bytes of all parameters of each launch. The addresses of the memory that a call allocates differ from call to call. So
 such an address is compared as the number of its allocation and an offset.
 
-Prints a line of JSON for each case: the op, the case, the number of launches, and what is wrong.
+Prints a line of JSON for each case: the op, the case, the number of launches, what is wrong, and the kernels.
+
+STUB_MAJOR is the major compute capability of the GPU: 9 is Hopper, and 10 is Blackwell.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ stub = ctypes.CDLL(os.environ.get("STUB_CUDA"))  # without the stub, as when tes
 if "STUB_CUDA" in os.environ:
     stub.stub_take.restype = ctypes.c_size_t
 ALLOCATED: list[Tensor] = []
+KERNELS: set[str] = set()  # the names of the kernels that were launched
+MAJOR = int(os.environ.get("STUB_MAJOR", "9"))
 
 
 class Allocations(TorchDispatchMode):
@@ -64,19 +68,20 @@ def pretend() -> None:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    properties = SimpleNamespace(multi_processor_count=132, major=MAJOR, minor=0)
     torch.cuda.get_device_properties = lambda device=None: properties
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_capability = lambda device=None: (MAJOR, 0)
     torch.cuda.current_device = lambda: -1
     gpu = CudaDriver()
     gpu.get_current_device, gpu.get_current_stream = (lambda: -1), (lambda device: STREAM)
-    gpu.get_current_target = lambda: GPUTarget("cuda", 90, 32)
-    gpu.get_device_capability = lambda device=None: (9, 0)
+    gpu.get_current_target = lambda: GPUTarget("cuda", MAJOR * 10, 32)
+    gpu.get_device_capability = lambda device=None: (MAJOR, 0)
     driver.set_active(gpu)
     release, ordinary = ".".join(triton.__version__.split(".")[:2]), JITFunction.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = ordinary(self, *args, **kwargs)
+        KERNELS.add(self.fn.__name__)
         sizes = [*parameters(tuple(kernel.src.signature.values()), release), 8, 8]
         stub.stub_sizes(ctypes.c_ulonglong(kernel.function), len(sizes), (ctypes.c_int * len(sizes))(*sizes))
         return kernel
@@ -98,6 +103,7 @@ def pretend() -> None:
         mx_grouped_gemm,
         mx_grouped_gemm_wgrad,
     )
+    from mxspec.triton_kernels.blackwell import mx_matmul
 
     class OnGpu:
         def __init__(self, tensor: Tensor) -> None:
@@ -108,6 +114,8 @@ def pretend() -> None:
 
     for module in (fp8_gemm, fp8_grouped_gemm, fp8_grouped_gemm_wgrad, mx_gemm, mx_grouped_gemm, mx_grouped_gemm_wgrad):
         module.reads = lambda a, *more, reads=module.reads: reads(OnGpu(a), *more)  # type: ignore[attr-defined]
+
+    mx_matmul.capability = torch.cuda.get_device_capability
 
     def ordinarily(fn: Any, args: Any, kwargs: Any, backend: Any) -> Any:
         fn.spec.check_args(*args, **kwargs)
@@ -202,12 +210,15 @@ def main(ops: list[str], most: int) -> None:
             if case.raises or case.flags & {"large", "slow"} or done >= most or case.kwargs.get("check_offs"):
                 continue
             args = case.args()
+            if MAJOR == 10 and not (op.startswith("mx_") and "blocked" in case.name):
+                continue
             supports = getattr(dispatch.kernel_module(op, "triton"), "supports", None)
             if supports and supports(*args, **case.kwargs):
                 continue
             for way, given in (("as given", args), ("embedded", embedded(args, fn, case.kwargs))):
+                KERNELS.clear()
                 words, wrong = difference(fn, given, dict(case.kwargs))
-                print(json.dumps([op, f"{case.name}, {way}", words, wrong]), flush=True)
+                print(json.dumps([op, f"{case.name}, {way}", words, wrong, sorted(KERNELS)]), flush=True)
             done += 1
 
 

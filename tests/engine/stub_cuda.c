@@ -1,6 +1,7 @@
 // A libcuda.so.1 without a GPU. It loads every kernel, keeps what a launch would run, and writes the arguments of a
 // tensor map into the map. test_plans.py compares planned launches with ordinary launches by it.
 #include "cuda.h"
+#include <stdlib.h>
 #include <string.h>
 
 #define MOST 1024
@@ -53,10 +54,12 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
   to[0] = (unsigned long long)address;
   to[1] = type;
   to[2] = rank | swizzle << 8 | promotion << 16 | fill << 24;
-  for (unsigned i = 0; i < rank && i < 3; ++i) {
-    to[3 + i] = shape[i];
-    to[6 + i] = i + 1 < rank ? strides[i] : 0;
-    to[9 + i] = box[i];
+  unsigned *sizes_of = (unsigned *)(to + 7);
+  for (unsigned i = 0; i < rank && i < 5; ++i) {
+    if (i + 1 < rank)
+      to[3 + i] = strides[i];
+    sizes_of[i] = shape[i];
+    sizes_of[5 + i] = box[i];
   }
   return CUDA_SUCCESS;
 }
@@ -70,7 +73,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
-  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? 9
+  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? atoi(getenv("STUB_MAJOR"))
            : attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? 0
                                                                        : 232448;
   return CUDA_SUCCESS;

@@ -531,7 +531,8 @@ OPS = (
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc, for the stub of the driver")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch would load the stub, too")
 @pytest.mark.parametrize("release", ["installed", "3.6.0", "3.8.0", "3.9.0"])
-def test_a_planned_launch_gives_the_driver_what_an_ordinary_one_gives(release, tmp_path):
+@pytest.mark.parametrize("major", ["9", "10"])
+def test_a_planned_launch_gives_the_driver_what_an_ordinary_one_gives(major, release, tmp_path):
     import triton
 
     folder = FOLDER / f"triton-{release}"
@@ -542,17 +543,20 @@ def test_a_planned_launch_gives_the_driver_what_an_ordinary_one_gives(release, t
     command = ["gcc", "-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", f"-I{headers}"]
     subprocess.run([*command, str(ROOT / "tests/engine/stub_cuda.c"), "-o", str(library)], check=True)
     (tmp_path / "libcuda.so").symlink_to(library)
-    environment = plain_environment(STUB_CUDA=str(library), TRITON_LIBCUDA_PATH=str(tmp_path))
+    environment = plain_environment(STUB_CUDA=str(library), TRITON_LIBCUDA_PATH=str(tmp_path), STUB_MAJOR=major)
     environment["LD_LIBRARY_PATH"] = str(tmp_path)
     if release != "installed":
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
-    command = [sys.executable, "-m", "tests.engine.planned_launches", "1", *OPS]
+    ops = OPS if major == "9" else ["mx_gemm", "mx_grouped_gemm", "mx_grouped_gemm_wgrad"]
+    command = [sys.executable, "-m", "tests.engine.planned_launches", "1", *ops]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
     assert [line for line in lines if line[3]] == []
-    assert {line[0] for line in lines} == set(OPS)
+    assert {line[0] for line in lines} == set(ops)
     assert all(line[2] > 10 for line in lines)
+    if major == "10":  # the kernel with TMA, from tensors whose rows begin at multiples of 16 bytes
+        assert {line[0] for line in lines if line[4] == ["mx_matmul_sm100"]} == set(ops)
 
 
 @needs_triton

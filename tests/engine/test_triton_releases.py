@@ -31,6 +31,7 @@ if reason := unavailable():
 import triton
 
 from mxspec.bench import limits
+from mxspec.triton_kernels.blackwell import mx_matmul
 from mxspec.triton_kernels.hopper import releases
 
 ROOT = Path(mxspec.__file__).parents[1]
@@ -39,7 +40,7 @@ OTHERS = re.findall(r"^OTHER_TRITONS := (.*)$", (ROOT / "Makefile").read_text(),
 PINNED = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 OLDEST, *_, NEWEST = OTHERS
 TRITON_OPS = [op for op, backend in kernels() if backend == "triton"]
-TARGET = "sm90"  # those releases are used on sm_90; sm_100 is compiled under the pinned release only
+TARGET = "sm90"  # those releases are used on sm_90; only one kernel is compiled for sm_100 under them
 
 
 def under(version: str, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
@@ -105,6 +106,16 @@ def test_tiles_of_the_gluon_kernels(version: str) -> None:
     assert " passed" in run.stdout
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("version", OTHERS)
+def test_the_kernel_with_tma_for_blackwell(version: str) -> None:
+    """The compiler makes its barriers and its pipeline, so each release may make others."""
+    file = "tests/kernels/blackwell/test_mx_matmul_sm100.py"
+    run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, cwd=ROOT)
+    assert run.returncode == 0, run.stdout
+    assert " passed" in run.stdout
+
+
 # --- results that no release may change ---------------------------------------------------------------------------
 
 
@@ -132,7 +143,7 @@ def test_every_launch_says_whether_sums_are_fused(monkeypatch):
     with fake_gpu("sm90"), mock.patch.object(JITFunction, "run", run):
         limits.copy(torch.empty(64, device="meta"))
         limits.bare_cast(torch.empty(64, device="meta"))
-    sums = {"fp8_gemm_sm90", "mx_gemm_sm90", "_tiles", "_marked_tiles", "_flagged_tiles"}
+    sums = {"fp8_gemm_sm90", "mx_gemm_sm90", "_tiles", "_marked_tiles", "_flagged_tiles", "mx_matmul_sm100"}
     assert said.keys() >= {*sums, "mx_values", "_bf16_values", "_prepare", "_bare_cast", "_copy"}
     assert {name: {name in sums} for name in said} == said
 
@@ -186,7 +197,8 @@ print(json.dumps([triton.__version__, passed, wrong]))
 def shown_once(op: str, together: int) -> list[str]:
     """The names of enough cases to show each kernel, or every value of every option of each kernel."""
     module = dispatch.kernel_module(op, "triton")
-    with fake_gpu("sm100"), recorded() as seen:  # its matmuls are plain tiles, as on a CPU
+    # Without TMA, Blackwell's matmuls are plain tiles, as on a CPU.
+    with fake_gpu("sm100"), recorded() as seen, mock.patch.object(mx_matmul, "reads", lambda *_: False):
         names, launches = [], []
         for call in calls(op, module, generated=False):
             if not call.skipped and "large" not in call.case.flags:

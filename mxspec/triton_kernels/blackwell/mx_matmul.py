@@ -1,17 +1,25 @@
 """MX matmuls on Blackwell: TMA reads the codes and the blocked scales, and tensor memory holds the sums.
 
-Compiled for sm_100 and interpreted on a CPU; no GPU has run it. `mx_sm100` takes the arguments of `mx_tiles`.
+Compiled for sm_100 and interpreted on a CPU. No GPU has run it.
 
 TMA reads each tile of 512 scale bytes as it is stored. The order of its bytes is the order in which the tensor cores
-want them, so `tcgen05.cp` copies them from shared memory to tensor memory, and no thread holds a scale byte.
+want them. So `tcgen05.cp` copies them from shared memory to tensor memory, and no thread holds a scale byte.
 
-There are two schedules. Both sum each element over ascending steps of 128 columns of K:
+There are two schedules. Both sum each element over ascending steps of 128 columns of K.
 
-- "persistent": K, and so the number of steps, is a multiple of 128 in each tile. The compiler fuses the loops over
-  tiles and steps. So TMA already reads the next tile while a tile is stored.
+- "persistent": K is a multiple of 128. The compiler fuses the loops over tiles and steps. So TMA already reads the next
+  tile while a tile is stored.
 - "tail": K is no multiple of 128, or the sums run along the tokens of a group. A last, shorter step follows the loop.
-  It must not read the padding of the scales, so its scales, and the codes of another group, pass through registers. Each
-  program has one tile. It uses less than half of a multiprocessor's memory, so one program computes while another waits.
+  It must not read the padding of the scales as numbers, nor the codes of the next group. So it masks them in registers.
+  Each program has one tile. Two programs fit on a multiprocessor, and one computes while the other waits.
+
+The kernel is plain Triton, and the compiler makes all barriers. Two variants do not compile:
+
+- Two statements `if` with `else` after the inner one of two fused loops: `TritonGPUFuseNestedLoops` fails under Triton
+  3.6 to 3.8. TMA cannot stop at the end of a group of rows. To choose between TMA and pointers for each part of a tile
+  would take such statements. So pointers store M-groups.
+- `tl.cumsum` in a loop with `warp_specialize=True`: `TritonGPUPartitionScheduling` fails under Triton 3.6 to 3.9. The
+  search for a group has one. So WARP_SPECIALIZE is for `mx_gemm` alone.
 """
 
 from __future__ import annotations
@@ -33,8 +41,8 @@ BLOCK_M = BLOCK_K = 128  # the rows and the columns of a tile of scales
 # BLOCK_N is chosen by the schedule, the output's dtype and N, and never by the number of rows. So each row is computed
 # by the same instructions in every call. A persistent tile of 256 columns in fp32 leaves too little shared memory. With
 # a tail, 256 columns need more than the 512 columns of tensor memory: both products have scales of their own there.
-# WARP_SPECIALIZE makes warps of their own for TMA, for the tensor cores and for the output. It compiles, and it is off:
-# no GPU has run the barriers that Triton then makes, and a wrong barrier hangs.
+# WARP_SPECIALIZE gives TMA, the tensor cores and the output warps of their own. It is off: no GPU has run the barriers
+# between these warps, and a wrong barrier hangs (github.com/triton-lang/triton/pull/6758 corrected one).
 _PERSISTENT = {"PERSISTENT": True, "SWIZZLE": 8, "WARP_SPECIALIZE": False, "num_stages": 4, "num_warps": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
     "persistent, wide": {**_PERSISTENT, "BLOCK_N": 256},
@@ -64,7 +72,7 @@ def _halves(x):
 
 @triton.jit
 def _store(part, at, owned, group, top, left, end, out, M, N, GROUPED: tl.constexpr):
-    """Store some columns of a tile. TMA leaves out everything past M and N, but it cannot stop at the end of a group."""
+    """Store some columns of a tile. TMA leaves out what is past M and N, but it cannot stop at the end of a group."""
     if GROUPED == "M":
         part = tl.where(owned, part, 0.0)
     part = part.to(out.dtype.element_ty)
@@ -103,7 +111,8 @@ def _tile(
         group, top = row_tile // m_tiles, row_tile % m_tiles * BLOCK_M
         first, stop = tokens_of(group, offs, offs_stride, E)
         first = tl.maximum(first, 0) // 32 * 32
-        tokens = tl.maximum(tl.minimum(stop, K) - first, 0) // 32 * 32
+        # At most K, also if offs is out of order: a difference that wraps around would make a sum without end.
+        tokens = tl.maximum(tl.maximum(tl.minimum(stop, K), 0) - first, 0) // 32 * 32
         begin, across = rows_before(group, offs, offs_stride, 128, CHUNK) // 128, tl.cdiv(tokens, 128)
         steps, over = tokens // 128, tokens % 128
         of_a = begin * m_tiles + top // 128 * across
@@ -117,7 +126,7 @@ def _tile(
         else:
             x_scale, w_scale = a_scale.load([0, of_a, step, 0, 0]), b_scale.load([expert, of_b, step, 0, 0])
         acc = _plus_products(acc, x, _in_rows(x_scale, BLOCK_M), w, _in_rows(w_scale, BLOCK_N))
-    if TAIL:
+    if TAIL:  # noqa: SIM102  # a constant: without it, the loops over tiles and steps are not fused
         if over > 0:
             in_k, in_c = (tl.arange(0, 128) < over)[None, :], (tl.arange(0, 4) * 32 < over)[None, :]
             x = a.load([top, first + steps * 128])
@@ -171,7 +180,7 @@ def mx_matmul_sm100(
 def reads(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str) -> bool:
     """Whether the kernel can run: the GPU is an sm_100, the scales are blocked, and TMA can reach every tensor.
 
-    TMA needs rows that begin at multiples of 16 bytes. `out` may be the transpose of nothing: its rows are contiguous.
+    TMA needs rows that begin at multiples of 16 bytes. `out` is contiguous.
     """
     if scale_layout != "blocked" or capability(a.device) != (10, 0):
         return False
@@ -195,7 +204,10 @@ def mx_sm100(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
     *, offs: Tensor | None = None, grouped: str = "", **options: Any,
 ) -> Any:  # fmt: skip
-    """`mx_tiles` of blocked scales by TMA and tensor memory. `options` change the configuration. Returns the compiled kernel."""
+    """`mx_tiles` of blocked scales by TMA and tensor memory. `options` change the configuration.
+
+    Returns the compiled kernel.
+    """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     config = {**config_for(K, N, grouped, E, out.dtype), **options}
     BLOCK_N = config["BLOCK_N"]

@@ -142,7 +142,7 @@ def store_in_order(offs, stride, G, M, ends, CHUNK: tl.constexpr):
 
 @triton.jit
 def group_among(row, offs, stride, G, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
-    """`group_of` without a loop, for at most CHUNK groups: a loop around it can then be fused with another loop in it."""
+    """`group_of` for at most CHUNK groups, without a loop: two loops around it can then be fused."""
     there, ends = _padded_ends(row * 0, row * 0, offs, stride, G, None, None, False, ALIGN, CHUNK)
     ended = there & (ends <= row)
     group = tl.sum(ended.to(tl.int32), 0)
