@@ -198,7 +198,7 @@ def shown_once(op: str, together: int) -> list[str]:
     """The names of enough cases to show each kernel, or every value of every option of each kernel."""
     module = dispatch.kernel_module(op, "triton")
     # Without TMA, Blackwell's matmuls are plain tiles, as on a CPU.
-    with fake_gpu("sm100"), recorded() as seen, mock.patch.object(mx_matmul, "reads", lambda *_: False):
+    with fake_gpu("sm100"), recorded() as seen, mock.patch.object(mx_matmul, "reads", return_value=False):
         names, launches = [], []
         for call in calls(op, module, generated=False):
             if not call.skipped and "large" not in call.case.flags:
