@@ -18,8 +18,7 @@ from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
 
-# No GPU has run it: it is compiled, and interpreted. `auto` would otherwise take the reference, which is slower.
-RANK = {(9, 0): 1, (10, 0): 1}
+# No RANK: no GPU has run it. It is compiled, and interpreted.
 # A program has BLOCKS scale bytes, that is, 16 * BLOCKS codes. "turned": ROWS rows of the transpose by BLOCKS of their
 # blocks. Not measured.
 _HOPPER = {

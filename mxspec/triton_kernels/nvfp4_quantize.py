@@ -30,8 +30,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_magnitudes
 
-# No GPU has run it: it is compiled, and interpreted. `auto` would otherwise take the reference, which is slower.
-RANK = {(9, 0): 1, (10, 0): 1}
+# No RANK: no GPU has run it. It is compiled, and interpreted.
 # By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements. Not measured.
 _HOPPER = {
     "flat": {"BLOCKS": 256, "num_warps": 4},
