@@ -57,7 +57,7 @@ def block(*values, dtype=F32):
         # NaN and Inf show in the scale; every code is 7
         ((math.nan, 1.0), 448.0, 0x7F, [7] * 16),
         ((1.0, -math.inf), 448.0, 0x7F, [7] * 16),
-        # TransformerEngine writes 0x23 here. 448 * b / A = 0.16405..., just below the tie 0.1640625
+        # TransformerEngine writes 0x23 here. 448 * b / A is the tie 0.1640625, and even is 0.15625 = 1.25 * 2^-3
         ((0.0003719329833984375,), 1.015625, 0x22, [7]),
     ],
 )
