@@ -106,7 +106,7 @@ def taken_by_auto(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> s
 def _warn_of_reference(name: str) -> None:
     """Warn, once per op, that `auto` has no kernel for a call with tensors on a GPU."""
     warnings.warn(
-        f"{name}: no kernel supports this call on the GPU, so `auto` runs the reference. "
+        f"{name}: `auto` has no kernel for this call on the GPU, so it runs the reference. "
         f"To see why, call mxspec.explain({name!r}, ...).",
         stacklevel=4,
     )

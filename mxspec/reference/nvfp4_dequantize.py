@@ -69,7 +69,7 @@ def nvfp4_dequantize(
         scale: float8_e4m3fn on qdata's device, in the shape that `nvfp4_quantize` gives for axis and scale_layout; any
             strides.
         tensor_scale: float32 on qdata's device; `()`, or `(E,)` for a stack: the multiplier of each matrix.
-        axis: -1 for 1x16 blocks, -2 for 16x1 blocks. Scales of 16x16 blocks are read along the axis of their codes.
+        axis: the axis that `nvfp4_quantize` had, for both kinds of blocks.
         out_dtype: torch.bfloat16 or torch.float32.
         scale_layout: `plain` or `blocked`, as `nvfp4_quantize` gave it.
 
@@ -77,7 +77,8 @@ def nvfp4_dequantize(
         `(M, K)` or `(E, N, K)`, counted in elements; out_dtype, contiguous.
 
     Special values: a scale 0x7F or 0xFF gives NaN, also for a code of zero. The sign of a scale counts, although no
-        quantizer writes a negative one. A zero keeps its sign. A product beyond fp32 gives Inf. T = 0 gives zeros.
+        quantizer writes a negative one. A zero keeps its sign. A product beyond fp32 gives Inf. T = 0
+        gives zeros, if no scale is NaN.
 
     Raises:
         TypeError: qdata, scale, tensor_scale or out_dtype has a dtype that is not listed above.

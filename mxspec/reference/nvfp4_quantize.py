@@ -55,16 +55,16 @@ def nvfp4_quantize(
     """Quantize to NVFP4: e2m1 codes, an e4m3 scale for 16 elements along `axis`, and an fp32 scale for each matrix.
 
     Let `A` be tensor_amax, or the largest magnitude of the matrix. Let `b` be the largest magnitude of a block. Read
-    back, an element is `q * s * T`. Every line is one or two fp32 operations, `fl` is the rounding to nearest even, and
-    subnormal numbers keep their values:
+    back, an element is `q * s * T`. Each `fl` is one fp32 operation, rounded to nearest even. Subnormal numbers keep
+    their values:
 
     - `T = fl(A / 2688)`, the tensor scale; 2688 is 448 * 6, the largest values of e4m3fn and e2m1;
     - `h = fl(A / 4096)`, which keeps the next products in the range of fp32;
     - `s = e4m3(min(fl(fl(b * 7/64) / h), 448))`, the block's scale: `448 * b / A`;
     - `q = e2m1(fl(fl(x * 21/32) / fl(s * h)))`, the codes: `2688 * x / (s * A)`. e2m1 saturates at 6.
 
-    If x is bfloat16 or float16, A is its largest magnitude and A is at least 2^-105, then every product is exact. So s
-    and q are the two quotients, rounded once. No other rule is closer.
+    If x is bfloat16 or float16, tensor_amax is None and A is at least 2^-105, then every product is exact. So s and q
+    are the two quotients, rounded once. The op has no gradient.
 
     Args:
         x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides. A stack of E matrices is quantized matrix
@@ -83,12 +83,12 @@ def nvfp4_quantize(
           `(..., K/2)`, contiguous. Axis -2 gives `(..., M/2, K)` with the strides of the transpose of a contiguous
           `(..., K, M/2)`.
         - scale: float8_e4m3fn. Plain: `(..., K/16)` for axis -1 and `(..., K, M/16)` for axis -2, row-major. Blocked:
-          `to_blocked` of the plain scale's bytes, with padding bytes 0.
+          `to_blocked(scale.view(torch.uint8))` of the plain scale as float8_e4m3fn, with padding bytes 0.
         - tensor_scale: float32, `()` or `(E,)`: T, a multiplier.
 
-    Special values: a block of zeros has s = 0. If s or s * h is 0, every code is a zero with the sign of its element. A
-        block with a NaN or an Inf has the scale 0x7F (NaN) and the codes 7. If A is NaN, Inf or negative, T is NaN, and
-        every scale and code of the matrix is like that. A matrix of zeros has T = 0.
+    Special values: a block of zeros has s = 0. If h is 0 (A is at most 2^-138), every s is 0. If fl(s * h) is 0, every
+        code is a zero with the sign of its element. A block with a NaN or an Inf has the scale 0x7F (NaN) and the codes
+        7. If A is NaN, Inf or negative, T is NaN, every scale is 0x7F and every code is 7. A matrix of zeros has T = 0.
 
     Raises:
         TypeError: x or tensor_amax has a dtype that is not listed above.
@@ -101,7 +101,7 @@ def nvfp4_quantize(
         >>> qdata, scale, tensor_scale = nvfp4_quantize(x)
         >>> scale.tolist(), tensor_scale.item()
         ([[448.0], [7.0]], 0.1666666716337204)
-        >>> qdata.view(torch.uint8)[:, :2].tolist()  # 6 and -1.5; 0 and 1, because 75 / 448 * 6 = 1.004; 6
+        >>> qdata.view(torch.uint8)[:, :2].tolist()  # 6 and -1.5, then 0 and 1 (75 / 448 * 6 = 1.004); 6
         [[183, 32], [7, 0]]
 
     Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), appendix B, for the three levels
@@ -121,7 +121,7 @@ def nvfp4_quantize(
     b = torch.where(b.isfinite(), b, torch.nan)
 
     h = (A * 2.0**-12)[..., None, None]
-    s = torch.where(b == 0, h * 0, b * (7 / 64) / h)  # h * 0 is NaN if h is
+    s = torch.where((b == 0) | (h == 0), h * 0, b * (7 / 64) / h)  # h * 0 is NaN if h is
     scale = saturating_cast(s, E4M3FN)
     d = (scale.to(torch.float32) * h).unsqueeze(-1)  # (..., R, C/16, 1)
     y = torch.where(d == 0, blocks * 0, blocks * (21 / 32) / d)

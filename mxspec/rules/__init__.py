@@ -12,7 +12,8 @@ functions in the file that have the names of mxspec's ops. Each file has
 
 If a peer has only one rule, the options have this rule as their default here. A preset raises NotImplementedError for
 options that the peer does not have, and ValueError for values that the peer refuses, or for which its bytes depend on
-the machine. The contract is what mxspec's own op computes, as `mxspec/reference/` defines it.
+the machine. A preset has no gradient, and no `backend=`. The contract is what mxspec's own op computes, as
+`mxspec/reference/` defines it.
 
 FlashInfer has no preset. Its NVFP4 has the formulas of `rules.vllm`, but takes its reciprocals from an instruction that
 approximates them (`rcp.approx.ftz`), so the last bits depend on the GPU.

@@ -26,6 +26,7 @@ def multiplied(blocks: Tensor, factor: Tensor) -> Tensor:
     return blocks.float() * factor
 
 
+@torch.no_grad()
 def quantize_1x128(
     x: Tensor, axis: int, scale_format: str, scale_major: str, eps: float, rule: Rule, scaled: Scaled = multiplied
 ) -> tuple[Tensor, Tensor]:
@@ -42,6 +43,7 @@ def quantize_1x128(
     return qdata.mT if axis == -2 else qdata, scale
 
 
+@torch.no_grad()
 def quantize_128x128(
     w: Tensor, scale_format: str, eps: float, with_transpose: bool, rule: Rule, scaled: Scaled = multiplied
 ) -> tuple[Tensor, ...]:

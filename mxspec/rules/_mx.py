@@ -16,6 +16,7 @@ from mxspec.rules import _recorded
 Rule = Callable[[Tensor, ElementFormat], tuple[Tensor, Tensor]]
 
 
+@torch.no_grad()
 def quantize(
     x: Tensor,
     axis: int,

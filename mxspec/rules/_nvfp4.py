@@ -19,6 +19,7 @@ from mxspec.reference.to_blocked import to_blocked
 Rule = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
+@torch.no_grad()
 def quantize(
     x: Tensor,
     tensor_amax: Tensor | None,

@@ -107,10 +107,10 @@ def nvfp4_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The scale is `fl(G * (b/6))`, and 0.125 if it rounds to 0. Codes are `fl(x / fl(s / G))`.
 
-    `b/6` is rounded to the dtype of x. `G = fl(fl(1/A) * 2688)` is rounded twice, because torch divides a Python number
-    by a tensor so. Both roundings are to the dtype of A: of x, as the extrema of llm-compressor are, or fp32 if
-    tensor_amax is given. If G overflows, or A is NaN, G is 1: in float16 this is so for A up to 0.04. The code of -0 is
-    0. A NaN that reaches a code is refused.
+    `b/6` is rounded to the dtype of x. The code writes `2688.0 / A`, and torch computes this as `fl(fl(1/A) * 2688)`,
+    rounded twice. Both roundings are to the dtype of A. It is fp32 if tensor_amax is given. Otherwise it is the dtype
+    of x, as for the extrema of llm-compressor. If G overflows, or the given A is NaN, G is 1. In float16 G overflows for A
+    up to 0.04. The code of -0 is 0. A NaN that reaches a code is refused.
 
     compressed-tensors stores G, and its reader divides: `q * fl(s / G)`. The tensor scale here is the multiplier
     `fl(1/G)`.

@@ -1,4 +1,4 @@
-"""torchao's main branch of August 2026: the contract, except for one block under `even` and for Inf in FP8."""
+"""torchao's main branch of August 2026: the contract, except for one block under `even`, Inf in FP8, and NVFP4."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def nvfp4_quantize(
 
     So no scale is subnormal, and a small block under a large A loses bits. A block of zeros has the scale 2^-6, byte
     0x08. If T or 1/T is not a normal number, such as for a matrix of zeros, a NaN may reach the codes. The preset
-    refuses such a call, and a NaN in x. torchao has no float16.
+    refuses a call in which it does, and so a NaN in x. torchao has no float16.
 
     Source: torchao/prototype/mx_formats/nvfp4_tensor.py (`nvfp4_quantize`, `per_tensor_amax_to_scale`), 36027d8.
     """

@@ -22,9 +22,9 @@ def nvfp4_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The scale is `fl(G * fl(b * fl(1/6)))`. The codes are `x * fl(1 / fl(s * fl(1/G)))`; 1e8 replaces a divisor of 0.
 
-    The caller gives G. vLLM's tests compute `fl(fl(1/A) * 2688)`, rounded twice, because torch divides a Python number
-    by a tensor so. The code of -0 is 0. A block whose scale is 0 has zeros, up to numbers of 2.5e7. If G is Inf, for A
-    below 7.9e-36, a NaN may reach the codes. The preset refuses such a call, and a NaN in x.
+    The caller gives G. vLLM's tests write `2688.0 / A`. torch computes this as `fl(fl(1/A) * 2688)`, rounded twice. The
+    code of -0 is 0. Under a scale of 0 the codes of numbers up to 2.5e7 are 0. If G is Inf, for A below 7.9e-36, a NaN
+    may reach the codes. The preset refuses a call in which it does, and so a NaN in x.
 
     The emulation divides by G, and the loaders of checkpoints keep `1/G`. The tensor scale here is `fl(1/G)`.
 

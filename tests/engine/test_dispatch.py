@@ -322,7 +322,7 @@ def test_kernels_say_that_their_elements_have_a_byte_each(backend):
 @gpu
 def test_auto_takes_the_reference_for_packed_elements():
     dispatch.resolve._warn_of_reference.cache_clear()
-    with pytest.warns(UserWarning, match="mx_quantize: no kernel supports this call on the GPU"):
+    with pytest.warns(UserWarning, match="mx_quantize: `auto` has no kernel for this call on the GPU"):
         got = mxspec.mx_quantize(X.cuda(), elem_dtype="e2m1")
     for on_gpu, on_cpu in zip(got, mxspec.mx_quantize(X, elem_dtype="e2m1"), strict=True):
         assert torch.equal(on_gpu.view(torch.uint8).cpu(), on_cpu.view(torch.uint8))
@@ -332,7 +332,7 @@ def test_auto_takes_the_reference_for_packed_elements():
 def test_auto_warns_once_when_a_gpu_tensor_meets_the_reference():
     dispatch.resolve._warn_of_reference.cache_clear()
     blocked = torch.zeros(512, dtype=torch.uint8, device="cuda")
-    with pytest.warns(UserWarning, match="from_blocked: no kernel supports this call on the GPU"):
+    with pytest.warns(UserWarning, match="from_blocked: `auto` has no kernel for this call on the GPU"):
         mxspec.from_blocked(blocked, 1, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -225,3 +225,15 @@ def test_explaining_changes_no_inputs():
 def test_an_unknown_peer_is_named():
     with pytest.raises(AttributeError, match="no peer 'nobody'; it has compressed_tensors, deepgemm, deepseek, gfloat"):
         rules.nobody  # noqa: B018
+
+
+def test_a_preset_has_no_gradient():
+    tried = 0
+    ops = ("mx_quantize", "fp8_quantize_1x128", "fp8_quantize_128x128", "nvfp4_quantize")
+    for peer, op in ((peer, op) for peer in rules.peers() for op in ops):
+        preset = getattr(getattr(rules, peer), op, None)
+        if preset:
+            x = torch.ones(128, 128, requires_grad=True)
+            assert not any(out.requires_grad for out in preset(x)), (peer, op)
+            tried += 1
+    assert tried > 20

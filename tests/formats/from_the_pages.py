@@ -386,7 +386,7 @@ def nvfp4_quantize(
     if block == "16x16":
         b = b.reshape(*lead, R // 16, 16, n // 16).max(-2).repeat(16, -2)
     bad = np.isnan(b) | np.isnan(h)
-    quotient = np.where(b == 0, np.float32(0), b * np.float32(7 / 64) / h)
+    quotient = np.where((b == 0) | (h == 0), np.float32(0), b * np.float32(7 / 64) / h)
     s = np.where(bad, 0x7F, cast(quotient, E4M3FN)).astype(np.uint8)
     d = (value(E4M3FN)[s] * h)[..., None]
     zero = np.where(np.signbit(blocks), np.float32(-0.0), np.float32(0))

@@ -70,8 +70,8 @@ def block_scale(bits: Tensor, A: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]
     """
     b, h = bits.view(torch.float32) * _OF_B, A * _OF_H
     s = (b / h).clamp(max=E4M3FN.max) if _REF else hl.triton_kernel(_SCALE, args=(b, A), output_like=b)
-    wrong = wrong | (bits >= 0x7F800000) | ((h == 0) & (b == 0) & (bits != 0))  # 0 / 0
-    return torch.where(wrong | (bits == 0), 0.0, s).to(torch.float8_e4m3fn), wrong
+    wrong = wrong | (bits >= 0x7F800000)
+    return torch.where(wrong | (bits == 0) | (h == 0), 0.0, s).to(torch.float8_e4m3fn), wrong
 
 
 def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor) -> Tensor:
