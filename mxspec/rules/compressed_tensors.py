@@ -109,8 +109,8 @@ def nvfp4_quantize(
 
     `b/6` is rounded to the dtype of x. The code writes `2688.0 / A`, and torch computes this as `fl(fl(1/A) * 2688)`,
     rounded twice. Both roundings are to the dtype of A. It is fp32 if tensor_amax is given. Otherwise it is the dtype
-    of x, as for the extrema of llm-compressor. If G overflows, or the given A is NaN, G is 1. In float16 G overflows for A
-    up to 0.04. The code of -0 is 0. A NaN that reaches a code is refused.
+    of x, as for the extrema of llm-compressor. If G overflows, or the given A is NaN, G is 1. In float16 G overflows
+    for A up to 0.04. The code of -0 is 0. A NaN that reaches a code is refused.
 
     compressed-tensors stores G, and its reader divides: `q * fl(s / G)`. The tensor scale here is the multiplier
     `fl(1/G)`.
