@@ -144,7 +144,7 @@ def store_in_order(offs, stride, G, M, ends, CHUNK: tl.constexpr):
 def group_among(row, offs, stride, G, ALIGN: tl.constexpr, CHUNK: tl.constexpr):
     """`group_of` for at most CHUNK groups, without a loop: two loops around it can then be fused."""
     there, ends = _padded_ends(row * 0, row * 0, offs, stride, G, None, None, False, ALIGN, CHUNK)
-    ended = there & (ends <= row)
+    ended = (ends <= row) & there
     group = tl.sum(ended.to(tl.int32), 0)
     first, stop = tokens_of(group, offs, stride, G)
     return group, first, stop, tl.max(tl.where(ended, ends, 0), 0)
