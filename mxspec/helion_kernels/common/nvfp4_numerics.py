@@ -28,13 +28,12 @@ def nvfp4_tensor_scale(A):
 _SCALE = f"""
 @triton.jit
 def nvfp4_scale(b, A):
-    h, up = A * {_OF_H}, tl.where(A < {2.0**-72}, {2.0**100}, 1.0)
-    b, d = b * up, h * up
+    up = tl.where(A < {2.0**-72}, {2.0**100}, 1.0)
+    b, d = b * up, A * {_OF_H} * up
     r = 1.0 / d
     r = tl.fma(tl.fma(-r, d, 1.0), r, r)
     q = tl.minimum(b * r, 512.0)
-    q = tl.minimum(tl.fma(tl.fma(q, -d, b), r, q), {E4M3FN.max})
-    return tl.where(h == 0, {E4M3FN.max}, q)
+    return tl.minimum(tl.fma(tl.fma(q, -d, b), r, q), {E4M3FN.max})
 """
 _MAGNITUDE = f"""
 @triton.jit

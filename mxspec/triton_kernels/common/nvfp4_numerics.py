@@ -86,9 +86,8 @@ def block_scale(bits, h, up, wrong):
     """
     b, d = _as_float(bits) * _OF_B, h * up
     s = tl.minimum(quotient(b * up, -d, reciprocal_of(d), 512.0), 448.0)
-    s = tl.where(h == 0, 0.0, s)
     wrong = wrong | (bits >= 0x7F800000)
-    return tl.where(wrong | (bits == 0), 0.0, s).to(tl.float8e4nv), wrong
+    return tl.where(wrong | (bits == 0) | (h == 0), 0.0, s).to(tl.float8e4nv), wrong
 
 
 @triton.jit
