@@ -129,4 +129,5 @@ def nvfp4_quantize(
 
     if scale_layout == "blocked":
         scale = to_blocked(scale.view(torch.uint8)).view(torch.float8_e4m3fn)
-    return qdata.mT if axis == -2 else qdata, scale, A / NVFP4_LARGEST
+    # The divisor is a tensor too: on a GPU, PyTorch computes `tensor / 2688.0` as a product with a rounded reciprocal.
+    return qdata.mT if axis == -2 else qdata, scale, A / torch.full_like(A, NVFP4_LARGEST)
