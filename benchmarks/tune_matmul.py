@@ -31,7 +31,8 @@ from mxspec.spec import Case
 from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
 SHAPES = ["4096x4096x7168", "8192x8192x8192", "4096x7168x2048", "32768x2048x7168", "wgrad:7168x4096x4096"]
-LARGE, SQUARE, FLAT, SMALL = (tile for _, tile in kernel.TILES)
+LARGE, TURNED, *_ = (tile for _, tile in kernel.VECTOR_TILES)
+WIDE, SQUARE, LOW, SMALL, *NARROW = (tile for _, tile in kernel.TILES)
 SILENT_S = 45  # the time limit for a line of output: far more than a first compilation and a proof need
 DEVICE = torch.device("cuda")
 REFERENCE = dispatch.reference("fp8_gemm")
@@ -92,8 +93,8 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
             "256x128, output in halves": (LARGE, {"TURNS": 0, "chunk": 64, "BUFFERS": 2}),
             "256x128, turns, groups of 16": (LARGE, {"TURNS": 2, "SWIZZLE": 16}),
             "256x128, column scales read twice": (LARGE, {"TURNS": 0, "ONCE": False}),
-            "128x128, turns": (SQUARE, {"TURNS": 2}),
-            "128x128": (SQUARE, {"TURNS": 0}),
+            "128x128, turns": (TURNED, {"TURNS": 2}),
+            "128x128": (TURNED, {"TURNS": 0}),
         }
     if M <= 128:
         low = {
@@ -102,20 +103,21 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
             "64x64, 11 stages, 4 ahead": (SMALL, {"AHEAD": 4}),
             "64x64, 7 stages": (SMALL, {"NUM_STAGES": 7}),
         }
-        tall = {
-            "128x64, 7 stages": (FLAT, {"TURNS": 0}),
-            "128x64, 7 stages, 8 ahead": (FLAT, {"TURNS": 0, "AHEAD": 8}),
-            "128x64, 7 stages, turns": (FLAT, {"TURNS": 2}),
+        other: dict[str, tuple[Options, Options]] = {
+            "64x128, 8 stages": (LOW, {}),
+            **{f"64x{tile['BLOCK_N']}": (tile, {}) for tile in NARROW},
+            "128x128, turns": (SQUARE, {}),
         }
-        return low if M <= 64 else low | tall
+        return low | other
     return {
+        "128x256": (WIDE, {}),
+        "128x256, 3 stages, whole halves": (WIDE, {"NUM_STAGES": 3, "chunk": 128, "BUFFERS": 2}),
+        "128x256, turns each block": (WIDE, {"TURNS": 1}),
+        "128x256, no turns": (WIDE, {"TURNS": 0}),
+        "128x256, groups of 8": (WIDE, {"SWIZZLE": 8}),
         "256x128, turns each half": (LARGE, {"TURNS": 2}),
-        "256x128, turns each block": (LARGE, {"TURNS": 1}),
         "256x128": (LARGE, {"TURNS": 0}),
         "256x128, 4 stages, turns each half": (LARGE, {**FOUR_STAGES, "TURNS": 2}),
-        "256x128, 4 stages": (LARGE, {**FOUR_STAGES, "TURNS": 0}),
-        "256x128, turns each half, groups of 16": (LARGE, {"TURNS": 2, "SWIZZLE": 16}),
-        "256x128, turns each half, groups of 4": (LARGE, {"TURNS": 2, "SWIZZLE": 4}),
         "128x128, turns": (SQUARE, {"TURNS": 2}),
     }
 

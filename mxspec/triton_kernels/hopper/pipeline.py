@@ -20,17 +20,19 @@ class Pipeline:
     NUM_STAGES: gl.constexpr
 
     @gluon.jit
-    def stages(self, i):
-        """The stages of block i - 1, of block i, and of block i + 1."""
-        n: gl.constexpr = self.NUM_STAGES
-        stage, before, after = i % n, (i + n - 1) % n, (i + 1) % n
-        return before, stage, after
+    def after(self, stage):
+        """The next stage. Whoever counts stages one by one needs no division, whose instructions delay a matmul."""
+        return gl.where(stage == self.NUM_STAGES - 1, 0, stage + 1)
 
     @gluon.jit
     def wait_empty(self, i):
-        """Wait until block i may be written. Returns its stage."""
+        """Wait until block i may be written. Returns its stage.
+
+        The stages begin empty, but the last one counts as empty only while block 0 runs: each block frees the stage
+        before its own, and block 0 frees the last. So the last stage is one phase ahead of the others.
+        """
         stage = i % self.NUM_STAGES
-        mbarrier.wait(self.empty.index(stage), i // self.NUM_STAGES & 1)
+        mbarrier.wait(self.empty.index(stage), (i + 1) // self.NUM_STAGES & 1 ^ 1)
         return stage
 
     @gluon.jit
@@ -52,7 +54,5 @@ def make_pipeline(NUM_STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: 
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(stage), count=PRODUCERS)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
-    for stage in gl.static_range(NUM_STAGES - 1):  # all but the last are free; the last becomes free while block 0 runs
-        mbarrier.arrive(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
     return Pipeline(full, empty, NUM_STAGES)

@@ -97,5 +97,8 @@ class Scheduler:
             k_begin, k_end = self.k_range(expert)
             return expert, m_block_idx, n_block_idx, m_block_idx * self.BLOCK_M, self.M, k_begin, k_end
         else:
-            m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)
+            if self.SWIZZLE:
+                m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)
+            else:
+                m_block_idx, n_block_idx = 0, block
             return 0, m_block_idx, n_block_idx, m_block_idx * self.BLOCK_M, self.M, 0, self.K

@@ -20,11 +20,12 @@ if reason := unavailable():
 from mxspec.triton_kernels.fp8_gemm import PTX
 from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
-*_, SMALL = TILES = [tile for _, tile in kernel.TILES]
-NARROW = SMALL | {"BLOCK_N": 32, "NUM_STAGES": 8, "maxnreg": 128}
-each_tile = pytest.mark.parametrize("tile", [*TILES, NARROW], ids=lambda t: "x".join(map(str, t.values())))
+TILES = [*((tile, 128) for _, tile in kernel.TILES), *((tile, 1) for _, tile in kernel.VECTOR_TILES)]
+# Each tile with the rows of b that share a scale.
+each_tile = pytest.mark.parametrize(
+    ("tile", "rows"), TILES, ids=[f"{t['BLOCK_M']}x{t['BLOCK_N']}, scales of {rows}x128" for t, rows in TILES]
+)
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
-each_granularity = pytest.mark.parametrize("rows", [128, 1], ids=["1x128 by 128x128", "1x128 by 1x128"])
 
 
 def launch(a, a_scale, b, b_scale, tile, out_dtype):
@@ -33,13 +34,11 @@ def launch(a, a_scale, b, b_scale, tile, out_dtype):
     return out
 
 
-@each_granularity
 @each_output
 @each_tile
 def test_every_tile_compiles_without_spilling(tile, out_dtype, rows):
-    # The order of the scales decides how they are loaded. Each order is tried with each tile, each output and each
-    # granularity, but not with every combination of the three.
-    major = ("k", "mn")[([*TILES, NARROW].index(tile) + list(MIN_SQNR_DB).index(out_dtype) + rows // 128) % 2]
+    # The order of the scales decides how they are loaded. Each order is tried with each tile and with each output.
+    major = ("k", "mn")[(TILES.index((tile, rows)) + list(MIN_SQNR_DB).index(out_dtype)) % 2]
     made = operands(300, 264, 256, rows, major=major)
     code = compile_call(launch, *made, tile=tile, out_dtype=out_dtype, target="sm90")
     assert not problems(code, (), (), edge=False)
@@ -51,7 +50,6 @@ def add(acc, a, a_scale, b, b_scale, tile):
     kernel.fp8_sm90(a, a_scale, b, b_scale, acc, tile=tile, accumulate=True)
 
 
-@each_granularity
 @each_tile
 def test_every_tile_adds_without_spilling(tile, rows):
     code = compile_call(add, *onto(300, 264, 256, rows, row=268), tile=tile, target="sm90")
@@ -64,7 +62,6 @@ def test_every_tile_adds_without_spilling(tile, rows):
 
 
 @on_hopper
-@each_granularity
 @each_tile
 def test_every_tile_adds_once(tile, rows, monkeypatch):
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
@@ -73,7 +70,6 @@ def test_every_tile_adds_once(tile, rows, monkeypatch):
 
 
 @on_hopper
-@each_granularity
 @each_output
 @each_tile
 def test_stages_are_handed_round_for_any_number_of_blocks_and_tiles(tile, out_dtype, rows, monkeypatch):
@@ -98,11 +94,15 @@ def test_stages_are_handed_round_for_any_number_of_blocks_and_tiles(tile, out_dt
 @pytest.mark.parametrize(
     ("M", "N", "tile"),
     [
-        (4096, 4096, (256, 128)),
+        (4096, 4096, (128, 256)),
         (16, 7168, (64, 64)),
-        (128, 7168, (128, 64)),
-        (300, 264, (64, 64)),
-        (128, 18432, (128, 128)),
+        (16, 4096, (64, 32)),
+        (16, 2112, (64, 16)),
+        (128, 7168, (64, 128)),
+        (128, 24576, (64, 128)),
+        (512, 7168, (128, 256)),
+        (512, 2112, (128, 64)),
+        (512, 4096, (128, 128)),
     ],
 )
 def test_the_tile_follows_the_shape(M, N, tile):
@@ -110,12 +110,22 @@ def test_the_tile_follows_the_shape(M, N, tile):
     assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "tile"),
+    [(4096, 4096, (256, 128)), (128, 7168, (128, 64)), (300, 264, (64, 64)), (128, 18432, (128, 128))],
+)
+def test_the_tile_for_scales_of_columns_follows_the_shape(M, N, tile):
+    chosen = kernel.tile_for(M, N, 132, vector=True)
+    assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
 @on_hopper
 @pytest.mark.parametrize("M", [1, 16, 17, 32, 33, 64])
-def test_of_few_rows_only_those_are_read(M):
+@pytest.mark.parametrize("tile", [t for t, _ in TILES if t["BLOCK_M"] == 64][:4], ids=lambda t: f"64x{t['BLOCK_N']}")
+def test_of_few_rows_only_those_are_read(M, tile):
     """Stale contents of the tile do not matter: earlier programs may have left NaN there."""
     made = check.on_device(torch.device("cuda"), operands(M, 200, 4096, major="mn"))
-    out = launch(*made, SMALL, torch.float32)
+    out = launch(*made, tile, torch.float32)
     assert check.difference((out,), (fp8_gemm(*made, out_dtype=torch.float32),), MIN_SQNR_DB) is None
 
 

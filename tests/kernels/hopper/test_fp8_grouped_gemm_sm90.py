@@ -25,8 +25,15 @@ if reason := unavailable():
 from mxspec.triton_kernels.fp8_gemm import PTX
 from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
-TILES = [tile for _, tile in kernel.TILES]
-each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "x".join(map(str, t.values())))
+ROW_TILES = [tile for _, tile in kernel.TILES]
+TILES = [tile for _, tile in kernel.VECTOR_TILES]
+
+
+def of(tiles):
+    return pytest.mark.parametrize("tile", tiles, ids=lambda t: f"{t['BLOCK_M']}x{t['BLOCK_N']}")
+
+
+each_row_tile, each_tile = of(ROW_TILES), of(TILES)
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
 F32 = torch.float32
 
@@ -51,16 +58,23 @@ def on_gpu(args):
     return check.on_device(torch.device("cuda"), args)
 
 
+def compiles(call, args, tile, out_dtype):
+    code = compile_call(call, *args, tile=tile, out_dtype=out_dtype, target="sm90")
+    assert [c.kernel for c in code] == ["fp8_gemm_sm90"]
+    assert not problems(code, PTX["sm90"], (), edge=False)
+    return code
+
+
+@each_output
+@each_row_tile
+def test_every_tile_of_rows_compiles_without_spilling(tile, out_dtype):
+    compiles(forward, rows.made([150, 129], 7, 264, 256, 1, "mn"), tile, out_dtype)
+
+
 @each_output
 @each_tile
-def test_every_tile_compiles_without_spilling(tile, out_dtype):
-    for call, args in (
-        (forward, rows.made([150, 129], 7, 264, 256, 1, "mn")),
-        (wgrad, tokens.made([128, 384, 256], 128, 264, 144)),
-    ):
-        code = compile_call(call, *args, tile=tile, out_dtype=out_dtype, target="sm90")
-        assert [c.kernel for c in code] == ["fp8_gemm_sm90"]
-        assert not problems(code, PTX["sm90"], (), edge=False)
+def test_every_tile_of_sums_over_tokens_compiles_without_spilling(tile, out_dtype):
+    code = compiles(wgrad, tokens.made([128, 384, 256], 128, 264, 144), tile, out_dtype)
     assert not problems(code, (r"tensormap\.replace",), (), edge=False), "a group's matrix has a stride of its own"
 
 
@@ -92,7 +106,7 @@ each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 @on_hopper
 @each_size
 @each_output
-@each_tile
+@each_row_tile
 def test_tokens_of_any_groups(tile, out_dtype, sizes, monkeypatch):
     """Three processors, so that each has tiles of several groups. The rows past the last group hold NaN."""
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
@@ -150,13 +164,13 @@ def test_offs_out_of_order_stay_inside(ends):
 
     No access is outside of the operands and the result: compute-sanitizer would report it.
     """
-    for call, args in (
-        (forward, rows.made([30, 30, 30], 30, 264, 256)),
-        (wgrad, tokens.made([128, 256, 128], 128, 264, 144)),
+    for call, args, tile in (
+        (forward, rows.made([30, 30, 30], 30, 264, 256), ROW_TILES[0]),
+        (wgrad, tokens.made([128, 256, 128], 128, 264, 144), TILES[0]),
     ):
         args = on_gpu(args)
         args[4].copy_(torch.tensor(ends, dtype=torch.int32))
-        call(*args, kernel.TILES[0][1])
+        call(*args, tile)
         torch.cuda.synchronize()
 
 
@@ -190,15 +204,16 @@ def test_what_tma_does_not_read_takes_plain_tiles():
 @pytest.mark.parametrize(
     ("M", "N", "E", "groups", "tile"),
     [
-        (32768, 2048, 8, "M", (256, 128)),
+        (32768, 2048, 8, "M", (128, 256)),
         (512, 2048, 8, "M", (128, 128)),
-        (64, 2048, 1, "M", (64, 64)),
+        (64, 2048, 1, "M", (64, 16)),
+        (1024, 1536, 128, "M", (64, 128)),
         (2048, 7168, 8, "K", (256, 128)),
         (64, 64, 2, "K", (64, 64)),
     ],
 )
 def test_the_tile_follows_the_shape(M, N, E, groups, tile):
-    chosen = kernel.tile_for(M, N, 132, E, groups)
+    chosen = kernel.tile_for(M, N, 132, E, groups, vector=groups == "K")
     assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
 
 

@@ -9,11 +9,18 @@ scales.
 - Each math warpgroup multiplies 64 or 128 rows on the tensor cores. Tensor cores keep only about 14 bits of a sum, so
   after each stage the warpgroup scales the partial sum and adds it to an fp32 accumulator.
 
+The math warpgroups run one of three functions. All sum K in the same order, so a row has the same bits in each.
+
+- `_multiply_wide`: two warpgroups, 64 rows and 256 columns each, if 128 columns of b share a scale. Large outputs.
+- `_multiply`: one or two warpgroups, 64 or 128 rows each. It is the only one that takes a scale for each column.
+- `_multiply_few`: one warpgroup, 64 rows, two blocks of K at a time. Small outputs.
+
 Two mbarriers guard each stage: `full` (the tiles and scales have arrived) and `empty` (all math warpgroups have read
 them). `../pipeline.py` has them.
 
 Two math warpgroups take turns: one adds its partial sum while the matmul of the other runs. `TURNS` is 0 (no turns), 1
-(for the first half of the rows) or 2 (for both halves).
+(for the first half of a tile) or 2 (for both halves). The tensor cores idle while a warpgroup computes the address of
+its next stage after its turn has come. So the loops count stages one by one, without a division.
 
 `../scheduler.py` says which block of the output comes next. A warp finds the group of its next block from the group of
 its last block, so nothing is planned beforehand, and any `offs` works.
@@ -46,9 +53,9 @@ def _multiply(
     if WARPGROUP == 1:
         your_turn(WARPGROUP, TURNS)
 
-    i = 0
+    i, before, stage = 0, pipeline.NUM_STAGES - 1, 0
     partial = gl.zeros([64, BLOCK_N], gl.float32, mma)
-    mbarrier.wait(pipeline.full.index(0), 0)
+    pipeline.wait_full(0, 0)
     if not ONCE:
         s_upper = tiles.row_scales.index(0).slice(first, 64).load(per_row)
         s_lower = tiles.row_scales.index(0).slice(second, 64).load(per_row)
@@ -65,9 +72,7 @@ def _multiply(
             k_begin, k_end = scheduler.k_range(block // (scheduler.m_blocks * scheduler.n_blocks))
             k_blocks = k_end - k_begin
         for _ in range(k_blocks):
-            before, stage, after = pipeline.stages(i)
-            a, b = tiles.a.index(stage), tiles.b.index(stage).permute((1, 0))
-
+            a, b, after = tiles.a.index(stage), tiles.b.index(stage).permute((1, 0)), pipeline.after(stage)
             # `use_acc=False` ignores the accumulator, so pass the previous partial sum: a fresh zero tile would cost
             # register moves.
             my_turn(WARPGROUP, TURNS)
@@ -105,7 +110,7 @@ def _multiply(
                 upper = promote(partial, s_upper, s_column, upper, VECTOR)
             if not ONCE:
                 s_upper, s_lower = next_upper, next_lower
-            i += 1
+            i, before, stage = i + 1, stage, after
         # The block's place is computed only now, because registers are scarce in the loop.
         expert, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
         row, column, next_buffer = row + first, n_block_idx * BLOCK_N, own_buffer + out.CHUNKS % out.BUFFERS
@@ -128,33 +133,172 @@ def _multiply(
 
 
 @gluon.jit
+def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    """`_multiply` for 64 rows and 256 columns, in two halves of 128 columns.
+
+    A tile has half the rows of a tile of 256 x 128, so a token group that ends inside a tile wastes fewer rows.
+    """
+    GROUPED: gl.constexpr = scheduler.GROUPED
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+    per_row: gl.constexpr = gl.SliceLayout(1, mma)
+    first: gl.constexpr = WARPGROUP * 64
+    of_right: gl.constexpr = tiles.a.shape[1] + first
+    own_buffer: gl.constexpr = WARPGROUP * out.BUFFERS
+    if WARPGROUP == 1:
+        your_turn(WARPGROUP, TURNS)
+
+    i, before, stage = 0, pipeline.NUM_STAGES - 1, 0
+    partial = gl.zeros([64, 128], gl.float32, mma)
+    pipeline.wait_full(0, 0)
+    s_left = tiles.row_scales.index(0).slice(first, 64).load(per_row)
+    s_right = tiles.row_scales.index(0).slice(of_right, 64).load(per_row)
+    barrier()
+    group = (-1, 0, 0, 0)
+    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+        left = gl.zeros([64, 128], gl.float32, mma)
+        right = gl.zeros([64, 128], gl.float32, mma)
+        group = scheduler.get_next_group(block, group)
+        k_blocks = scheduler.K
+        if GROUPED == "M":
+            k_blocks = scheduler.K * (group[0] < scheduler.num_experts)
+        for _ in range(k_blocks):
+            a, b, after = tiles.a.index(stage).slice(first, 64), tiles.b.index(stage), pipeline.after(stage)
+            my_turn(WARPGROUP, TURNS)  # the remarks in `_multiply` hold here too
+            running = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), partial, use_acc=False, is_async=True)
+            your_turn(WARPGROUP, TURNS)
+            mbarrier.arrive(pipeline.empty.index(before), count=1)
+            barrier()
+            partial = warpgroup_mma_wait(0, deps=[running])
+            left = promote(partial, s_left, 0.0, left, False)
+            my_turn(WARPGROUP, TURNS == 2)
+            running = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), partial, use_acc=False, is_async=True)
+            your_turn(WARPGROUP, TURNS == 2)
+            pipeline.wait_full(i + 1, after)
+            next_left = tiles.row_scales.index(after).slice(first, 64).load(per_row)
+            next_right = tiles.row_scales.index(after).slice(of_right, 64).load(per_row)
+            partial = warpgroup_mma_wait(0, deps=[running])
+            right = promote(partial, s_right, 0.0, right, False)
+            s_left, s_right = next_left, next_right
+            i, before, stage = i + 1, stage, after
+        _, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
+        row, column, next_buffer = row + first, n_block_idx * 256, own_buffer + out.CHUNKS % out.BUFFERS
+        if GROUPED == "":
+            out.write(row, column, left, own_buffer)
+            out.write(row, column + 128, right, next_buffer)
+        else:
+            out.write_rows(0, row, end, column, left, own_buffer)
+            out.write_rows(0, row, end, column + 128, right, next_buffer)
+    tma.store_wait(0)
+    if WARPGROUP == 0:
+        my_turn(WARPGROUP, TURNS)
+
+
+@gluon.jit
+def _issue(tiles, stage, partial):
+    """Begin to multiply a stage. `partial` is the sum whose registers take the product."""
+    b = tiles.b.index(stage).permute((1, 0))
+    return warpgroup_mma(tiles.a.index(stage), b, partial, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _multiply_few(out, tiles, pipeline, scheduler):
+    """`_multiply` for 64 rows by one warpgroup: it takes two blocks of K at a time.
+
+    The tensor cores multiply the second block while the warpgroup adds the sum of the first.
+    """
+    BLOCK_N: gl.constexpr = tiles.b.shape[1]
+    GROUPED: gl.constexpr = scheduler.GROUPED
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32])
+    per_row: gl.constexpr = gl.SliceLayout(1, mma)
+    i, before, stage = 0, pipeline.NUM_STAGES - 1, 0
+    even = gl.zeros([64, BLOCK_N], gl.float32, mma)
+    odd = gl.zeros([64, BLOCK_N], gl.float32, mma)
+    pipeline.wait_full(0, 0)
+    barrier()
+    group = (-1, 0, 0, 0)
+    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+        acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
+        group = scheduler.get_next_group(block, group)
+        k_blocks = scheduler.K
+        if GROUPED == "M":
+            k_blocks = scheduler.K * (group[0] < scheduler.num_experts)
+        for _ in range(k_blocks // 2):
+            running = _issue(tiles, stage, even)
+            mbarrier.arrive(pipeline.empty.index(before), count=1)
+            barrier()
+            before, after = stage, pipeline.after(stage)
+            pipeline.wait_full(i + 1, after)
+            running_after = _issue(tiles, after, odd)
+            s_even = tiles.row_scales.index(stage).load(per_row)
+            s_odd = tiles.row_scales.index(after).load(per_row)
+            even = warpgroup_mma_wait(1, deps=[running])
+            mbarrier.arrive(pipeline.empty.index(before), count=1)
+            barrier()
+            acc = promote(even, s_even, 0.0, acc, False)
+            before, stage = after, pipeline.after(after)
+            pipeline.wait_full(i + 2, stage)
+            odd = warpgroup_mma_wait(0, deps=[running_after])
+            acc = promote(odd, s_odd, 0.0, acc, False)
+            i += 2
+        for _ in range(k_blocks % 2):
+            running = _issue(tiles, stage, even)
+            mbarrier.arrive(pipeline.empty.index(before), count=1)
+            barrier()
+            s_even = tiles.row_scales.index(stage).load(per_row)
+            before, stage = stage, pipeline.after(stage)
+            pipeline.wait_full(i + 1, stage)
+            even = warpgroup_mma_wait(0, deps=[running])
+            acc = promote(even, s_even, 0.0, acc, False)
+            i += 1
+        _, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
+        if GROUPED == "":
+            out.write(row, n_block_idx * BLOCK_N, acc, 0)
+        else:
+            out.write_rows(0, row, end, n_block_idx * BLOCK_N, acc, 0)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def fp8_gemm_sm90(
     a, b, out_desc, out, scales, blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
+    FEW: gl.constexpr,
 ):  # fmt: skip
     """`out` is a pointer and the stride of its rows.
 
     `scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order.
     """
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
+    WIDE: gl.constexpr = BLOCK_N == 256
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = Tiles(
         gl.allocate_shared_memory(gl.float8e4nv, [NUM_STAGES, BLOCK_M, 128], codes),
         gl.allocate_shared_memory(gl.float8e4nv, [NUM_STAGES, BLOCK_N, 128], codes),
-        gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_M], flat),
+        gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_M * (2 if WIDE else 1)], flat),
         gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_N if VECTOR else 4], flat),
     )
     WIDTH: gl.constexpr = out_desc.block_shape[1]
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS * BUFFERS, 64, WIDTH], out_desc.layout)
     of_tiles = Scales(*scales, VECTOR, AHEAD)
     scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=128)
-    output = Output(out_desc, *out, scheduler.N, out_tiles, BUFFERS, BLOCK_N // WIDTH, ACCUMULATE)
+    output = Output(out_desc, *out, scheduler.N, out_tiles, BUFFERS, min(BLOCK_N, 128) // WIDTH, ACCUMULATE)
     pipeline = make_pipeline(NUM_STAGES, 2, WARPGROUPS)  # two producers: the load warp and the pair of scale warps
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
-    if WARPGROUPS == 2:
+    if WIDE:
+        gl.warp_specialize(
+            [
+                (_multiply_wide, (output, tiles, pipeline, scheduler, 0, TURNS)),
+                (_multiply_wide, (output, tiles, pipeline, scheduler, 1, TURNS)),
+                (load, (a, b, tiles, pipeline, scheduler)),
+                (scale, (of_tiles, tiles, pipeline, scheduler)),
+            ],
+            [4, 1, 2],
+            [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+        )
+    elif WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (output, tiles, pipeline, scheduler, 0, HALVES, TURNS, VECTOR, ONCE)),
@@ -164,6 +308,16 @@ def fp8_gemm_sm90(
             ],
             [4, 1, 2],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+        )
+    elif FEW:
+        gl.warp_specialize(
+            [
+                (_multiply_few, (output, tiles, pipeline, scheduler)),
+                (load, (a, b, tiles, pipeline, scheduler)),
+                (scale, (of_tiles, tiles, pipeline, scheduler)),
+            ],
+            [1, 2],
+            [64, 64],
         )
     else:
         gl.warp_specialize(

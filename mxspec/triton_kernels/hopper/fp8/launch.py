@@ -21,11 +21,27 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.names import shared_layout
 
 T = TypeVar("T")
-# Tiles of the Gluon kernel. The first number is the cost of one element of the output: it is higher for smaller
-# tiles, which read more bytes per element. Three stages leave room in shared memory for the output of a large tile.
+# Tiles of the Gluon kernel, for a scale of b that 128 columns share. The first number is the cost of one element of the
+# output: it is higher for smaller tiles, which read more bytes per element and wait more often for the tensor cores.
 # With few rows, many stages keep enough loads in flight. A tile with few rows takes less time than a load of its
 # scales, so the scales are requested AHEAD blocks early. The race against DeepGEMM: benchmarks/results/decisions.md.
-TILES = (
+_FEW: dict[str, Any] = {"BLOCK_M": 64, "WARPGROUPS": 1, "AHEAD": 8, "FEW": True}
+WIDE: dict[str, Any] = {
+    "BLOCK_M": 128, "BLOCK_N": 256, "WARPGROUPS": 2, "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1, "REGISTERS": 216,
+    "SWIZZLE": 16,
+}  # fmt: skip
+TILES: tuple[tuple[float, dict[str, Any]], ...] = (
+    (1.0, WIDE),
+    (1.15, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
+    (1.5, {**_FEW, "BLOCK_N": 128, "NUM_STAGES": 8}),
+    (2.0, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 7, "AHEAD": 4}),
+    (2.4, {**_FEW, "BLOCK_N": 64, "NUM_STAGES": 11}),
+    (3.6, {**_FEW, "BLOCK_N": 32, "NUM_STAGES": 14}),
+    (6.0, {**_FEW, "BLOCK_N": 16, "NUM_STAGES": 16}),
+)
+# Tiles for a scale of each column: of wgrad, and of 1x128 by 1x128. Three stages leave room in shared memory for the
+# output of a large tile.
+VECTOR_TILES: tuple[tuple[float, dict[str, Any]], ...] = (
     (1.0, {"BLOCK_M": 256, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 3}),
     (1.2, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
     (1.7, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 7, "AHEAD": 4}),
@@ -34,8 +50,9 @@ TILES = (
 # The large tile of wgrad for groups of fewer than SHORT_BLOCKS blocks of K on average. It has a fourth stage and less
 # room for the output. The load warp makes new TMA descriptors for each group. Meanwhile, the math warpgroups multiply
 # the loaded stages, and with four stages they do not run out of work. Figures: benchmarks/results/decisions.md.
-SHORT_GROUPS: dict[str, Any] = {**TILES[0][1], "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1}
+SHORT_GROUPS: dict[str, Any] = {**VECTOR_TILES[0][1], "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1}
 SHORT_BLOCKS = 8
+SHARED_BYTES = 232448  # what one program may take on Hopper
 
 
 def _tma_reads(matrix: Tensor) -> bool:
@@ -56,7 +73,7 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 
 def tile_for(
-    M: int, N: int, processors: int, E: int = 1, grouped: str = "", short_groups: bool = False
+    M: int, N: int, processors: int, E: int = 1, grouped: str = "", vector: bool = False, short_groups: bool = False
 ) -> dict[str, Any]:
     """The tile with the least estimated cost: the number of waves, times the cost of a tile.
 
@@ -67,14 +84,17 @@ def tile_for(
     With `short_groups`, SHORT_GROUPS takes the place of the large tile.
     """
 
-    def cost(choice: tuple[float, dict[str, int]]) -> float:
+    def cost(choice: tuple[float, dict[str, Any]]) -> float:
         of_element, tile = choice
         BLOCK_M, BLOCK_N = tile["BLOCK_M"], tile["BLOCK_N"]
         rows = -(-M // BLOCK_M) + E // 2 if grouped == "M" else -(-M // BLOCK_M) * E
         return -(-rows * -(-N // BLOCK_N) // processors) * BLOCK_M * BLOCK_N * of_element
 
-    tile = min(TILES, key=cost)[1]
-    return SHORT_GROUPS if short_groups and tile is TILES[0][1] else tile
+    tiles = VECTOR_TILES if vector else TILES
+    if M <= 128:  # the weights take the time, and more programs read them faster
+        tiles = tuple(choice for choice in tiles if choice[1] is not WIDE)
+    tile = min(tiles, key=cost)[1]
+    return SHORT_GROUPS if short_groups and tile is VECTOR_TILES[0][1] else tile
 
 
 def _with_scratch(launch: Callable[[], T], device: torch.device) -> T:
@@ -106,13 +126,14 @@ def fp8_sm90(
     programs = processors(a.device)
     # An output of fp32 leaves no room for a fourth stage.
     short_groups = grouped == "K" and out.element_size() == 2 and K < SHORT_BLOCKS * FP8_BLOCK_SIZE * E
-    tile = tile or tile_for(M, N, programs, E, grouped, short_groups)
     vector = grouped == "K" or (grouped == "" and b_scale.shape[0] == N)
+    tile = tile or tile_for(M, N, programs, E, grouped, vector, short_groups)
     config = {
         "SWIZZLE": 16 if vector else 8,
         "TURNS": 2,
         "chunk": tile["BLOCK_N"],
         "AHEAD": 1,
+        "FEW": False,
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         **tile,
         **options,
@@ -121,6 +142,8 @@ def fp8_sm90(
         config["TURNS"] = 0  # there is no other warpgroup to wait for
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
     tiles = M_tiles * N_tiles
+    if M_tiles == 1 and not grouped:  # the order of the blocks needs no divisions then
+        config["SWIZZLE"] = 0
     if grouped == "M":  # each group, and the rows that belong to no group, may begin a tile
         tiles += E * N_tiles
     elif grouped == "K":
@@ -132,6 +155,9 @@ def fp8_sm90(
     cramped = halves == 2 and releases.release() not in ("3.6", "3.7", "3.8")
     config.setdefault("ONCE", vector and (halves == 1 or (out.element_size() == 4 and not cramped)))
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
+    output = config["WARPGROUPS"] * config["BUFFERS"] * 64 * config["chunk"] * out.element_size()
+    of_stage = (config["BLOCK_M"] + config["BLOCK_N"]) * 132 + config["BLOCK_M"] * 4  # codes, and scales in fp32
+    config["NUM_STAGES"] = min(config["NUM_STAGES"], (SHARED_BYTES - 1024 - output) // of_stage)
     # Three warpgroups share 504 registers, counted for one thread of each. Each math warpgroup takes this many, and the
     # third warpgroup gets the rest.
     config.setdefault("REGISTERS", 184 if halves == 1 else 232 if vector and not cramped else 224)

@@ -13,7 +13,7 @@ class Tiles:
 
     a: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M, 128)
     b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 128)
-    row_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M)
+    row_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M); with 256 columns, BLOCK_M for each 128 of them
     column_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N) with VECTOR; otherwise not used
 
 
@@ -113,12 +113,13 @@ def load(a, b, tiles, pipeline, scheduler):
 def scale(scales, tiles, pipeline, scheduler):
     """The scale warps: they read the scales, with any strides, and store them for the rows and columns of a stage.
 
-    Without VECTOR, they store one combined factor per row, the product of both scales. With VECTOR, they store the
-    factors of the rows and of the columns apart.
+    Without VECTOR, they store one combined factor per row, the product of both scales, for each 128 columns. With
+    VECTOR, they store the factors of the rows and of the columns apart.
     """
     BLOCK_M: gl.constexpr = tiles.a.shape[1]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
     AHEAD: gl.constexpr = scales.AHEAD
+    WIDE: gl.constexpr = BLOCK_N == 256
     a_stride_k, b_stride_k = scales.a_stride_k, scales.b_stride_k
     i = 0
     rows = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 64], [32], [2], [0]))
@@ -135,6 +136,7 @@ def scale(scales, tiles, pipeline, scheduler):
             b_at = scales.b + (n_block_idx * BLOCK_N + columns).to(gl.int64) * scales.b_stride_n
         else:
             b_there = True
+            right_there = n_block_idx * BLOCK_N + 128 < scheduler.N
             b_at = scales.b + (n_block_idx * BLOCK_N // 128).to(gl.int64) * scales.b_stride_n
         if scheduler.GROUPED == "M":
             b_at += expert.to(gl.int64) * scales.b_stride_e
@@ -143,17 +145,25 @@ def scale(scales, tiles, pipeline, scheduler):
             b_at += k_begin.to(gl.int64) * b_stride_k
         # The loops over AHEAD are unrolled and the tuples are renamed, so that no scale moves from one register to
         # another between steps.
-        of_a, of_b = (), ()
+        of_a, of_b, of_right = (), (), ()
         for j in gl.static_range(AHEAD):
             of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (j < blocks), other=0.0),)
             of_b = of_b + (gl.load(b_at + j * b_stride_k, mask=b_there & (j < blocks), other=0.0),)
+            if WIDE:
+                of_right = of_right + (
+                    gl.load(b_at + scales.b_stride_n + j * b_stride_k, mask=right_there & (j < blocks), other=0.0),
+                )
         for first in range(0, blocks, AHEAD):
-            next_a, next_b = (), ()
+            next_a, next_b, next_right = (), (), ()
             for j in gl.static_range(AHEAD):
                 k = first + j
                 more = k + AHEAD < blocks
                 next_a = next_a + (gl.load(a_at + AHEAD * a_stride_k, mask=a_there & more, other=0.0),)
                 next_b = next_b + (gl.load(b_at + AHEAD * b_stride_k, mask=b_there & more, other=0.0),)
+                if WIDE:
+                    next_right = next_right + (
+                        gl.load(b_at + scales.b_stride_n + AHEAD * b_stride_k, mask=right_there & more, other=0.0),
+                    )
                 a_at += a_stride_k
                 b_at += b_stride_k
                 if k < blocks:
@@ -161,9 +171,12 @@ def scale(scales, tiles, pipeline, scheduler):
                     if scales.VECTOR:
                         tiles.row_scales.index(stage).store(of_a[j])
                         tiles.column_scales.index(stage).store(of_b[j])
+                    elif WIDE:
+                        tiles.row_scales.index(stage).slice(0, BLOCK_M).store(of_a[j] * of_b[j])
+                        tiles.row_scales.index(stage).slice(BLOCK_M, BLOCK_M).store(of_a[j] * of_right[j])
                     else:
                         tiles.row_scales.index(stage).store(of_a[j] * of_b[j])
                     mbarrier.arrive(pipeline.full.index(stage), count=1)
                     i += 1
-            of_a, of_b = next_a, next_b
+            of_a, of_b, of_right = next_a, next_b, next_right
     pipeline.fill_one_more(i)
