@@ -4,8 +4,8 @@
 - `convert` writes a checkpoint in another family.
 - `save` writes a live model's layers as the codes that they compute with.
 - `verify` compares two checkpoints, or a live module and a checkpoint.
-- `retype`, `mxfp4_to_fp8_blocks` and `blocks_to_rows` change the format of tensors and keep every value, or say which
-  blocks would change.
+- `retype`, `mxfp4_to_fp8_blocks`, `mxfp4_to_nvfp4` and `blocks_to_rows` change the format of tensors and keep every
+  value, or say which blocks would change.
 """
 
 from mxspec.checkpoint.convert import convert
@@ -13,6 +13,7 @@ from mxspec.checkpoint.files import Problem
 from mxspec.checkpoint.inspect import Inspection, inspect
 from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, retype
 from mxspec.checkpoint.mxfp4 import mxfp4_to_fp8_blocks
+from mxspec.checkpoint.nvfp4 import mxfp4_to_nvfp4
 from mxspec.checkpoint.reading import CheckpointError
 from mxspec.checkpoint.save import save
 from mxspec.checkpoint.verify import Finding, Verdict, verify
@@ -28,6 +29,7 @@ __all__ = [
     "convert",
     "inspect",
     "mxfp4_to_fp8_blocks",
+    "mxfp4_to_nvfp4",
     "retype",
     "save",
     "verify",

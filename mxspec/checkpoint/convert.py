@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 import mxspec
-from mxspec.checkpoint import pairs, work
+from mxspec.checkpoint import pairs, work, work_nvfp4
 from mxspec.checkpoint.files import missing_of_series
 from mxspec.checkpoint.finish import finish
+from mxspec.checkpoint.fused import Shared
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.resume import Progress, source_digest
 from mxspec.checkpoint.shards import ShardWriter
@@ -53,9 +54,10 @@ def convert(
     Args:
         src: a directory of safetensors files with config.json.
         dst: a new directory, not inside src.
-        to: a family: `bf16`, `fp8_block`, `mxfp8`, `ct_fp8_block`, `ct_mxfp8`, `ct_mxfp4`, `gptoss_mxfp4`,
-            `modelopt_mxfp8` or `modelopt_mxfp4`.
-        scales: `fp32` or `ue8m0` (powers of two) for FP8 blocks; the default is fp32. The MX families have ue8m0.
+        to: a family: `bf16`, `fp8_block`, `mxfp8`, `ct_fp8_block`, `ct_mxfp8`, `ct_mxfp4`, `ct_nvfp4`,
+            `gptoss_mxfp4`, `modelopt_mxfp8`, `modelopt_mxfp4` or `modelopt_nvfp4`.
+        scales: `fp32` or `ue8m0` (powers of two) for FP8 blocks; the default is fp32. The MX families have ue8m0, and
+            the NVFP4 families have e4m3.
         rule: `contract`, or a peer in `mxspec.rules.peers()` that quantizes to the family's scheme.
         include: globs. If there are any, exactly the tensors whose name matches a glob are quantized in dst. A
             quantized weight that matches none becomes bfloat16.
@@ -101,7 +103,9 @@ def convert(
         )
     found = units(checkpoint)
     plain_source = not any(unit.scheme for unit in found)
-    plan = [_work(checkpoint, unit, options, include, exclude, plain_source) for unit in found]
+    shared = Shared(checkpoint)
+    plan = [_work(checkpoint, unit, options, include, exclude, plain_source, shared) for unit in found]
+    work_nvfp4.refuse_some_input_scales(plan)
     made = [w for w in plan if w.note["how"] != "copied"]
     if not made:
         raise CheckpointError(f"convert: no weight of {source} is to be changed; needs other globs, or another family")
@@ -156,11 +160,12 @@ def _write(
 def _checked(to: str, scales: str | None, rule: str, allow_lossy: bool) -> Options:
     if to not in TARGETS:
         raise ValueError(f"convert: no family is named {to!r}; there are {', '.join(TARGETS)}")
-    square = TARGETS[to].scheme == SQUARE
-    if scales not in (None, "ue8m0") and not (square and scales == "fp32"):
-        raise ValueError(f"convert: {to} has no scales {scales!r}; needs {'fp32 or ' if square else ''}ue8m0")
-    scales = scales or ("fp32" if square else "ue8m0")
-    if scheme := TARGETS[to].scheme:
+    scheme = TARGETS[to].scheme
+    having = {SQUARE: ("fp32", "ue8m0"), "nvfp4": ("e4m3",)}.get(scheme or "", ("ue8m0",))
+    if scales not in (None, *having):
+        raise ValueError(f"convert: {to} has no scales {scales!r}; needs {' or '.join(having)}")
+    scales = scales or having[0]
+    if scheme:
         try:
             work.quantizer(scheme, rule, scales)(torch.zeros(1, 128, dtype=torch.bfloat16))
         except NotImplementedError as error:
@@ -183,16 +188,22 @@ def _work(
     include: Sequence[str],
     exclude: Sequence[str],
     plain_source: bool,
+    shared: Shared,
 ) -> Work:
     chosen = _matches(unit, include) if include else plain_source and not _matches(unit, NEVER)
     scheme = TARGETS[options.to].scheme
     if unit.scheme:
         keep = scheme and not _matches(unit, exclude) and (not include or _matches(unit, include))
+        if keep and scheme == "nvfp4":
+            return work_nvfp4.changed(checkpoint, unit, options, shared)
         return work.changed(checkpoint, unit, options) if keep else work.dequantized(checkpoint, unit)
     fits = unit.packed if TARGETS[options.to].packed else unit.codes.endswith(".weight") and len(unit.shape) == 2
     if scheme and fits and chosen and not _matches(unit, exclude):
         whole = scheme == SQUARE or unit.shape[-1] % 32 == 0
-        if whole and checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES:
+        plain = checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES
+        if plain and scheme == "nvfp4":
+            return work_nvfp4.quantized(checkpoint, unit, options, shared)
+        if whole and plain:
             return work.quantized(checkpoint, unit, options)
     return work.copied(checkpoint, unit)
 

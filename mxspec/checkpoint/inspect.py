@@ -12,12 +12,15 @@ from typing import Any
 from mxspec.checkpoint import defects, pairs, values
 from mxspec.checkpoint.families import QuantizedWeight, method, quantization, weights
 from mxspec.checkpoint.files import Problem, scan
+from mxspec.checkpoint.fused import differing
 from mxspec.checkpoint.groups import Group, add
-from mxspec.checkpoint.loaders import EFFECTS, LOADERS, READERS, WRONG
+from mxspec.checkpoint.loaders import EFFECTS, LOADERS, READERS, SGLANG, VLLM, WRONG
 from mxspec.checkpoint.reading import Checkpoint
 from mxspec.checkpoint.statistics import Scales, codes, scales
 from mxspec.checkpoint.targets import TARGETS
-from mxspec.checkpoint.traps import TRAPS
+from mxspec.checkpoint.traps import SHARED, TRAPS
+
+INPUT_SCALES = (".input_scale", ".input_global_scale")
 
 
 @dataclass(frozen=True)
@@ -126,18 +129,28 @@ def inspect(
         raise ValueError(f"inspect: no tensor of {path} matches {', '.join(include)}")
     found.problems += [p for p in defects.defects(checkpoint, every) if not include or p.where in named]
     groups: dict[tuple[Any, ...], Group] = {}
+    tensor_scales: dict[str, float] = {}
     for weight in progress(shown):
-        _read(checkpoint, weight, found, groups)
+        second = _read(checkpoint, weight, found, groups)
+        if second is not None:
+            tensor_scales[weight.module] = second.largest
     found.groups = list(groups.values())
     used = {name for weight in every for name in (weight.codes, weight.scale, weight.second)}
     rest = (checkpoint.tensors[n].stored for n in (named if include else checkpoint.tensors) if n not in used)
     found.plain = dict(Counter(rest))
+    if layers := differing(tensor_scales):
+        count = sum(len(layer) for layer in layers)
+        found.traps.append(Trapped((VLLM, SGLANG), WRONG, pairs.several_scales(layers), SHARED, count, layers[0][0]))
+    if of_inputs := [name for name in checkpoint.tensors if name.endswith(INPUT_SCALES) and name not in used]:
+        found.notes.append(f"{len(of_inputs)} of the plain tensors are scales of activations, as {of_inputs[0]}")
     _judge(checkpoint, found)
     return found
 
 
-def _read(checkpoint: Checkpoint, w: QuantizedWeight, found: Inspection, groups: dict[tuple[Any, ...], Group]) -> None:
-    """Count the scales and codes of one weight."""
+def _read(
+    checkpoint: Checkpoint, w: QuantizedWeight, found: Inspection, groups: dict[tuple[Any, ...], Group]
+) -> Scales | None:
+    """Count the scales and codes of one weight. Returns the counts of its tensor scale, if it has one."""
     of_scales = scales(checkpoint, w.scale)
     of_codes = codes(checkpoint, w.codes, w.family.element)
     second: Scales | None = scales(checkpoint, w.second) if w.second else None
@@ -146,6 +159,7 @@ def _read(checkpoint: Checkpoint, w: QuantizedWeight, found: Inspection, groups:
         message = "has scales that are no powers of two; config.json has scale_fmt ue8m0"
         found.problems.append(Problem("configuration", w.scale, message))
     add(groups, checkpoint, w, of_scales, of_codes)
+    return second
 
 
 def _judge(checkpoint: Checkpoint, found: Inspection) -> None:

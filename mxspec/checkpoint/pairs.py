@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mxspec.checkpoint.fused import differing
 from mxspec.checkpoint.targets import SQUARE, TARGETS
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -24,7 +25,11 @@ def refusal(config: Mapping[str, Any], family: str) -> str | None:
 
 
 def warnings(
-    config: Mapping[str, Any], family: str, scales: str, shapes: Iterable[tuple[str, tuple[int, ...]]]
+    config: Mapping[str, Any],
+    family: str,
+    scales: str,
+    shapes: Iterable[tuple[str, tuple[int, ...]]],
+    input_scales: bool = False,
 ) -> list[str]:
     """The traps of the loaders that read a family, for the quantized weights with these names and shapes."""
     target, said = TARGETS[family], []
@@ -40,6 +45,11 @@ def warnings(
         if target.scheme == "mxfp4":
             readers = "no loader is known that reads quant_algo mxfp4; ModelOpt's own tensor class does"
         said.append(f"transformers has no loader of {family}; {readers}")
+    if target.scheme == "nvfp4" and not input_scales:
+        said.append(
+            f"{family} without input scales: the configuration says that only weights are quantized (W4A16), so "
+            "engines multiply in bfloat16"
+        )
     if target.scheme == SQUARE:
         wrong = [(name, shape) for name, shape in shapes if any(n > 128 and n % 128 for n in shape[-2:])]
         if wrong and target.method == "fp8":
@@ -56,3 +66,31 @@ def warnings(
                 "taken unchanged"
             )
     return said
+
+
+def of_tensors(family: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The warnings for the tensors of a manifest: fused layers with several tensor scales, and what was left out."""
+    target, said = TARGETS[family], []
+    codes = target.codes.removeprefix("{}")
+    scales = {name.removesuffix(codes): t["tensor_scale"] for name, t in tensors.items() if "tensor_scale" in t}
+    if layers := differing({module: scale for module, scale in scales.items() if module + codes in tensors}):
+        said.append(several_scales(layers))
+    counts = {t["from"][0]: t["bf16_values_that_differ"] for t in tensors.values() if "bf16_values_that_differ" in t}
+    if counts:
+        said.append(
+            f"compressed-tensors divides by its tensor scale, ModelOpt multiplies: {sum(counts.values())} values of "
+            f"{len(counts)} weights are other numbers of bfloat16 after the change, the first weight is "
+            f"{next(iter(counts))}"
+        )
+    left = dict.fromkeys(t["left_out"] for t in tensors.values() if "left_out" in t)
+    if left:
+        said.append(f"{len(left)} scales of activations are left out, the first is {next(iter(left))}")
+    return said
+
+
+def several_scales(layers: list[tuple[str, ...]]) -> str:
+    """What engines do with fused layers whose weights have several tensor scales."""
+    return (
+        f"{len(layers)} fused layers have several tensor scales, the first is {', '.join(layers[0])}: vLLM and SGLang "
+        "use the largest stored scale for the whole layer, so the other weights are read wrong"
+    )

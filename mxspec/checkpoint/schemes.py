@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mxspec import dispatch, rules
+from mxspec.checkpoint import nvfp4
 from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, retype
 from mxspec.checkpoint.mxfp4 import mxfp4_to_fp8_blocks
-from mxspec.formats import E2M1, E4M3FN, E8M0FNU, FP8_BLOCK_SIZE, MX_BLOCK_SIZE
+from mxspec.formats import E2M1, E4M3FN, E8M0FNU, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, NVFP4_BLOCK_SIZE
 from mxspec.reference.common.numerics import widened
 
 CONTRACT = "contract"
@@ -39,7 +40,9 @@ SCHEMES = {
     "mxfp8": Scheme("mx_quantize", {"elem_dtype": E4M3FN.name}, (1, MX_BLOCK_SIZE)),
     "mxfp8_32x32": Scheme("mx_quantize", {"elem_dtype": E4M3FN.name}, (MX_BLOCK_SIZE, MX_BLOCK_SIZE)),
     "mxfp4": Scheme("mx_quantize", {"elem_dtype": E2M1.name}, (1, MX_BLOCK_SIZE)),
+    "nvfp4": Scheme(nvfp4.OP, {}, (1, NVFP4_BLOCK_SIZE)),
 }
+FP4 = ("mxfp4", "nvfp4")  # two codes in a byte
 
 
 @dataclass(frozen=True)
@@ -48,29 +51,44 @@ class Blocks:
 
     Attributes:
         scheme: a name in `SCHEMES`.
-        codes: `(N, K)` float8_e4m3fn, or for mxfp4 `(N, K/2)` uint8 with the even K in the low nibble.
-        scale: the grid of the blocks. fp8_128x128: float32, bfloat16, float8_e8m0fnu or uint8 (E8M0 bytes). The other
-            schemes: uint8.
+        codes: `(N, K)` float8_e4m3fn, or for mxfp4 and nvfp4 `(N, K/2)` uint8 with the even K in the low nibble.
+        scale: the grid of the blocks. fp8_128x128: float32, bfloat16, float8_e8m0fnu or uint8 (E8M0 bytes). nvfp4:
+            float8_e4m3fn. The other schemes: uint8.
+        tensor_scale: float32, `()`, for nvfp4; None for the other schemes.
+        divides: whether tensor_scale is a divisor, as in compressed-tensors. Otherwise it is a multiplier.
     """
 
     scheme: str
     codes: Tensor
     scale: Tensor
+    tensor_scale: Tensor | None = None
+    divides: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         N, stored = self.codes.shape
-        return N, stored * 2 if self.scheme == "mxfp4" else stored
+        return N, stored * 2 if self.scheme in FP4 else stored
 
-    def values(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-        """The values of some rows, `fp32(q * scale)` rounded to dtype; `rows` starts at a multiple of 128."""
+    @property
+    def multiplier(self) -> Tensor | None:
+        """The number by which engines multiply: tensor_scale, or the reciprocal of a divisor, rounded to fp32."""
+        return self.tensor_scale.reciprocal() if self.tensor_scale is not None and self.divides else self.tensor_scale
+
+    def values(self, dtype: torch.dtype, rows: slice = slice(None), *, multiplied: bool = False) -> Tensor:
+        """The values of some rows, `fp32(q * scale)` rounded to dtype; `rows` starts at a multiple of 128.
+
+        For nvfp4, the scale is `fp32(s * tensor_scale)`, or `fp32(s / tensor_scale)` for a divisor, as ModelOpt and
+        compressed-tensors compute it. With `multiplied`, it is `fp32(s * multiplier)` in either case.
+        """
         height, width = SCHEMES[self.scheme].block
         start = rows.start or 0
         codes = self.codes[rows]
         stop = start + codes.shape[0]
         scale = self.scale[start // height : -(-stop // height)]
         scale = widened_scale(scale).repeat_interleave(height, 0)[: codes.shape[0]]
-        q = widened(codes, E2M1 if self.scheme == "mxfp4" else E4M3FN)
+        if self.tensor_scale is not None and self.multiplier is not None:
+            scale = scale / self.tensor_scale if self.divides and not multiplied else scale * self.multiplier
+        q = widened(codes, E2M1 if self.scheme in FP4 else E4M3FN)
         K = q.shape[1]
         blocks = pad(q, (0, -K % width)).unflatten(1, (-1, width))
         return (blocks * scale.unsqueeze(-1)).flatten(1)[:, :K].to(dtype)
@@ -84,6 +102,8 @@ def widened_scale(scale: Tensor) -> Tensor:
 def quantizer(scheme: str, rule: str, scales: str) -> Any:
     """The function of a rule that quantizes to a scheme: from `(N, K)` numbers to `(codes, scale)`.
 
+    For nvfp4, it is the function that `nvfp4.quantizer` describes.
+
     Raises:
         ValueError: no rule has this name, or the rule has no function for the scheme.
     """
@@ -96,6 +116,8 @@ def quantizer(scheme: str, rule: str, scales: str) -> Any:
             f"convert: the rule {rule!r} does not quantize to {scheme}; {CONTRACT}, {', '.join(having)} do"
         )
     function = dispatch.reference(chosen.op) if rule == CONTRACT else getattr(getattr(rules, rule), chosen.op)
+    if scheme == "nvfp4":
+        return nvfp4.quantizer(function, rule)
     options = dict(chosen.options)
     if chosen.op == "fp8_quantize_128x128":
         options["scale_format"] = SCALE_FORMAT[scales]
@@ -124,6 +146,8 @@ def strips(rows: int) -> Iterator[slice]:
 
 def keeping(blocks: Blocks, scheme: str, scale_dtype: torch.dtype | None = None) -> Blocks | NotLossless | None:
     """The same values in another scheme; a NotLossless if a block would change; None if there is no conversion.
+
+    For nvfp4 there is `work_nvfp4`, because weights of one layer share a tensor scale.
 
     Args:
         blocks: the weight.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mxspec.checkpoint import live
+from mxspec.checkpoint.fused import layer_of
 from mxspec.checkpoint.live import Part
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import SCHEMES, Blocks, is_power_of_two, widened_scale
-from mxspec.checkpoint.units import Unit, blocks, units
+from mxspec.checkpoint.units import Unit, blocks, one_scale, units
 from mxspec.nn._cache import QuantizesWeights
 from mxspec.rules import vllm_requant
 
@@ -32,6 +33,8 @@ class Weight:
         rows: the values of some rows.
         scheme: the scheme of the codes, a name in `SCHEMES`; None for a plain tensor.
         live: the codes that a layer of mxspec computes with, of a plain weight of a live module.
+        multiplied: for NVFP4, the values of some rows as engines compute them, which multiply by the tensor scale.
+        divides: whether the tensor scale of NVFP4 is a divisor.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +43,8 @@ class Weight:
     rows: Callable[[slice], Tensor]
     scheme: str | None = None
     live: Callable[[], Blocks] | None = None
+    multiplied: Callable[[slice], Tensor] | None = None
+    divides: bool = False
 
     def computed(self, other: Weight) -> Weight | None:
         """This weight as its layer computes with it, if the other one has codes of the same scheme."""
@@ -58,11 +63,16 @@ def weights(side: Any, as_loaded: str | None = None) -> dict[str, Weight]:
             raise ValueError("verify: as_loaded changes a directory; got a module")
         return _of_module(side)
     checkpoint, found = Checkpoint.open(Path(side)), {}
-    for unit in units(checkpoint):
+    every = units(checkpoint)
+    stored = {one.module: one_scale(checkpoint, one.tensor_scale) for one in every if one.tensor_scale}
+    for unit in every:
+        largest = None
+        if as_loaded in ("vllm", "sglang") and unit.tensor_scale:
+            largest = max(stored[module] for module in layer_of(unit.module) if module in stored)
         for matrix in range(unit.matrices if unit.packed else 1):
             name = f"{unit.module}.{matrix}" if unit.packed else unit.module
             if unit.scheme:
-                found[name] = _quantized(checkpoint, unit, matrix, as_loaded)
+                found[name] = _quantized(checkpoint, unit, matrix, as_loaded, largest)
             else:
                 found[name] = _unquantized(checkpoint, unit, matrix)
     return found
@@ -86,11 +96,16 @@ def _unquantized(checkpoint: Checkpoint, unit: Unit, matrix: int) -> Weight:
     return Weight(unit.shape, dtype, None, rows)
 
 
-def _quantized(checkpoint: Checkpoint, unit: Unit, matrix: int, as_loaded: str | None) -> Weight:
+def _quantized(
+    checkpoint: Checkpoint, unit: Unit, matrix: int, as_loaded: str | None, tensor_scale: Tensor | None
+) -> Weight:
+    """A quantized weight; for an engine that loads NVFP4, with the tensor scale of its fused layer."""
     cache: list[Blocks] = []  # holds one weight at a time: `verify` drops each weight after it has compared it
 
     def read() -> Blocks:
         found = blocks(checkpoint, unit, matrix)
+        if tensor_scale is not None:
+            found = replace(found, tensor_scale=tensor_scale)
         if as_loaded in ("vllm", "sglang") and found.scheme == "fp8_128x128" and not is_power_of_two(found.scale):
             dtype = torch.float32 if as_loaded == "vllm" else torch.bfloat16
             K = found.shape[1]
@@ -99,15 +114,23 @@ def _quantized(checkpoint: Checkpoint, unit: Unit, matrix: int, as_loaded: str |
             found = Blocks(found.scheme, *vllm_requant.requantize(found.codes, widened_scale(found.scale), dtype=dtype))
         return found
 
-    def rows(rows: slice) -> Tensor:
+    def held() -> Blocks:
         if not cache:
             cache.append(read())
-        if as_loaded == "transformers":
-            return _as_transformers(unit.codes, cache[0], rows)
-        return cache[0].values(torch.float32, rows)
+        return cache[0]
 
-    dtype = torch.bfloat16 if as_loaded == "transformers" else torch.float32
-    return Weight(unit.shape[-2:], dtype, None if as_loaded == "transformers" else read, rows, unit.scheme)
+    def rows(rows: slice) -> Tensor:
+        if as_loaded == "transformers":
+            return _as_transformers(unit.codes, held(), rows)
+        return held().values(torch.float32, rows)
+
+    def multiplied(rows: slice) -> Tensor:
+        return held().values(torch.float32, rows, multiplied=True)
+
+    if as_loaded == "transformers":
+        return Weight(unit.shape[-2:], torch.bfloat16, None, rows, unit.scheme)
+    engines = multiplied if unit.tensor_scale else None
+    return Weight(unit.shape[-2:], torch.float32, read, rows, unit.scheme, None, engines, unit.divides)
 
 
 def _as_transformers(name: str, found: Blocks, rows: slice) -> Tensor:
@@ -116,7 +139,7 @@ def _as_transformers(name: str, found: Blocks, rows: slice) -> Tensor:
     R, C = found.scale.shape
     if N % R or K % C:
         raise CheckpointError(f"{name}: transformers raises, because {(N, K)} is no multiple of the scales {(R, C)}")
-    if SCHEMES[found.scheme].block == (N // R, K // C):
+    if found.scheme == "nvfp4" or SCHEMES[found.scheme].block == (N // R, K // C):
         return found.values(torch.bfloat16, rows)
     wide = widened_scale(found.scale).repeat_interleave(N // R, 0)[rows].repeat_interleave(K // C, 1)
     return (found.codes[rows].float() * wide).bfloat16()

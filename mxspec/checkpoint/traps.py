@@ -89,6 +89,8 @@ CT_ALL = tuple(name for name in READERS if name.startswith("ct_"))
 MODELOPT_ALL = tuple(name for name in READERS if name.startswith("modelopt_"))
 FP4_EXPERTS = ("gptoss_mxfp4", "ct_mxfp4", "deepseek_v4_fp4")
 
+SHARED = "vllm and sglang, `process_weights_after_loading` of their NVFP4 linears"  # of `fused.differing`
+
 # A source is either a release in which the trap was seen, or a thread of users and maintainers.
 TRAPS = (
     Trap(TRANSFORMERS, WRONG, "NVIDIA/TensorRT-Model-Connect#1115", _guessed(wrong=True)),

@@ -14,6 +14,8 @@ from mxspec.checkpoint.schemes import SCHEMES, Blocks, strips
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
+TENSOR_SCALE = {"weight_packed": ".weight_global_scale", "weight": ".weight_scale_2"}  # NVFP4's, by the name of codes
+INPUT_SCALE = {"weight_packed": ".input_global_scale", "weight": ".input_scale"}  # of activations, which is optional
 GPTOSS_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
@@ -28,6 +30,8 @@ class Unit:
         scheme: a name in `SCHEMES`; None for a plain tensor.
         shape: `(N, K)`, or `(E, N, K)` for gpt-oss's experts, where K is the dimension of the blocks.
         packed: gpt-oss's storage: codes with 16 bytes for each block, or a plain weight that is stored transposed.
+        tensor_scale: the name of the tensor scale of NVFP4; None for the other schemes.
+        input_scale: the name of the tensor scale of NVFP4's activations; None if the checkpoint has none.
     """
 
     module: str
@@ -36,10 +40,17 @@ class Unit:
     scheme: str | None
     shape: tuple[int, ...]
     packed: bool = False
+    tensor_scale: str | None = None
+    input_scale: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.codes,) if self.scale is None else (self.codes, self.scale)
+        return tuple(name for name in (self.codes, self.scale, self.tensor_scale, self.input_scale) if name)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the tensor scale is a divisor, as in compressed-tensors."""
+        return self.tensor_scale is not None and self.codes.endswith(".weight_packed")
 
     @property
     def matrices(self) -> int:
@@ -65,8 +76,10 @@ def units(checkpoint: Checkpoint) -> list[Unit]:
         if name not in used:
             if entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
                 raise CheckpointError(f"{name}: FP8 codes without a scale that convert knows")
-            if name.endswith(SCALES[:2]):
+            if name.endswith((*SCALES[:2], *TENSOR_SCALE.values())):
                 raise CheckpointError(f"{name}: scales without codes that convert knows")
+            if name.endswith(".weight_packed"):
+                raise CheckpointError(f"{name}: codes without a scale that convert knows; needs a .weight_scale")
             module = name.removesuffix(".weight")
             if name.endswith(GPTOSS_EXPERTS) and len(entry.shape) == 3:
                 E, K, N = entry.shape
@@ -85,10 +98,16 @@ def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mappin
             raise CheckpointError(f"{name}: shape {tuple(entry.shape)} does not fit its scales")
         return Unit(module, name, f"{module}_scales", "mxfp4", (*lead, groups * 32), packed=True)
     module, dot, suffix = name.rpartition(".")
-    if not dot or suffix not in ("weight", "weight_packed") or len(entry.shape) != 2:
+    if not dot or suffix not in ("weight", "weight_packed"):
         return None
     scale = next((module + end for end in SCALES if module + end in tensors), None)
     if scale is None:
+        return None
+    if len(entry.shape) != 2:
+        if len(entry.shape) == 3 and entry.dtype == torch.uint8:
+            raise CheckpointError(
+                f"{name}: shape {tuple(entry.shape)} is a stack of experts; convert reads a tensor for each expert"
+            )
         return None
     N, K = entry.shape
     packed = entry.dtype in (torch.uint8, torch.int8)
@@ -97,6 +116,8 @@ def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mappin
     elif entry.dtype != torch.float8_e4m3fn:
         return None
     grid, dtype = tuple(tensors[scale].shape), tensors[scale].dtype
+    if packed and dtype == torch.float8_e4m3fn:
+        return _nvfp4(tensors, name, scale, (N, K))
     known = ["mxfp4"] if packed else ["fp8_128x128", "mxfp8", "mxfp8_32x32"]
     if config.get("weight_block_size") == [1, 32]:
         known.sort(key=lambda scheme: scheme != "mxfp8")
@@ -109,19 +130,55 @@ def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mappin
     raise CheckpointError(f"{name}: {stored} is not a scheme that convert knows")
 
 
+def _nvfp4(tensors: Mapping[str, Any], name: str, scale: str, shape: tuple[int, int]) -> Unit:
+    """An NVFP4 weight of compressed-tensors or of ModelOpt."""
+    module, _, suffix = name.rpartition(".")
+    (N, K), grid = shape, tuple(tensors[scale].shape)
+    size = SCHEMES["nvfp4"].block[1]
+    shard = tensors[name].shard
+    if K % size:
+        raise CheckpointError(f"{name} in {shard}: K = {K} is no multiple of {size}; NVFP4 has blocks of {size}")
+    if grid != (N, K // size):
+        raise CheckpointError(f"{name} in {shard}: {scale} is {grid}; NVFP4 of {shape} needs {(N, K // size)}")
+    second, of_inputs = module + TENSOR_SCALE[suffix], module + INPUT_SCALE[suffix]
+    if second not in tensors:
+        raise CheckpointError(f"{name} in {shard} has no scale of the whole tensor; needs {second}")
+    for one in (second, of_inputs):
+        if one in tensors and (tensors[one].dtype != torch.float32 or tuple(tensors[one].shape) not in ((), (1,))):
+            raise CheckpointError(
+                f"{one} in {tensors[one].shard}: {tensors[one].dtype} {tuple(tensors[one].shape)}; needs one float32"
+            )
+    return Unit(module, name, scale, "nvfp4", shape, False, second, of_inputs if of_inputs in tensors else None)
+
+
 def blocks(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
     """The codes and scales of one matrix of a quantized unit."""
     assert unit.scheme is not None
     if unit.packed:
-        codes, scale = (checkpoint.read_rows(name, matrix, matrix + 1)[0] for name in unit.names)
+        codes, scale = (checkpoint.read_rows(str(name), matrix, matrix + 1)[0] for name in (unit.codes, unit.scale))
         codes = codes.flatten(1)
     else:
-        codes, scale = (checkpoint.read(name) for name in unit.names)
+        codes, scale = (checkpoint.read(str(name)) for name in (unit.codes, unit.scale))
+    if unit.tensor_scale is not None:
+        return Blocks("nvfp4", codes.view(torch.uint8), scale, one_scale(checkpoint, unit.tensor_scale), unit.divides)
     if unit.scheme == "mxfp4":
         codes = codes.view(torch.uint8)
     if unit.scheme != "fp8_128x128" or scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
     return Blocks(unit.scheme, codes, scale)
+
+
+def one_scale(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A scale of a whole tensor, `()`.
+
+    Raises:
+        CheckpointError: it is no positive finite number.
+    """
+    scale = checkpoint.read(name).reshape(())
+    if not (scale.isfinite() and scale > 0):
+        shard = checkpoint.tensors[name].shard
+        raise CheckpointError(f"{name} in {shard} is {scale.item()}; needs a positive finite number")
+    return scale
 
 
 def plain_strips(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Iterator[tuple[slice, Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.checkpoint.fused import layer_of
 from mxspec.checkpoint.schemes import SCHEMES, strips
 from mxspec.checkpoint.sides import Weight, weights
 from mxspec.checkpoint.which_rule import names, rules_of
@@ -74,10 +75,12 @@ def verify(
 ) -> Verdict:
     """Say for each tensor whether A has the same bits as B, or which rule quantizes B to exactly A.
 
-    Two quantized weights are compared by `fp32(q * scale)`. A quantized and a plain weight are compared in the dtype of
-    the plain weight, as a loader would store it. If the values differ and A is quantized, the function looks for a rule
-    that makes the codes and scales of A from the values of B. It tries the rules of `mxspec.rules`, and the
-    requantization of vLLM and SGLang.
+    Two quantized weights are compared by `fp32(q * scale)`. If one has NVFP4's tensor scale as a divisor and the other
+    one as a multiplier, both values are computed with the number by which engines multiply. A quantized and a plain
+    weight are compared in the dtype of the plain weight, as a loader would store it. If the values differ and A is
+    quantized, the function looks for a rule that makes the codes and scales of A from the values of B. It tries the
+    rules of `mxspec.rules`, and the requantization of vLLM and SGLang. A rule for NVFP4 gets the largest magnitude of
+    the weight, or of all plain weights of B that engines fuse with it.
 
     A layer of mxspec in a live module is compared by the codes that its forward computes with, if the other side has
     codes of the same scheme: then a checkpoint that `save` wrote is equal to the module.
@@ -105,24 +108,26 @@ def verify(
     """
     mine, theirs = weights(a, as_loaded), weights(b)
     found = Verdict()
+    plain = {name: weight for name, weight in theirs.items() if weight.blocks is None}
     for name in progress(list(dict.fromkeys((*mine, *theirs)))):
         if name not in mine or name not in theirs:
             found.findings.append(Finding(name, MISSING, detail=f"in {'A' if name not in mine else 'B'}"))
         else:
-            found.findings.append(_compared(name, mine.pop(name), theirs.pop(name)))
+            layer = [plain[other] for other in layer_of(name) if other in plain]
+            found.findings.append(_compared(name, mine.pop(name), theirs.pop(name), layer))
     return found
 
 
-def _compared(name: str, a: Weight, b: Weight) -> Finding:
+def _compared(name: str, a: Weight, b: Weight, layer: Sequence[Weight]) -> Finding:
     """A layer of mxspec agrees with a file of the values of its codes, and with one that a rule made of its weight."""
     x, y = a.computed(b), b.computed(a)
     if x is None and y is None:
-        return _compare(name, a, b)
-    found = _compare(name, x or a, y or b)
-    return found if found.status == EQUAL or x is not None else _compare(name, a, b)
+        return _compare(name, a, b, layer)
+    found = _compare(name, x or a, y or b, layer)
+    return found if found.status == EQUAL or x is not None else _compare(name, a, b, layer)
 
 
-def _compare(name: str, a: Weight, b: Weight) -> Finding:
+def _compare(name: str, a: Weight, b: Weight, layer: Sequence[Weight]) -> Finding:
     if a.shape != b.shape:
         return Finding(name, DIFFERS, detail=f"A is {a.shape}, B is {b.shape}")
     dtype = torch.float32
@@ -130,12 +135,15 @@ def _compare(name: str, a: Weight, b: Weight) -> Finding:
         dtype = a.dtype if a.blocks is None else b.dtype
         if a.blocks is None and b.blocks is None and a.dtype != b.dtype:
             return Finding(name, DIFFERS, detail=f"A is {a.dtype}, B is {b.dtype}")
+    of_a, of_b = a.rows, b.rows
+    if a.multiplied and b.multiplied and a.divides != b.divides:
+        of_a, of_b = a.multiplied, b.multiplied
     for rows in _strips(a.shape):
-        x, y = (side.rows(rows).to(dtype) for side in (a, b))
+        x, y = (values(rows).to(dtype) for values in (of_a, of_b))
         bits = INT_OF_BYTES[dtype.itemsize]
         unequal = x.contiguous().view(bits) != y.contiguous().view(bits)
         if bool(unequal.any()):
-            made = rules_of(a, b) if a.blocks is not None and len(a.shape) == 2 else ()
+            made = rules_of(a, b, layer) if a.blocks is not None and len(a.shape) == 2 else ()
             if made:
                 return Finding(name, MADE, made)
             return Finding(name, DIFFERS, detail=_first(a, b, rows, unequal, x, y))

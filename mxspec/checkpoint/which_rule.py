@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,17 @@ def names() -> list[str]:
     return [*found, "vllm_requant", "vllm_requant through bfloat16"]
 
 
-def rules_of(a: Weight, b: Weight) -> tuple[str, ...]:
-    """The rules that make the codes and scales of A from the values of B, strip by strip."""
+def rules_of(a: Weight, b: Weight, layer: Sequence[Weight] = ()) -> tuple[str, ...]:
+    """The rules that make the codes and scales of A from the values of B, strip by strip.
+
+    Args:
+        a, b: the weights.
+        layer: the weights of B that engines fuse with b, and b. In NVFP4 they may share a tensor scale.
+    """
     assert a.blocks is not None
     want = a.blocks()
+    if want.scheme == "nvfp4":
+        return _nvfp4_rules_of(want, b, layer)
     height = SCHEMES[want.scheme].block[0]
     left = dict(_candidates(want, b))
     for rows in strips(want.shape[0]):
@@ -52,6 +59,38 @@ def _candidates(want: Blocks, b: Weight) -> Iterable[tuple[str, Any]]:
     if b.blocks is not None and want.scheme == "fp8_128x128":
         yield "vllm_requant", _requantized(torch.float32)
         yield "vllm_requant through bfloat16", _requantized(torch.bfloat16)
+
+
+def _nvfp4_rules_of(want: Blocks, b: Weight, layer: Sequence[Weight]) -> tuple[str, ...]:
+    """The rules, with the largest magnitude of the whole layer or, if it is another one, of the weight alone."""
+    own, left = _amax(b), list[tuple[str, Any, Tensor]]()
+    for amax in dict.fromkeys((own, max([own, *map(_amax, layer)]))):
+        if not amax.isfinite():
+            return ()
+        left += [(name, quantize, amax) for name, quantize in _candidates(want, b)]
+    for rows in strips(want.shape[0]):
+        x = b.rows(rows)
+        left = [one for one in left if _is_nvfp4_of(want, rows, one[1], x, one[2].to(x.dtype))]
+        if not left:
+            return ()
+    return tuple(dict.fromkeys(name for name, _, _ in left))
+
+
+def _amax(weight: Weight) -> Tensor:
+    found = [weight.rows(rows).abs().amax() for rows in strips(weight.shape[0])]
+    return torch.stack(found).amax() if found else torch.zeros(())
+
+
+def _is_nvfp4_of(want: Blocks, rows: slice, quantize: Any, x: Tensor, amax: Tensor) -> bool:
+    assert want.tensor_scale is not None
+    try:
+        codes, scale, multiplier, divisor = quantize(x, amax)
+    except (ValueError, NotImplementedError, TypeError):  # the peer has no rule for these numbers
+        return False
+    if not want.tensor_scale.equal(divisor if want.divides else multiplier):
+        return False
+    same = codes.equal(want.codes[rows])
+    return same and scale.view(torch.uint8).equal(want.scale[rows].contiguous().view(torch.uint8))
 
 
 def _requantized(dtype: torch.dtype) -> Callable[[Tensor], tuple[Tensor, ...]]:

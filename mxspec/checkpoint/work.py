@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxspec.checkpoint.lossless import NotLossless, retype
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
-from mxspec.checkpoint.schemes import SCHEMES, Blocks, keeping, quantizer, strips
+from mxspec.checkpoint.schemes import FP4, SCHEMES, Blocks, keeping, quantizer, strips
 from mxspec.checkpoint.shards import Planned
 from mxspec.checkpoint.targets import SQUARE, TARGETS, scale_dtype
 from mxspec.checkpoint.units import Unit, blocks, plain_strips
@@ -60,7 +60,7 @@ def quantized(checkpoint: Checkpoint, unit: Unit, options: Options) -> Work:
     scheme = TARGETS[options.to].scheme
     assert scheme
     in_bf16 = checkpoint.tensors[unit.codes].dtype == torch.bfloat16 and options.rule == "compressed_tensors"
-    planned = _planned(unit, options, in_bf16 or options.scales == "ue8m0")
+    planned = planned_of(unit, options, in_bf16 or options.scales == "ue8m0")
     quantize = quantizer(scheme, options.rule, options.scales)
 
     def run(write: Write) -> None:
@@ -81,8 +81,10 @@ def changed(checkpoint: Checkpoint, unit: Unit, options: Options) -> Work:
     """A quantized weight in the scheme and the names of another family: kept, or quantized again if that is allowed."""
     scheme = TARGETS[options.to].scheme
     assert scheme
-    planned = _planned(unit, options, _exact_in_bf16(checkpoint, unit, options))
+    planned = planned_of(unit, options, _exact_in_bf16(checkpoint, unit, options))
     note: dict[str, Any] = {"how": "kept", "lossless": True}
+    if unit.input_scale:
+        note["left_out"] = unit.input_scale
 
     def run(write: Write) -> None:
         for matrix in range(unit.matrices):
@@ -120,6 +122,8 @@ def dequantized(checkpoint: Checkpoint, unit: Unit) -> Work:
     *lead, N, K = unit.shape
     planned = [Planned(name, torch.bfloat16, (*lead, K, N) if unit.packed else (N, K))]
     note: dict[str, Any] = {"how": "dequantized", "lossless": True}
+    if unit.input_scale:
+        note["left_out"] = unit.input_scale
 
     def run(write: Write) -> None:
         for matrix in range(unit.matrices):
@@ -138,7 +142,7 @@ def dequantized(checkpoint: Checkpoint, unit: Unit) -> Work:
     return Work(unit, planned, note, run)
 
 
-def _planned(unit: Unit, options: Options, exact_in_bf16: bool) -> list[Planned]:
+def planned_of(unit: Unit, options: Options, exact_in_bf16: bool) -> list[Planned]:
     """The codes and the scales of a weight in the target family."""
     target = TARGETS[options.to]
     assert target.scheme
@@ -146,7 +150,7 @@ def _planned(unit: Unit, options: Options, exact_in_bf16: bool) -> list[Planned]
     *lead, N, K = unit.shape
     grid = (*lead, -(-N // height), -(-K // width))
     codes, dtype = (*lead, N, K), torch.float8_e4m3fn
-    if target.scheme == "mxfp4":
+    if target.scheme in FP4:
         codes, dtype = (*lead, N, K // 2), torch.uint8
     if target.packed:
         codes = (*lead, N, K // 32, 16)
@@ -162,6 +166,6 @@ def _exact_in_bf16(checkpoint: Checkpoint, unit: Unit, options: Options) -> bool
 
 
 def refuse_nan(unit: Unit, scale: Tensor, rows: slice) -> None:
-    finite = scale.ne(255) if scale.dtype == torch.uint8 else scale.isfinite()
+    finite = scale.ne(255) if scale.dtype == torch.uint8 else scale.float().isfinite()
     if not bool(finite.all()):
         raise CheckpointError(f"{unit.codes}: rows {rows.start} to {rows.stop - 1} hold a NaN or an Inf; needs numbers")

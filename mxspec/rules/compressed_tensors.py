@@ -121,9 +121,13 @@ def nvfp4_quantize(
     return _nvfp4.quantize(x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME)
 
 
+def global_scale(A: Tensor) -> Tensor:
+    """G, which compressed-tensors stores, from the largest magnitude of a matrix; fp32, rounded in the dtype of A."""
+    return torch.nan_to_num(A.reciprocal() * NVFP4_LARGEST, nan=1.0, posinf=1.0).float()
+
+
 def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    G = A.reciprocal() * NVFP4_LARGEST
-    G = torch.nan_to_num(G, nan=1.0, posinf=1.0).float()
+    G = global_scale(A)
     s = G * (b / E2M1.max).float()
     s = torch.where(_nvfp4.rounded_scale(s) == 0, ZERO_SCALE, s)
     y = blocks.float() / (_nvfp4.rounded_scale(s) / G).unsqueeze(-1)

@@ -406,7 +406,7 @@ def test_deepseek_v4_has_fp4_experts_that_become_fp8_without_loss(plain, tmp_pat
                 "a.weight": torch.zeros(64, 32, dtype=torch.uint8),
                 "a.weight_scale": weight(64, 4).to(torch.float8_e4m3fn),
             },
-            "is not a scheme that convert knows",
+            r"a\.weight in model\.safetensors has no scale of the whole tensor; needs a\.weight_scale_2",
         ),
     ],
     ids=["no scale", "no codes", "one scale", "NVFP4"],
