@@ -3,6 +3,7 @@
 import torch
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def blocks_of(x, height, width):
@@ -43,11 +44,34 @@ def mx(x, largest):
     scaled = blocks / scale
     if largest == 448:
         return read_back(scaled.to(torch.float8_e4m3fn).float() * scale, x.shape)
-    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    return read_back(e2m1(scaled) * scale, x.shape)
+
+
+def e2m1(scaled):
+    """The nearest values of e2m1."""
+    middles = ((E2M1[1:] + E2M1[:-1]) / 2).to(scaled.dtype)
     low = torch.bucketize(scaled.abs(), middles)  # the number of middles below
     high = torch.bucketize(scaled.abs(), middles, right=True)
     code = torch.where(low % 2 == 0, low, high)  # a tie goes to the even code
-    return read_back(torch.copysign(E2M1[code], scaled) * scale, x.shape)
+    return torch.copysign(E2M1[code].to(scaled.dtype), scaled).float()
+
+
+def nvfp4(x, amax):
+    """Both quotients in double precision; compressed-tensors reads `q * (s / G)`."""
+    blocks, amax = blocks_of(x, 1, 16).double(), amax.double()
+    s = (448 * blocks.abs().amax(3, keepdim=True) / amax).float().to(torch.float8_e4m3fn).float()
+    q = e2m1(2688 * blocks / (s.double() * amax))
+    return read_back(q * (s / (2688 / amax).float()), x.shape)
+
+
+def layer_amax(plain, name):
+    """The largest magnitude of the weights that engines fuse with a weight."""
+    leaves = [
+        fused for fused in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if name.split(".")[-2] in fused
+    ]
+    head = name.removesuffix(".weight").rpartition(".")[0]
+    names = [f"{head}.{leaf}.weight" for leaf in leaves[0]] if leaves else [name]
+    return max(plain[other].abs().amax() for other in names)
 
 
 def weights(plain, family, scales="fp32", rule="contract"):
@@ -59,10 +83,12 @@ def weights(plain, family, scales="fp32", rule="contract"):
         "ct_mxfp8": lambda x: mx(x, 448),
         "ct_mxfp4": lambda x: mx(x, 6),
         "gptoss_mxfp4": lambda x: mx(x, 6),
-    }[family]
+    }.get(family)
     seen = {}
     for name, x in plain.items():
-        if family == "gptoss_mxfp4":
+        if family == "ct_nvfp4":
+            seen[name] = nvfp4(x, layer_amax(plain, name)) if name.endswith("_proj.weight") else x
+        elif family == "gptoss_mxfp4":
             experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
             seen[name] = torch.stack([quantize(e.mT).mT for e in x]) if experts else x
         else:

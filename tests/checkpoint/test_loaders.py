@@ -32,6 +32,7 @@ PAIRS = [
     (DENSE, "ct_fp8_block", "ue8m0", "contract"),
     (DENSE, "ct_mxfp8", "ue8m0", "contract"),
     (DENSE, "ct_mxfp4", "ue8m0", "contract"),
+    (DENSE, "ct_nvfp4", "e4m3", "contract"),
     (MOE, "fp8_block", "fp32", "contract"),
     (MOE, "fp8_block", "ue8m0", "contract"),
     (MOE, "mxfp8", "ue8m0", "contract"),
@@ -42,7 +43,7 @@ NEWER_ONLY = [(DENSE, "ct_fp8_block", "fp32", "contract")]  # 5.17 rounds fp32 s
 
 def test_the_guide_publishes_the_pairs_that_are_tested():
     page = (ROOT / "docs" / "guides" / "checkpoints.md").read_text()
-    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (fp32|ue8m0) \| (\w+) \| ([\d., ]+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \| (fp32|ue8m0|e4m3) \| (\w+) \| ([\d., ]+) \|$", page, re.MULTILINE)
     assert [tuple(row[:4]) for row in rows if row[4] == "5.17, 5.23"] == PAIRS
     assert [tuple(row[:4]) for row in rows if row[4] == "5.23"] == NEWER_ONLY
     assert transformers.__version__.rpartition(".")[0] in ("5.17", "5.23")
@@ -122,7 +123,8 @@ def test_transformers_5_17_loads_the_same_in_one_process(written):
         assert not any(loaded["keys"].values()), (pair, loaded["keys"])
         want = oracle.weights(load_file(written / model / "model.safetensors"), family, scales, rule)
         extra = loaded["weights"].keys() - want.keys()
-        assert all(family.startswith("ct_") and name.endswith(".weight_scale") for name in extra), pair
+        ends = (".weight_scale", ".weight_global_scale")
+        assert all(family.startswith("ct_") and name.endswith(ends) for name in extra), pair
         for name, weight in want.items():
             assert loaded["weights"][name] == loading.digest(weight), (pair, name)
 
