@@ -9,6 +9,7 @@ from mxspec.checkpoint.families import (
     BYTES,
     CODES,
     FAMILIES,
+    NV_ROW,
     SCALES,
     Family,
     QuantizedWeight,
@@ -50,6 +51,9 @@ def defects(checkpoint: Checkpoint, weights: Sequence[QuantizedWeight]) -> list[
         if w.family.second and w.second is None:
             needs = w.module + w.family.second
             found.append(Problem("missing scale", w.codes, f"has no scale of the whole tensor; needs {needs}"))
+        if w.family.block == NV_ROW and w.shape[-1] % NV_ROW[1]:
+            said = f"has K = {w.shape[-1]}, which is no multiple of 16; NVFP4 has blocks of 16"
+            found.append(Problem("grid", w.codes, said))
     return [*found, *_mixed(weights), *configuration.defects(checkpoint, weights)]
 
 

@@ -16,6 +16,8 @@ PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 TENSOR_SCALE = {"weight_packed": ".weight_global_scale", "weight": ".weight_scale_2"}  # NVFP4's, by the name of codes
 INPUT_SCALE = {"weight_packed": ".input_global_scale", "weight": ".input_scale"}  # of activations, which is optional
+# Source: nvidia-modelopt 0.47.0, NVFP4_AWQ and NVFP4_SVD
+CHANGES_OF_INPUTS = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b")
 GPTOSS_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
@@ -143,6 +145,11 @@ def _nvfp4(tensors: Mapping[str, Any], name: str, scale: str, shape: tuple[int, 
     second, of_inputs = module + TENSOR_SCALE[suffix], module + INPUT_SCALE[suffix]
     if second not in tensors:
         raise CheckpointError(f"{name} in {shard} has no scale of the whole tensor; needs {second}")
+    for change in CHANGES_OF_INPUTS:
+        if module + change in tensors:
+            raise CheckpointError(
+                f"{name} in {shard} comes with {module + change}, which changes the layer's result; convert does not know it"
+            )
     for one in (second, of_inputs):
         if one in tensors and (tensors[one].dtype != torch.float32 or tuple(tensors[one].shape) not in ((), (1,))):
             raise CheckpointError(

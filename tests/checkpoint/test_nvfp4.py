@@ -384,6 +384,7 @@ STACK = {"a.weight": torch.zeros(2, 4, 16, dtype=torch.uint8), "a.weight_scale":
         (nvfp4(second=[1.0, 2.0]), r"weight_scale_2 in model\.safetensors: torch\.float32 \(2,\); needs one float32"),
         (nvfp4() | {"a.b.weight_scale_2": torch.ones(()).half()}, r"torch\.float16 \(\); needs one float32"),
         (nvfp4() | {"a.b.weight_scale": torch.ones(4, 4).to(E4M3)}, r"weight_scale is \(4, 4\); .* needs \(4, 2\)"),
+        (nvfp4() | {"a.b.pre_quant_scale": torch.ones(32)}, r"a\.b\.weight in .* comes with a\.b\.pre_quant_scale"),
         (STACK, r"a\.weight: shape \(2, 4, 16\) is a stack of experts; convert reads a tensor for each expert"),
         ({"a.weight_scale_2": torch.ones(())}, r"a\.weight_scale_2: scales without codes"),
         ({"a.weight_packed": torch.zeros(4, 8, dtype=torch.uint8)}, r"a\.weight_packed: codes without a scale"),
@@ -421,6 +422,13 @@ def test_what_else_is_refused_or_said(plain, modelopt, tmp_path):
     manifest = convert(modelopt, tmp_path / "cache", to="modelopt_nvfp4")
     assert "the source quantizes the KV cache (kv_cache_quant_algo 'FP8'" in manifest["warnings"][-1]
     assert "7 of the plain tensors are scales of activations" in inspect(modelopt).notes[-1]
+    rotated = {"quantization_config": {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {}}}}
+    source = store(tmp_path / "rotated", loaded(plain), rotated)
+    assert "transform_config" in convert(source, tmp_path / "out", to="modelopt_nvfp4")["warnings"][-1]
+    odd = store(tmp_path / "odd", nvfp4(k=24))
+    assert [p.message for p in inspect(odd).problems if p.kind == "grid"] == [
+        "has K = 24, which is no multiple of 16; NVFP4 has blocks of 16"
+    ]
 
 
 @pytest.mark.parametrize("rule", ["contract", "modelopt", "compressed_tensors"])
