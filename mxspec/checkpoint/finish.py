@@ -99,10 +99,10 @@ def _of_source(checkpoint: Checkpoint) -> list[str]:
     caches = [("config.json", "kv_cache_scheme", quant.get("kv_cache_scheme"))]
     if isinstance(hf, dict):
         caches.append(("hf_quant_config.json", "kv_cache_quant_algo", hf.get("kv_cache_quant_algo")))
-    rotated = [
+    rotated = (
         "the source has a transform_config, which rotates activations; the configuration that was written has none"
-    ]
-    return (rotated if quant.get("transform_config") else []) + [
+    )
+    return ([rotated] if quant.get("transform_config") else []) + [
         f"the source quantizes the KV cache ({key} {value!r} in {file}); the configuration that was written does not"
         for file, key, value in caches
         if value

@@ -21,11 +21,10 @@ EXPONENTS = (-126, 126)  # of a tensor scale: it and its reciprocal are normal n
 def divisor_of(multiplier: Tensor) -> Tensor | None:
     """The fp32 number whose reciprocal, rounded to fp32, is the multiplier; None if there is no such number.
 
-    It is the rounded reciprocal, or a neighbour of it.
+    If there is one, the rounded reciprocal is one: no other fp32 number is closer to the exact reciprocal.
     """
     near = multiplier.reciprocal()
-    up, down = (torch.nextafter(near, torch.full_like(near, end)) for end in (torch.inf, 0.0))
-    return next((d for d in (near, up, down) if d.isfinite().all() and d.reciprocal().equal(multiplier)), None)
+    return near if near.isfinite() and near.reciprocal().equal(multiplier) else None
 
 
 def changed_direction(scale: Tensor, to_divisor: bool) -> tuple[Tensor, bool]:

@@ -148,7 +148,8 @@ def _nvfp4(tensors: Mapping[str, Any], name: str, scale: str, shape: tuple[int, 
     for change in CHANGES_OF_INPUTS:
         if module + change in tensors:
             raise CheckpointError(
-                f"{name} in {shard} comes with {module + change}, which changes the layer's result; convert does not know it"
+                f"{name} in {shard} comes with {module + change}, which changes the layer's result; convert does not "
+                "know it"
             )
     for one in (second, of_inputs):
         if one in tensors and (tensors[one].dtype != torch.float32 or tuple(tensors[one].shape) not in ((), (1,))):

@@ -146,6 +146,9 @@ def test_the_contract_and_the_tensor_scale_of_a_layer(tmp_path, family):
     own = weights[f"{Q}.weight"].abs().amax().float()
     assert loaded(tmp_path / "alone")[Q + second].item() == (2688 / own if family == "ct_nvfp4" else own / 2688).item()
     assert alone["tensors"][f"{K}.weight"]["how"] == "copied"
+    made[OUT + second] *= 2
+    wrong = verify(store(tmp_path / "wrong", made), source)
+    assert [f.name for f in wrong.findings if f.status == "differs"] == [OUT]
 
 
 def test_modelopts_values_are_the_ops_up_to_one_rounding(modelopt, tmp_path):
@@ -169,6 +172,7 @@ def test_a_divisor_has_exactly_the_reciprocal_or_there_is_none():
         assert (found is not None) == bool(exact.numel())
         missing += found is None
         assert found is None or found in exact
+    assert divisor_of(torch.tensor(2.0**-149)) is None
     assert 30 < missing < 80  # 17%: 1 - 2/m^2 of the mantissas m above the square root of 2
 
 
@@ -214,6 +218,12 @@ def test_from_modelopt_to_compressed_tensors(modelopt, tmp_path):
     source = store(tmp_path / "none", tensors)
     with pytest.raises(CheckpointError, match=words):
         convert(source, tmp_path / "refused", to="ct_nvfp4", include=[f"{DOWN}*"])
+    tensors[f"{DOWN}.weight_scale_2"] = torch.tensor(2.0**-15)
+    tensors[f"{DOWN}.input_scale"] = torch.tensor(2.888270864787046e-05)
+    words = r"down_proj\.input_scale: no fp32 divisor has the reciprocal .*; --allow-lossy rounds it"
+    with pytest.raises(CheckpointError, match=words):
+        convert(store(tmp_path / "inputs", tensors), tmp_path / "other", to="ct_nvfp4", include=[f"{DOWN}*"])
+    tensors = loaded(source)
     manifest = convert(source, tmp_path / "ct", to="ct_nvfp4", allow_lossy=True)
     entry, made = manifest["tensors"][f"{DOWN}.weight_packed"], loaded(tmp_path / "ct")
     assert (entry["how"], entry["lossless"]) == ("kept", False)
@@ -244,6 +254,7 @@ def mxfp4_values(codes, scale):
 def kept(codes, scale, exponent=None):
     q, s, tensor_scale = mxfp4_to_nvfp4(codes, scale, exponent=exponent)
     assert (q.dtype, s.dtype, tensor_scale.shape) == (torch.uint8, E4M3, ())
+    assert 2.0**-126 <= tensor_scale <= 2.0**126
     got, want = values(q, s, 16, tensor_scale), mxfp4_values(codes, scale)
     assert got.equal(want)
     assert got.signbit().equal(want.signbit())  # minus zero too
@@ -289,8 +300,25 @@ def test_zeros_have_any_exponent_and_a_nan_has_none():
         assert q.equal(codes)
     zeros = torch.full((2, 16), 0x08, dtype=torch.uint8)
     assert kept(zeros, torch.tensor([[3], [200]], dtype=torch.uint8))[2] == 1
+    codes[0, 3] = 0x71
     found = mxfp4_to_nvfp4(codes, torch.tensor([[255], [127]], dtype=torch.uint8))
     assert (found.failed, found.first, found.why) == (1, (0, 0), "a byte 255 (NaN)")
+
+
+@pytest.mark.parametrize("code", range(1, 8))
+def test_each_code_may_be_doubled_and_halved_as_long_as_e2m1_has_the_value(code):
+    codes, scale = torch.full((1, 16), 0x11 * code, dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8)
+    least, greatest, usual = exponents(codes, scale)
+    assert usual == -8
+    for t in range(-14, 15):
+        shifts = [d for d in range(-9, 10) if E2M1[code] * 2.0**d in E2M1[1:8] and -9 <= -t - d <= 8]
+        assert (
+            bool(shifts)
+            == (least <= t <= greatest)
+            == (not isinstance(mxfp4_to_nvfp4(codes, scale, exponent=t), NotLossless))
+        )
+        if shifts:
+            kept(codes, scale, t)
 
 
 def test_a_shared_exponent_and_arguments_that_are_refused():
@@ -331,6 +359,19 @@ def test_mxfp4_weights_of_a_layer_share_a_power_of_two(tmp_path, family):
         assert made[name + end].item() == 2.0 ** (sign * exponent)
     assert str(verify(source, tmp_path / "nv")) == "4 equal"
     assert not any("fused" in warning for warning in manifest["warnings"])
+
+
+def test_mxfp4_weights_of_a_layer_keep_their_codes_if_they_can(tmp_path):
+    halves = torch.full((2, 16), 0x11, dtype=torch.uint8)  # 0.5 may be doubled three times
+    tensors = {}
+    for name, byte in ((Q, 120), (K, 126)):
+        tensors |= {f"{name}.weight_packed": halves.clone()}
+        tensors |= {f"{name}.weight_scale": torch.full((2, 1), byte, dtype=torch.uint8)}
+    convert(store(tmp_path / "mx", tensors), tmp_path / "nv", to="modelopt_nvfp4")
+    made = loaded(tmp_path / "nv")
+    for name in (Q, K):
+        assert made[f"{name}.weight"].equal(halves)
+        assert made[f"{name}.weight_scale_2"].item() == 2.0**-9
 
 
 def test_mxfp4_that_cannot_be_kept_says_why(tmp_path):
