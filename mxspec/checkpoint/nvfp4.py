@@ -158,9 +158,9 @@ _HALVED = (ALWAYS, 0, 1, 0, 2, 1, 3, 2)
 _VALUES = [E2M1.value(code) for code in range(16)]
 
 
-def _of_bytes(of_code: tuple[int, ...]) -> Tensor:
-    """For each byte, the smaller number of its two codes."""
-    return torch.tensor([min(of_code[byte & 7], of_code[byte >> 4 & 7]) for byte in range(256)])
+def _of_sets(of_code: tuple[int, ...]) -> Tensor:
+    """For each set of magnitudes, a bit for each, the smallest of their numbers."""
+    return torch.tensor([min([ALWAYS, *(n for m, n in enumerate(of_code) if s >> m & 1)]) for s in range(256)])
 
 
 def _shifted() -> Tensor:
@@ -171,30 +171,37 @@ def _shifted() -> Tensor:
     return torch.tensor(both, dtype=torch.uint8)
 
 
-_DOUBLED_OF, _HALVED_OF, _SHIFTED = _of_bytes(_DOUBLED), _of_bytes(_HALVED), _shifted()
+_DOUBLED_OF, _HALVED_OF, _SHIFTED = _of_sets(_DOUBLED), _of_sets(_HALVED), _shifted()
 _PAIRS = torch.tensor([[_VALUES[b & 15], _VALUES[b >> 4]] for b in range(256)])
 
 
 def _allowed(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For each block of 16: its exponent, the least and the greatest shift of its codes, and whether it counts."""
-    per_block = codes.long().unflatten(1, (-1, NVFP4_BLOCK_SIZE // 2))  # (rows, K/16, 8)
-    hi, lo = _DOUBLED_OF[per_block].amin(-1), -_HALVED_OF[per_block].amin(-1)
+    one = torch.ones_like(codes)
+    occurring = (one << (codes & 7) | one << (codes >> 4 & 7)).unflatten(1, (-1, NVFP4_BLOCK_SIZE // 2))
+    while occurring.shape[-1] > 1:  # (rows, K/16, 8), halved to one byte for a block
+        half = occurring.shape[-1] // 2
+        occurring = occurring[..., :half] | occurring[..., half:]
+    sets = occurring.squeeze(-1).long()
+    hi, lo = _DOUBLED_OF[sets], -_HALVED_OF[sets]
     bytes_ = scale.view(torch.uint8).long().repeat_interleave(MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE, 1)
     return bytes_ - E8M0FNU.bias, lo, hi, (hi != ALWAYS) & (bytes_ != E8M0FNU.nan_code)
 
 
 def _strip(codes: Tensor, scale: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
     """Some rows: the codes, the scales, and the blocks of MXFP4 that do not keep their values."""
-    e, _, _, _ = _allowed(codes, scale)
+    e, _, hi, _ = _allowed(codes, scale)
     power = (e - t).clamp(LOWEST, HIGHEST)
-    shift = (e - t - power).clamp(-3, 3)  # of the codes; a larger shift is no value's
-    per_block = codes.long().unflatten(1, (-1, NVFP4_BLOCK_SIZE // 2))
-    new = _SHIFTED.flatten()[(shift + 3).unsqueeze(-1) * 256 + per_block]
-    relative = torch.exp2((e - t).clamp(-60, 60).float())[..., None, None]
-    stored = torch.exp2(power.float()).to(E4M3FN.dtype)
-    same = _PAIRS[new.long()] * stored.float()[..., None, None] == _PAIRS[per_block] * relative
-    pairs = MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE
-    bad = ~same.flatten(-2).all(-1).unflatten(1, (-1, pairs)).all(-1)
+    shift = (e - t - power).clamp(-3, 3).masked_fill(hi == ALWAYS, 0)  # of the codes; a larger shift is no value's
+    relative, stored = torch.exp2((e - t).clamp(-60, 60).float()), torch.exp2(power.float()).to(E4M3FN.dtype)
+    if bool(shift.any()):
+        per_block = codes.long().unflatten(1, (-1, NVFP4_BLOCK_SIZE // 2))
+        new = _SHIFTED.flatten()[(shift + 3).unsqueeze(-1) * 256 + per_block]
+        scaled = (stored.float()[..., None, None], relative[..., None, None])
+        same = (_PAIRS[new.long()] * scaled[0] == _PAIRS[per_block] * scaled[1]).flatten(-2).all(-1)
+    else:  # every code stays, so that the scales say whether the values do
+        new, same = codes, (stored.float() == relative) | (hi == ALWAYS)
+    bad = ~same.unflatten(1, (-1, MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE)).all(-1)
     return new.flatten(1), stored, bad | (scale.view(torch.uint8) == E8M0FNU.nan_code)
 
 

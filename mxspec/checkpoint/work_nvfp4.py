@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -153,6 +154,11 @@ def _refuse_sizes(checkpoint: Checkpoint, unit: Unit, options: Options) -> None:
 
 def _unequal(old: Blocks, new: Blocks) -> int:
     """The number of values that the libraries of the two families read as other numbers of bfloat16."""
+    pairs = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0, 0, 0, 0]], dtype=torch.uint8).expand(127, 8)  # all magnitudes
+    scales = torch.arange(127, dtype=torch.uint8).view(127, 1).view(torch.float8_e4m3fn)
+    every = [replace(one, codes=pairs, scale=scales).values(torch.bfloat16) for one in (old, new)]
+    if every[0].equal(every[1]):
+        return 0
     return sum(
         int((old.values(torch.bfloat16, rows) != new.values(torch.bfloat16, rows)).sum())
         for rows in strips(old.shape[0])
