@@ -259,6 +259,20 @@ def _multiply_few(out, tiles, pipeline, scheduler):
 
 
 @gluon.jit
+def prefetch_descriptors():
+    """Fetch the descriptors of a, b and out, the kernel's parameters 0, 5 and 10, while the barriers are being made.
+
+    The first load waits for its descriptor otherwise. It is worth 0.1 to 0.3 us a call.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+        "@p prefetch.param.tensormap [fp8_gemm_sm90_param_0]; @p prefetch.param.tensormap [fp8_gemm_sm90_param_5]; "
+        "@p prefetch.param.tensormap [fp8_gemm_sm90_param_10]; mov.u32 $0, 0; }",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def fp8_gemm_sm90(
     a, b, out_desc, out, scales, blocks,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, NUM_STAGES: gl.constexpr,
@@ -270,6 +284,8 @@ def fp8_gemm_sm90(
 
     `scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order.
     """
+    if GROUPED != "K":
+        prefetch_descriptors()
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     WIDE: gl.constexpr = BLOCK_N == 256
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8)

@@ -23,8 +23,8 @@ if releases.refusal() is None:
 T = TypeVar("T")
 # Tiles of the Gluon kernel, for a scale of b that 128 columns share. The first number is the cost of one element of the
 # output: it is higher for smaller tiles, which read more bytes per element and wait more often for the tensor cores.
-# With few rows, many stages keep enough loads in flight. A tile with few rows takes less time than a load of its
-# scales, so the scales are requested AHEAD blocks early. The race against DeepGEMM: benchmarks/results/decisions.md.
+# A tile with few rows takes less time than a load of its scales, so the scales are requested AHEAD blocks early. The
+# race against DeepGEMM: benchmarks/results/decisions.md.
 _FEW: dict[str, Any] = {"BLOCK_M": 64, "WARPGROUPS": 1, "AHEAD": 8, "FEW": True}
 WIDE: dict[str, Any] = {
     "BLOCK_M": 128, "BLOCK_N": 256, "WARPGROUPS": 2, "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1, "REGISTERS": 216,
@@ -35,9 +35,9 @@ TILES: tuple[tuple[float, dict[str, Any]], ...] = (
     (1.15, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
     (1.5, {**_FEW, "BLOCK_N": 128, "NUM_STAGES": 8}),
     (2.0, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 7, "AHEAD": 4}),
-    (2.4, {**_FEW, "BLOCK_N": 64, "NUM_STAGES": 11}),
-    (3.6, {**_FEW, "BLOCK_N": 32, "NUM_STAGES": 14}),
-    (6.0, {**_FEW, "BLOCK_N": 16, "NUM_STAGES": 16}),
+    (2.4, {**_FEW, "BLOCK_N": 64, "NUM_STAGES": 6}),
+    (3.6, {**_FEW, "BLOCK_N": 32, "NUM_STAGES": 6}),
+    (6.0, {**_FEW, "BLOCK_N": 16, "NUM_STAGES": 6}),
 )
 # Tiles for a scale of each column: of wgrad, and of 1x128 by 1x128. Three stages leave room in shared memory for the
 # output of a large tile.
