@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mxspec import check, dispatch
+from mxspec import cases, check, dispatch
 from mxspec.cases.common.requantizers import codes_far_apart
 from mxspec.cases.common.token_groups import far_apart
 from mxspec.check import _memory
@@ -24,7 +24,7 @@ LARGE = [
     pytest.param(op, case, id=f"{op}-{case.name}")
     for op in dispatch.ops()
     if dispatch.has_kernel(op, "triton")
-    for case in dispatch.reference(op).spec.cases()
+    for case in cases.of(op).cases()  # large cases are written by hand
     if "large" in case.flags
 ]
 
