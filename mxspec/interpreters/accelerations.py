@@ -5,9 +5,12 @@ Triton's interpreter (3.6 to 3.9) repeats work that a compiler does once:
 - It calls the combine function of a reduction or a scan once for each element. Helion's reductions always have such a
   function.
 - It computes whether integers overflow. Only its debug mode uses the result.
-- It replaces the functions of `triton.language` at every call of a device function. Once for each launch is enough.
+- It replaces the functions of `triton.language` at every call of a device function. Once for each launch is enough. To
+  find these functions, once for each process is enough.
 - It builds its table of numpy's types at every use.
 - It describes the shape of every value anew.
+- It finds the common type and shape of two operands anew, also if both have the same type and shape.
+- It makes the tensor of a constant anew.
 
 Helion's interpreter has one slow function: products of FP8.
 """
@@ -30,6 +33,7 @@ def accelerate(interpreter: Any) -> None:
     triton_generic_scan = interpreter.ScanOps.generic_scan
     # `replaced` holds the modules that the current launch has patched.
     triton_patch_lang, replaced = interpreter._patch_lang, set[ModuleType]()
+    seen_by, replacements = dict[Any, frozenset[ModuleType]](), dict[Any, list[tuple[Any, str, Any]]]()
     triton_np_dtype, numpy_types = interpreter._get_np_dtype, dict[str, np.dtype]()
 
     def generic_reduce(self: Any, input: tuple[Any, ...]) -> Any:
@@ -65,11 +69,32 @@ def accelerate(interpreter: Any) -> None:
 
     def patch_lang(fn: Any) -> Any:
         """Replace the language that a kernel or a device function sees, unless this launch has done so already."""
-        languages = {m for m in fn.__globals__.values() if m is interpreter.tl or m is interpreter.tl.core}
+        if fn not in seen_by:
+            modules = fn.__globals__.values()
+            seen_by[fn] = frozenset(m for m in modules if m is interpreter.tl or m is interpreter.tl.core)
+        languages = seen_by[fn]
         if languages and languages <= replaced:
             return Scope()
+        known = languages, frozenset(replaced)
         replaced.update(languages)
-        return triton_patch_lang(fn)
+        if known not in replacements:
+            scope = triton_patch_lang(fn)
+            replacements[known] = [(place, name, vars(place)[name]) for place, name, _ in scope._changes]
+            return scope
+        scope = Scope()
+        for change in replacements[known]:
+            scope.set_attr(*change)
+        return scope
+
+    def patch_attr(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """Replace a function of the language by a function that passes the interpreter's semantics to it."""
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(place, name, call)
 
     def np_dtype(dtype: Any) -> np.dtype:
         scalar = dtype.scalar
@@ -94,6 +119,50 @@ def accelerate(interpreter: Any) -> None:
             tensor_shapes[type.name] = {name: value for name, value in vars(self).items() if name != "handle"}
         vars(self).update(tensor_shapes[type.name], handle=handle)
 
+    semantic, handle_of = interpreter.interpreter_semantic, interpreter.TensorHandle
+    triton_common, constants = semantic.binary_op_type_checking_impl, dict[Any, tuple[Any, Any]]()
+    forms = dict[Any, list[tuple[Any, np.ndarray] | None]]()
+
+    def common(left: Any, right: Any, *rules: bool, **more: bool) -> tuple[Any, Any]:
+        """Two operands with one type and one shape.
+
+        The first call with given types is Triton's. Later calls only broadcast, if the types of the elements agree.
+        """
+        if more or type(left) is not core.tensor:
+            return triton_common(left, right, *rules, **more)
+        if type(right) is core.tensor:
+            key: Any = (left.type.name, right.type.name, rules)
+            if key in forms:
+                to_left, to_right = forms[key]
+                return broadcast(left, to_left), broadcast(right, to_right)
+            found, given = triton_common(left, right, *rules), (left, right)
+            if all(after.type.scalar == before.type.scalar for after, before in zip(found, given, strict=True)):
+                forms[key] = [
+                    None
+                    if after is before
+                    else (after.type, np.broadcast_to(np.empty(1, after.handle.data.dtype), after.handle.data.shape))
+                    for after, before in zip(found, given, strict=True)
+                ]
+            return found
+        if type(right) is int or (type(right) is float and right):  # 0.0 equals -0.0, so it is no key
+            key = (left.type.name, right, type(right), rules)
+            if key in constants:
+                values, of = constants[key]
+                return left, core.tensor(handle_of(values, of.scalar), of)
+            found = triton_common(left, right, *rules)
+            if found[0] is left:
+                found[1].handle.data.flags.writeable = False
+                constants[key] = found[1].handle.data, found[1].type
+            return found
+        return triton_common(left, right, *rules)
+
+    def broadcast(t: Any, form: tuple[Any, np.ndarray] | None) -> Any:
+        """The tensor with the type of an earlier result, and with the shape and numpy's type of its values."""
+        if form is None:
+            return t
+        values = np.broadcast_to(t.handle.data, form[1].shape).astype(form[1].dtype, copy=False)
+        return core.tensor(handle_of(values, t.handle.dtype.scalar), form[0])
+
     options = interpreter.interpreter_builder.options
     # Overflow checks compute the operands of assertions that the interpreter then ignores. They take a large part of
     # its time (benchmarks/results/decisions.md).
@@ -101,6 +170,8 @@ def accelerate(interpreter: Any) -> None:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._LangPatchScope = Scope
     interpreter._patch_lang = patch_lang
+    interpreter._patch_attr = patch_attr
+    semantic.binary_op_type_checking_impl = common
     interpreter._get_np_dtype = np_dtype
     core.block_type.__init__ = block_type_init
     core.tensor.__init__ = tensor_init
