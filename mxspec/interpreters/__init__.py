@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 
-from mxspec.interpreters.accelerations import accelerate
+import torch
+
+from mxspec.interpreters.accelerations import accelerate, distinct_rows
 from mxspec.interpreters.corrections import correct
 
 
 def install() -> None:
-    """Correct and accelerate Triton's interpreter, if this process uses it. Helion's ref mode stays as it is.
+    """Correct and accelerate Triton's interpreter, and accelerate Helion's, if this process uses them.
 
     A kernel folder calls this when it is imported.
     """
+    if os.environ.get("HELION_INTERPRET") == "1":
+        torch.Tensor.unique = distinct_rows  # type: ignore[method-assign]
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter

@@ -12,12 +12,14 @@ Triton's interpreter (3.6 to 3.9) repeats work that a compiler does once:
 - It finds the common type and shape of two operands anew, also if both have the same type and shape.
 - It makes the tensor of a constant anew.
 
-Helion's interpreter has one slow function: products of FP8.
+Helion's interpreter has two slow functions: products of FP8, and the search for two stores to one place.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from types import ModuleType
 from typing import Any
 
@@ -193,3 +195,20 @@ def multiply_fp8_as_fp32() -> None:
         return product if acc is None else acc + product
 
     dot._ref_fn = ref_dot
+
+
+_unique = torch.Tensor.unique
+
+
+@functools.wraps(_unique)
+def distinct_rows(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.unique`. Rows of indices become numbers first: torch's sort of rows takes most of the time of a store."""
+    if args or kwargs != {"dim": 0} or self.dtype != torch.int64 or self.ndim != 2 or not self.numel():
+        return _unique(self, *args, **kwargs)
+    sizes = [int(size) for size in self.amax(0) + 1]
+    if int(self.min()) < 0 or math.prod(sizes) >= 2**63:
+        return _unique(self, dim=0)
+    places = self[:, 0]
+    for column, size in enumerate(sizes[1:], 1):
+        places = places * size + self[:, column]
+    return torch.stack(torch.unravel_index(_unique(places), sizes), 1)

@@ -6,7 +6,10 @@ import sys
 from fractions import Fraction
 
 import numpy as np
+import pytest
+import torch
 
+from mxspec.interpreters.accelerations import distinct_rows
 from mxspec.interpreters.corrections import fused_multiply_add
 
 
@@ -40,6 +43,15 @@ def test_special_values():
     got = fused_multiply_add(x, np.float32([1.0, 1.0, 10.0, 0.0]), np.float32([-np.inf, 0.0, 0.0, -0.0]))
     assert np.isnan(got[:2]).all()
     assert got[2:].tolist() == [np.inf, 0.0]
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize(("low", "high"), [(0, 3), (0, 50), (-4, 4), (0, 2**40)])
+def test_distinct_rows_are_those_of_torch(low, high, columns):
+    rows = torch.randint(low, high, (300, columns), generator=torch.Generator().manual_seed(0))
+    rows[100:200] = rows[:100]  # rows that occur twice
+    assert torch.equal(distinct_rows(rows, dim=0), torch.unique(rows, dim=0))
+    assert torch.equal(distinct_rows(rows), torch.unique(rows))
 
 
 MASK = """
