@@ -165,6 +165,14 @@ def accelerate(interpreter: Any) -> None:
         values = np.broadcast_to(t.handle.data, form[1].shape).astype(form[1].dtype, copy=False)
         return core.tensor(handle_of(values, t.handle.dtype.scalar), form[0])
 
+    triton_broadcast = semantic.broadcast_impl_value
+
+    def broadcast_value(left: Any, right: Any) -> tuple[Any, Any]:
+        """Two operands with one shape. Two blocks that have the same shape already are returned as they are."""
+        if left.type.is_block() and right.type.is_block() and left.handle.data.shape == right.handle.data.shape:
+            return left, right
+        return triton_broadcast(left, right)
+
     options = interpreter.interpreter_builder.options
     # Overflow checks compute the operands of assertions that the interpreter then ignores. They take a large part of
     # its time (benchmarks/results/decisions.md).
@@ -174,6 +182,7 @@ def accelerate(interpreter: Any) -> None:
     interpreter._patch_lang = patch_lang
     interpreter._patch_attr = patch_attr
     semantic.binary_op_type_checking_impl = common
+    semantic.broadcast_impl_value = broadcast_value
     interpreter._get_np_dtype = np_dtype
     core.block_type.__init__ = block_type_init
     core.tensor.__init__ = tensor_init
