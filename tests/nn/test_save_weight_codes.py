@@ -117,8 +117,10 @@ def bytes_of(tensors, module):
 
 
 @pytest.fixture(params=[False, True], ids=["codes", "values"])
-def by_values(request, monkeypatch):
+def by_values(request, monkeypatch, made, recipe):
     """Whether MXFP8 of token groups multiplies bf16 values, as on Hopper."""
+    if request.param and (made == "Linear" or recipe.format != "mxfp8" or recipe.wgrad_bf16):
+        pytest.skip("multiplies codes on every GPU")
     monkeypatch.setattr(_formats, "_is_hopper", lambda device: request.param)
     return request.param
 
