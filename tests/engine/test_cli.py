@@ -35,15 +35,15 @@ def here(capsys):
     return run
 
 
-def test_list():
-    rows = json.loads(mxspec("list", "--json").stdout)
+def test_list(here):
+    rows = json.loads(here("list", "--json").stdout)
     [row] = [row for row in rows if row["op"] == "mx_quantize"]
     assert row["backends"] == ["reference", "helion", "triton"]
     assert row["cases"] > 60
 
 
-def test_check_is_green_for_the_reference_and_says_what_it_skipped():
-    run = mxspec("check", "--op", "to_blocked", "--backend", "reference", "--device", "cpu")
+def test_check_is_green_for_the_reference_and_says_what_it_skipped(here):
+    run = here("check", "--op", "to_blocked", "--backend", "reference", "--device", "cpu")
     assert run.returncode == 0, run.stdout
     assert "1 skipped: needs a GPU with" in run.stdout
 
