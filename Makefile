@@ -10,7 +10,8 @@ else
   PYTHON := $(VENV)/bin/python
   READY := $(VENV)/ready
 endif
-PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check
+# Python compiles a module when it is first imported. pip would compile all, of which most are never imported.
+PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile
 # One process for each core. Slow tests lie next to each other, so `worksteal` spreads them over the processes.
 # `loadscope` keeps a notebook in one process. Otherwise its cells would run in different kernels.
 WORKERS ?= auto
@@ -49,8 +50,12 @@ export HELION_AUTOTUNE_EFFORT = none
 demo: $(if $(VENV),$(VENV)/demo)
 	$(PYTHON) -m mxspec demo $(if $(WEIGHTS),--weights $(WEIGHTS))
 
+# Style and types take one core, and the site takes less than all. So they run side by side. Each other step takes all
+# cores.
 # The site is the same on every machine. So `make test VENV=` does not build it: that interpreter may lack sphinx.
-test: lint types pytest interpreted notebooks-test $(if $(VENV),docs)
+test: $(READY)
+	$(MAKE) -j2 --output-sync=target lint types $(if $(VENV),docs)
+	$(MAKE) pytest interpreted notebooks-test
 # All that `make test` takes samples of: every generated case, every option of a Helion kernel.
 complete: export MXSPEC_TESTS = complete
 complete: test
@@ -121,10 +126,10 @@ $(VENV)/base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/ready: $(VENV)/base
-	$(PIP) -c constraints.txt -e '.[dev,notebooks,docs]'
 	for version in $(OTHER_TRITONS); do \
 	    $(PIP) --no-deps --target $(VENV)/triton-$$version --upgrade triton==$$version || exit 1; \
-	done
+	done & others=$$!; \
+	$(PIP) -c constraints.txt -e '.[dev,notebooks,docs]' && wait $$others
 	$(PIP) --no-deps --target $(VENV)/transformers-$(OTHER_TRANSFORMERS) --upgrade \
 	    transformers==$(OTHER_TRANSFORMERS) $(WITH_TRANSFORMERS)
 	touch $@
