@@ -93,27 +93,20 @@ def test_machine_code(version: str, cover: int) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("version", OTHERS[1:])
-def test_tiles_of_the_gluon_kernels(version: str) -> None:
-    """The ops' cases are too small to choose these tiles. Outputs of fp32 take the most registers.
-
-    The oldest release is tested on a GPU, where the same files run all tiles.
-    """
-    files = [f"tests/kernels/hopper/test_{name}_sm90.py" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm")]
-    chosen = "without_spilling and not bfloat16"
-    run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files, cwd=ROOT)
-    assert run.returncode == 0, run.stdout
-    assert " passed" in run.stdout
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", OTHERS)
-def test_the_kernel_with_tma_for_blackwell(version: str) -> None:
-    """The compiler makes its barriers and its pipeline, so each release may make others."""
-    file = "tests/kernels/blackwell/test_mx_matmul_sm100.py"
-    run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, cwd=ROOT)
+def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str) -> None:
+    """The tests of files that know more than the ops' cases, in one process, because its imports take seconds.
+
+    For Hopper, the ops' cases are too small to choose these tiles. Outputs of fp32 take the most registers. The oldest
+    release is tested on a GPU, where the same files run all tiles. For Blackwell, the compiler makes barriers and a
+    pipeline, so each release may make others.
+    """
+    hopper = [f"tests/kernels/hopper/test_{name}_sm90.py" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm")]
+    files = [*([] if version == OLDEST else hopper), "tests/kernels/blackwell/test_mx_matmul_sm100.py"]
+    chosen = "test_mx_matmul_sm100 or (without_spilling and not bfloat16)"
+    run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rp", "-k", chosen, *files, cwd=ROOT)
     assert run.returncode == 0, run.stdout
-    assert " passed" in run.stdout
+    assert all(f"PASSED {file}" in run.stdout for file in files)
 
 
 # --- results that no release may change ---------------------------------------------------------------------------
