@@ -9,10 +9,10 @@ Two variables, set before this package is imported, run the kernels on CPU tenso
 import os
 
 from mxspec import interpreters
-from mxspec.interpreters.accelerations import multiply_fp8_as_fp32
+from mxspec.interpreters.accelerations import multiply_as_fp32
 
 INTERPRETERS = ("HELION_INTERPRET", "TRITON_INTERPRET")
 
 interpreters.install()
 if os.environ.get("HELION_INTERPRET") == "1":
-    multiply_fp8_as_fp32()
+    multiply_as_fp32()

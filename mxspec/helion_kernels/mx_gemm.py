@@ -1,4 +1,4 @@
-"""mx_gemm in Helion: a program computes one tile of the output, with one scale for each block of 32 columns of K."""
+"""mx_gemm in Helion: on Hopper a matmul of bf16 values (tiles/mx_by_memory.py), on Blackwell a matmul of the codes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
+from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.launch import config, launch
-from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
+from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
+from mxspec.helion_kernels.tiles.mx_by_memory import FIRST_FLAG, bf16_values, matmul_config, mend, processors
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
-# Programs run down eight tiles of M, then along N, so that programs that run at the same time share rows of a and b.
-_LARGE, _NARROW, _LOW = (
-    config([rows, cols], 8, num_stages=4, l2_groupings=[8]) for rows, cols in ((128, 128), (128, 64), (64, 128))
-)
-# Slower than Triton on an H200, because every 32 columns of K make a separate sum, which is scaled twice
-# (benchmarks/results/decisions.md). Blackwell: compiled, not run.
+# Rates: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 BATCH_INVARIANT = True
-# On Hopper the scales of a tile's columns take as many registers as its sums, and a larger tile would spill.
-# Blackwell's scaled products have 128 rows.
+PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
+# Programs run down eight tiles of M, then along N, so that programs that run at the same time share rows of a and b.
+_SCALED = config([128, 128], 8, num_stages=4, l2_groupings=[8])
 CONFIGS = {
-    "large": {(9, 0): _NARROW, (10, 0): _LARGE},
-    "at most 64 rows": {(9, 0): _LOW, (10, 0): _LARGE},
+    "large": {(9, 0): matmul_config([128, 256, 64], 8, 3), (10, 0): _SCALED},
+    "small": {(9, 0): matmul_config([128, 128, 64], 8, 4), (10, 0): _SCALED},  # of which "large" has too few tiles
+    "at most 64 rows": {(9, 0): matmul_config([64, 128, 64], 4, 4), (10, 0): _SCALED},
 }
+
+
+def _of_values(x: Tensor, w: Tensor, out: Tensor) -> None:
+    for m, n in hl.tile(out.size()):
+        acc = hl.zeros([m, n], dtype=torch.float32)
+        for k in hl.tile(x.size(1)):
+            acc = hl.dot(x[m, k], w[n, k].t(), acc=acc)
+        out[m, n] = acc.to(out.dtype)
 
 
 def _mx_gemm(
@@ -61,9 +68,17 @@ def mx_gemm(
         return out
     if not K:
         return out.zero_()
-    launch(
-        _mx_gemm, CONFIGS["at most 64 rows" if M <= 64 else "large"],
-        a, *scale_arguments(a_scale, blocked), b, *scale_arguments(b_scale, blocked),
-        blocked_shape(1, K // 32)[1], out, blocked, step_for(a.device),
-    )  # fmt: skip
+    large = processors(a.device) <= -(-M // 128) * -(-N // 256)
+    configs = CONFIGS["at most 64 rows" if M <= 64 else "large" if large else "small"]
+    if step_for(a.device) != MX_BLOCK_SIZE:
+        launch(
+            _mx_gemm, configs, a, *scale_arguments(a_scale, blocked), b, *scale_arguments(b_scale, blocked),
+            blocked_shape(1, K // 32)[1], out, blocked, step_for(a.device),
+        )  # fmt: skip
+        return out
+    flags = torch.zeros(FIRST_FLAG + M + N, dtype=torch.int32, device=a.device)
+    x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG)
+    w = bf16_values(b, b_scale, blocked, flags, FIRST_FLAG + M)
+    launch(_of_values, configs, x, w, out)
+    mend(a, a_scale, b, b_scale, out, blocked, flags)
     return out

@@ -1,4 +1,8 @@
-"""mx_grouped_gemm in Helion: tiles of 128 rows of one group each. Each program finds its group by itself."""
+"""mx_grouped_gemm in Helion: tiles of 128 rows of one group each.
+
+On Hopper, a plan in memory holds the rows of each tile, and a matmul multiplies bf16 values (tiles/mx_by_memory.py). On
+Blackwell, each program finds its group by itself and multiplies the codes.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,49 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
+from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
 from mxspec.helion_kernels.common.launch import config, flat, launch
-from mxspec.helion_kernels.tiles.mx_matmul import PTX as PTX
+from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
+from mxspec.helion_kernels.tiles.mx_by_memory import (
+    FIRST_FLAG,
+    bf16_values,
+    bf16_values_of_groups,
+    matmul_config,
+    mend,
+    of_plan,
+    plan_of,
+)
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
-# Slower than Triton for the reason in mx_gemm. Rates on an H200: benchmarks/results/decisions.md. Blackwell: compiled,
-# not run.
+# Rates: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 BATCH_INVARIANT = True
+PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
 # Programs run down the rows first, so that programs that run at the same time share the weights of an expert.
 _ROWS = 128  # as the tiles of a group's scales
-CONFIGS = {(9, 0): config([64], 8, num_stages=4), (10, 0): config([128], 8, num_stages=4)}  # as in mx_gemm
+_STEP = 64  # columns of K of the bf16 values
+CONFIGS = {(9, 0): matmul_config([256], 8, 3), (10, 0): config([128], 8, num_stages=4)}
+
+
+def _of_values(
+    x: Tensor, w: Tensor, out: Tensor, plan: Tensor, G: int, whole: hl.constexpr, step: hl.constexpr
+) -> None:
+    for tile, n in hl.tile([plan.size(0), out.size(1)], block_size=[1, None]):
+        M = x.size(0)
+        expert, first, stop = of_plan(plan, tile.id)
+        # As in fp8_grouped_gemm, a tile is read whole, even if it has rows of other groups.
+        top = torch.clamp(first, 0, M - 128) if whole else first * 0
+        acc = hl.zeros([128, n], dtype=torch.float32)
+        for k in hl.tile(0, torch.where(expert < G, x.size(1), 0), block_size=step):
+            row = top + hl.arange(128)
+            if not whole:
+                row = torch.clamp(row, max=M - 1)
+            acc = hl.dot(x[row, k], w[expert, n, k].t(), acc=acc)
+        row = top + hl.arange(128)
+        there = (row >= first) & (row < stop)
+        hl.store(out, [row, n], acc.to(out.dtype), extra_mask=there[:, None])
 
 
 def _mx_grouped_gemm(
@@ -74,10 +108,20 @@ def mx_grouped_gemm(
         return out
     if not K or not E:
         return out.zero_()
-    launch(
-        _mx_grouped_gemm, CONFIGS, flat(a), a.stride(0), *scale_arguments(a_scale, blocked),
-        flat(b), *b.stride()[:2], *scale_arguments(b_scale, blocked), b_scale.stride(0),
-        M, N, K, blocked_shape(1, K // 32)[1], flat(out), -(-M // _ROWS) + E, flat(offs), offs.stride(0), E,
-        chunk(E), blocked, step_for(a.device),
-    )  # fmt: skip
+    if step_for(a.device) != MX_BLOCK_SIZE:
+        launch(
+            _mx_grouped_gemm, CONFIGS, flat(a), a.stride(0), *scale_arguments(a_scale, blocked),
+            flat(b), *b.stride()[:2], *scale_arguments(b_scale, blocked), b_scale.stride(0),
+            M, N, K, blocked_shape(1, K // 32)[1], flat(out), -(-M // _ROWS) + E, flat(offs), offs.stride(0), E,
+            chunk(E), blocked, step_for(a.device),
+        )  # fmt: skip
+        return out
+    flags, plan = torch.zeros(FIRST_FLAG + M + E * N, dtype=torch.int32, device=a.device), plan_of(offs, M)
+    if blocked:
+        x = bf16_values_of_groups(a, a_scale, flags, plan, E)
+    else:
+        x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG)
+    w = bf16_values(b, b_scale, blocked, flags, FIRST_FLAG + M)
+    launch(_of_values, CONFIGS, x, w, out, plan, E, M >= _ROWS, _STEP)
+    mend(a, a_scale, b, b_scale, out, blocked, flags, plan)
     return out

@@ -190,15 +190,20 @@ def accelerate(interpreter: Any) -> None:
     interpreter.ScanOps.generic_scan = generic_scan
 
 
-def multiply_fp8_as_fp32() -> None:
-    """Let Helion's eager `hl.dot` of FP8 multiply fp32 copies: torch._scaled_mm on a CPU is a slow loop."""
+def multiply_as_fp32() -> None:
+    """Let Helion's eager `hl.dot` of FP8 and of bfloat16 multiply fp32 copies.
+
+    On a CPU, torch._scaled_mm is a slow loop, and torch.mm has no bfloat16 product with fp32 sums.
+    """
     import helion.language as hl
 
     dot: Any = hl.dot
     helion_dot = dot._ref_fn
 
     def ref_dot(mat1: Any, mat2: Any, acc: Any = None, out_dtype: Any = None) -> Any:
-        if out_dtype is not torch.float32 or not {mat1.dtype, mat2.dtype} <= set(FP8_DTYPES):
+        dtypes = {mat1.dtype, mat2.dtype}
+        to_fp32 = torch.float32 in (out_dtype, None if acc is None else acc.dtype)
+        if not to_fp32 or not (dtypes <= set(FP8_DTYPES) or dtypes == {torch.bfloat16}):
             return helion_dot(mat1, mat2, acc, out_dtype)
         product = mat1.float() @ mat2.float()
         return product if acc is None else acc + product

@@ -4,6 +4,7 @@ The following was found in Triton 3.6 to 3.9, in `triton/runtime/interpreter.py`
 
 - Its float conversion loses the carry of a rounding: the fp32 31.4 becomes the e4m3 16.
 - Its float conversion breaks ties away from even, and widens bfloat16 subnormals, Inf and NaN wrongly.
+- Its matmul multiplies the bits of bfloat16 numbers as integers.
 - Its fused multiply-add rounds twice.
 - Its comparisons return the type of the operands. Triton 3.9 then refuses a comparison of two numbers as a mask.
 - Triton 3.6 uses an array of one element as a number, which numpy 2.4 refuses.
@@ -36,6 +37,7 @@ def correct(interpreter: Any) -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     triton_convert_float = interpreter._convert_float
     triton_patch_lang_tensor = interpreter._patch_lang_tensor
+    triton_create_dot = interpreter.InterpreterBuilder.create_dot
 
     def convert_float(values: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
         from_dtype, to_dtype = _TORCH.get(str(source)), _TORCH.get(str(target))
@@ -47,6 +49,16 @@ def correct(interpreter: Any) -> None:
             x = x.clamp(-_FP8_MAX[to_dtype], _FP8_MAX[to_dtype])
         out = x.to(to_dtype).view(torch.uint8).numpy()
         return out.view(_NUMPY[to_dtype.itemsize]).reshape(values.shape)
+
+    def create_dot(self: Any, a: Any, b: Any, acc: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        fp32 = interpreter.tl.float32
+
+        def widened(x: Any) -> Any:
+            if x.dtype.scalar != interpreter.tl.bfloat16:
+                return x
+            return interpreter.TensorHandle(convert_float(x.data, x.dtype.scalar, fp32, None).view(np.float32), fp32)
+
+        return triton_create_dot(self, widened(a), widened(b), acc, input_precision, max_num_imprecise_acc)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         values = fused_multiply_add(x.data, y.data, z.data) if x.data.dtype == np.float32 else x.data * y.data + z.data
@@ -64,6 +76,7 @@ def correct(interpreter: Any) -> None:
 
     interpreter._convert_float = convert_float
     interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter.InterpreterBuilder.create_fma = create_fma
     for name, create in vars(interpreter.InterpreterBuilder).copy().items():
         if name.startswith(("create_icmp", "create_fcmp")):

@@ -1,0 +1,272 @@
+"""MX matmuls on Hopper by way of memory: kernels write the bf16 values of both operands, and Helion multiplies them.
+
+Hopper cannot multiply MX codes, and a sum of 32 columns that leaves the tensor cores to be scaled costs most of their
+time. But a code times its scale is exactly a bf16 number, unless the scale is near either end of its range. A block
+with such a scale, and with a code that is not 0, raises the flag of its row. After the matmul, `mend` computes again
+each sum whose row of a or of b has a flag. If no flag is raised, its programs read only the first flag, which stands
+for all. NaN and Inf need no flag.
+
+The tensor cores sum 16 consecutive columns at a time, in ascending order, whatever the tile. So the bits of a row
+depend neither on the number of rows nor on the configuration.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import helion
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_col
+from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
+from mxspec.helion_kernels.common.launch import config, flat, launch
+from mxspec.helion_kernels.common.numerics import scale_value
+from mxspec.helion_kernels.fp8_gemm import options
+from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place
+
+PTX = r"wgmma\.mma_async.*\.f32\.bf16\.bf16"
+# By code format: the first and the last scale byte under which every code becomes 0, a normal bf16 number, Inf or NaN.
+# The smallest code is 2^-9 or 2^-16. The largest is just below 2^9 or 2^16.
+EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
+FIRST_FLAG = 16  # the place of the flag of row 0 of a, so that Triton knows its alignment. Flag 0 stands for all flags
+# Block sizes count scale bytes. A grid of three dimensions needs no divisions to find a program's place, but two of its
+# dimensions hold at most 65535.
+_VALUES, _TALL = config([1, 1, 64], 4, pid_type="xyz"), config([1, 1, 64], 4)
+_OF_GROUPS = helion.Config(block_sizes=[64], num_warps=4, loop_orders=[[1, 0]])
+_OF_TOKENS = helion.Config(block_sizes=[128], num_warps=4, loop_orders=[[2, 1, 0]])
+_PLAN = helion.Config(block_sizes=[], num_warps=1)
+_MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)
+
+
+def matmul_config(block_sizes: list[int], num_warps: int, num_stages: int) -> helion.Config:
+    """Programs run down eight tiles of M, then along N. TMA accesses the values and the output, if it can."""
+    tma = {**options("tensor_descriptor"), "num_stages": num_stages}
+    return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=[[1, 0]], **tma)
+
+
+def _values(
+    codes: Tensor, stride_e: int, stride_r: int, R: int, C: int, scale: Tensor, out: Tensor,
+    flags: Tensor, first_flag: int, blocked: hl.constexpr, lowest: hl.constexpr, highest: hl.constexpr,
+) -> None:  # fmt: skip
+    """The values, in the order of the scale bytes. A value that may be inexact raises the flag of its row."""
+    for e, row, byte in hl.tile(scale.shape):
+        matrix, row_, byte_ = e.index[:, None, None], row.index[None, :, None], byte.index[None, None, :]
+        r, c = blocked_to_row_col(row_, byte_) if blocked else (row_, byte_)
+        there = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(e, row, byte)
+        k = hl.arange(32)[None, None, None, :]
+        source = (matrix * stride_e + r * stride_r + c * 32).unsqueeze(-1) + k
+        of_block = scale[e, row, byte].to(torch.int32)
+        codes_there = there.unsqueeze(-1).expand(source.size())
+        value = hl.load(codes, [source], extra_mask=codes_there).to(torch.float32) * scale_value(of_block).unsqueeze(-1)
+        target = (((matrix * R + r) * C + c) * 32).unsqueeze(-1) + k
+        hl.store(out, [target], value.to(out.dtype), extra_mask=codes_there)
+        inexact = (of_block < lowest) | ((of_block > highest) & (of_block < 255))
+        raised = (inexact & there & (torch.where(value != 0, 1, 0).amax(-1) > 0)).to(torch.int32)
+        if raised.amax(-1).amax(-1).amax(-1) > 0:
+            hl.store(flags, [hl.arange(1)], 1)
+            # Atomics have no mask. The places of other blocks get 0.
+            of_row = torch.where(there, first_flag + matrix * R + r + c * 0, 0)
+            hl.atomic_add(flags, [of_row], raised)
+
+
+def _plan_tiles(plan: Tensor, M: int, offs: Tensor, stride_offs: int, G: int, chunk: hl.constexpr) -> None:
+    """For each tile of 128 padded rows: the group, the first token, and the token after the group's last.
+
+    Past the last group, the group is G. Two more numbers are the group's first tile and the number of its tiles.
+    """
+    for tile in hl.tile(plan.size(0), block_size=1):
+        row0 = tile.index * 128
+        group, begin = row0 * 0, row0 * 0
+        before = hl.zeros([], dtype=torch.int32)
+        for i in range(0, G, chunk):
+            g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
+            group, begin = passed(group, begin, row0, g, ends, G)
+        first, stop = tokens_of_tile(row0, group, begin, offs, stride_offs, G, M)
+        # If offs is out of order, a tile may be past the tiles of the scales. It then counts as a tile of no group.
+        plan[tile, 0] = torch.where(row0 + 128 <= M + G * 128, group, G)
+        plan[tile, 1] = first
+        plan[tile, 2] = torch.where(stop < M, stop, M)
+        plan[tile, 3] = begin >> 7
+        plan[tile, 4] = (stop - (first - row0 + begin) + 127) >> 7
+
+
+def of_plan(plan: Tensor, tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's group, first token and the token after its group's last, in the index type of the kernel."""
+    group, first, stop = (hl.load(plan, [tile, i]) + hl.arange(1) for i in range(3))
+    return group.sum(0), first.sum(0), stop.sum(0)
+
+
+def _without_plan(tile: int, M: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `of_plan` gives, for a matrix that is one group."""
+    zero = hl.arange(1)
+    return (zero * 0).sum(0), (tile * 128 + zero).sum(0), (M + zero).sum(0)
+
+
+def _values_of_groups(
+    codes: Tensor, stride: int, C: int, scale: Tensor, out: Tensor, plan: Tensor, G: int,
+    flags: Tensor, first_flag: int, lowest: hl.constexpr, highest: hl.constexpr,
+) -> None:  # fmt: skip
+    """`_values` of tokens whose blocked scales have tiles for each group."""
+    for tile, byte in hl.tile(scale.shape, block_size=[1, None]):
+        group, first, stop = of_plan(plan, tile.id)
+        r, c = blocked_to_row_col(byte.index * 0, byte.index)
+        r = first + r
+        there = (r >= 0) & (r < stop) & (c < C) & (group < G)
+        k = hl.arange(32).unsqueeze(0)
+        of_block = scale[tile.id, byte].to(torch.int32)
+        codes_there = there.unsqueeze(1).expand(byte, 32)
+        value = hl.load(codes, [(r * stride + c * 32).unsqueeze(1) + k], extra_mask=codes_there).to(torch.float32)
+        value = value * scale_value(of_block).unsqueeze(1)
+        hl.store(out, [((r * C + c) * 32).unsqueeze(1) + k], value.to(out.dtype), extra_mask=codes_there)
+        inexact = (of_block < lowest) | ((of_block > highest) & (of_block < 255))
+        raised = (inexact & there & (torch.where(value != 0, 1, 0).amax(-1) > 0)).to(torch.int32)
+        if raised.amax(0) > 0:
+            hl.store(flags, [hl.arange(1)], 1)
+            hl.atomic_add(flags, [torch.where(there, first_flag + r, 0)], raised)
+
+
+def _values_of_tokens(
+    codes: Tensor, stride: int, R: int, scale: Tensor, scale_stride_r: int, scale_stride_c: int, row_tiles: int,
+    out: Tensor, out_stride: int, plan: Tensor, G: int, flags: Tensor, first_flag: int,
+    blocked: hl.constexpr, lowest: hl.constexpr, highest: hl.constexpr,
+) -> None:  # fmt: skip
+    """`_values` with blocks along the tokens of groups. There is a flag for each group and row."""
+    for across, tile, byte in hl.tile([row_tiles, plan.size(0), 512], block_size=[1, 1, None]):
+        group, first, stop = of_plan(plan, tile.id)
+        begin, width = ((hl.load(plan, [tile.id, i]) + hl.arange(1)).sum(0) for i in (3, 4))
+        r, c = blocked_to_row_col(byte.index * 0, byte.index)
+        r, token = across.id * 128 + r, (first >> 5 << 5) + c * 32  # the shifts tell Triton of a multiple of 32
+        there = (r < R) & (token >= 0) & (token < stop) & (group < G)
+        # The tiles of a group are stored together, row by row. If offs is out of order, there may be no such tile.
+        place = begin * row_tiles + width * across.id + tile.id - begin
+        if blocked:
+            there = there & (place >= 0) & (place * 512 + 512 <= scale.size(0))
+        of_scale = place * 512 + byte.index if blocked else r * scale_stride_r + (token >> 5) * scale_stride_c
+        of_block = hl.load(scale, [of_scale], extra_mask=there).to(torch.int32)
+        k = hl.arange(32).unsqueeze(0)
+        codes_there = there.unsqueeze(1).expand(byte, 32)
+        value = hl.load(codes, [(r * stride + token).unsqueeze(1) + k], extra_mask=codes_there).to(torch.float32)
+        value = value * scale_value(of_block).unsqueeze(1)
+        hl.store(out, [(r * out_stride + token).unsqueeze(1) + k], value.to(out.dtype), extra_mask=codes_there)
+        inexact = (of_block < lowest) | ((of_block > highest) & (of_block < 255))
+        raised = (inexact & there & (torch.where(value != 0, 1, 0).amax(-1) > 0)).to(torch.int32)
+        if raised.amax(0) > 0:
+            hl.store(flags, [hl.arange(1)], 1)
+            hl.atomic_add(flags, [torch.where(there, first_flag + group * R + r, 0)], raised)
+
+
+def _mend(
+    a: Tensor, a_stride: int, a_scale: Tensor, a_stride_r: int, a_stride_c: int,
+    b: Tensor, b_stride_e: int, b_stride: int, b_scale: Tensor, b_stride_r: int, b_stride_c: int, b_scale_stride_e: int,
+    M: int, N: int, K: int, col_tiles: int, out: Tensor, flags: Tensor, first_flag: int, plan: Tensor, G: int,
+    programs: int, row_tiles: int, tiles: int, blocked: hl.constexpr, grouped: hl.constexpr,
+) -> None:  # fmt: skip
+    """The sums of the rows and columns with a flag: each block of 32 is a sum of its own, which is scaled in fp32."""
+    for program in hl.grid(programs):
+        raised = hl.load(flags, [hl.arange(1)]).sum(0)
+        rounds = torch.where(raised > 0, (tiles + programs - 1) // programs, 0)
+        for i in hl.tile(0, rounds, block_size=1):
+            tile = i.id * programs + program
+            down, across = tile % row_tiles, tile // row_tiles
+            in_tile = hl.arange(128).unsqueeze(1)
+            expert, first, stop = of_plan(plan, down) if grouped else _without_plan(down, M)
+            row, col = first + in_tile, (across * 64 + hl.arange(64)).unsqueeze(1)
+            there = (tile < tiles) & (expert < G)
+            in_a, in_b = (row >= 0) & (row < stop) & there, (col < N) & there
+            of_a = hl.load(flags, [first_flag + row], extra_mask=in_a)
+            of_b = hl.load(flags, [first_flag + M + expert * N + col], extra_mask=in_b)
+            summed = torch.where(of_a.amax(0).amax(0) + of_b.amax(0).amax(0) > 0, K, 0)
+            acc = hl.zeros([128, 64], dtype=torch.float32)
+            for k in hl.tile(0, summed, block_size=32):
+                c = (k.id + hl.arange(1)).unsqueeze(0)
+                # A group's tiles of scales begin at the same rows as its tiles of rows.
+                of_row = down * 128 + in_tile if blocked else row
+                a_at = scale_place(of_row, c, a_stride_r, a_stride_c, col_tiles, blocked)
+                b_at = expert * b_scale_stride_e + scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
+                acc = multiplied(
+                    acc, hl.load(a, [row * a_stride + k.index.unsqueeze(0)], extra_mask=in_a),
+                    hl.load(a_scale, [a_at], extra_mask=in_a),
+                    hl.load(b, [expert * b_stride_e + col * b_stride + k.index.unsqueeze(0)], extra_mask=in_b),
+                    hl.load(b_scale, [b_at], extra_mask=in_b), 32,
+                )  # fmt: skip
+            flagged = ((of_a > 0) | (of_b.t() > 0)) & in_a & in_b.t()
+            hl.store(out, [row * N + col.t()], acc.to(out.dtype), extra_mask=flagged)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type != "cpu" else 4
+
+
+def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int) -> Tensor:
+    """`mx_dequantize(codes, scale, ...)` for one matrix or several, in bf16."""
+    *lead, R, K = codes.shape
+    C, E = K // MX_BLOCK_SIZE, lead[0] if lead else 1
+    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    scale, of_e = scale.view(torch.uint8), scale.stride(0) if lead else 0
+    if blocked:
+        row_tiles, col_tiles = blocked_shape(R, C)
+        scale = scale.as_strided((E, row_tiles, 512 * col_tiles), (of_e, 512 * col_tiles, 1))
+    elif not lead:
+        scale = scale.unsqueeze(0)
+    values = _VALUES if max(scale.shape[:2]) < 65536 else _TALL
+    launch(
+        _values, {(9, 0): values}, flat(codes), codes.stride(0) if lead else 0, codes.stride(-2), R, C, scale,
+        out.view(-1), flags, first_flag, blocked, *EXACT[codes.dtype],
+    )  # fmt: skip
+    return out
+
+
+def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Tensor, G: int) -> Tensor:
+    """The bf16 values of tokens with blocked scales. The rows of no group stay as they were."""
+    M, K = codes.shape
+    C = K // MX_BLOCK_SIZE
+    out = torch.empty((M, K), dtype=torch.bfloat16, device=codes.device)
+    bytes_ = 512 * blocked_shape(1, C)[1]
+    tiles = scale.view(torch.uint8).as_strided((scale.numel() // bytes_, bytes_), (bytes_, 1))
+    launch(
+        _values_of_groups, {(9, 0): _OF_GROUPS}, flat(codes), codes.stride(0), C, tiles, out.view(-1), plan, G,
+        flags, FIRST_FLAG, *EXACT[codes.dtype],
+    )  # fmt: skip
+    return out
+
+
+def bf16_values_of_tokens(
+    codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int, plan: Tensor, G: int
+) -> Tensor:
+    """The bf16 values of codes `(R, M)` with blocks along M, the tokens of G groups.
+
+    The columns of no group stay as they were.
+    """
+    R, M = codes.shape
+    out = torch.empty((R, M), dtype=torch.bfloat16, device=codes.device)
+    launch(
+        _values_of_tokens, {(9, 0): _OF_TOKENS}, flat(codes), codes.stride(0), R, *scale_arguments(scale, blocked),
+        -(-R // 128), out.view(-1), M, plan, G, flags, first_flag, blocked, *EXACT[codes.dtype],
+    )  # fmt: skip
+    return out
+
+
+def plan_of(offs: Tensor, M: int) -> Tensor:
+    E = offs.shape[0]
+    plan = torch.empty((-(-M // 128) + E, 5), dtype=torch.int32, device=offs.device)
+    launch(_plan_tiles, {(9, 0): _PLAN}, plan, M, flat(offs), offs.stride(0), E, chunk(E))
+    return plan
+
+
+def mend(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, blocked: bool, flags: Tensor,
+    plan: Tensor | None = None,
+) -> None:  # fmt: skip
+    (M, K), N, grouped = a.shape, b.shape[-2], plan is not None
+    row_tiles, programs = -(-M // 128) if plan is None else plan.shape[0], processors(a.device)
+    launch(
+        _mend, {(9, 0): _MEND}, flat(a), a.stride(0), *scale_arguments(a_scale, blocked),
+        flat(b), b.stride(0) if grouped else 0, b.stride(-2), *scale_arguments(b_scale, blocked),
+        b_scale.stride(0) if grouped else 0, M, N, K, blocked_shape(1, K // MX_BLOCK_SIZE)[1], flat(out),
+        flags, FIRST_FLAG, flags.unsqueeze(1) if plan is None else plan, b.shape[0] if grouped else 1,
+        programs, row_tiles, row_tiles * -(-N // 64), blocked, grouped,
+    )  # fmt: skip
