@@ -77,8 +77,8 @@ def mx_gemm(
         )  # fmt: skip
         return out
     flags = torch.zeros(FIRST_FLAG + M + N, dtype=torch.int32, device=a.device)
-    x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG)
-    w = bf16_values(b, b_scale, blocked, flags, FIRST_FLAG + M)
+    x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG, "a")
+    w = bf16_values(b, b_scale, blocked, flags, FIRST_FLAG + M, "b")
     launch(_of_values, configs, x, w, out)
     mend(a, a_scale, b, b_scale, out, blocked, flags)
     return out

@@ -33,7 +33,7 @@ PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
 # Programs run down the rows first, so that programs that run at the same time share the weights of an expert.
 _ROWS = 128  # as the tiles of a group's scales
 _STEP = 64  # columns of K of the bf16 values
-CONFIGS = {(9, 0): matmul_config([256], 8, 3), (10, 0): config([128], 8, num_stages=4)}
+CONFIGS = {(9, 0): matmul_config([256], 8, 4), (10, 0): config([128], 8, num_stages=4)}
 
 
 def _of_values(
@@ -120,8 +120,8 @@ def mx_grouped_gemm(
     if blocked:
         x = bf16_values_of_groups(a, a_scale, flags, plan, E)
     else:
-        x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG)
-    w = bf16_values(b, b_scale, blocked, flags, FIRST_FLAG + M)
+        x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG, "a")
+    w = bf16_values(b, b_scale, blocked, flags, FIRST_FLAG + M, "b")
     launch(_of_values, CONFIGS, x, w, out, plan, E, M >= _ROWS, _STEP)
     mend(a, a_scale, b, b_scale, out, blocked, flags, plan)
     return out

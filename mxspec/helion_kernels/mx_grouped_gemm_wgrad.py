@@ -160,8 +160,8 @@ def mx_grouped_gemm_wgrad(
         )  # fmt: skip
         return out
     flags, plan = torch.zeros(FIRST_FLAG + E * (N + K), dtype=torch.int32, device=dy.device), plan_of(offs, M)
-    of_dy = bf16_values_of_tokens(dy.mT, dy_scale, blocked, flags, FIRST_FLAG, plan, E)
-    of_x = bf16_values_of_tokens(x.mT, x_scale, blocked, flags, FIRST_FLAG + E * N, plan, E)
+    of_dy = bf16_values_of_tokens(dy.mT, dy_scale, blocked, flags, FIRST_FLAG, plan, E, "dy")
+    of_x = bf16_values_of_tokens(x.mT, x_scale, blocked, flags, FIRST_FLAG + E * N, plan, E, "x")
     launch(_of_values, CONFIGS, of_dy, of_x, out, flat(offs), offs.stride(0), E)
     down, across = blocked_shape(N, 1)[0], blocked_shape(K, 1)[0]
     launch(

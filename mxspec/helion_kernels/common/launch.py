@@ -32,7 +32,7 @@ def on_grid(dims: int, num_warps: int, pid_type: str = "flat") -> helion.Config:
 
 
 @functools.cache
-def _kernel(body: Callable[..., None], config: helion.Config, index_dtype: torch.dtype) -> Any:
+def _kernel(body: Callable[..., None], config: helion.Config, index_dtype: torch.dtype, role: str) -> Any:
     # Dynamic shapes: one compilation serves every size. Helion does not tune a kernel with a given config.
     return helion.kernel(body, config=config, static_shapes=False, index_dtype=index_dtype)
 
@@ -60,8 +60,11 @@ def flat(t: Tensor) -> Tensor:
     return t.as_strided((extent(t),), (1,)) if t.numel() else t.new_empty(1)
 
 
-def launch(body: Callable[..., None], configs: Configs, *args: Any) -> None:
+def launch(body: Callable[..., None], configs: Configs, *args: Any, role: str = "") -> None:
     """Run `body(*args)` with the configuration for the device.
+
+    A Helion kernel checks only its last call quickly. An op that runs a body twice in a call gives each run a role, and
+    each role has a kernel of its own.
 
     Helion chooses its index type by the number of elements. A view with long strides may have few elements and still
     reach past 2^31, so this function chooses the index type.
@@ -71,4 +74,4 @@ def launch(body: Callable[..., None], configs: Configs, *args: Any) -> None:
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     wide = max(max(extent(t), t.numel()) for t in tensors) >= 2**31 - MAX_TILE
-    _kernel(body, for_device(configs, tensors[0].device), torch.int64 if wide else torch.int32)(*args)
+    _kernel(body, for_device(configs, tensors[0].device), torch.int64 if wide else torch.int32, role)(*args)

@@ -35,7 +35,7 @@ FIRST_FLAG = 16  # the place of the flag of row 0 of a, so that Triton knows its
 # Block sizes count scale bytes. A grid of three dimensions needs no divisions to find a program's place, but two of its
 # dimensions hold at most 65535.
 _VALUES, _TALL = config([1, 1, 64], 4, pid_type="xyz"), config([1, 1, 64], 4)
-_OF_GROUPS = helion.Config(block_sizes=[64], num_warps=4, loop_orders=[[1, 0]])
+_OF_GROUPS = helion.Config(block_sizes=[256], num_warps=8, loop_orders=[[1, 0]])
 _OF_TOKENS = helion.Config(block_sizes=[128], num_warps=4, loop_orders=[[2, 1, 0]])
 _PLAN = helion.Config(block_sizes=[], num_warps=1)
 _MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)
@@ -201,7 +201,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type != "cpu" else 4
 
 
-def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int) -> Tensor:
+def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int, role: str) -> Tensor:
     """`mx_dequantize(codes, scale, ...)` for one matrix or several, in bf16."""
     *lead, R, K = codes.shape
     C, E = K // MX_BLOCK_SIZE, lead[0] if lead else 1
@@ -215,7 +215,7 @@ def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, firs
     values = _VALUES if max(scale.shape[:2]) < 65536 else _TALL
     launch(
         _values, {(9, 0): values}, flat(codes), codes.stride(0) if lead else 0, codes.stride(-2), R, C, scale,
-        out.view(-1), flags, first_flag, blocked, *EXACT[codes.dtype],
+        out.view(-1), flags, first_flag, blocked, *EXACT[codes.dtype], role=role,
     )  # fmt: skip
     return out
 
@@ -235,7 +235,7 @@ def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Ten
 
 
 def bf16_values_of_tokens(
-    codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int, plan: Tensor, G: int
+    codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int, plan: Tensor, G: int, role: str
 ) -> Tensor:
     """The bf16 values of codes `(R, M)` with blocks along M, the tokens of G groups.
 
@@ -245,7 +245,7 @@ def bf16_values_of_tokens(
     out = torch.empty((R, M), dtype=torch.bfloat16, device=codes.device)
     launch(
         _values_of_tokens, {(9, 0): _OF_TOKENS}, flat(codes), codes.stride(0), R, *scale_arguments(scale, blocked),
-        -(-R // 128), out.view(-1), M, plan, G, flags, first_flag, blocked, *EXACT[codes.dtype],
+        -(-R // 128), out.view(-1), M, plan, G, flags, first_flag, blocked, *EXACT[codes.dtype], role=role,
     )  # fmt: skip
     return out
 
