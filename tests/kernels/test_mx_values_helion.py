@@ -1,0 +1,80 @@
+"""Helion's MX matmuls of bf16 values: rows whose values are no bf16 numbers are computed again, and no other rows."""
+
+import pytest
+import torch
+
+import mxspec
+from mxspec import check, dispatch
+from mxspec.cases import mx_gemm as dense
+from mxspec.cases import mx_grouped_gemm as grouped
+from mxspec.cases import mx_grouped_gemm_wgrad as wgrad
+from mxspec.reference.common.matmul import MIN_SQNR_DB
+
+if not dispatch.has_kernel("mx_gemm", "helion"):
+    pytest.skip("helion is not installed", allow_module_level=True)
+try:
+    from mxspec.helion_kernels.tiles import mx_by_memory as kernel
+except ImportError as error:
+    pytest.skip(f"helion cannot be imported: {error}", allow_module_level=True)
+
+# By code format: the first and the last scale under which each value is 0, a normal bf16 number, Inf or NaN.
+LIMITS = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
+runs_helion = pytest.mark.skipif(
+    not torch.cuda.is_available() and not dispatch.interpreters(), reason="needs a GPU or an interpreter"
+)
+
+
+@runs_helion
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+def test_flags_say_which_scales_lead_out_of_bf16(dtype):
+    """The 256 codes under a scale, one in a row: the scales on both sides of each limit, and the ends of the range."""
+    device, limits = check.default_device(), LIMITS[dtype]
+    bytes_ = torch.tensor(sorted({0, 127, 254, 255, *(limit + by for limit in limits for by in (-1, 0, 1))}))
+    codes = torch.zeros(256 * len(bytes_), 32, dtype=torch.uint8)
+    codes[:, 7] = torch.arange(256).repeat(len(bytes_))
+    scale = bytes_.to(torch.uint8).repeat_interleave(256)[:, None]
+    codes, scale = codes.view(dtype).to(device), scale.view(torch.float8_e8m0fnu).to(device)
+    flags = torch.zeros(kernel.FIRST_FLAG + len(codes), dtype=torch.int32, device=device)
+    got = kernel.bf16_values(codes, scale, False, flags, kernel.FIRST_FLAG, "a")
+    exact = dispatch.reference("mx_dequantize")(codes, scale, out_dtype=torch.float32).double()
+    of_row = flags[kernel.FIRST_FLAG :].bool()
+    outside = (bytes_ < limits[0]) | ((bytes_ > limits[1]) & (bytes_ < 255))
+    # A code of 0 needs no flag. A flag for NaN and Inf does no harm.
+    needed = (outside.repeat_interleave(256).to(device)[:, None] & codes.double().isfinite() & (codes.double() != 0))[
+        :, 7
+    ]
+    assert of_row[needed].all()
+    assert not of_row[(codes.double() == 0)[:, 7]].any()
+    assert not of_row[~outside.repeat_interleave(256).to(device)].any()
+    assert bool(flags[0])
+    assert got[~of_row].double().nan_to_num(3.0).equal(exact[~of_row].nan_to_num(3.0))
+
+
+@runs_helion
+@pytest.mark.parametrize("op", ["mx_gemm", "mx_grouped_gemm", "mx_grouped_gemm_wgrad"])
+@pytest.mark.parametrize("row", [0, 129])
+@pytest.mark.parametrize(("first", "beyond", "other"), [(1, 254, 60), (3, 254, 60), (1, 0, 200), (3, 0, 200)])
+def test_only_a_row_with_a_flag_is_computed_again(op, row, first, beyond, other):
+    """One operand has one row of scales at an end of the range, and the other has ordinary scales."""
+    if op == "mx_gemm":
+        a, a_scale, b, b_scale = dense.made(150, 136, 96, "plain")
+        operands, offs = [a, a_scale, b, b_scale], ()
+    elif op == "mx_grouped_gemm":
+        *operands, offs = grouped.made([130, 0, 20], 6, 136, 96, "plain")
+        offs = (offs,)
+    else:
+        *operands, offs = wgrad.made([32, 160, 64], 0, 136, 136, "plain")
+        offs = (offs,)
+    operands = [t.clone() if t.is_contiguous() else t.mT.clone().mT for t in operands]
+    scales, others = operands[first].view(torch.uint8), operands[4 - first].view(torch.uint8)
+    others[:] = other
+    scales.view(-1, scales.shape[-1])[row] = beyond
+    if beyond == 0:  # so small that bf16 would lose the codes
+        codes = operands[first - 1].view(torch.uint8)
+        codes = codes.mT if op == "mx_grouped_gemm_wgrad" else codes
+        codes.view(-1, codes.shape[-1])[row] = 3
+    args = check.on_device(check.default_device(), (*operands, *offs))
+    kwargs = {"scale_layout": "plain", "out_dtype": torch.float32}
+    with check.poisoned(0xFF):
+        out = getattr(mxspec, op)(*args, **kwargs, backend="helion")
+    assert check.difference((out,), (dispatch.reference(op)(*args, **kwargs),), MIN_SQNR_DB) is None
