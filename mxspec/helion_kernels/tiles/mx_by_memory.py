@@ -36,7 +36,6 @@ FIRST_FLAG = 16  # the place of the flag of row 0 of a, so that Triton knows its
 # dimensions hold at most 65535.
 _VALUES, _TALL = config([1, 1, 64], 4, pid_type="xyz"), config([1, 1, 64], 4)
 _OF_GROUPS = helion.Config(block_sizes=[256], num_warps=8, loop_orders=[[1, 0]])
-_OF_TOKENS = helion.Config(block_sizes=[128], num_warps=4, loop_orders=[[2, 1, 0]])
 _PLAN = helion.Config(block_sizes=[], num_warps=1)
 _MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)
 
@@ -75,7 +74,7 @@ def _values(
 def _plan_tiles(plan: Tensor, M: int, offs: Tensor, stride_offs: int, G: int, chunk: hl.constexpr) -> None:
     """For each tile of 128 padded rows: the group, the first token, and the token after the group's last.
 
-    Past the last group, the group is G. Two more numbers are the group's first tile and the number of its tiles.
+    Past the last group, the group is G.
     """
     for tile in hl.tile(plan.size(0), block_size=1):
         row0 = tile.index * 128
@@ -89,8 +88,6 @@ def _plan_tiles(plan: Tensor, M: int, offs: Tensor, stride_offs: int, G: int, ch
         plan[tile, 0] = torch.where(row0 + 128 <= M + G * 128, group, G)
         plan[tile, 1] = first
         plan[tile, 2] = torch.where(stop < M, stop, M)
-        plan[tile, 3] = begin >> 7
-        plan[tile, 4] = (stop - (first - row0 + begin) + 127) >> 7
 
 
 def of_plan(plan: Tensor, tile: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,36 +123,6 @@ def _values_of_groups(
         if raised.amax(0) > 0:
             hl.store(flags, [hl.arange(1)], 1)
             hl.atomic_add(flags, [torch.where(there, first_flag + r, 0)], raised)
-
-
-def _values_of_tokens(
-    codes: Tensor, stride: int, R: int, scale: Tensor, scale_stride_r: int, scale_stride_c: int, row_tiles: int,
-    out: Tensor, out_stride: int, plan: Tensor, G: int, flags: Tensor, first_flag: int,
-    blocked: hl.constexpr, lowest: hl.constexpr, highest: hl.constexpr,
-) -> None:  # fmt: skip
-    """`_values` with blocks along the tokens of groups. There is a flag for each group and row."""
-    for across, tile, byte in hl.tile([row_tiles, plan.size(0), 512], block_size=[1, 1, None]):
-        group, first, stop = of_plan(plan, tile.id)
-        begin, width = ((hl.load(plan, [tile.id, i]) + hl.arange(1)).sum(0) for i in (3, 4))
-        r, c = blocked_to_row_col(byte.index * 0, byte.index)
-        r, token = across.id * 128 + r, (first >> 5 << 5) + c * 32  # the shifts tell Triton of a multiple of 32
-        there = (r < R) & (token >= 0) & (token < stop) & (group < G)
-        # The tiles of a group are stored together, row by row. If offs is out of order, there may be no such tile.
-        place = begin * row_tiles + width * across.id + tile.id - begin
-        if blocked:
-            there = there & (place >= 0) & (place * 512 + 512 <= scale.size(0))
-        of_scale = place * 512 + byte.index if blocked else r * scale_stride_r + (token >> 5) * scale_stride_c
-        of_block = hl.load(scale, [of_scale], extra_mask=there).to(torch.int32)
-        k = hl.arange(32).unsqueeze(0)
-        codes_there = there.unsqueeze(1).expand(byte, 32)
-        value = hl.load(codes, [(r * stride + token).unsqueeze(1) + k], extra_mask=codes_there).to(torch.float32)
-        value = value * scale_value(of_block).unsqueeze(1)
-        hl.store(out, [(r * out_stride + token).unsqueeze(1) + k], value.to(out.dtype), extra_mask=codes_there)
-        inexact = (of_block < lowest) | ((of_block > highest) & (of_block < 255))
-        raised = (inexact & there & (torch.where(value != 0, 1, 0).amax(-1) > 0)).to(torch.int32)
-        if raised.amax(0) > 0:
-            hl.store(flags, [hl.arange(1)], 1)
-            hl.atomic_add(flags, [torch.where(there, first_flag + group * R + r, 0)], raised)
 
 
 def _mend(
@@ -234,25 +201,9 @@ def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Ten
     return out
 
 
-def bf16_values_of_tokens(
-    codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int, plan: Tensor, G: int, role: str
-) -> Tensor:
-    """The bf16 values of codes `(R, M)` with blocks along M, the tokens of G groups.
-
-    The columns of no group stay as they were.
-    """
-    R, M = codes.shape
-    out = torch.empty((R, M), dtype=torch.bfloat16, device=codes.device)
-    launch(
-        _values_of_tokens, {(9, 0): _OF_TOKENS}, flat(codes), codes.stride(0), R, *scale_arguments(scale, blocked),
-        -(-R // 128), out.view(-1), M, plan, G, flags, first_flag, blocked, *EXACT[codes.dtype], role=role,
-    )  # fmt: skip
-    return out
-
-
 def plan_of(offs: Tensor, M: int) -> Tensor:
     E = offs.shape[0]
-    plan = torch.empty((-(-M // 128) + E, 5), dtype=torch.int32, device=offs.device)
+    plan = torch.empty((-(-M // 128) + E, 3), dtype=torch.int32, device=offs.device)
     launch(_plan_tiles, {(9, 0): _PLAN}, plan, M, flat(offs), offs.stride(0), E, chunk(E))
     return plan
 
