@@ -129,7 +129,7 @@ def headline_table(quantizers: Run, matmuls: Run) -> Iterator[str]:
     yield "\n" + _paragraph(f"""
         One {quantizers.device}, the Triton backend, stored runs of {dates}. "Kernel" is the GPU's time alone, "plain
         call" the time of a call in a program. A bare cast writes no scales, so its GB/s are the memory's limit.
-        Matmuls slow the card down, and less so in the plain calls' shorter rounds.
+        Matmuls slow the card down.
         """)
 
 

@@ -14,7 +14,8 @@ from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels.common.nvfp4_numerics import values_of_pairs
 
-# No RANK: no GPU has run it. It is compiled, and interpreted.
+# As fast as Triton for large matrices (benchmarks/results/decisions.md). Blackwell: compiled, not run.
+RANK = {(9, 0): 2, (10, 0): 2}
 _HOPPER = {"rows": (16, 16, 4), "turned": (64, 4, 4)}  # rows and blocks of a tile, warps; not measured
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The multiplications have no .ftz, which would lose the subnormals.

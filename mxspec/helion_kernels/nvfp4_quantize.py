@@ -18,7 +18,8 @@ from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_gri
 from mxspec.helion_kernels.common.numerics import magnitude_bits, widened
 from mxspec.helion_kernels.common.nvfp4_numerics import block_scale, of_matrix, packed_codes, tensor_scale
 
-# No RANK: no GPU has run it. It is compiled, and interpreted.
+# Slower than Triton on an H100 (benchmarks/results/decisions.md). Blackwell: compiled, not run.
+RANK = {(9, 0): 2, (10, 0): 2}
 
 
 class Tile(NamedTuple):

@@ -30,13 +30,15 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_magnitudes
 
-# No RANK: no GPU has run it. It is compiled, and interpreted.
-# By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements. Not measured.
+# Issue slots set the speed: on an H100 0.86 of a bare cast's rate along rows (benchmarks/results/decisions.md).
+# Blackwell: compiled, not run.
+RANK = {(9, 0): 1, (10, 0): 1}
+# By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements.
 _HOPPER = {
-    "flat": {"BLOCKS": 256, "num_warps": 4},
+    "flat": {"BLOCKS": 128, "num_warps": 2},
     "strided": {"BLOCKS": 256, "num_warps": 4},
     "blocked": {"BLOCKS": 256, "num_warps": 4},
-    "square": {"BLOCKS": 256, "num_warps": 4},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
+    "square": {"BLOCKS": 256, "num_warps": 2},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # Without .ftz, which would lose subnormals.
