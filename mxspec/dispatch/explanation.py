@@ -23,12 +23,14 @@ class Explanation:
     reasons: dict[str, str]
     note: str | None = None  # set if the backend runs this call in another way than its rank assumes
     batch_invariant: bool = False  # whether the backend promises that a row's bits do not depend on the other rows
+    measured: str | None = None  # how fast the backend was for calls of this size, beside other libraries
 
     def __str__(self) -> str:
         head = f"{self.op}: {self.asked!r} " + (f"runs {self.backend!r}" if self.backend else "raises")
         head += ", batch-invariant" if self.batch_invariant else ""
         head += f", {self.note}" if self.note else ""
-        return "\n".join([head, *(f"  {backend:<10} {reason}" for backend, reason in self.reasons.items())])
+        lines = {"measured": self.measured, **self.reasons} if self.measured else self.reasons
+        return "\n".join([head, *(f"  {what:<10} {said}" for what, said in lines.items())])
 
 
 def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
@@ -67,6 +69,7 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
                 reasons[other] = refusal(name, other, args, kwargs) or f"can run this call, but {asked!r} was chosen"
         if why_not:
             reasons = {asked: why_not, **reasons}
-    note = getattr(kernel_module(name, chosen), "note", None) if chosen not in (None, "reference") else None
+    kernel = kernel_module(name, chosen) if chosen not in (None, "reference") else None
+    note, measured = (getattr(kernel, what, lambda *_, **__: None)(*args, **kwargs) for what in ("note", "measured"))
     invariant = chosen is not None and is_batch_invariant(name, chosen)
-    return Explanation(name, asked, chosen, reasons, note and note(*args, **kwargs), invariant)
+    return Explanation(name, asked, chosen, reasons, note, invariant, measured)

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from mxspec.triton_kernels.hopper.fp8.launch import fp8_sm90, reads
+from mxspec.triton_kernels.hopper.fp8.measured import dense as measured
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles.fp8_matmul import fp8_tiles
 
-__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "fp8_gemm", "multiply", "note"]
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "fp8_gemm", "measured", "multiply", "note"]
 
 # Triton is first, because it takes every call, and DeepGEMM compiles for seconds at the first call of each shape. The
-# race against DeepGEMM and cuBLAS on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
+# race against DeepGEMM and cuBLAS: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 BATCH_INVARIANT = True
 PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.mma",)}

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from mxspec.triton_kernels.fp8_gemm import PTX, note
 from mxspec.triton_kernels.hopper.fp8.launch import fp8_sm90, reads
+from mxspec.triton_kernels.hopper.fp8.measured import grouped as measured
 from mxspec.triton_kernels.tiles.fp8_matmul import fp8_tiles
 
-__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "fp8_grouped_gemm", "note"]
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "fp8_grouped_gemm", "measured", "note"]
 
-# The race against DeepGEMM and bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
+# The race against DeepGEMM and bf16: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 BATCH_INVARIANT = True
 
