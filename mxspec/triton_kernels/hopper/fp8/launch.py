@@ -171,9 +171,9 @@ def fp8_sm90(
     config.pop("rows")
     scales = a_scale, *a_scale.stride(), b_scale, *((0,) if b_scale.ndim == 2 else ()), *b_scale.stride()
     stride = 0 if offs is None else offs.stride(0)
-    # The last block of K may be shorter (compiled, not run). The descriptors have the real K. So TMA fills the columns
-    # past K with zeros, as it fills the rows past M and N, and counts a whole box on the mbarrier. With "K", K is the
-    # number of padded tokens, whose blocks are whole.
+    # The last block of K may be shorter. The descriptors have the real K. So TMA fills the columns past K with zeros, as
+    # it fills the rows past M and N, and counts a whole box on the mbarrier. With "K", K is the number of padded tokens,
+    # whose blocks are whole.
     blocks = offs, stride, E, tiles, M, N, -(-K // FP8_BLOCK_SIZE), M_tiles, N_tiles
 
     def launch() -> Any:
