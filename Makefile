@@ -80,7 +80,8 @@ pytest: $(READY)
 # Run the kernels on the CPU. Helion's kernels run as eager torch. Then Triton's interpreter runs the Triton kernels and
 # the Triton code that Helion generates, tile by tile.
 interpreted: $(READY)
-	HELION_INTERPRET=1 $(PYTEST) $(addprefix tests/engine/test_,conformance.py mutants.py)
+	HELION_INTERPRET=1 $(PYTEST) $(addprefix tests/engine/test_,conformance.py mutants.py) \
+	    tests/kernels/test_mx_values_helion.py
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED)
 
 notebooks-test: $(READY)

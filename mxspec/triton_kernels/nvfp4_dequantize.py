@@ -21,7 +21,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
 # At 0.97 of a bare cast's rate on an H100. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 # A program has BLOCKS scale bytes, that is, 16 * BLOCKS codes. "turned": ROWS rows of the transpose by BLOCKS of their
-# blocks. Not measured.
+# blocks. No other tile was measured.
 _HOPPER = {
     "flat": {"BLOCKS": 128, "num_warps": 4},
     "strided": {"BLOCKS": 128, "num_warps": 4},

@@ -306,27 +306,29 @@ def test_explain_passes_on_what_a_kernel_notes_of_a_call(monkeypatch):
 def test_explain_says_what_was_measured_for_a_call_of_this_size(monkeypatch):
     """On tensors without data, with a GPU that is said to be a Hopper."""
     from mxspec.triton_kernels.hopper import releases
-    from mxspec.triton_kernels.hopper.fp8 import measured
+    from mxspec.triton_kernels.hopper.fp8 import launch
 
-    for module in (releases, measured):
+    for module in (releases, launch):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     monkeypatch.setattr("mxspec.dispatch.explanation.refusal", lambda name, backend, args, kwargs: None)
     codes = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device="meta")
 
-    def said(M, rows=128, experts=0):
+    def said(M, rows=128, experts=0, stride=512):
         lead = (experts,) if experts else ()
         scales = torch.empty(M, 4, device="meta"), torch.empty(*lead, -(-640 // rows), 4, device="meta")
         offs = (torch.empty(experts, dtype=torch.int32, device="meta"),) if experts else ()
-        args = codes(M, 512), scales[0], codes(*lead, 640, 512), scales[1], *offs
+        args = codes(M, stride)[:, :512], scales[0], codes(*lead, 640, 512), scales[1], *offs
         return mxspec.explain("fp8_grouped_gemm" if experts else "fp8_gemm", *args, backend="triton")
 
-    for M, words in ((16, "2 to 128 rows"), (129, "256 to 1024 rows"), (4096, "more than 1024 rows")):
+    for M, words in ((16, "2 to 128 rows"), (256, "256 to 1024 rows"), (4096, "more than 1024 rows")):
         assert said(M).measured.startswith(f"on an H100, {words}: ")
-        assert f"\n  measured   on an H100, {words}: " in str(said(M))
+        assert f", measured on an H100, {words}: " in str(said(M)).splitlines()[0]
     assert said(64, experts=32).measured.startswith("on an H100, 8 to 32 experts: ")
-    assert said(64, experts=64).measured.startswith("on an H100, 128 experts: ")
+    assert said(64, experts=128).measured.startswith("on an H100, 128 experts: ")
+    assert said(1).measured is said(129).measured is said(64, experts=64).measured is None, "not measured"
     assert said(4096, rows=1).measured is None, "a scale for each column runs other tiles"
-    monkeypatch.setattr(measured, "capability", lambda device: (10, 0))
+    assert said(4096, stride=520).measured is None, "TMA does not read such rows: plain tiles run"
+    monkeypatch.setattr(launch, "capability", lambda device: (10, 0))
     assert said(4096).measured is None
 
 

@@ -1,5 +1,7 @@
 """Helion's MX matmuls of bf16 values: rows whose values are no bf16 numbers are computed again, and no other rows."""
 
+import os
+
 import pytest
 import torch
 
@@ -70,6 +72,20 @@ def test_only_a_row_with_a_flag_is_computed_again(op, row, first, beyond, other)
         codes.view(-1, codes.shape[-1])[row] = 3
     args = check.on_device(check.default_device(), (*operands, *offs))
     kwargs = {"scale_layout": "plain", "out_dtype": torch.float32}
+    with check.poisoned(0xFF):
+        out = getattr(mxspec, op)(*args, **kwargs, backend="helion")
+    assert check.difference((out,), (dispatch.reference(op)(*args, **kwargs),), MIN_SQNR_DB) is None
+
+
+@pytest.mark.skipif(os.environ.get("HELION_INTERPRET") != "1", reason="needs HELION_INTERPRET=1")
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+@pytest.mark.parametrize("op", ["mx_gemm", "mx_grouped_gemm"])
+def test_the_kernel_for_blackwell_multiplies_codes(op, layout, monkeypatch):
+    """Without a GPU the op runs the kernel for Hopper. Helion's interpreter has steps of one block, not of four."""
+    monkeypatch.setattr(dispatch.kernel_module(op, "helion"), "MX_BLOCK_SIZE", 0)
+    monkeypatch.setattr(kernel, "launch", None)  # the kernel for Hopper would call it
+    args = dense.made(150, 136, 160, layout) if op == "mx_gemm" else grouped.made([130, 0, 20], 6, 136, 160, layout)
+    kwargs = {"scale_layout": layout, "out_dtype": torch.float32}
     with check.poisoned(0xFF):
         out = getattr(mxspec, op)(*args, **kwargs, backend="helion")
     assert check.difference((out,), (dispatch.reference(op)(*args, **kwargs),), MIN_SQNR_DB) is None

@@ -149,7 +149,7 @@ def _mend(
             acc = hl.zeros([128, 64], dtype=torch.float32)
             for k in hl.tile(0, summed, block_size=32):
                 c = (k.id + hl.arange(1)).unsqueeze(0)
-                # A group's tiles of scales begin at the same rows as its tiles of rows.
+                # Tile `down` of the plan is tile `down` of the blocked scales.
                 of_row = down * 128 + in_tile if blocked else row
                 a_at = scale_place(of_row, c, a_stride_r, a_stride_c, col_tiles, blocked)
                 b_at = expert * b_scale_stride_e + scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
@@ -188,7 +188,7 @@ def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, firs
 
 
 def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Tensor, G: int) -> Tensor:
-    """The bf16 values of tokens with blocked scales. The rows of no group stay as they were."""
+    """The bf16 values of tokens with blocked scales. The rows of no group are not written."""
     M, K = codes.shape
     C = K // MX_BLOCK_SIZE
     out = torch.empty((M, K), dtype=torch.bfloat16, device=codes.device)

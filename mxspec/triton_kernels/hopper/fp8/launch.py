@@ -116,7 +116,7 @@ def fp8_sm90(
     *, offs: Tensor | None = None, grouped: str = "", accumulate: bool = False, tile: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """`fp8_tiles` by the Gluon kernel, with a tile of TILES. Returns the compiled kernel.
+    """`fp8_tiles` by the Gluon kernel, with a tile of TILES or VECTOR_TILES. Returns the compiled kernel.
 
     `options` override fields of the tile.
 
@@ -156,7 +156,8 @@ def fp8_sm90(
     config.setdefault("ONCE", vector and (halves == 1 or (out.element_size() == 4 and not cramped)))
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
     output = config["WARPGROUPS"] * config["BUFFERS"] * 64 * config["chunk"] * out.element_size()
-    of_stage = (config["BLOCK_M"] + config["BLOCK_N"]) * 132 + config["BLOCK_M"] * 4  # codes, and scales in fp32
+    # At most: codes, and scales in fp32. 1024 bytes are for barriers and alignment. An output of fp32 costs a stage.
+    of_stage = (config["BLOCK_M"] + config["BLOCK_N"]) * 132 + config["BLOCK_M"] * 4
     config["NUM_STAGES"] = min(config["NUM_STAGES"], (SHARED_BYTES - 1024 - output) // of_stage)
     # Three warpgroups share 504 registers, counted for one thread of each. Each math warpgroup takes this many, and the
     # third warpgroup gets the rest.
@@ -171,9 +172,9 @@ def fp8_sm90(
     config.pop("rows")
     scales = a_scale, *a_scale.stride(), b_scale, *((0,) if b_scale.ndim == 2 else ()), *b_scale.stride()
     stride = 0 if offs is None else offs.stride(0)
-    # The last block of K may be shorter. The descriptors have the real K. So TMA fills the columns past K with zeros, as
-    # it fills the rows past M and N, and counts a whole box on the mbarrier. With "K", K is the number of padded tokens,
-    # whose blocks are whole.
+    # The last block of K may be shorter. The descriptors have the real K. So TMA fills the columns past K with zeros,
+    # as it fills the rows past M and N, and counts a whole box on the mbarrier. With "K", K is the number of padded
+    # tokens, whose blocks are whole.
     blocks = offs, stride, E, tiles, M, N, -(-K // FP8_BLOCK_SIZE), M_tiles, N_tiles
 
     def launch() -> Any:

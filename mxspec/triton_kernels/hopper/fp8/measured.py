@@ -10,36 +10,31 @@ from typing import Any
 
 from torch import Tensor
 
-from mxspec.triton_kernels.common.launch import capability
-from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.hopper.fp8.launch import reads
 
-# The largest number of rows, and what was measured up to there.
+# The least and the largest number of rows, and what was measured in between. Other sizes were not measured.
 DENSE = (
-    (128, "2 to 128 rows: 0.91 to 1.13 of the rate of DeepGEMM, 1.09 to 2.3 of cuBLAS"),
-    (1024, "256 to 1024 rows: 0.75 to 1.21 of the rate of DeepGEMM, 0.94 to 1.64 of cuBLAS"),
-    (None, "more than 1024 rows: 0.94 to 1.10 of the rate of DeepGEMM, 1.02 to 1.18 of cuBLAS"),
+    (2, 128, "2 to 128 rows: 0.91 to 1.13 of the rate of DeepGEMM, 1.07 to 2.3 of cuBLAS"),
+    (256, 1024, "256 to 1024 rows: 0.75 to 1.21 of the rate of DeepGEMM, 0.94 to 1.64 of cuBLAS"),
+    (1025, 10**9, "more than 1024 rows: 0.94 to 1.10 of the rate of DeepGEMM, 1.02 to 1.18 of cuBLAS"),
 )
 # The same by experts. DeepGEMM's groups were padded to multiples of 128 rows beforehand.
 GROUPED = (
-    (32, "8 to 32 experts: 0.95 to 1.06 of the rate of DeepGEMM on groups padded beforehand"),
-    (None, "128 experts: 0.92 to 1.05 of the rate of DeepGEMM on groups padded beforehand"),
+    (8, 32, "8 to 32 experts: 0.95 to 1.06 of the rate of DeepGEMM on groups padded beforehand"),
+    (128, 128, "128 experts: 0.92 to 1.05 of the rate of DeepGEMM on groups padded beforehand"),
 )
 
 
-def _of(size: int, classes: tuple[tuple[int | None, str], ...]) -> str:
-    return next(f"on an H100, {said}" for most, said in classes if most is None or size <= most)
-
-
-def _was_measured(a: Tensor, b: Tensor, b_scale: Tensor) -> bool:
-    """Whether the call runs the kernel that was measured: on Hopper, with a scale for 128 x 128 elements of b."""
-    if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal():
-        return False
-    return b_scale.shape[-2] < b.shape[-2]
+def _of(size: int, classes: tuple[tuple[int, int, str], ...], a: Tensor, b: Tensor, b_scale: Tensor) -> str | None:
+    """What was measured for a size, if the call runs the kernel that was measured: with a scale for 128 rows of b."""
+    if b_scale.shape[-2] == b.shape[-2] or not reads(a, b, a):
+        return None
+    return next((f"on an H100, {said}" for least, most, said in classes if least <= size <= most), None)
 
 
 def dense(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **_: Any) -> str | None:
-    return _of(a.shape[0], DENSE) if _was_measured(a, b, b_scale) else None
+    return _of(a.shape[0], DENSE, a, b, b_scale)
 
 
 def grouped(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, **_: Any) -> str | None:
-    return _of(b.shape[0], GROUPED) if _was_measured(a, b, b_scale) else None
+    return _of(b.shape[0], GROUPED, a, b, b_scale)

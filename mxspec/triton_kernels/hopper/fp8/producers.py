@@ -136,8 +136,9 @@ def scale(scales, tiles, pipeline, scheduler):
             b_at = scales.b + (n_block_idx * BLOCK_N + columns).to(gl.int64) * scales.b_stride_n
         else:
             b_there = True
-            right_there = n_block_idx * BLOCK_N + 128 < scheduler.N
             b_at = scales.b + (n_block_idx * BLOCK_N // 128).to(gl.int64) * scales.b_stride_n
+        if WIDE:
+            right_there = n_block_idx * BLOCK_N + 128 < scheduler.N
         if scheduler.GROUPED == "M":
             b_at += expert.to(gl.int64) * scales.b_stride_e
         if scheduler.GROUPED == "K":
