@@ -27,7 +27,7 @@ T = TypeVar("T")
 # race against DeepGEMM: benchmarks/results/decisions.md.
 _FEW: dict[str, Any] = {"BLOCK_M": 64, "WARPGROUPS": 1, "AHEAD": 8, "FEW": True}
 WIDE: dict[str, Any] = {
-    "BLOCK_M": 128, "BLOCK_N": 256, "WARPGROUPS": 2, "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1, "REGISTERS": 216,
+    "BLOCK_M": 128, "BLOCK_N": 256, "WARPGROUPS": 2, "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1,
     "SWIZZLE": 16,
 }  # fmt: skip
 TILES: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -152,7 +152,8 @@ def fp8_sm90(
     # ONCE: a thread reads its 32 column scales once a block of K, if registers are left for them. Shared memory limits
     # this kernel, and the 128 bytes of scales that each thread reads count as much there as operands. From Triton 3.9
     # on a thread needs a few registers more, so a tile of two halves has none left for the scales.
-    cramped = halves == 2 and releases.release() not in ("3.6", "3.7", "3.8")
+    newer = releases.release() not in ("3.6", "3.7", "3.8")
+    cramped = halves == 2 and newer
     config.setdefault("ONCE", vector and (halves == 1 or (out.element_size() == 4 and not cramped)))
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
     output = config["WARPGROUPS"] * config["BUFFERS"] * 64 * config["chunk"] * out.element_size()
@@ -161,7 +162,9 @@ def fp8_sm90(
     config["NUM_STAGES"] = min(config["NUM_STAGES"], (SHARED_BYTES - 1024 - output) // of_stage)
     # Three warpgroups share 504 registers, counted for one thread of each. Each math warpgroup takes this many, and the
     # third warpgroup gets the rest.
-    config.setdefault("REGISTERS", 184 if halves == 1 else 232 if vector and not cramped else 224)
+    wide = 224 if newer else 216
+    of_halves = 184 if halves == 1 else 232 if vector and not cramped else 224
+    config.setdefault("REGISTERS", wide if config["BLOCK_N"] == 256 else of_halves)
     row_bytes = config["chunk"] * out.element_size()
     codes, rows = shared_layout(128, 8), shared_layout(min(row_bytes, 128), 8 * out.element_size())
     of_rows, of_a, of_b = out.view(-1, N), a, b.view(-1, K)
