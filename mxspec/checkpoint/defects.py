@@ -81,13 +81,21 @@ def _codes(
         fits = [f.scale for f in FAMILIES if f.codes == ends and header.stored in f.stored]
         needs = " or ".join(dict.fromkeys(module + scale for scale in fits)) or "a scale"
         return near, Problem("missing scale", name, f"has {header.stored} codes and no scale; needs {needs}")
+    # The tensor scales of NVFP4 that may belong to these codes, and the block scales that come with them
+    seconds = {module + f.second: module + f.scale for f in FAMILIES if f.second and f.codes == ends}
+    others = [other for other in near if other not in seconds]
+    if packed and not others:
+        needs = seconds[near[0]]
+        if needs in checkpoint.elsewhere:
+            return near, None
+        return near, Problem("missing scale", name, f"has {header.stored} codes and no block scale; needs {needs}")
     scale = checkpoint.tensors[near[0]]
     rows = header.shape[:1]
     if codes and scale.stored in ("F32", "BF16", "F16") and scale.shape in ((), (1,), rows, (*rows, 1)):
         return near, None  # one scale for a tensor or for a row: no block format, and no defect
     known = [f for f in FAMILIES if f.codes == ends and module + f.scale in near and header.stored in f.stored]
     if not known:
-        said = f"has {header.stored} codes, and no family has a scale with the name {near[0]}"
+        said = f"has {header.stored} codes, and no family has a scale with the name {(others or near)[0]}"
         return near, Problem("renamed scale", name, said)
     return near, _misfit(name, header, module + known[0].scale, checkpoint.tensors[module + known[0].scale], known)
 

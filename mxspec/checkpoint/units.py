@@ -76,12 +76,13 @@ def units(checkpoint: Checkpoint) -> list[Unit]:
             used.update(unit.names)
     for name, entry in checkpoint.tensors.items():
         if name not in used:
+            where = f"{name} in {entry.shard}"
             if entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-                raise CheckpointError(f"{name}: FP8 codes without a scale that convert knows")
+                raise CheckpointError(f"{where}: FP8 codes without a scale that convert knows")
             if name.endswith((*SCALES[:2], *TENSOR_SCALE.values())):
-                raise CheckpointError(f"{name}: scales without codes that convert knows")
+                raise CheckpointError(f"{where}: scales without codes that convert knows")
             if name.endswith(".weight_packed"):
-                raise CheckpointError(f"{name}: codes without a scale that convert knows; needs a .weight_scale")
+                raise CheckpointError(f"{where}: codes without a scale that convert knows; needs a .weight_scale")
             module = name.removesuffix(".weight")
             if name.endswith(GPTOSS_EXPERTS) and len(entry.shape) == 3:
                 E, K, N = entry.shape
@@ -104,6 +105,8 @@ def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mappin
         return None
     scale = next((module + end for end in SCALES if module + end in tensors), None)
     if scale is None:
+        if entry.dtype in (torch.uint8, torch.int8) and module + TENSOR_SCALE[suffix] in tensors:
+            raise CheckpointError(f"{name} in {entry.shard}: has no block scale; needs {module}.weight_scale")
         return None
     if len(entry.shape) != 2:
         if len(entry.shape) == 3 and entry.dtype == torch.uint8:

@@ -395,8 +395,11 @@ def test_deepseek_v4_has_fp4_experts_that_become_fp8_without_loss(plain, tmp_pat
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"a.weight": weight(128, 128).to(torch.float8_e4m3fn)}, r"a\.weight: FP8 codes without a scale"),
-        ({"a.weight_scale_inv": torch.ones(1, 1)}, r"a\.weight_scale_inv: scales without codes"),
+        (
+            {"a.weight": weight(128, 128).to(torch.float8_e4m3fn)},
+            r"a\.weight in model\.safetensors: FP8 codes without a scale",
+        ),
+        ({"a.weight_scale_inv": torch.ones(1, 1)}, r"a\.weight_scale_inv in model\.safetensors: scales without codes"),
         (
             {"a.weight": weight(128, 128).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)},
             r"with scales torch\.float32 \(1,\) is not a scheme",

@@ -427,8 +427,11 @@ STACK = {"a.weight": torch.zeros(2, 4, 16, dtype=torch.uint8), "a.weight_scale":
         (nvfp4() | {"a.b.weight_scale": torch.ones(4, 4).to(E4M3)}, r"weight_scale is \(4, 4\); .* needs \(4, 2\)"),
         (nvfp4() | {"a.b.pre_quant_scale": torch.ones(32)}, r"a\.b\.weight in .* comes with a\.b\.pre_quant_scale"),
         (STACK, r"a\.weight: shape \(2, 4, 16\) is a stack of experts; convert reads a tensor for each expert"),
-        ({"a.weight_scale_2": torch.ones(())}, r"a\.weight_scale_2: scales without codes"),
-        ({"a.weight_packed": torch.zeros(4, 8, dtype=torch.uint8)}, r"a\.weight_packed: codes without a scale"),
+        ({"a.weight_scale_2": torch.ones(())}, r"a\.weight_scale_2 in model\.safetensors: scales without"),
+        (
+            {"a.weight_packed": torch.zeros(4, 8, dtype=torch.uint8)},
+            r"a\.weight_packed in model\.safetensors: codes without",
+        ),
         (
             nvfp4("c") | {"c.input_scale": torch.tensor(1.0)} | nvfp4("d"),
             r"c\.weight has c\.input_scale, and d\.weight has no input scale",
@@ -469,6 +472,30 @@ def test_what_else_is_refused_or_said(plain, modelopt, tmp_path):
     odd = store(tmp_path / "odd", nvfp4(k=24))
     assert [p.message for p in inspect(odd).problems if p.kind == "grid"] == [
         "has K = 24, which is no multiple of 16; NVFP4 has blocks of 16"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("peer", "codes", "second"),
+    [("ct", "weight_packed", "weight_global_scale"), ("modelopt", "weight", "weight_scale_2")],
+)
+def test_a_missing_block_scale_is_named_beside_a_tensor_scale(request, tmp_path, peer, codes, second):
+    tensors = loaded(request.getfixturevalue(peer))
+    del tensors[f"{Q}.weight_scale"]
+    source = store(tmp_path / "source", tensors, files=(f"{K}.{codes}",))
+    words = f"{Q}.{codes} in model-00001-of-00002.safetensors: has no block scale; needs {Q}.weight_scale"
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, tmp_path / "out", to="bf16")
+    assert str(raised.value) == words
+    with pytest.raises(CheckpointError) as raised:
+        verify(source, source)
+    assert str(raised.value) == words
+    said = [(p.kind, p.where, p.message) for p in inspect(source).problems if p.where.startswith(Q)]
+    assert said == [("missing scale", f"{Q}.{codes}", f"has U8 codes and no block scale; needs {Q}.weight_scale")]
+    tensors[f"{Q}.scales_of_blocks"] = torch.ones(2)
+    renamed = [p for p in inspect(store(tmp_path / "renamed", tensors)).problems if p.where == f"{Q}.{codes}"]
+    assert [(p.kind, p.message) for p in renamed] == [
+        ("renamed scale", f"has U8 codes, and no family has a scale with the name {Q}.scales_of_blocks")
     ]
 
 
