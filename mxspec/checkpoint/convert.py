@@ -73,7 +73,7 @@ def convert(
 
     Raises:
         CheckpointError: the source cannot be read as a checkpoint, no loader reads the family of this model, dst holds
-            other files, or a weight cannot keep its values.
+            other files, a scale is NaN, or a weight cannot keep its values.
         OSError: reading or writing failed, for example on a full disk. The message names the shards that are missing.
         ValueError: an argument has a value that is not listed above.
 

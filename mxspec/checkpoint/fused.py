@@ -13,7 +13,7 @@ from torch import Tensor
 from mxspec.checkpoint import nvfp4
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import strips
-from mxspec.checkpoint.units import Unit, blocks, plain_strips
+from mxspec.checkpoint.units import Unit, blocks, numbers, plain_strips
 
 # The last parts of the names of weights that are fused, if the rest of their names is equal.
 # Source: vLLM, `packed_modules_mapping` of its models; nvidia-modelopt 0.47.0, export/layer_utils.py (`_GATE_UP_PAIRS`)
@@ -108,5 +108,5 @@ class Shared:
     def _values(self, unit: Unit) -> Iterable[Tensor]:
         if unit.scheme is None:
             return (x for _, x in plain_strips(self._checkpoint, unit))
-        held = blocks(self._checkpoint, unit)
+        held = numbers(self._checkpoint, unit)
         return (held.values(torch.float32, rows) for rows in strips(unit.shape[-2]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
-from mxspec.checkpoint.schemes import SCHEMES, Blocks, strips
+from mxspec.checkpoint.schemes import SCHEMES, Blocks, strips, widened_scale
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
@@ -177,6 +177,24 @@ def blocks(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
     if unit.scheme != "fp8_128x128" or scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
     return Blocks(unit.scheme, codes, scale)
+
+
+def numbers(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
+    """The codes and scales of one matrix of a quantized unit.
+
+    Raises:
+        CheckpointError: a scale is NaN.
+    """
+    held = blocks(checkpoint, unit, matrix)
+    nan = widened_scale(held.scale).isnan()
+    if bool(nan.any()):
+        assert unit.scale is not None
+        expert = f" of expert {matrix}" if unit.packed else ""
+        raise CheckpointError(
+            f"{unit.scale} in {checkpoint.tensors[unit.scale].shard}: {int(nan.sum())} of {nan.numel()} "
+            f"scales{expert} are NaN, the first is {tuple(nan.nonzero()[0].tolist())}; needs numbers"
+        )
+    return held
 
 
 def one_scale(checkpoint: Checkpoint, name: str) -> Tensor:

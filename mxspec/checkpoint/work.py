@@ -14,7 +14,7 @@ from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import FP4, SCHEMES, Blocks, keeping, quantizer, strips
 from mxspec.checkpoint.shards import Planned
 from mxspec.checkpoint.targets import SQUARE, TARGETS, scale_dtype
-from mxspec.checkpoint.units import Unit, blocks, plain_strips
+from mxspec.checkpoint.units import Unit, numbers, plain_strips
 
 Write = Callable[[str, Tensor], None]
 COPIED_AT_ONCE = 1 << 24  # bytes
@@ -88,7 +88,7 @@ def changed(checkpoint: Checkpoint, unit: Unit, options: Options) -> Work:
 
     def run(write: Write) -> None:
         for matrix in range(unit.matrices):
-            old = blocks(checkpoint, unit, matrix)
+            old = numbers(checkpoint, unit, matrix)
             new = keeping(old, scheme, planned[1].dtype)
             if isinstance(new, Blocks) and scheme == SQUARE and options.scales == "ue8m0":
                 powers = retype(new.scale, torch.uint8)
@@ -127,7 +127,7 @@ def dequantized(checkpoint: Checkpoint, unit: Unit) -> Work:
 
     def run(write: Write) -> None:
         for matrix in range(unit.matrices):
-            old, whole = blocks(checkpoint, unit, matrix), []
+            old, whole = numbers(checkpoint, unit, matrix), []
             for rows in strips(N):
                 wide = old.values(torch.float32, rows)
                 values = wide.bfloat16()

@@ -16,7 +16,7 @@ from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import SCHEMES, Blocks, quantizer, strips
 from mxspec.checkpoint.shards import Planned
 from mxspec.checkpoint.targets import TARGETS
-from mxspec.checkpoint.units import Unit, blocks, one_scale, plain_strips
+from mxspec.checkpoint.units import Unit, numbers, one_scale, plain_strips
 from mxspec.checkpoint.work import Options, Work, Write, planned_of, refuse_nan
 
 
@@ -41,7 +41,7 @@ def changed(checkpoint: Checkpoint, unit: Unit, options: Options, shared: Shared
     planned = _planned(unit, options)
 
     def run(write: Write) -> None:
-        old = blocks(checkpoint, unit)
+        old = numbers(checkpoint, unit)
         new, why = _kept(old, unit, options, shared)
         if why and not options.allow_lossy:
             by = "rounds the tensor scale" if new else "quantizes it again by a rule"

@@ -286,6 +286,19 @@ def test_a_numbered_series_without_an_index_must_be_whole(plain, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("family", "other"), [("ct_mxfp4", "modelopt_mxfp4"), ("mxfp8", "ct_mxfp8")])
+def test_a_byte_255_among_the_scales_is_refused(plain, tmp_path, family, other):
+    convert(plain, tmp_path / "mx", to=family)
+    tensors = load_file(tmp_path / "mx" / "model-00001-of-00002.safetensors")
+    scale = next(name for name, x in tensors.items() if "_scale" in name)
+    tensors[scale][5, 1] = 255
+    save_file(tensors, tmp_path / "mx" / "model-00001-of-00002.safetensors")
+    words = f"{scale} in model-00001-of-00002.safetensors: 1 of {tensors[scale].numel()} scales are NaN, the first is"
+    with pytest.raises(CheckpointError) as raised:
+        convert(tmp_path / "mx", tmp_path / "out", to=other, allow_lossy=True)
+    assert str(raised.value) == f"{words} (5, 1); needs numbers"
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_weight_with_a_nan_is_refused(plain, tmp_path, value):
     bad = weight(256, 128)

@@ -499,6 +499,21 @@ def test_a_missing_block_scale_is_named_beside_a_tensor_scale(request, tmp_path,
     ]
 
 
+@pytest.mark.parametrize("family", ["modelopt_nvfp4", "ct_nvfp4", "bf16"])
+def test_a_nan_among_the_block_scales_is_refused(ct, tmp_path, family):
+    tensors = loaded(ct)
+    scale = tensors[f"{DOWN}.weight_scale"]
+    scale.view(torch.uint8)[1, 2], scale.view(torch.uint8)[3, 0] = 0x7F, 0xFF
+    source = store(tmp_path / "source", tensors, files=(f"{DOWN}.weight_scale",))
+    words = (
+        f"{DOWN}.weight_scale in model-00002-of-00002.safetensors: 2 of {scale.numel()} scales are NaN, the first is"
+    )
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, tmp_path / "out", to=family, allow_lossy=True)
+    assert str(raised.value) == f"{words} (1, 2); needs numbers"
+    assert verify(source, source).ok  # verify compares the bits of a NaN
+
+
 @pytest.mark.parametrize("rule", ["contract", "modelopt", "compressed_tensors"])
 @pytest.mark.parametrize("family", ["ct_nvfp4", "modelopt_nvfp4"])
 def test_a_matrix_of_zeros_has_the_tensor_scale_1(tmp_path, family, rule):
