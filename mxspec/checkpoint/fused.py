@@ -102,8 +102,22 @@ class Shared:
         found = [x.abs().amax() for x in self._values(unit) if x.numel()]
         amax = torch.stack(found).amax() if found else torch.zeros(())
         if not amax.isfinite():
-            raise CheckpointError(f"{unit.codes} holds a NaN or an Inf; needs numbers")
+            shard = self._checkpoint.tensors[unit.codes].shard
+            raise CheckpointError(f"{unit.codes} in {shard}: {self._not_finite(unit)}; needs finite numbers")
         return amax
+
+    def _not_finite(self, unit: Unit) -> str:
+        """The number of values that are NaN or Inf, and the place of the first."""
+        count, row, first = 0, 0, (0, 0)
+        for x in self._values(unit):
+            wrong = ~x.isfinite()
+            if bool(wrong.any()) and not count:
+                at = wrong.nonzero()[0].tolist()
+                first = row + at[0], at[1]
+            count += int(wrong.sum())
+            row += x.shape[0]
+        are = "value is" if count == 1 else "values are"
+        return f"{count} {are} NaN or Inf, the first is {first}"
 
     def _values(self, unit: Unit) -> Iterable[Tensor]:
         if unit.scheme is None:

@@ -409,6 +409,12 @@ def nvfp4(name="a.b", n=4, k=32, second=1.0):
     return tensors if second is None else {**tensors, f"{name}.weight_scale_2": torch.tensor(second)}
 
 
+def put(x, value, *places):
+    for place in places:
+        x[place] = value
+    return x
+
+
 STACK = {"a.weight": torch.zeros(2, 4, 16, dtype=torch.uint8), "a.weight_scale": torch.ones(2, 4, 2).to(E4M3)}
 
 
@@ -440,7 +446,14 @@ STACK = {"a.weight": torch.zeros(2, 4, 16, dtype=torch.uint8), "a.weight_scale":
             {"a.b.weight": random(4, 24)},
             r"a\.b\.weight in model\.safetensors: K = 24 is no multiple of 16; .*--exclude",
         ),
-        ({"a.b.weight": torch.full((4, 32), torch.nan)}, r"a\.b\.weight holds a NaN or an Inf"),
+        (
+            {"a.b.weight": put(random(300, 32), torch.nan, (131, 7), (299, 0))},
+            r"a\.b\.weight in model\.safetensors: 2 values are NaN or Inf, the first is \(131, 7\); needs finite",
+        ),
+        (
+            {"a.b.weight": put(random(4, 32), -torch.inf, (3, 31))},
+            r"a\.b\.weight in model\.safetensors: 1 value is NaN or Inf, the first is \(3, 31\); needs finite numbers",
+        ),
         ({"a.b.weight": torch.full((4, 32), 1e-37)}, r"a\.b\.weight: the largest magnitude is .* would be inf"),
         ({f"{Q}.weight": random(4, 32), f"{K}.weight": random(4, 32).float()}, "q_proj.* and NVFP4 needs one tensor"),
     ],
