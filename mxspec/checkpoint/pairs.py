@@ -69,7 +69,7 @@ def warnings(
 
 
 def of_tensors(family: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The warnings for the tensors of a manifest: fused layers with several tensor scales, and what was left out."""
+    """The warnings for the tensors of a manifest: several tensor scales in a layer, roundings, what is left out."""
     target, said = TARGETS[family], []
     codes = target.codes.removeprefix("{}")
     scales = {name.removesuffix(codes): t["tensor_scale"] for name, t in tensors.items() if "tensor_scale" in t}
@@ -82,10 +82,19 @@ def of_tensors(family: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[st
             f"{len(counts)} weights are other numbers of bfloat16 after the change, the first weight is "
             f"{next(iter(counts))}"
         )
+    for why, scale in (("why", "the tensor scale"), ("why_input_scale", "the scale of activations")):
+        of = (t for t in tensors.values() if why in t and (t["how"] == "rounded" or why == "why_input_scale"))
+        if rounded := list(dict.fromkeys(t["from"][0] for t in of)):
+            said.append(f"{scale} of {counted(len(rounded), 'weight')} is rounded, the first is {rounded[0]}")
     left = dict.fromkeys(t["left_out"] for t in tensors.values() if "left_out" in t)
     if left:
         said.append(f"{len(left)} scales of activations are left out, the first is {next(iter(left))}")
     return said
+
+
+def counted(count: int, noun: str) -> str:
+    """A number and a noun: `1 weight`, `2 weights`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def several_scales(layers: list[tuple[str, ...]]) -> str:

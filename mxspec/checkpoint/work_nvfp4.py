@@ -55,6 +55,8 @@ def changed(checkpoint: Checkpoint, unit: Unit, options: Options, shared: Shared
         else:
             if old.divides != new.divides and (count := _unequal(old, new)):
                 note["bf16_values_that_differ"] = count
+            if why:
+                note["how"] = "rounded"
             write(planned[0].name, new.codes)
             write(planned[1].name, new.scale)
             _write_scale(new.tensor_scale, planned[2], note, write)
@@ -65,7 +67,8 @@ def changed(checkpoint: Checkpoint, unit: Unit, options: Options, shared: Shared
             if not exact and not options.allow_lossy:
                 raise CheckpointError(f"{unit.input_scale}: {_no_divisor(scale.reciprocal())}; --allow-lossy rounds it")
             if not exact:
-                note.update(lossless=False, why_input_scale=_no_divisor(scale.reciprocal()))
+                how = "rounded" if note["how"] == "kept" else note["how"]
+                note.update(how=how, lossless=False, why_input_scale=_no_divisor(scale.reciprocal()))
             write(planned[3].name, scale)
 
     return Work(unit, planned, note, run)

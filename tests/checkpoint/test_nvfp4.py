@@ -226,7 +226,7 @@ def test_from_modelopt_to_compressed_tensors(modelopt, tmp_path):
     tensors = loaded(source)
     manifest = convert(source, tmp_path / "ct", to="ct_nvfp4", allow_lossy=True)
     entry, made = manifest["tensors"][f"{DOWN}.weight_packed"], loaded(tmp_path / "ct")
-    assert (entry["how"], entry["lossless"]) == ("kept", False)
+    assert (entry["how"], entry["lossless"]) == ("rounded", False)
     assert "no fp32 divisor" in entry["why"]
     for name in (Q, DOWN):
         assert same(made[f"{name}.weight_packed"], tensors[f"{name}.weight"])
@@ -237,6 +237,11 @@ def test_from_modelopt_to_compressed_tensors(modelopt, tmp_path):
     group = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     assert group["input_activations"]["dynamic"] == "local"
     assert not any("W4A16" in warning for warning in manifest["warnings"])
+    assert manifest["warnings"] == [f"the tensor scale of 1 weight is rounded, the first is {DOWN}.weight"]
+    assert manifest["tensors"][f"{Q}.weight_packed"]["how"] == "kept"
+    manifest = convert(tmp_path / "inputs", tmp_path / "inputs_ct", to="ct_nvfp4", allow_lossy=True)
+    assert manifest["warnings"] == [f"the scale of activations of 1 weight is rounded, the first is {DOWN}.weight"]
+    assert manifest["tensors"][f"{DOWN}.weight_packed"]["how"] == "rounded"
     bf16 = convert(source, tmp_path / "bf16", to="bf16")
     assert "7 scales of activations are left out, the first is" in bf16["warnings"][0]
 
