@@ -97,7 +97,10 @@ def _codes(
     if not known:
         said = f"has {header.stored} codes, and no family has a scale with the name {(others or near)[0]}"
         return near, Problem("renamed scale", name, said)
-    return near, _misfit(name, header, module + known[0].scale, checkpoint.tensors[module + known[0].scale], known)
+    scale = checkpoint.tensors[module + known[0].scale]
+    if any(second in near for second in seconds) or scale.stored == "F8_E4M3":
+        known = [f for f in known if f.block == NV_ROW] or known
+    return near, _misfit(name, header, module + known[0].scale, scale, known)
 
 
 def _misfit(name: str, header: Header, scale: str, stored: Header, known: Sequence[Family]) -> Problem:
@@ -115,7 +118,8 @@ def _misfit(name: str, header: Header, scale: str, stored: Header, known: Sequen
     fits = [family for grid, family in grids.values() if grid == stored.shape]
     if fits:
         needs = " or ".join(fits[0].scale_stored)
-        return Problem("dtype of scale", name, f"{has}; {fits[0].name} needs {needs}: was a byte cast to a number?")
+        cast = ": was a byte cast to a number?" if "U8" in fits[0].scale_stored else ""
+        return Problem("dtype of scale", name, f"{has}; {fits[0].name} needs {needs}{cast}")
     needs = ", ".join(f"{list(grid)} ({family})" for family, (grid, _) in grids.items())
     return Problem(
         "grid", name, f"is {header.stored} {list(header.shape)}, and {has}; needs {needs or 'two dimensions'}"

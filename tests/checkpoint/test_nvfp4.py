@@ -517,6 +517,30 @@ def test_a_missing_block_scale_is_named_beside_a_tensor_scale(request, tmp_path,
     ]
 
 
+SCALE = f"{LAYER}a.weight_scale"
+E4M3_SCALE = torch.ones(256, 8).to(E4M3)
+
+
+@pytest.mark.parametrize(
+    ("scale", "second", "kind", "words"),
+    [
+        (E4M3_SCALE, True, "grid", "is U8 [256, 128], and {} is F8_E4M3 [256, 8]; needs [256, 16] ({})"),
+        (E4M3_SCALE, False, "grid", "is U8 [256, 128], and {} is F8_E4M3 [256, 8]; needs [256, 16] ({})"),
+        (torch.ones(256, 8), True, "grid", "is U8 [256, 128], and {} is F32 [256, 8]; needs [256, 16] ({})"),
+        (torch.ones(256, 16), True, "dtype of scale", "{} is F32 [256, 16]; {} needs F8_E4M3"),
+        (torch.ones(256, 8), False, "dtype of scale", "{} is F32 [256, 8]; {} needs U8: was a byte cast to a number?"),
+    ],
+)
+@pytest.mark.parametrize("maker", ["ct", "modelopt"])
+def test_block_scales_that_do_not_fit(tmp_path, maker, scale, second, kind, words):
+    codes, end = ("weight_packed", "weight_global_scale") if maker == "ct" else ("weight", "weight_scale_2")
+    tensors = {f"{LAYER}a.{codes}": torch.full((256, 128), 0x22, dtype=torch.uint8), SCALE: scale}
+    tensors |= {f"{LAYER}a.{end}": torch.ones(1)} if second else {}
+    (problem,) = inspect(store(tmp_path / "source", tensors)).problems
+    family = f"{maker}_mxfp4" if words.endswith("number?") else f"{maker}_nvfp4"
+    assert (problem.kind, problem.where, problem.message) == (kind, f"{LAYER}a.{codes}", words.format(SCALE, family))
+
+
 @pytest.mark.parametrize("family", ["modelopt_nvfp4", "ct_nvfp4", "bf16"])
 def test_a_nan_among_the_block_scales_is_refused(ct, tmp_path, family):
     tensors = loaded(ct)
