@@ -55,11 +55,12 @@ def warnings(
         if wrong and target.method == "fp8":
             name, shape = wrong[0]
             said.append(
-                f"{len(wrong)} weights have a partial block, the first is {name} {tuple(shape[-2:])}: transformers "
-                "takes the block from the shape of the scales, and reads such a weight wrong or raises"
+                f"{counted(len(wrong), 'weight', 'have')} a partial block, the first is {name} {tuple(shape[-2:])}: "
+                "transformers takes the block from the shape of the scales, and reads such a weight wrong or raises"
             )
         if wrong and target.method != "fp8":
-            said.append(f"{len(wrong)} weights have a partial block: the first is {wrong[0][0]}; forward may raise")
+            few = counted(len(wrong), "weight", "have")
+            said.append(f"{few} a partial block: the first is {wrong[0][0]}; forward may raise")
         if scales == "fp32":
             said.append(
                 "vLLM and SGLang quantize fp32 scales again to powers of two when they use DeepGEMM; scales ue8m0 are "
@@ -77,10 +78,11 @@ def of_tensors(family: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[st
         said.append(several_scales(layers))
     counts = {t["from"][0]: t["bf16_values_that_differ"] for t in tensors.values() if "bf16_values_that_differ" in t}
     if counts:
+        changed, others = sum(counts.values()), counted(len(counts), "weight")
+        are = "is another number" if changed == 1 else "are other numbers"
         said.append(
-            f"compressed-tensors divides by its tensor scale, ModelOpt multiplies: {sum(counts.values())} values of "
-            f"{len(counts)} weights are other numbers of bfloat16 after the change, the first weight is "
-            f"{next(iter(counts))}"
+            f"compressed-tensors divides by its tensor scale, ModelOpt multiplies: after the change, "
+            f"{counted(changed, 'value')} of {others} {are} of bfloat16, the first weight is {next(iter(counts))}"
         )
     for why, scale in (("why", "the tensor scale"), ("why_input_scale", "the scale of activations")):
         of = (t for t in tensors.values() if why in t and (t["how"] == "rounded" or why == "why_input_scale"))
@@ -88,18 +90,21 @@ def of_tensors(family: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[st
             said.append(f"{scale} of {counted(len(rounded), 'weight')} is rounded, the first is {rounded[0]}")
     left = dict.fromkeys(t["left_out"] for t in tensors.values() if "left_out" in t)
     if left:
-        said.append(f"{len(left)} scales of activations are left out, the first is {next(iter(left))}")
+        said.append(f"{counted(len(left), 'scale of activations', 'are')} left out, the first is {next(iter(left))}")
     return said
 
 
-def counted(count: int, noun: str) -> str:
-    """A number and a noun: `1 weight`, `2 weights`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str, verb: str = "") -> str:
+    """A number, a noun and a verb in the right form: `1 weight has`, `2 scales of activations are`."""
+    first, of, rest = noun.partition(" of ")
+    if count == 1:
+        verb = {"have": "has", "are": "is"}.get(verb, verb)
+    return f"{count} {first}{'' if count == 1 else 's'}{of}{rest} {verb}".rstrip()
 
 
 def several_scales(layers: list[tuple[str, ...]]) -> str:
     """What engines do with fused layers whose weights have several tensor scales."""
     return (
-        f"{len(layers)} fused layers have several tensor scales, the first is {', '.join(layers[0])}: vLLM and SGLang "
-        "use the largest stored scale for the whole layer, so the other weights are read wrong"
+        f"{counted(len(layers), 'fused layer', 'have')} several tensor scales, the first is {', '.join(layers[0])}: "
+        "vLLM and SGLang use the largest stored scale for the whole layer, so the other weights are read wrong"
     )

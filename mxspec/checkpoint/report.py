@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mxspec.checkpoint.loaders import WRONG
+from mxspec.checkpoint.pairs import counted
 
 SHOWN = 20  # problems of one kind; --json has all
 
@@ -79,6 +80,6 @@ def _loaders(found: Any) -> Table:
     table = Table("loader", "reads it as meant", Column("traps", overflow="fold"), title="loaders")
     for loader, verdict in found.loaders.items():
         mine = [t for t in found.traps if loader in t.loaders]
-        said = "\n".join(f"{t.effect}: {t.message} [{t.weights} weights; {t.source}]" for t in mine)
+        said = "\n".join(f"{t.effect}: {t.message} [{counted(t.weights, 'weight')}; {t.source}]" for t in mine)
         table.add_row(escape(loader), escape(verdict), escape(said))
     return table

@@ -26,7 +26,7 @@ class Finding:
         name: the module of a weight, or the name of another tensor.
         status: `equal`, `made by a rule`, `differs` or `missing`.
         rules: the rules that make exactly the codes and scales of A from the values of B.
-        detail: the first differing block in hex, or what is missing.
+        detail: where the sides differ first, with both values in hex, or where the tensor is missing.
     """
 
     name: str
@@ -60,7 +60,12 @@ class Verdict:
 
     def __str__(self) -> str:
         counts = {status: sum(f.status == status for f in self.findings) for status in (EQUAL, MADE, DIFFERS, MISSING)}
-        said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        plural = {DIFFERS: "differ"}
+        said = ", ".join(
+            f"{count} {status if count == 1 else plural.get(status, status)}"
+            for status, count in counts.items()
+            if count
+        )
         if counts[MADE]:
             said += f"; the rule: {', '.join(self.rules) or 'no single one'}"
         return said
@@ -129,12 +134,12 @@ def _compared(name: str, a: Weight, b: Weight, layer: Sequence[Weight]) -> Findi
 
 def _compare(name: str, a: Weight, b: Weight, layer: Sequence[Weight]) -> Finding:
     if a.shape != b.shape:
-        return Finding(name, DIFFERS, detail=f"A is {a.shape}, B is {b.shape}")
+        return Finding(name, DIFFERS, detail=f"in shape: A is {a.shape}, B is {b.shape}")
     dtype = torch.float32
     if a.blocks is None or b.blocks is None:
         dtype = a.dtype if a.blocks is None else b.dtype
         if a.blocks is None and b.blocks is None and a.dtype != b.dtype:
-            return Finding(name, DIFFERS, detail=f"A is {a.dtype}, B is {b.dtype}")
+            return Finding(name, DIFFERS, detail=f"in dtype: A is {a.dtype}, B is {b.dtype}")
     of_a, of_b = a.rows, b.rows
     if a.multiplied and b.multiplied and a.divides != b.divides:
         of_a, of_b = a.multiplied, b.multiplied
@@ -159,10 +164,11 @@ def _first(a: Weight, b: Weight, rows: slice, unequal: Tensor, x: Tensor, y: Ten
     at = [int(i) for i in unequal.nonzero()[0]] if unequal.ndim else []
     place = (at[0] + (rows.start or 0), *at[1:]) if at else ()
     height, width = next((SCHEMES[s.blocks().scheme].block for s in (a, b) if s.blocks), (128, 128))
-    block = f"block ({place[0] // height}, {place[1] // width}), " if len(place) == 2 else ""
+    block = f"in block ({place[0] // height}, {place[1] // width}), " if len(place) == 2 else "in "
     count = int(unequal.sum())
     values = " and ".join(f"{side} {_hex(t[tuple(at)])}" for side, t in (("A", x), ("B", y)))
-    return f"{block}element {place}: {values}; {count} differ in these {x.shape[0] if x.ndim else 1} rows"
+    differ, n = "differs" if count == 1 else "differ", x.shape[0] if x.ndim else 1
+    return f"{block}element {place}: {values}; {count} {differ} in {'this row' if n == 1 else f'these {n} rows'}"
 
 
 def _hex(value: Tensor) -> str:

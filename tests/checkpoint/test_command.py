@@ -42,7 +42,7 @@ def test_a_difference_is_exit_code_1_and_names_the_block(plain, tmp_path, capsys
     save_file(tensors, other / "model.safetensors")
     assert main(["checkpoint", "verify", str(other), str(plain)]) == 1
     said = capsys.readouterr().out
-    assert "k_proj: differs block (0, 1), element (100, 200): A 0x3f80 (1) and B 0x" in said
+    assert "k_proj: differs in block (0, 1), element (100, 200): A 0x3f80 (1) and B 0x" in said
     assert said.endswith("1 equal, 1 differs\n")
 
 

@@ -13,6 +13,8 @@ from mxspec import nvfp4_dequantize, nvfp4_quantize
 from mxspec.checkpoint import CheckpointError, NotLossless, convert, inspect, mxfp4_to_nvfp4, verify
 from mxspec.checkpoint.fused import layer_of
 from mxspec.checkpoint.nvfp4 import divisor_of, exponents
+from mxspec.checkpoint.pairs import counted
+from mxspec.checkpoint.verify import Finding, Verdict
 from tests.checkpoint import record_nvfp4
 
 E4M3, FP4 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
@@ -87,7 +89,7 @@ def test_the_peers_own_bytes(request, plain, tmp_path, peer, family, rule, count
     assert found.problems == []
     assert {group.family.name for group in found.groups} == {family}
     assert sum(group.weights for group in found.groups) == count
-    assert not [trap for trap in found.traps if "fused layers" in trap.message]
+    assert not [trap for trap in found.traps if "fused layer" in trap.message]
     verdict = verify(theirs, plain)
     assert verdict.rules == (rule,)
     assert str(verdict) == f"5 equal, {count} made by a rule; the rule: {rule}"
@@ -208,7 +210,10 @@ def test_values_that_the_two_readers_round_differently_are_counted(tmp_path):
     }
     manifest = convert(store(tmp_path / "ct", tensors), tmp_path / "modelopt", to="modelopt_nvfp4")
     assert manifest["tensors"]["a.weight"]["bf16_values_that_differ"] == 32
-    assert "32 values of 1 weights are other numbers of bfloat16 after the change" in manifest["warnings"][2]
+    assert (
+        "after the change, 32 values of 1 weight are other numbers of bfloat16, the first weight is a.weight_pac"
+        in manifest["warnings"][2]
+    )
 
 
 def test_from_modelopt_to_compressed_tensors(modelopt, tmp_path):
@@ -398,14 +403,24 @@ def test_a_layer_with_several_tensor_scales_is_said(ct, tmp_path):
     tensors = loaded(ct)
     tensors[f"{K}.weight_global_scale"] *= 2
     source = store(tmp_path / "several", tensors, {"quantization_config": {"quant_method": "compressed-tensors"}})
-    (trap,) = [trap for trap in inspect(source).traps if "fused layers" in trap.message]
+    (trap,) = [trap for trap in inspect(source).traps if "fused layer" in trap.message]
     assert (trap.loaders, trap.effect, trap.weights, trap.first) == (("vLLM", "SGLang"), "reads wrong", 3, Q)
     assert inspect(source).loaders["vLLM"] == "reads wrong"
     manifest = convert(source, tmp_path / "modelopt", to="modelopt_nvfp4")
-    said = f"1 fused layers have several tensor scales, the first is {Q}, {K}, {V}: vLLM and SGLang"
+    said = f"1 fused layer has several tensor scales, the first is {Q}, {K}, {V}: vLLM and SGLang"
     assert any(warning.startswith(said) for warning in manifest["warnings"])
     served = {f.name: f.status for f in verify(source, source, as_loaded="vllm").findings}
     assert [name for name, status in served.items() if status != "equal"] == [Q, V]
+
+
+def test_numbers_and_words_agree():
+    assert counted(1, "weight", "have") == "1 weight has"
+    assert counted(0, "weight", "have") == "0 weights have"
+    assert counted(2, "scale of activations", "are") == "2 scales of activations are"
+    assert counted(1, "scale of activations", "are") == "1 scale of activations is"
+    findings = [Finding(str(i), status) for i, status in enumerate(["equal", "differs", "differs"])]
+    assert str(Verdict(findings)) == "1 equal, 2 differ"
+    assert str(Verdict(findings[:2])) == "1 equal, 1 differs"
 
 
 def nvfp4(name="a.b", n=4, k=32, second=1.0):

@@ -99,7 +99,7 @@ def test_one_wrong_byte_is_named_by_its_block(plain, tmp_path):
     assert wrong.name == "q_proj"
     convert(plain, tmp_path / "right", to="mxfp8")
     (wrong,) = [f for f in verify(tmp_path / "q", tmp_path / "right").findings if f.status == "differs"]
-    assert wrong.detail.startswith("block (130, 3), element (130, 96): A 0x")
+    assert wrong.detail.startswith("in block (130, 3), element (130, 96): A 0x")
     assert not verdict.ok
 
 
@@ -150,7 +150,7 @@ def test_missing_tensors_and_other_shapes(plain, tmp_path):
     save_file(tensors, other / "model.safetensors")
     found = {f.name: f for f in verify(plain, other).findings}
     assert (found["norm.bias"].status, found["norm.bias"].detail) == ("missing", "in B")
-    assert found["o_proj"].detail == "A is (128, 256), B is (64, 256)"
+    assert found["o_proj"].detail == "in shape: A is (128, 256), B is (64, 256)"
     with pytest.raises(ValueError, match="as_loaded is 'trt'; needs vllm, sglang, transformers"):
         verify(plain, other, as_loaded="trt")
 
