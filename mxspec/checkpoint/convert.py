@@ -16,6 +16,7 @@ from mxspec.checkpoint import pairs, work, work_nvfp4
 from mxspec.checkpoint.files import missing_of_series
 from mxspec.checkpoint.finish import finish
 from mxspec.checkpoint.fused import Shared
+from mxspec.checkpoint.pairs import counted
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.resume import Progress, source_digest
 from mxspec.checkpoint.shards import ShardWriter
@@ -25,6 +26,7 @@ from mxspec.checkpoint.work import Options, Work
 from mxspec.checkpoint.writing import fill_shard
 
 SHOWN = 4  # missing files that an error names
+SMALLEST = 16  # rows and columns of the matrices of a stack; kernels of convolutions are smaller
 # Weights that loaders expect in bfloat16, whatever the family.
 NEVER = ("*embed*", "*lm_head*", "*norm*", "*.gate.weight", "*.gate.wg.weight", "*expert_gate*", "*router*", "*.conv*")
 
@@ -107,6 +109,13 @@ def convert(
     plan = [_work(checkpoint, unit, options, include, exclude, plain_source, shared) for unit in found]
     work_nvfp4.refuse_some_input_scales(plan)
     made = [w for w in plan if w.note["how"] != "copied"]
+    stacks = [u for u in found if _is_stack(checkpoint, u, options.to) and _wanted(u, include, exclude, plain_source)]
+    if stacks and not made:
+        stack = checkpoint.tensors[stacks[0].codes]
+        raise CheckpointError(
+            f"convert: {stacks[0].codes} in {stack.shard} is a stack of matrices {tuple(stack.shape)}, and {to} has no "
+            "names for stacks; needs a tensor for each expert, (N, K), whose name ends with .weight"
+        )
     if not made:
         raise CheckpointError(f"convert: no weight of {source} is to be changed; needs other globs, or another family")
     job = {
@@ -127,7 +136,13 @@ def convert(
     except OSError as error:
         missing = [s for s in shards if not state.has(s)]
         raise OSError(f"convert: {error}; missing in {target}: {', '.join(missing)}") from error
-    return finish(checkpoint, target, plan, shards, state, options.to, options.scales)
+    more = []
+    if stacks:
+        more.append(
+            f"{counted(len(stacks), 'stack of matrices', 'are')} copied, the first is {stacks[0].codes}: {to} has no "
+            "names for stacks"
+        )
+    return finish(checkpoint, target, plan, shards, state, options.to, options.scales, more)
 
 
 def _write(
@@ -190,7 +205,6 @@ def _work(
     plain_source: bool,
     shared: Shared,
 ) -> Work:
-    chosen = _matches(unit, include) if include else plain_source and not _matches(unit, NEVER)
     scheme = TARGETS[options.to].scheme
     if unit.scheme:
         keep = scheme and not _matches(unit, exclude) and (not include or _matches(unit, include))
@@ -198,7 +212,7 @@ def _work(
             return work_nvfp4.changed(checkpoint, unit, options, shared)
         return work.changed(checkpoint, unit, options) if keep else work.dequantized(checkpoint, unit)
     fits = unit.packed if TARGETS[options.to].packed else unit.codes.endswith(".weight") and len(unit.shape) == 2
-    if scheme and fits and chosen and not _matches(unit, exclude):
+    if scheme and fits and _wanted(unit, include, exclude, plain_source):
         whole = scheme == SQUARE or unit.shape[-1] % 32 == 0
         plain = checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES
         if plain and scheme == "nvfp4":
@@ -206,6 +220,19 @@ def _work(
         if whole and plain:
             return work.quantized(checkpoint, unit, options)
     return work.copied(checkpoint, unit)
+
+
+def _wanted(unit: Unit, include: Sequence[str], exclude: Sequence[str], plain_source: bool) -> bool:
+    """Whether the globs choose a plain weight."""
+    chosen = _matches(unit, include) if include else plain_source and not _matches(unit, NEVER)
+    return chosen and not _matches(unit, exclude)
+
+
+def _is_stack(checkpoint: Checkpoint, unit: Unit, to: str) -> bool:
+    """Whether a plain weight is a stack of matrices, such as experts, that the family has no names for."""
+    plain = unit.scheme is None and checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES
+    matrices = len(unit.shape) == 3 and min(unit.shape[1:]) >= SMALLEST
+    return plain and matrices and TARGETS[to].scheme is not None and not TARGETS[to].packed
 
 
 def _matches(unit: Unit, globs: Sequence[str]) -> bool:

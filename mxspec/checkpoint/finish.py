@@ -31,13 +31,14 @@ def finish(
     state: Progress,
     to: str,
     scales: str,
+    more: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Copy the source's other files; write the configuration, the index and, last, the manifest, which is returned."""
     for path in sorted(checkpoint.path.iterdir()):
         if path.is_file() and not path.name.endswith(NOT_COPIED) and path.name not in WRITTEN:
             shutil.copyfile(path, target / path.name)
     plain = {"lm_head", *plain_linears(plan)}
-    more = _of_source(checkpoint)
+    more = [*more, *_of_source(checkpoint)]
     manifest = describe(checkpoint.config, target, plan, state.job, state.tensors(shards), to, scales, plain, more)
     (target / PARTIAL).unlink(missing_ok=True)
     return manifest

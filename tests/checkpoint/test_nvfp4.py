@@ -413,6 +413,21 @@ def test_a_layer_with_several_tensor_scales_is_said(ct, tmp_path):
     assert [name for name, status in served.items() if status != "equal"] == [Q, V]
 
 
+@pytest.mark.parametrize("name", ["experts.w13", "mlp.experts.gate_up_proj", "experts.weight"])
+def test_a_plain_stack_of_experts_is_named(tmp_path, name):
+    stack = random(4 * 32, 64).view(4, 32, 64)
+    words = r"experts.* in model\.safetensors is a stack of matrices \(4, 32, 64\), and ct_nvfp4 has no names"
+    with pytest.raises(CheckpointError, match=words):
+        convert(store(tmp_path / "alone", {name: stack}), tmp_path / "refused", to="ct_nvfp4")
+    both = store(tmp_path / "both", {name: stack, "a.weight": random(4, 64), "conv1d.weight": random(64, 4)[:, None]})
+    manifest = convert(both, tmp_path / "out", to="ct_nvfp4")
+    assert manifest["tensors"][name]["how"] == "copied"
+    (said,) = [warning for warning in manifest["warnings"] if "stack" in warning]
+    assert said.startswith(f"1 stack of matrices is copied, the first is {name}: ct_nvfp4 has")
+    manifest = convert(both, tmp_path / "excluded", to="ct_nvfp4", exclude=["*experts*"])
+    assert not any("stack" in warning for warning in manifest["warnings"])
+
+
 def test_numbers_and_words_agree():
     assert counted(1, "weight", "have") == "1 weight has"
     assert counted(0, "weight", "have") == "0 weights have"
