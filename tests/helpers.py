@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import multiprocessing
 import os
+import re
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
@@ -90,6 +91,12 @@ def plain_environment(**more: str) -> dict[str, str]:
     """The environment for another process: it finds this checkout, interprets no kernels and chooses no backend."""
     clean = {k: v for k, v in os.environ.items() if not k.endswith("_INTERPRET") and k != "MXSPEC_BACKEND"}
     return {**clean, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")])), **more}
+
+
+def fetches_its_descriptors(ptx: str) -> bool:
+    """Whether a kernel fetches exactly the parameters that are TMA descriptors. It names them by their numbers."""
+    descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
+    return bool(descriptors) and re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", ptx) == descriptors
 
 
 def adds_once(reference: Callable[..., None], made: tuple[Any, ...], add: Callable[..., None]) -> None:

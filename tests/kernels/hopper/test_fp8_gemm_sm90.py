@@ -12,7 +12,7 @@ from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
 from mxspec.reference.fp8_gemm_ import fp8_gemm_
-from tests.helpers import adds_once, on_hopper
+from tests.helpers import adds_once, fetches_its_descriptors, on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -42,6 +42,7 @@ def test_every_tile_compiles_without_spilling(tile, out_dtype, rows):
     made = operands(300, 264, 256, rows, major=major)
     code = compile_call(launch, *made, tile=tile, out_dtype=out_dtype, target="sm90")
     assert not problems(code, (), (), edge=False)
+    assert fetches_its_descriptors(code[0].ptx)
     for pattern in (*PTX["sm90"], r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"):
         assert not problems(code, (pattern,), (), edge=False) or tile["WARPGROUPS"] == 1
 

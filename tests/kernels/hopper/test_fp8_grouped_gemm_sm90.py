@@ -17,7 +17,7 @@ from mxspec.reference.fp8_gemm import MIN_SQNR_DB
 from mxspec.reference.fp8_grouped_gemm import fp8_grouped_gemm
 from mxspec.reference.fp8_grouped_gemm_wgrad import fp8_grouped_gemm_wgrad
 from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
-from tests.helpers import adds_once, on_hopper
+from tests.helpers import adds_once, fetches_its_descriptors, on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -68,7 +68,8 @@ def compiles(call, args, tile, out_dtype):
 @each_output
 @each_row_tile
 def test_every_tile_of_rows_compiles_without_spilling(tile, out_dtype):
-    compiles(forward, rows.made([150, 129], 7, 264, 256, 1, "mn"), tile, out_dtype)
+    code = compiles(forward, rows.made([150, 129], 7, 264, 256, 1, "mn"), tile, out_dtype)
+    assert fetches_its_descriptors(code[0].ptx)
 
 
 @each_output
