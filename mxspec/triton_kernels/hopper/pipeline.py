@@ -20,13 +20,6 @@ class Pipeline:
     NUM_STAGES: gl.constexpr
 
     @gluon.jit
-    def stages(self, i):
-        """The stages of block i - 1, of block i, and of block i + 1."""
-        n: gl.constexpr = self.NUM_STAGES
-        stage, before, after = i % n, (i + n - 1) % n, (i + 1) % n
-        return before, stage, after
-
-    @gluon.jit
     def after(self, stage):
         """The next stage. Whoever counts stages one by one needs no division, whose instructions delay a matmul."""
         return gl.where(stage == self.NUM_STAGES - 1, 0, stage + 1)

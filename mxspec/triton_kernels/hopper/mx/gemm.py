@@ -31,16 +31,16 @@ from mxspec.triton_kernels.hopper.warpgroup import Output
 
 
 @gluon.jit
-def _step(a, acc, b, tiles, pipeline, i, first: gl.constexpr, FORMAT: gl.constexpr):
+def _step(a, acc, b, tiles, pipeline, i, before, stage, first: gl.constexpr, FORMAT: gl.constexpr):
     """Multiply a block of K. Meanwhile wait for the next block, then turn its codes into bf16."""
-    before, _, after = pipeline.stages(i)
+    after = pipeline.after(stage)
     running = warpgroup_mma(a, b, acc, is_async=True)
     # An arrival is a barrier of the warpgroup before it and one after it. Both are free here: the matmul is running.
     mbarrier.arrive(pipeline.empty.index(before), count=1)
     barrier()
     pipeline.wait_full(i + 1, after)
     acc, a = warpgroup_mma_wait(0, deps=[running, a])
-    return acc, values(tiles.a.index(after), tiles.factors.index(after), first, FORMAT), i + 1
+    return acc, values(tiles.a.index(after), tiles.factors.index(after), first, FORMAT), i + 1, stage, after
 
 
 @gluon.jit
@@ -53,7 +53,7 @@ def _multiply(
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     first: gl.constexpr = WARPGROUP * 64
-    i = 0
+    i, before, stage = 0, pipeline.NUM_STAGES - 1, 0
     mbarrier.wait(pipeline.full.index(0), 0)
     next = values(tiles.a.index(0), tiles.factors.index(0), first, FORMAT)
     barrier()
@@ -66,14 +66,14 @@ def _multiply(
         if GROUPED == "K":
             whole = end - (end - begin) % 64
         for _ in range(begin, whole, 64):
-            a, b = gl.convert_layout(next, operand), tiles.b.index(i % pipeline.NUM_STAGES).permute((1, 0))
-            acc, next, i = _step(a, acc, b, tiles, pipeline, i, first, FORMAT)
+            a, b = gl.convert_layout(next, operand), tiles.b.index(stage).permute((1, 0))
+            acc, next, i, before, stage = _step(a, acc, b, tiles, pipeline, i, before, stage, first, FORMAT)
         if GROUPED == "K":
             if whole < end:
                 half, _rest = next.reshape([64, 2, 32]).permute([0, 2, 1]).split()
                 a = gl.convert_layout(half, operand)
-                b = tiles.b.index(i % pipeline.NUM_STAGES).slice(0, 32, dim=1).permute((1, 0))
-                acc, next, i = _step(a, acc, b, tiles, pipeline, i, first, FORMAT)
+                b = tiles.b.index(stage).slice(0, 32, dim=1).permute((1, 0))
+                acc, next, i, before, stage = _step(a, acc, b, tiles, pipeline, i, before, stage, first, FORMAT)
         magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
         if GROUPED == "M":  # rows past the group, and columns past N, are checked in the tile that they belong to
             r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
