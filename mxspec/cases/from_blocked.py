@@ -24,6 +24,7 @@ def cases() -> Iterator[Case]:
     yield Case("3-D 3x130x6", these(random_bits(3, 2048, dtype=torch.uint8), 130, 6))
     yield Case("3-D e8m0fnu", these(random_bits(3, 2048, dtype=torch.float8_e8m0fnu), 130, 6))
     yield Case("e8m0fnu", these(random_bits(2048, dtype=torch.float8_e8m0fnu), 130, 6))
+    yield Case("e4m3fn, the scales of NVFP4", these(random_bits(2048, dtype=torch.float8_e4m3fn), 130, 6))
     yield Case("no rows", these(torch.zeros(0, dtype=torch.uint8), 0, 8), flags={"edge"})
     yield Case("wrong size", these(torch.zeros(512, dtype=torch.uint8), 129, 4), raises=ValueError, match="1024")
     yield Case("negative", these(torch.zeros(512, dtype=torch.uint8), -1, 4), raises=ValueError, match=">= 0")
@@ -74,7 +75,7 @@ DIMENSIONS = {
     "experts": EXPERTS,
     "strides": ("none", "row-major", "rows apart", "columns apart", "one row repeated", "one column repeated"),
     "begins": ("none", *BEGINS),
-    "dtype": (torch.uint8, torch.float8_e8m0fnu),
+    "dtype": (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn),
 }
 ALSO: list[Choice] = [
     {"strides": "one column repeated", "experts": 9, "dtype": torch.float8_e8m0fnu},

@@ -31,6 +31,7 @@ def cases() -> Iterator[Case]:
     yield Case("3-D 1x128x4", given(random_bits, 1, 128, 4, dtype=torch.uint8))
     yield Case("3-D e8m0fnu", given(random_bits, 3, 130, 6, dtype=torch.float8_e8m0fnu))
     yield Case("e8m0fnu", given(random_bits, 130, 6, dtype=torch.float8_e8m0fnu))
+    yield Case("e4m3fn, the scales of NVFP4", given(random_bits, 130, 6, dtype=torch.float8_e4m3fn))
     yield Case("transposed input", lambda: (random_bits(6, 130, dtype=torch.uint8).mT,), flags={"edge"})
     yield Case("rows far apart", _far_apart, flags={"edge"})
     yield Case("no rows", given(torch.zeros, 0, 8, dtype=torch.uint8), flags={"edge"})

@@ -27,6 +27,7 @@ def cases() -> Iterator[Case]:
     for R in (1, 128, 130, 300):
         yield Case(f"R = {R}", partial(args, R, [7, 0, 70, 3], 83))
     yield Case("e8m0fnu", partial(args, 130, [4, 9], 13, torch.float8_e8m0fnu))
+    yield Case("e4m3fn, the scales of NVFP4", partial(args, 130, [4, 9], 13, torch.float8_e4m3fn))
     scale, offs = args(130, [5, 0, 12], 20)
     yield Case("no rows", these(scale[:0], offs), flags={"edge"})
     yield Case("one tile and no group", these(scale[:, :1], offs[:0]))

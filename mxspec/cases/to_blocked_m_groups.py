@@ -29,6 +29,7 @@ def cases() -> Iterator[Case]:
     for C in (1, 3, 6, 64, 208):
         yield Case(f"C = {C}", partial(args, [7, 0, 130, 24], 170, C))
     yield Case("e8m0fnu", partial(args, [130, 20], 150, 12, torch.float8_e8m0fnu))
+    yield Case("e4m3fn, the scales of NVFP4", partial(args, [130, 20], 150, 12, torch.float8_e4m3fn))
     scale, offs = args([5, 0, 130], 140, 8)
     yield Case("no columns", these(scale[:, :0], offs), flags={"edge"})
     yield Case("transposed input", lambda: (random_bits(8, 140, dtype=torch.uint8).mT, offs))

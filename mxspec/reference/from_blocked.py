@@ -31,8 +31,8 @@ def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
     `(r, c)`.
 
     Args:
-        blocked: `(Rp*Cp,)` or `(E, Rp*Cp)`, with `Rp = 128*ceil(rows/128)` and `Cp = 4*ceil(cols/4)`; float8_e8m0fnu or
-            uint8; any strides.
+        blocked: `(Rp*Cp,)` or `(E, Rp*Cp)`, with `Rp = 128*ceil(rows/128)` and `Cp = 4*ceil(cols/4)`; float8_e8m0fnu,
+            float8_e4m3fn or uint8; any strides.
         rows, cols: the size of the matrix of scales without padding; ints of at least 0.
 
     Returns:
@@ -41,7 +41,7 @@ def from_blocked(blocked: Tensor, rows: int, cols: int) -> Tensor:
     Special values: the op moves bytes and never reads them as numbers.
 
     Raises:
-        TypeError: blocked is neither float8_e8m0fnu nor uint8, or rows or cols is not an integer.
+        TypeError: blocked has a dtype that is not listed above, or rows or cols is not an integer.
         ValueError: blocked is neither 1-D nor 2-D, its size does not fit rows and cols, or rows or cols is below 0.
 
     Example:

@@ -97,7 +97,7 @@ def nvfp4_dequantize(
     """
     check_args(qdata, scale, tensor_scale, axis=axis, out_dtype=out_dtype, scale_layout=scale_layout)
     if scale_layout == "blocked":
-        scale = from_blocked(scale.view(torch.uint8), *scale_shape(qdata, axis)[-2:]).view(torch.float8_e4m3fn)
+        scale = from_blocked(scale, *scale_shape(qdata, axis)[-2:])
     q = qdata.mT if axis == -2 else qdata
     blocks = widened(q, E2M1).unflatten(-1, (2 * q.shape[-1] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE))
     values = blocks * scale.to(torch.float32).unsqueeze(-1)  # exact

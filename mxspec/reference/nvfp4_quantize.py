@@ -83,7 +83,7 @@ def nvfp4_quantize(
           `(..., K/2)`, contiguous. Axis -2 gives `(..., M/2, K)` with the strides of the transpose of a contiguous
           `(..., K, M/2)`.
         - scale: float8_e4m3fn. Plain: `(..., K/16)` for axis -1 and `(..., K, M/16)` for axis -2, row-major. Blocked:
-          `to_blocked(scale.view(torch.uint8))` of the plain scale as float8_e4m3fn, with padding bytes 0.
+          `to_blocked` of the plain scale, with padding bytes 0.
         - tensor_scale: float32, `()` or `(E,)`: T, a multiplier.
 
     Special values: a block of zeros has s = 0. If h is 0 (A is at most 2^-138), every s is 0. If fl(s * h) is 0, every
@@ -128,6 +128,6 @@ def nvfp4_quantize(
     qdata = saturating_cast(y, E2M1).flatten(-2)  # (..., R, C/2)
 
     if scale_layout == "blocked":
-        scale = to_blocked(scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+        scale = to_blocked(scale)
     # The divisor is a tensor too: on a GPU, PyTorch computes `tensor / 2688.0` as a product with a rounded reciprocal.
     return qdata.mT if axis == -2 else qdata, scale, A / torch.full_like(A, NVFP4_LARGEST)

@@ -1,4 +1,4 @@
-"""to_blocked: MX scales in the layout of 128x4 tiles that tcgen05.mma and cuBLAS read."""
+"""to_blocked: MX and NVFP4 scales in the layout of 128x4 tiles that tcgen05.mma and cuBLAS read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from mxspec.reference.common import checks
 from mxspec.spec import spec
 
-DTYPES = (torch.float8_e8m0fnu, torch.uint8)
+DTYPES = (torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.uint8)
 
 
 def blocked_bytes(rows: int, cols: int) -> int:
@@ -31,7 +31,8 @@ def to_blocked(scale: Tensor) -> Tensor:
     four groups of 32 rows lie side by side.
 
     Args:
-        scale: `(R, C)`, or `(E, R, C)` for one matrix per expert; float8_e8m0fnu or uint8; any strides.
+        scale: `(R, C)`, or `(E, R, C)` for one matrix per expert; float8_e8m0fnu, float8_e4m3fn (NVFP4) or uint8; any
+            strides.
 
     Returns:
         `(Rp*Cp,)` or `(E, Rp*Cp)`, contiguous, of scale's dtype, with `Rp = 128*ceil(R/128)`. Bytes that belong to no
@@ -40,7 +41,7 @@ def to_blocked(scale: Tensor) -> Tensor:
     Special values: the op moves bytes and never reads them as numbers. An empty scale gives an empty result.
 
     Raises:
-        TypeError: scale is neither float8_e8m0fnu nor uint8.
+        TypeError: scale has a dtype that is not listed above.
         ValueError: scale is neither 2-D nor 3-D.
 
     Example:

@@ -48,7 +48,7 @@ def to_blocked_k_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     result only gives the number of bytes.
 
     Args:
-        scale: `(R, C)`; float8_e8m0fnu or uint8; any strides.
+        scale: `(R, C)`; float8_e8m0fnu, float8_e4m3fn or uint8; any strides.
         offs: `(G,)` int32 on scale's device: the exclusive end of each group, in columns of scale (tokens / 32). The
             ends never decrease, and the last is at most C. Columns from the last end on are dropped.
         check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False

@@ -32,7 +32,7 @@ def to_blocked_m_groups(scale: Tensor, offs: Tensor, *, check_offs: bool = False
     `start[g]`, the sum of `128*ceil(m/128)` over the groups before.
 
     Args:
-        scale: `(M, C)`; float8_e8m0fnu or uint8; any strides.
+        scale: `(M, C)`; float8_e8m0fnu, float8_e4m3fn or uint8; any strides.
         offs: `(G,)` int32 on scale's device: the exclusive end of each group. The ends never decrease, and the last is
             at most M. Rows from the last end on are dropped.
         check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False

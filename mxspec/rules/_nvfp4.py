@@ -63,7 +63,7 @@ def quantize(
     qdata = saturating_cast(torch.where(y.isnan(), nan_as or 0.0, y), E2M1).flatten(-2)
     scale = saturating_cast(s, E4M3FN)
     if scale_layout == "blocked":
-        scale = to_blocked(scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+        scale = to_blocked(scale)
     return qdata.mT if axis == -2 else qdata, scale, multiplier.reshape(lead)
 
 
