@@ -1,10 +1,10 @@
 """MX matmuls on Hopper by way of memory: kernels write the bf16 values of both operands, and Helion multiplies them.
 
 Hopper cannot multiply MX codes, and a sum of 32 columns that leaves the tensor cores to be scaled costs most of their
-time. But a code times its scale is exactly a bf16 number, unless the scale is near either end of its range. A block
-with such a scale, and with a code that is not 0, raises the flag of its row. After the matmul, `mend` computes again
-each sum whose row of a or of b has a flag. If no flag is raised, its programs read only the first flag, which stands
-for all. NaN and Inf need no flag.
+time. But a code times its scale is exactly a bf16 number, unless the scale is near either end of its range. A kernel
+reads the scales: a block with such a scale, and with a code that is not 0, raises the flag of its row. After the
+matmul, `mend` computes again each sum whose row of a or of b has a flag. If no flag is raised, its programs read only
+the first flag, which stands for all. NaN and Inf need no flag.
 
 The tensor cores sum 16 consecutive columns at a time, in ascending order, whatever the tile. So the bits of a row
 depend neither on the number of rows nor on the configuration.
@@ -25,6 +25,7 @@ from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, toke
 from mxspec.helion_kernels.common.launch import config, flat, launch
 from mxspec.helion_kernels.common.numerics import scale_value
 from mxspec.helion_kernels.fp8_gemm import options
+from mxspec.helion_kernels.mx_dequantize import mx_dequantize
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place
 
 PTX = r"wgmma\.mma_async.*\.f32\.bf16\.bf16"
@@ -34,7 +35,7 @@ EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
 FIRST_FLAG = 16  # the place of the flag of row 0 of a, so that Triton knows its alignment. Flag 0 stands for all flags
 # Block sizes count scale bytes. A grid of three dimensions needs no divisions to find a program's place, but two of its
 # dimensions hold at most 65535.
-_VALUES, _TALL = config([1, 1, 64], 4, pid_type="xyz"), config([1, 1, 64], 4)
+_FLAGS, _TALL = config([1, 4, 256], 4, pid_type="xyz"), config([1, 4, 256], 4)
 _OF_GROUPS = helion.Config(block_sizes=[256], num_warps=8, loop_orders=[[1, 0]])
 _PLAN = helion.Config(block_sizes=[], num_warps=1)
 _MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)
@@ -46,29 +47,28 @@ def matmul_config(block_sizes: list[int], num_warps: int, num_stages: int) -> he
     return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=[[1, 0]], **tma)
 
 
-def _values(
-    codes: Tensor, stride_e: int, stride_r: int, R: int, C: int, scale: Tensor, out: Tensor,
+def _inexact(of_block: Tensor, there: Tensor, lowest: int, highest: int) -> Tensor:
+    """Where the values under a scale may be no bf16 numbers."""
+    return there & ((of_block < lowest) | ((of_block > highest) & (of_block < 255)))
+
+
+def _flags(
+    codes: Tensor, stride_e: int, stride_r: int, R: int, C: int, scale: Tensor,
     flags: Tensor, first_flag: int, blocked: hl.constexpr, lowest: hl.constexpr, highest: hl.constexpr,
 ) -> None:  # fmt: skip
-    """The values, in the order of the scale bytes. A value that may be inexact raises the flag of its row."""
+    """Raise the flag of each row with a value that may be inexact. The codes are read only under such a scale."""
     for e, row, byte in hl.tile(scale.shape):
         matrix, row_, byte_ = e.index[:, None, None], row.index[None, :, None], byte.index[None, None, :]
         r, c = blocked_to_row_col(row_, byte_) if blocked else (row_, byte_)
         there = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(e, row, byte)
-        k = hl.arange(32)[None, None, None, :]
-        source = (matrix * stride_e + r * stride_r + c * 32).unsqueeze(-1) + k
-        of_block = scale[e, row, byte].to(torch.int32)
-        codes_there = there.unsqueeze(-1).expand(source.size())
-        value = hl.load(codes, [source], extra_mask=codes_there).to(torch.float32) * scale_value(of_block).unsqueeze(-1)
-        target = (((matrix * R + r) * C + c) * 32).unsqueeze(-1) + k
-        hl.store(out, [target], value.to(out.dtype), extra_mask=codes_there)
-        inexact = (of_block < lowest) | ((of_block > highest) & (of_block < 255))
-        raised = (inexact & there & (torch.where(value != 0, 1, 0).amax(-1) > 0)).to(torch.int32)
-        if raised.amax(-1).amax(-1).amax(-1) > 0:
-            hl.store(flags, [hl.arange(1)], 1)
+        inexact = _inexact(scale[e, row, byte].to(torch.int32), there, lowest, highest)
+        if inexact.to(torch.int32).amax(-1).amax(-1).amax(-1) > 0:
+            source = (matrix * stride_e + r * stride_r + c * 32).unsqueeze(-1) + hl.arange(32)[None, None, None, :]
+            code = hl.load(codes, [source], extra_mask=inexact.unsqueeze(-1).expand(source.size()))
+            raised = (inexact & (torch.where(code.to(torch.float32) != 0, 1, 0).amax(-1) > 0)).to(torch.int32)
+            hl.atomic_max(flags, [hl.arange(1)], raised.amax(-1).amax(-1).amax(-1) + hl.arange(1))
             # Atomics have no mask. The places of other blocks get 0.
-            of_row = torch.where(there, first_flag + matrix * R + r + c * 0, 0)
-            hl.atomic_add(flags, [of_row], raised)
+            hl.atomic_add(flags, [torch.where(there, first_flag + matrix * R + r + c * 0, 0)], raised)
 
 
 def _plan_tiles(plan: Tensor, M: int, offs: Tensor, stride_offs: int, G: int, chunk: hl.constexpr) -> None:
@@ -102,26 +102,35 @@ def _without_plan(tile: int, M: int) -> tuple[Tensor, Tensor, Tensor]:
     return (zero * 0).sum(0), (tile * 128 + zero).sum(0), (M + zero).sum(0)
 
 
-def _values_of_groups(
-    codes: Tensor, stride: int, C: int, scale: Tensor, out: Tensor, plan: Tensor, G: int,
+def _values_of_groups(codes: Tensor, stride: int, C: int, scale: Tensor, out: Tensor, plan: Tensor, G: int) -> None:
+    """The values of tokens whose blocked scales have tiles for each group, in the order of the scale bytes."""
+    for tile, byte in hl.tile(scale.shape, block_size=[1, None]):
+        group, first, stop = of_plan(plan, tile.id)
+        r, c = blocked_to_row_col(byte.index * 0, byte.index)
+        r = first + r
+        there = ((r >= 0) & (r < stop) & (c < C) & (group < G)).unsqueeze(1).expand(byte, 32)
+        k = hl.arange(32).unsqueeze(0)
+        value = hl.load(codes, [(r * stride + c * 32).unsqueeze(1) + k], extra_mask=there).to(torch.float32)
+        value = value * scale_value(scale[tile.id, byte]).unsqueeze(1)
+        hl.store(out, [((r * C + c) * 32).unsqueeze(1) + k], value.to(out.dtype), extra_mask=there)
+
+
+def _flags_of_groups(
+    codes: Tensor, stride: int, C: int, scale: Tensor, plan: Tensor, G: int,
     flags: Tensor, first_flag: int, lowest: hl.constexpr, highest: hl.constexpr,
 ) -> None:  # fmt: skip
-    """`_values` of tokens whose blocked scales have tiles for each group."""
+    """`_flags` of tokens whose blocked scales have tiles for each group."""
     for tile, byte in hl.tile(scale.shape, block_size=[1, None]):
         group, first, stop = of_plan(plan, tile.id)
         r, c = blocked_to_row_col(byte.index * 0, byte.index)
         r = first + r
         there = (r >= 0) & (r < stop) & (c < C) & (group < G)
-        k = hl.arange(32).unsqueeze(0)
-        of_block = scale[tile.id, byte].to(torch.int32)
-        codes_there = there.unsqueeze(1).expand(byte, 32)
-        value = hl.load(codes, [(r * stride + c * 32).unsqueeze(1) + k], extra_mask=codes_there).to(torch.float32)
-        value = value * scale_value(of_block).unsqueeze(1)
-        hl.store(out, [((r * C + c) * 32).unsqueeze(1) + k], value.to(out.dtype), extra_mask=codes_there)
-        inexact = (of_block < lowest) | ((of_block > highest) & (of_block < 255))
-        raised = (inexact & there & (torch.where(value != 0, 1, 0).amax(-1) > 0)).to(torch.int32)
-        if raised.amax(0) > 0:
-            hl.store(flags, [hl.arange(1)], 1)
+        inexact = _inexact(scale[tile.id, byte].to(torch.int32), there, lowest, highest)
+        if inexact.to(torch.int32).amax(0) > 0:
+            source = (r * stride + c * 32).unsqueeze(1) + hl.arange(32).unsqueeze(0)
+            code = hl.load(codes, [source], extra_mask=inexact.unsqueeze(1).expand(byte, 32))
+            raised = (inexact & (torch.where(code.to(torch.float32) != 0, 1, 0).amax(-1) > 0)).to(torch.int32)
+            hl.atomic_max(flags, [hl.arange(1)], raised.amax(0) + hl.arange(1))
             hl.atomic_add(flags, [torch.where(there, first_flag + r, 0)], raised)
 
 
@@ -169,22 +178,21 @@ def processors(device: torch.device) -> int:
 
 
 def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int, role: str) -> Tensor:
-    """`mx_dequantize(codes, scale, ...)` for one matrix or several, in bf16."""
+    """`mx_dequantize` of one matrix or several, with the flags of its rows."""
     *lead, R, K = codes.shape
     C, E = K // MX_BLOCK_SIZE, lead[0] if lead else 1
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
-    scale, of_e = scale.view(torch.uint8), scale.stride(0) if lead else 0
+    bytes_, of_e = scale.view(torch.uint8), scale.stride(0) if lead else 0
     if blocked:
         row_tiles, col_tiles = blocked_shape(R, C)
-        scale = scale.as_strided((E, row_tiles, 512 * col_tiles), (of_e, 512 * col_tiles, 1))
+        bytes_ = bytes_.as_strided((E, row_tiles, 512 * col_tiles), (of_e, 512 * col_tiles, 1))
     elif not lead:
-        scale = scale.unsqueeze(0)
-    values = _VALUES if max(scale.shape[:2]) < 65536 else _TALL
+        bytes_ = bytes_.unsqueeze(0)
     launch(
-        _values, {(9, 0): values}, flat(codes), codes.stride(0) if lead else 0, codes.stride(-2), R, C, scale,
-        out.view(-1), flags, first_flag, blocked, *EXACT[codes.dtype], role=role,
+        _flags, {(9, 0): _FLAGS if max(bytes_.shape[:2]) < 65536 else _TALL}, flat(codes),
+        codes.stride(0) if lead else 0, codes.stride(-2), R, C, bytes_, flags, first_flag, blocked,
+        *EXACT[codes.dtype], role=role,
     )  # fmt: skip
-    return out
+    return mx_dequantize(codes, scale, scale_layout="blocked" if blocked else "plain")
 
 
 def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Tensor, G: int) -> Tensor:
@@ -194,8 +202,9 @@ def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Ten
     out = torch.empty((M, K), dtype=torch.bfloat16, device=codes.device)
     bytes_ = 512 * blocked_shape(1, C)[1]
     tiles = scale.view(torch.uint8).as_strided((scale.numel() // bytes_, bytes_), (bytes_, 1))
+    launch(_values_of_groups, {(9, 0): _OF_GROUPS}, flat(codes), codes.stride(0), C, tiles, out.view(-1), plan, G)
     launch(
-        _values_of_groups, {(9, 0): _OF_GROUPS}, flat(codes), codes.stride(0), C, tiles, out.view(-1), plan, G,
+        _flags_of_groups, {(9, 0): _OF_GROUPS}, flat(codes), codes.stride(0), C, tiles, plan, G,
         flags, FIRST_FLAG, *EXACT[codes.dtype],
     )  # fmt: skip
     return out
