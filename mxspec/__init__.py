@@ -29,6 +29,7 @@ from mxspec.reference.fp8_quantize_rowcol_groups import fp8_quantize_rowcol_grou
 from mxspec.reference.fp8_requantize_k_groups import fp8_requantize_k_groups
 from mxspec.reference.fp8_transpose_128x128 import fp8_transpose_128x128
 from mxspec.reference.from_blocked import from_blocked
+from mxspec.reference.hadamard_16 import hadamard_16
 from mxspec.reference.mx_dequantize import mx_dequantize
 from mxspec.reference.mx_fake_quantize_rowcol_groups import mx_fake_quantize_rowcol_groups
 from mxspec.reference.mx_gemm import mx_gemm
@@ -41,6 +42,8 @@ from mxspec.reference.mx_quantize_rowcol_groups import mx_quantize_rowcol_groups
 from mxspec.reference.mx_requantize_groups import mx_requantize_groups
 from mxspec.reference.nvfp4_dequantize import nvfp4_dequantize
 from mxspec.reference.nvfp4_quantize import nvfp4_quantize
+from mxspec.reference.nvfp4_quantize_groups import nvfp4_quantize_groups
+from mxspec.reference.nvfp4_quantize_stochastic import nvfp4_quantize_stochastic
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.place_token_groups import place_token_groups
 from mxspec.reference.swiglu import swiglu
@@ -92,6 +95,7 @@ __all__ = [
     "fp8_requantize_k_groups",
     "fp8_transpose_128x128",
     "from_blocked",
+    "hadamard_16",
     "mx_dequantize",
     "mx_fake_quantize_rowcol_groups",
     "mx_gemm",
@@ -104,6 +108,8 @@ __all__ = [
     "mx_requantize_groups",
     "nvfp4_dequantize",
     "nvfp4_quantize",
+    "nvfp4_quantize_groups",
+    "nvfp4_quantize_stochastic",
     "pad_token_groups",
     "place_token_groups",
     "set_backend",

@@ -203,7 +203,12 @@ AMAX_STRIDES = ("none", "dense", "one repeated", "apart")
 
 def _possible(choice: Choice) -> bool:
     axis, square = axis_of(choice), given(choice, "block", "1x16") == "16x16"
-    if not fits(choice, 16 if axis == -2 or square else 1, 16 if axis == -1 or square else 1):
+    return amax_fits(choice, 16 if axis == -2 or square else 1, 16 if axis == -1 or square else 1)
+
+
+def amax_fits(choice: Choice, rows: int, cols: int) -> bool:
+    """Whether a choice can be made: a stack whose sizes are multiples of these numbers, and its tensor_amax."""
+    if not fits(choice, rows, cols):
         return False
     amax, strides, begins = (choice.get(name) for name in ("amax", "amax strides", "amax begins"))
     if amax == "not given" and (strides not in (None, "none") or begins not in (None, "at 0")):
@@ -219,7 +224,7 @@ def _possible(choice: Choice) -> bool:
     return amax != "special" or choice.get("experts") != 0
 
 
-def _blind(choice: Choice) -> bool:
+def hides(choice: Choice) -> bool:
     """A NaN in x, without a tensor_amax, makes every scale and code of its matrix the same. So may a special amax."""
     if choice.get("amax") == "special":
         return choice.get("experts", 9) in (None, 1, 2)
@@ -228,16 +233,26 @@ def _blind(choice: Choice) -> bool:
 
 def _make(choice: Choice) -> tuple[Tensor, ...]:
     x = made(choice, shape_of(choice), axis_of(choice) == -2)
+    return x, *amax_of(choice, x)
+
+
+def amax_of(choice: Choice, x: Tensor) -> tuple[Tensor, ...]:
+    """The tensor_amax of a choice, or nothing if the choice gives none."""
     if choice["amax"] == "not given":
-        return (x,)
+        return ()
     finite = x.resolve_neg().float().nan_to_num(0, 0, 0).abs()
     own = finite.amax((-2, -1)) if x.numel() else torch.ones(x.shape[:-2])
+    return (varied(choice, own, x.shape[-2] + x.shape[-1]),)
+
+
+def varied(choice: Choice, own: Tensor, turn: int) -> Tensor:
+    """The numbers for a choice, from the largest magnitudes of the matrices. `turn` says which special is the first."""
     factor = {"half of its own": 0.5, "sixteen times its own": 16.0, "of 24 bits": 1 + 5 * 2.0**-21}
     amax = own * factor.get(choice["amax"], 1.0)
     if choice["amax"] == "special":
-        first = (x.shape[-2] + x.shape[-1]) % len(SPECIAL)
+        first = turn % len(SPECIAL)
         amax = torch.tensor(SPECIAL).roll(-first).repeat(own.numel())[: own.numel()].reshape(own.shape)
-    return x, laid_of_matrices(amax, choice["amax strides"], choice["amax begins"])
+    return laid_of_matrices(amax, choice["amax strides"], choice["amax begins"])
 
 
 def laid_of_matrices(numbers: Tensor, strides: str, begins: str) -> Tensor:
@@ -270,7 +285,7 @@ ALSO += [
 ALSO += [{"experts": 1, **_GIVEN}]
 BEYOND = [{**choice, **_NONE} for choice in (*PAST_A_GRID, EXPERTS_PAST_A_GRID, *LARGE_BOTH_WAYS, ONE_COLUMN_APART)]
 SPACE = Space(
-    DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("axis", "block"), beyond=BEYOND
+    DIMENSIONS, _make, OPTIONS, _possible, ALSO, hides, implied=("none",), decisive=("axis", "block"), beyond=BEYOND
 )
 IMPOSSIBLE = (
     (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 16"),

@@ -24,6 +24,7 @@ SCHEMA_TYPES = {
     "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor)",
+    "tuple[Tensor, Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "tuple[Tensor, ...]": "Tensor[]",  # the options decide how many
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import E2M1, E4M3FN, NVFP4_BLOCK_SIZE, NVFP4_LARGEST
+from mxspec.formats import E2M1, NVFP4_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.common.numerics import saturating_cast
+from mxspec.reference.common.nvfp4_numerics import blocks_of, magnitude_of, scales_and_quotients, tensor_scale
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.spec import per_element, spec
@@ -110,24 +111,13 @@ def nvfp4_quantize(
     check_args(x, tensor_amax, axis=axis, block=block, scale_layout=scale_layout)
     if axis == -2:
         x = x.mT  # from here the blocks lie along the last dimension
-    x = x.contiguous().to(torch.float32)  # exact
-    *lead, R, C = x.shape
-    blocks = x.reshape(*lead, R, C // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE)  # (..., R, C/16, 16)
+    blocks = blocks_of(x)  # (..., R, C/16, 16)
     b = blocks.abs().amax(-1)  # (..., R, C/16)
-    A = b.flatten(-2).amax(-1) if tensor_amax is None and b.numel() else tensor_amax
-    A = x.new_zeros(lead) if A is None else torch.where(A.isfinite() & (A >= 0), A.abs(), torch.nan)
+    A = magnitude_of(b, tensor_amax)
     if block == "16x16":
-        b = b.unflatten(-2, (R // 16, 16)).amax(-2).repeat_interleave(16, -2)
-    b = torch.where(b.isfinite(), b, torch.nan)
-
-    h = (A * 2.0**-12)[..., None, None]
-    s = torch.where((b == 0) | (h == 0), h * 0, b * (7 / 64) / h)  # h * 0 is NaN if h is
-    scale = saturating_cast(s, E4M3FN)
-    d = (scale.to(torch.float32) * h).unsqueeze(-1)  # (..., R, C/16, 1)
-    y = torch.where(d == 0, blocks * 0, blocks * (21 / 32) / d)
+        b = b.unflatten(-2, (b.shape[-2] // 16, 16)).amax(-2).repeat_interleave(16, -2)
+    scale, y = scales_and_quotients(blocks, b, A[..., None, None])
     qdata = saturating_cast(y, E2M1).flatten(-2)  # (..., R, C/2)
-
     if scale_layout == "blocked":
         scale = to_blocked(scale)
-    # The divisor is a tensor too: on a GPU, PyTorch computes `tensor / 2688.0` as a product with a rounded reciprocal.
-    return qdata.mT if axis == -2 else qdata, scale, A / torch.full_like(A, NVFP4_LARGEST)
+    return qdata.mT if axis == -2 else qdata, scale, tensor_scale(A)

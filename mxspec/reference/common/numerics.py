@@ -66,16 +66,19 @@ def widened(q: Tensor, fmt: ElementFormat) -> Tensor:
 # next power of two gives the code of that power.
 
 
+def steps_of(magnitude: Tensor, fmt: ElementFormat, more: int = 0) -> tuple[Tensor, Tensor]:
+    """Return n before it is rounded, times `2^more`, and the code from which n counts. Both are exact."""
+    e = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=1 - fmt.bias)
+    return magnitude * _power_of_two(fmt.mantissa_bits + more - e), (e + fmt.bias - 1) << fmt.mantissa_bits
+
+
 def encoded(x: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the codes of fp32 values, uint8, one per byte. Rounds once, to nearest even, and saturates.
 
     It serves formats without NaN. A NaN becomes the code of the largest value, as `cvt.rn.satfinite` gives it.
     """
-    magnitude = x.abs().clamp(max=fmt.max)
-    e = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=1 - fmt.bias)
-    # the product is exact; only `round` rounds
-    n = (magnitude * _power_of_two(fmt.mantissa_bits - e)).round().to(torch.int32)
-    code = ((e + fmt.bias - 1) << fmt.mantissa_bits) + n + (x.signbit().to(torch.int32) << (fmt.bits - 1))
+    n, first = steps_of(x.abs().clamp(max=fmt.max), fmt)
+    code = first + n.round().to(torch.int32) + (x.signbit().to(torch.int32) << (fmt.bits - 1))
     return torch.where(x.isnan(), fmt.largest_code, code).to(torch.uint8)
 
 
