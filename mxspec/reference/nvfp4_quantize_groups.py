@@ -130,8 +130,7 @@ def nvfp4_quantize_groups(
     qdata = saturating_cast(y, E2M1).flatten(-2)
     if scale_layout == "blocked":
         rearrange: Any = to_blocked_m_groups if axis == -1 else to_blocked_k_groups
-        tiled, _ = rearrange(scale.view(torch.uint8), end if axis == -1 else end // NVFP4_BLOCK_SIZE)
-        scale = tiled.view(torch.float8_e4m3fn)
+        scale, _ = rearrange(scale, end if axis == -1 else end // NVFP4_BLOCK_SIZE)
     return qdata.mT if axis == -2 else qdata, scale, tensor_scale(A), start, end
 
 

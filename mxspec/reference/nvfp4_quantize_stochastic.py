@@ -110,5 +110,5 @@ def nvfp4_quantize_stochastic(
         byte = bytes_of_blocks(random, b.shape)
     qdata = stochastic_cast(y, byte).flatten(-2)  # (..., R, C/2)
     if scale_layout == "blocked":
-        scale = to_blocked(scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+        scale = to_blocked(scale)
     return qdata.mT if axis == -2 else qdata, scale, tensor_scale(A)
