@@ -41,6 +41,9 @@ from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
 from mxspec.reference.mx_quantize_rowcol_groups import mx_quantize_rowcol_groups
 from mxspec.reference.mx_requantize_groups import mx_requantize_groups
 from mxspec.reference.nvfp4_dequantize import nvfp4_dequantize
+from mxspec.reference.nvfp4_gemm import nvfp4_gemm
+from mxspec.reference.nvfp4_grouped_gemm import nvfp4_grouped_gemm
+from mxspec.reference.nvfp4_grouped_gemm_wgrad import nvfp4_grouped_gemm_wgrad
 from mxspec.reference.nvfp4_quantize import nvfp4_quantize
 from mxspec.reference.nvfp4_quantize_groups import nvfp4_quantize_groups
 from mxspec.reference.nvfp4_quantize_stochastic import nvfp4_quantize_stochastic
@@ -107,6 +110,9 @@ __all__ = [
     "mx_quantize_rowcol_groups",
     "mx_requantize_groups",
     "nvfp4_dequantize",
+    "nvfp4_gemm",
+    "nvfp4_grouped_gemm",
+    "nvfp4_grouped_gemm_wgrad",
     "nvfp4_quantize",
     "nvfp4_quantize_groups",
     "nvfp4_quantize_stochastic",
