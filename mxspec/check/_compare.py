@@ -192,14 +192,14 @@ def magnitude_of(t: Tensor) -> Tensor:
     The result has the operand's order of dimensions in memory.
     """
     if fmt := BY_DTYPE.get(t.dtype):
-        bits = t.view(torch.uint8) & 0x7F
-        found = (bits.where(bits != fmt.inf_code, fmt.largest_code) if fmt.inf_code else bits).view(t.dtype)
-    elif t.dtype == torch.float32:
+        bits = t.view(torch.uint8) & (0x77 if fmt.per_byte > 1 else 0x7F)
+        found = bits.where(bits != fmt.inf_code, fmt.largest_code) if fmt.inf_code else bits
+    elif t.dtype in (torch.float32, torch.bfloat16):
         found = t.abs().nan_to_num(torch.nan, torch.finfo(t.dtype).max)
     else:
         return t
     order = sorted(range(t.ndim), key=lambda d: t.stride(d) or math.inf, reverse=True)
-    return found.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
+    return found.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)]).view(t.dtype)
 
 
 def magnitudes_of(

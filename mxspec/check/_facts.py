@@ -47,8 +47,10 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
         elif parameter.default is None and len(args) <= list(signature.parameters).index(name):
             found.add(Fact(name, "not given"))
     for position, (name, value) in enumerate(zip(signature.parameters, args, strict=False)):
-        if name.startswith("tensor_"):
+        if name.startswith("tensor_") or name.endswith("_tensor_scale"):
             found |= set(_of_matrices(name, value))
+        elif name.endswith("_scale") and value is None:  # the operand beside it holds values
+            continue
         elif position and name.endswith("scale"):
             found |= set(_beside(name, value, args[position - 1]))
             if dispatch.reference(op).spec.inf_is_free:  # the op does not specify results that depend on an Inf
@@ -60,6 +62,8 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
         else:
             found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
     spec = dispatch.reference(op).spec
+    if spec.min_sqnr_db != math.inf:  # a matmul casts no operand, so nothing depends on a tie
+        found = {fact for fact in found if fact.about.partition(".")[2] not in _OF_CASTS}
     if spec.in_place and spec.min_sqnr_db != math.inf:  # a sum in place: its sizes follow from the operands' sizes
         first = next(iter(signature.parameters))
         found = {fact for fact in found if fact.about not in {f"{first}.{what}" for what in _NOT_OF_SUMS}}
@@ -67,6 +71,7 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
     return frozenset(fact for fact in found if fact.about not in told)
 
 
+_OF_CASTS = ("tie of e4m3fn", "tie of e5m2", "block", "saturating block")
 _NOT_OF_SUMS = ("experts", "rows", "cols", "rank", "tie of e4m3fn", "tie of e5m2", "block", "saturating block")
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.common.matmul import MIN_SQNR_DB, check_layout, check_scale
-from mxspec.reference.common.nvfp4_matmul import CODES, check_major, check_operands, per_byte, values
 from mxspec.reference.common.numerics import round_once
+from mxspec.reference.common.nvfp4_matmul import CODES, check_major, check_operands, per_byte, values
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.to_blocked import blocked_bytes

@@ -9,8 +9,8 @@ from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.common.groups import each_group, group_of_tokens, round_up
 from mxspec.reference.common.matmul import MIN_SQNR_DB, check_layout, check_scale, from_blocked_k_groups
-from mxspec.reference.common.nvfp4_matmul import CODES, check_major, check_operands, per_byte, values
 from mxspec.reference.common.numerics import round_once
+from mxspec.reference.common.nvfp4_matmul import CODES, check_major, check_operands, per_byte, values
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.spec import spec
 

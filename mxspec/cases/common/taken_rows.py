@@ -42,6 +42,10 @@ def of_groups(
     return None if dense is None else (*dense, ends.to(offs.dtype))
 
 
-def _taken(t: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a matrix, in the order of memory of the matrix."""
+def _taken(t: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Rows of a matrix, in the order of memory of the matrix. None if there is no matrix."""
+    if t is None:
+        return None
+    if t.dtype == torch.float4_e2m1fn_x2:  # torch cannot select rows of it
+        return t.view(torch.uint8).index_select(0, rows).view(t.dtype)
     return t.mT.index_select(1, rows).mT if t.stride(0) == 1 != t.stride(1) else t.index_select(0, rows)

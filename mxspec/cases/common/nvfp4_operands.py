@@ -1,0 +1,196 @@
+"""Operands of the NVFP4 matmuls: codes with e4m3 scales, or bfloat16 values, and a tensor scale for each matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.cases.common.codes import SCALE_STRIDES, laid_flat
+from mxspec.cases.common.matmuls import Shape, tensor_fits
+from mxspec.cases.common.pairwise import Choice
+from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, laid
+from mxspec.formats import E2M1, NVFP4_BLOCK_SIZE
+from mxspec.reference.common.numerics import encoded, packed
+from mxspec.reference.common.nvfp4_matmul import values as exact_values
+from mxspec.spec import normal
+
+CODES, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
+KINDS = ("codes", "values")
+SIZES = (0, 1, 48, 384, 1041, 4128)
+SUMS = (0, 1, 16, 48, 161, 768, 2304, 8256)  # of K; 1 and 161 are no multiples of a block, so values alone have them
+Operand = tuple[Tensor, Tensor | None]  # codes and plain scales with blocks along the last dimension; or values, None
+Pair = tuple[Operand, Operand]
+
+
+def codes(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed e2m1 codes, packed along the last dimension. `shape` counts elements."""
+    return packed(encoded(normal(*shape, seed=seed) * 2, E2M1), E2M1)
+
+
+def scales(*shape: int, seed: int = 1) -> Tensor:
+    """e4m3 scales from 1/2 to 15/8. They are near each other, so that any wrong scale shows in the SQNR."""
+    bits = torch.randint(0x30, 0x40, shape, generator=torch.Generator().manual_seed(seed))
+    return bits.to(torch.uint8).view(E4M3)
+
+
+def of_codes(*shape: int, seed: int = 0) -> Operand:
+    return codes(*shape, seed=seed), scales(*shape[:-1], shape[-1] // NVFP4_BLOCK_SIZE, seed=2 + seed)
+
+
+def of_values(*shape: int, seed: int = 0) -> Operand:
+    """The values of codes, in bfloat16. The last dimension need not be a multiple of a block."""
+    *lead, K = shape
+    whole = -(-K // NVFP4_BLOCK_SIZE) * NVFP4_BLOCK_SIZE
+    return exact_values(*of_codes(*lead, whole, seed=seed))[..., :K].to(torch.bfloat16).contiguous(), None
+
+
+MAKE: dict[str, Callable[..., Operand]] = {"codes": of_codes, "values": of_values}
+
+
+def pair(first: tuple[int, ...], second: tuple[int, ...], kinds: tuple[str, str] = ("codes", "codes")) -> Pair:
+    return MAKE[kinds[0]](*first), MAKE[kinds[1]](*second, seed=1)
+
+
+def numbers(count: int | None, seed: int = 5) -> Tensor:
+    """Tensor scales between 1/2 and 3/2, of 24 bits: `()`, or one for each of `count` groups."""
+    shape = () if count is None else (count,)
+    bits = torch.randint(2**23, 3 * 2**23, shape, generator=torch.Generator().manual_seed(seed))
+    return bits.to(torch.float32) * 2.0**-24
+
+
+def scales_laid_out(scale: Tensor | None, layout: str, rearrange: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """A plain scale unchanged, or blocked with 0xFF (NaN) in every padding byte."""
+    if scale is None or layout == "plain":
+        return scale
+    bits = scale.view(torch.uint8)
+    blocked, used = rearrange(bits), rearrange(torch.ones_like(bits))
+    return torch.where(used == 1, blocked, 255).view(E4M3)
+
+
+def special(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[tuple[str, Pair]]:
+    """Pairs of operands; one operand has a special value in one row (of the last expert, if it has experts)."""
+
+    def row(t: Tensor | None, i: int) -> Tensor:
+        assert t is not None
+        return (t[-1] if t.ndim == 3 else t)[i]
+
+    for i, name in ((0, "the first"), (1, "the second")):
+        for byte in (0x7F, 0xFF):
+            operands = pair(first, second)
+            row(operands[i][1], 5).view(torch.uint8)[1] = byte
+            yield f"a scale 0x{byte:X} in {name}", operands
+        operands = pair(first, second)
+        row(operands[i][1], 2).view(torch.uint8)[:2] = torch.tensor([0xB8, 0x80], dtype=torch.uint8)
+        yield f"negative scales in {name}", operands
+        for number in (math.nan, math.inf, -math.inf):
+            operands = pair(first, second, ("values", "values"))
+            row(operands[i][0], 3)[37] = number
+            yield f"a value {number} in {name}", operands
+
+
+def operand(name: str, kinds: tuple[str, ...] = KINDS, experts: bool = False) -> dict[str, Any]:
+    """The dimensions of an operand, its scale and its tensor scale."""
+    strides = ("none", "row-major", "rows apart", "one row repeated", "column-major")
+    return {
+        f"{name} kind": kinds,
+        f"{name} values": ("none", "finite", "zeros", "NaN", "Inf"),
+        f"{name} strides": (*strides, *(EXPERT_STRIDES if experts else ())),
+        f"{name} begins": ("none", *BEGINS),
+        f"{name}_scale values": ("none", "near 1", "extreme", "NaN"),
+        f"{name}_scale strides": tuple(s for s in SCALE_STRIDES if experts or s not in EXPERT_STRIDES),
+        f"{name}_scale begins": ("none", *BEGINS),
+        f"{name}_tensor_scale begins": BEGINS,
+    }
+
+
+def operand_fits(choice: Choice, name: str, shape: Shape, blocked: Shape | None = None) -> bool:
+    """Whether an operand of these elements can be made. `blocked` is the shape of its blocked scales, if they are."""
+    kind, K = choice.get(f"{name} kind"), shape[-1]
+    if kind == "codes":
+        if choice.get(f"{name} values") in ("NaN", "Inf") or choice.get(f"{name} strides") == "column-major":
+            return False
+        if K is not None and K % NVFP4_BLOCK_SIZE:
+            return False
+    of_scale = [choice.get(f"{name}_scale {part}") for part in ("values", "strides", "begins")]
+    if kind == "values":
+        return set(of_scale) <= {"none", None} and tensor_fits(choice, name, shape)
+    if kind is None:
+        return tensor_fits(choice, name, shape)
+    if blocked is not None and of_scale[1] not in (None, "none", "row-major"):
+        return False
+    stored = (*shape[:-1], None if K is None else K // 2)
+    plain = (*shape[:-1], None if K is None else K // NVFP4_BLOCK_SIZE)
+    return tensor_fits(choice, name, stored) and tensor_fits(
+        choice, f"{name}_scale", plain if blocked is None else (1, *blocked)
+    )
+
+
+def hides(choice: Choice, name: str, rows: int | None, K: int | None) -> bool:
+    """Whether an operand makes the whole product zero, NaN or Inf."""
+    if 0 in (rows, K) or choice.get(f"{name} values") == "none":
+        return True
+    of, of_scale = choice.get(f"{name} values"), choice.get(f"{name}_scale values")
+    one = rows == 1 or choice.get(f"{name} strides") == "one row repeated"
+    one_scale = rows == 1 or choice.get(f"{name}_scale strides") == "one row repeated"
+    few = K is not None and K < 3 * NVFP4_BLOCK_SIZE
+    return (of in ("zeros", "NaN", "Inf") and one) or (
+        (of_scale == "NaN" and one_scale) or (of_scale == "extreme" and (few or one_scale))
+    )
+
+
+def made(choice: Choice, name: str, shape: tuple[int, ...], seed: int = 0) -> Operand:
+    """Codes and plain scales, or values, with the special values of a choice."""
+    kind, values = choice[f"{name} kind"], choice[f"{name} values"]
+    t, scale = MAKE[kind](*shape, seed=seed)
+    if t.numel() and values == "zeros":
+        rows = t.view(torch.uint8 if kind == "codes" else torch.int16)[..., ::4, :]
+        rows &= 0x88 if kind == "codes" else -0x8000
+    elif t.numel() and values in ("NaN", "Inf"):
+        number, rows_of = (math.nan if values == "NaN" else math.inf), t.shape[-2]
+        t[..., 0, t.shape[-1] // 2], t[..., rows_of // 2, 0] = number, -number
+    if scale is not None and scale.numel():
+        bits, of = scale.view(torch.uint8), choice[f"{name}_scale values"]
+        if of == "extreme":
+            last = torch.tensor([0x00, 0x80, 0xB8, 0x01], dtype=torch.uint8)[: bits.shape[-1]]
+            bits[..., 0, : len(last)], bits[..., -1, -len(last) :] = last, last
+        elif of == "NaN":
+            bits[..., 0, 0] = 0x7F
+            bits[..., bits.shape[-2] // 2, -1] = 0xFF
+    return t, scale
+
+
+def poison(choice: Choice, name: str, operand: Operand, first: int, across: bool = False) -> None:
+    """Fill the rows from `first` on with NaN, because they belong to no group. With `across`, fill columns.
+
+    A repeated row has no memory of its own and stays. Codes have no NaN; their scales have.
+    """
+    t, scale = operand
+    if across:
+        if scale is None:
+            t[..., first:] = math.nan
+        else:
+            scale.view(torch.uint8)[..., first // NVFP4_BLOCK_SIZE :] = 0xFF
+    elif scale is None:
+        if choice[f"{name} strides"] != "one row repeated":
+            t[first:] = math.nan
+    elif choice[f"{name}_scale strides"] != "one row repeated":
+        scale.view(torch.uint8)[first:] = 0xFF
+
+
+def lay(
+    choice: Choice, name: str, operand: Operand, layout: str, rearrange: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """An operand as it lies in memory; `rearrange` makes blocked scales from plain bytes."""
+    t, scale = operand
+    begins = choice[f"{name}_scale begins"]
+    if scale is not None and layout == "blocked":
+        blocked = scales_laid_out(scale, layout, rearrange)
+        assert blocked is not None
+        scale = laid_flat(blocked, begins)
+    elif scale is not None:
+        scale = laid(scale, choice[f"{name}_scale strides"], begins)
+    return laid(t, choice[f"{name} strides"], choice[f"{name} begins"]), scale
