@@ -28,9 +28,12 @@ from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space, given
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
 from mxspec.reference.mx_dequantize import OUT_DTYPES
+from mxspec.reference.mx_gemm import A_DTYPES
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.to_blocked import blocked_bytes, to_blocked
-from mxspec.spec import Case, Shapes, random_normal, these
+from mxspec.spec import Case, Shapes, normal, random_normal, these
+
+E2M1 = torch.float4_e2m1fn_x2
 
 
 def arguments(operands: Operands, layout: str = "plain") -> Operands:
@@ -48,10 +51,58 @@ def quantized(M: int, N: int, K: int, layout: str) -> Operands:
     return *mx_quantize(a, scale_layout=layout), *mx_quantize(b, elem_dtype=E5M2, scale_layout=layout)
 
 
+def by_fp4(M: int, N: int, K: int, layout: str = "plain", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+    """A matrix by e2m1 codes. If it is bfloat16, it has no scales."""
+    a, a_scale, b, b_scale = made(M, N, K, layout, (dtype, E2M1))
+    return a, None if dtype == torch.bfloat16 else a_scale, b, b_scale
+
+
+def every_scale_of_fp4(M: int, N: int, K: int, layout: str) -> tuple[Any, ...]:
+    """Scales of b from 2^-127 to 2^127; elements of a, in bfloat16, that bring the products near 1."""
+    scale = every_scale(N, K // MX_BLOCK_SIZE, down=True, seed=2)
+    largest = 2.0 ** (127 - scale[0].view(torch.uint8).double())
+    a = (normal(M, K).double() * largest.repeat_interleave(MX_BLOCK_SIZE)).to(torch.bfloat16)
+    return a, None, codes(N, K, dtype=E2M1, seed=3), laid_out(scale, layout, to_blocked)
+
+
+def every_byte_of_fp4(layout: str) -> tuple[Any, ...]:
+    """Every scale byte in a row of its own, with every code. One element of a is not zero in each row."""
+    bits = (torch.arange(16, dtype=torch.uint8) | torch.arange(15, -1, -1, dtype=torch.uint8) << 4).expand(256, 16)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e8m0fnu)
+    a = torch.eye(32).to(torch.bfloat16)
+    return a, None, bits.contiguous().view(E2M1), laid_out(scale, layout, to_blocked)
+
+
 def every_scale_pair(M: int, N: int, K: int, layout: str) -> Operands:
     C = K // MX_BLOCK_SIZE
     first, second = every_scale(M, C, down=False), every_scale(N, C, down=True, seed=2)
     return arguments((codes(M, K), first, codes(N, K, seed=3), second), layout)
+
+
+def special_fp4(M: int, N: int, K: int) -> Iterator[tuple[str, Operands]]:
+    """Operands by e2m1 codes, with a special value in one row."""
+    for dtype in (torch.bfloat16, E4M3FN):
+        name = "bfloat16" if dtype == torch.bfloat16 else "e4m3fn"
+        operands = pair((M, K), (N, K), (dtype, E2M1))
+        operands[3].view(torch.uint8)[5, 1] = 255
+        yield f"a scale of 255 in the second, {name}", operands
+        operands = pair((M, K), (N, K), (dtype, E2M1))
+        operands[0][3, 37] = torch.nan
+        yield f"a NaN in the first, {name}", operands
+        operands = pair((M, K), (N, K), (dtype, E2M1))
+        operands[2].view(torch.uint8)[2, :16] &= 0x88
+        operands[3].view(torch.uint8)[2, 0] = 0
+        operands[3].view(torch.uint8)[4, 2] = 254
+        operands[2].view(torch.uint8)[4, 32:] &= 0x88
+        yield f"blocks of zeros with the bytes 0 and 254, {name}", operands
+    operands = pair((M, K), (N, K), (torch.bfloat16, E2M1))
+    operands[0][1, 33], operands[0][7, 2] = torch.inf, -torch.inf
+    yield "Inf in bfloat16", operands
+
+
+def _laid_fp4(operands: Operands, layout: str) -> tuple[Any, ...]:
+    a, a_scale, b, b_scale = arguments(operands, layout)
+    return a, None if a.dtype == torch.bfloat16 else a_scale, b, b_scale
 
 
 def refused() -> Iterator[Case]:
@@ -62,8 +113,25 @@ def refused() -> Iterator[Case]:
 
     uint8 = a_scale.view(torch.uint8)
     yield case("fp16 codes", TypeError, "a has dtype torch.float16; needs torch.float8_e4m3fn or", a.half())
-    fp4 = a.view(torch.float4_e2m1fn_x2)
-    yield case("fp4 codes", TypeError, "a has dtype torch.float4_e2m1fn_x2; needs torch.float8_e4m3fn or", fp4)
+    fp4 = a.view(E2M1)
+    yield case(
+        "fp4 codes by fp8 codes", TypeError, "a has dtype torch.float4_e2m1fn_x2 and b has dtype torch.float8", fp4
+    )
+    bf16 = a.to(torch.bfloat16)
+    yield case(
+        "bfloat16 by fp8 codes", TypeError, "a has dtype torch.bfloat16 and b has dtype torch.float8_e4m3fn", bf16
+    )
+    by_4: dict[str, Any] = {"b": torch.zeros(200, 32, dtype=torch.uint8).view(E2M1)}
+    no_scale = "a is bfloat16 and a_scale is a tensor; needs None"
+    yield case("bfloat16 with a scale", TypeError, no_scale, bf16, **by_4)
+    yield case("codes without a scale", TypeError, "torch.float8_e4m3fn and a_scale is None; needs its", a_scale=None)
+    yield case(
+        "fp16 by fp4 codes", TypeError, "a has dtype torch.float16; needs torch.float8_e4m3fn or", a.half(), **by_4
+    )
+    yield case("half of fp4 codes", ValueError, "b has shape (200, 16); needs (200, 32)", b=by_4["b"][:, :16])
+    yield case(
+        "b in bfloat16", TypeError, "b has dtype torch.bfloat16; needs torch.float8_e4m3fn or", b=b.to(bf16.dtype)
+    )
     yield case("a uint8 scale", TypeError, "a_scale has dtype torch.uint8; needs torch.float8_e8m0fnu", a_scale=uint8)
     yield case("fp16 out", TypeError, "out_dtype = torch.float16", out_dtype=torch.float16)
     yield case("3-D b", ValueError, "b has shape (1, 200, 64); needs a 2-D tensor", b=b[None])
@@ -93,6 +161,23 @@ def cases() -> Iterator[Case]:
         name = " by ".join(str(dtype).removeprefix("torch.float8_") for dtype in dtypes)
         fp32 = {"out_dtype": torch.float32, "scale_layout": layout}
         yield Case(f"{name}, {layout}", partial(made, 64, 72, 128, layout, dtypes), fp32)
+    for dtype, layout in product((torch.bfloat16, E4M3FN, E5M2, E2M1), SCALE_LAYOUTS):
+        name = f"{str(dtype).removeprefix('torch.').removeprefix('float8_').removesuffix('fn_x2')} by e2m1, {layout}"
+        fp32 = {"out_dtype": torch.float32, "scale_layout": layout}
+        yield Case(name, partial(by_fp4, 70, 136, 160, layout, dtype), fp32)
+        for M, N, K in [(1, 72, 32), (16, 200, 1056), (131, 257, 96), (6, 40, 0), (0, 40, 64), (40, 0, 64)]:
+            kw = {"scale_layout": layout}
+            yield Case(f"{M}x{N}x{K}, {name}", partial(by_fp4, M, N, K, layout, dtype), kw, flags={"edge"})
+    for layout in SCALE_LAYOUTS:
+        fp32, kw = {"out_dtype": torch.float32, "scale_layout": layout}, {"scale_layout": layout}
+        far = partial(every_scale_of_fp4, 24, 72, 512, layout)
+        yield Case(f"scales from 2^-127 to 2^127, bfloat16 by e2m1, {layout}", far, fp32, flags={"edge"})
+        for out_dtype in OUT_DTYPES:
+            every = partial(every_byte_of_fp4, layout)
+            name = f"every byte of e2m1, {layout}, {str(out_dtype)[6:]}"
+            yield Case(name, every, {"out_dtype": out_dtype, "scale_layout": layout}, flags={"edge"})
+        for name, operands in special_fp4(40, 72, 96):
+            yield Case(f"{name}, by e2m1, {layout}", these(*_laid_fp4(operands, layout)), kw, flags={"edge"})
     yield Case("few rows and a long K", partial(made, 16, 136, 1024))
     yield Case("few rows and a long K, blocked", partial(made, 5, 72, 1056, "blocked"), {"scale_layout": "blocked"})
     a, a_scale, b, b_scale = made(70, 40, 128)
@@ -117,6 +202,8 @@ def cases() -> Iterator[Case]:
             yield Case(f"{name}, {layout}", these(*arguments(operands, layout)), kw, flags={"edge"})
     huge, tiny = (torch.full((2, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu) for byte in (254, 0))
     ones = torch.ones(2, 32).to(E4M3FN)
+    none = torch.zeros(0, 32).to(E4M3FN), torch.zeros(0, 1).to(torch.float8_e8m0fnu)
+    yield Case("no columns, a scale byte of 0", these(ones, tiny, *none), flags={"edge"})
     yield Case("448 * 2^127 by 2^-127", these((448 * ones.float()).to(E4M3FN), huge, ones, tiny), flags={"edge"})
     yield Case("past the range: Inf", these(ones, huge, ones, huge), flags={"edge"})
     yield from refused()
@@ -127,8 +214,14 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         a, b = (torch.randn(rows, K, dtype=torch.bfloat16) for rows in (M, N))
         return *mx_quantize(a), *mx_quantize(b)
 
+    def few_rows(M: int, N: int, K: int) -> tuple[Any, ...]:
+        b = torch.randn(N, K, dtype=torch.bfloat16)
+        return torch.randn(M, K, dtype=torch.bfloat16), None, *mx_quantize(b, elem_dtype=E2M1)
+
     for M, N, K in shapes.linear:
         yield Case(f"{M}x{N}x{K}", partial(args, M, N, K))
+    for N, K in dict.fromkeys((N, K) for _, N, K in shapes.linear):
+        yield Case(f"16x{N}x{K}, bfloat16 by e2m1", partial(few_rows, 16, N, K))
 
 
 _NAMES = ("a", "b")
@@ -143,8 +236,11 @@ def _possible(choice: Choice) -> bool:
 
     def fits(name: str, rows: int | None) -> bool:
         tiles = None if rows is None or C is None else blocked_bytes(rows, C)
-        return operand_fits(choice, name, (rows, K), (rows, C), (tiles,) if blocked else None)
+        unscaled = name == "a" and choice.get("b dtype") in (None, E2M1)
+        return operand_fits(choice, name, (rows, K), (rows, C), (tiles,) if blocked else None, unscaled)
 
+    if choice.get("a dtype") in (torch.bfloat16, E2M1) and choice.get("b dtype") not in (None, E2M1):
+        return False
     return fits("a", M) and fits("b", N)
 
 
@@ -154,20 +250,20 @@ def _blind(choice: Choice) -> bool:
     return costly(M, N, K) or hides(choice, "a", M, C) or hides(choice, "b", N, C)
 
 
-def _make(choice: Choice) -> tuple[Tensor, ...]:
+def _make(choice: Choice) -> tuple[Any, ...]:
     M, N, K = (choice[name] for name in ("M", "N", "K"))
     made = mx_operands(choice, _NAMES, [(M, K), (N, K)])
     layout = given(choice, "scale_layout", "plain")
     a, b = (lay(choice, name, of_name, layout, to_blocked) for name, of_name in zip(_NAMES, made, strict=True))
-    return *a, *b
+    return (a[0], None, *b) if a[0].dtype == torch.bfloat16 else (*a, *b)
 
 
 DIMENSIONS: dict[str, Any] = {
     "M": SIZES,
     "N": SIZES,
-    "K": MX_SIZES,
-    **operand("a", FP8_DTYPES),
-    **operand("b", FP8_DTYPES),
+    "K": (*MX_SIZES, 8448),  # so many elements of e2m1 are more than 4096 bytes
+    **operand("a", A_DTYPES),
+    **operand("b", (*FP8_DTYPES, E2M1)),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS}
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
@@ -175,5 +271,14 @@ ROWS_TAKEN = taken_rows.of_matmul
 TOLD_BEFORE = ("b.cols",)
 IMPOSSIBLE = (
     *impossible("a", "b"),
+    (r"a\.dtype (?:bfloat16|float4_e2m1fn_x2) \| b\.dtype float8_.*", "e2m1 codes and bfloat16 meet e2m1 codes only"),
+    (r"([ab])\.dtype float4_e2m1fn_x2 \| \1\.[+-]?(?:NaN|Inf) somewhere", "e2m1 has no NaN and no Inf"),
+    (r"([ab])\.[+-]?(?:NaN|Inf) somewhere \| \1\.dtype float4_e2m1fn_x2", "e2m1 has no NaN and no Inf"),
+    (
+        r"a\.dtype (?:bfloat16|float4_e2m1fn_x2) \| b\.[+-]?(?:NaN|Inf) somewhere",
+        "b is e2m1, which has no NaN and no Inf",
+    ),
+    (r"a\.dtype bfloat16 \| a\.largest somewhere", "bfloat16 is no element format"),
+    (r"a\.dtype bfloat16 \| a_scale\..*", "bfloat16 has no scales"),
     (r"scale_layout = blocked \| [ab]_scale\.strides (?!row-major).*", "blocked scales are one run of bytes"),
 )

@@ -59,6 +59,8 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
             found |= {Fact(name, text) for text in _number(value, beside_groups="offs" in signature.parameters)}
         elif value.dtype == torch.int32 and value.ndim == 1:
             found |= set(_offsets(name, value, cases.tokens(op, dict(zip(signature.parameters, args, strict=False)))))
+        elif args[position + 1 : position + 2] == (None,) and f"{name}_scale" in signature.parameters:
+            found |= set(_tensor(name, value, False, moved=True)) | set(_unscaled(name, value))
         else:
             found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
     spec = dispatch.reference(op).spec
@@ -124,9 +126,9 @@ def _tensor(name: str, t: Tensor, across: bool, moved: bool) -> Iterator[Fact]:
         yield from _floats(name, values)
 
 
-def _beside(name: str, scale: Tensor, codes: Tensor) -> Iterator[Fact]:
+def _beside(name: str, scale: Tensor | None, codes: Tensor) -> Iterator[Fact]:
     """The facts of a scale that belongs to codes. Its sizes follow from the sizes of the codes."""
-    if not scale.numel():
+    if scale is None or not scale.numel():
         return
     yield from (Fact(f"{name}.strides", text) for text in _strides(scale))
     yield Fact(f"{name}.begins", _begins(scale))
@@ -214,6 +216,20 @@ def _codes(t: Tensor) -> Iterator[str]:
         "largest": magnitude == largest,
     }
     yield from (kind for kind, where in kinds.items() if where.any())
+
+
+def _unscaled(name: str, t: Tensor) -> Iterator[Fact]:
+    """The facts of a matrix of numbers that stands in place of codes with scales."""
+    kinds = {
+        "NaN": t.isnan() & ~t.signbit(),
+        "-NaN": t.isnan() & t.signbit(),
+        "+Inf": t == torch.inf,
+        "-Inf": t == -torch.inf,
+        "-0": (t == 0) & t.signbit(),
+        "subnormal": (t != 0) & (t.abs() < torch.finfo(t.dtype).smallest_normal),
+        "row of zeros": (t == 0).all(-1) if t.numel() else t == 0,
+    }
+    yield from (Fact(f"{name}.{kind}", "somewhere") for kind, where in kinds.items() if where.any())
 
 
 def _floats(name: str, t: Tensor) -> Iterator[Fact]:

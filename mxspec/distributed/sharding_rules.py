@@ -73,13 +73,14 @@ def _gemm(block: int) -> Callable[..., tuple[int, list[Rule]]]:
     def rules(
         fits: Fits, a: Any, a_scale: Any, b: Any, b_scale: Any, *, scale_layout: str = "plain", **_: Any
     ) -> tuple[int, list[Rule]]:
-        if scale_layout != "plain":
+        if scale_layout != "plain" or a_scale is None:
             return 1, []
         rows = 1 if b_scale.shape[0] == b.shape[0] else FP8_BLOCK_SIZE  # the rows of b that share a scale
+        of_byte = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
         found = [
             (fits(a.shape[0], 1), [S0, S0, S0, R, R]),
             (fits(b.shape[0], rows), [S1, R, R, S0, S0]),
-            (fits(a.shape[1], block), [Partial(), S1, S1, S1, S1]),
+            (fits(a.shape[1], block // of_byte), [Partial(), S1, S1, S1, S1]),
         ]
         return 1, [rule for fit, rule in found if fit]
 
@@ -132,13 +133,14 @@ def register_sharding_rules() -> None:
         def strategy(schema: Any, rules: Callable[..., tuple[int, list[Rule]]] = rules) -> Any:
             mesh = schema.get_mesh_from_args()
             ranks = mesh.size()
-            tensors = [of.strategies[0].output_spec.tensor_meta for of in schema.args_schema]
+            given = schema.args_schema
+            tensors = [None if of is None else of.strategies[0].output_spec.tensor_meta for of in given]
 
             def fits(size: int, width: int) -> bool:
                 return size % (width * ranks) == 0
 
             results, found = rules(fits, *tensors, **schema.kwargs_schema)
-            every = [[R] * (results + len(tensors)), *found]
+            every = [[R] * (results + sum(t is not None for t in tensors)), *found]
             return expand_to_full_mesh_op_strategy(mesh, schema, every, input_index=results)
 
         operator = getattr(torch.ops.mxspec, name).default

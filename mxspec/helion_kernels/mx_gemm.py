@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.launch import config, launch
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
@@ -27,6 +29,13 @@ CONFIGS = {
     },  # fewer tiles of 128 x 256 than processors
     "at most 64 rows": {(9, 0): matmul_config([64, 128, 64], 4, 4), (10, 0): _SCALED},
 }
+
+
+def supports(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, **_: Any) -> str | None:
+    for name, t in (("a", a), ("b", b)):
+        if t.dtype not in FP8_DTYPES:
+            return f"multiplies e4m3fn and e5m2 codes, and {name} has dtype {t.dtype}"
+    return None
 
 
 def _of_values(x: Tensor, w: Tensor, out: Tensor) -> None:

@@ -19,7 +19,7 @@ from mxspec.cases.common.fp8_operands import scales as fp32_scales
 from mxspec.cases.common.mx_operands import codes, laid_out, scales
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, laid, small_enough, strides_fit
-from mxspec.formats import BY_DTYPE, E4M3FN, E5M2, MX_BLOCK_SIZE
+from mxspec.formats import BY_DTYPE, E2M1, E4M3FN, E5M2, MX_BLOCK_SIZE
 from mxspec.spec import normal
 
 Shape = tuple[int | None, ...]  # None is a size that is still open
@@ -70,14 +70,31 @@ def tensor_fits(choice: Choice, name: str, shape: Shape) -> bool:
     return strides is None or strides_fit(strides, tuple(2 if size is None else size for size in shape))
 
 
-def operand_fits(choice: Choice, name: str, shape: Shape, scale: Shape, blocked: Shape | None = None) -> bool:
-    """Whether codes of one shape can be made, with plain scales of another or blocked scales of a third."""
-    if choice.get(f"{name} values") == "Inf" and choice.get(f"{name} dtype") not in (None, E5M2.dtype):
+def operand_fits(
+    choice: Choice, name: str, shape: Shape, scale: Shape, blocked: Shape | None = None, unscaled: bool = False
+) -> bool:
+    """Whether codes of one shape can be made, with plain scales of another or blocked scales of a third.
+
+    unscaled: whether the operand may be bfloat16, which has no scales.
+    """
+    dtype, values = choice.get(f"{name} dtype"), choice.get(f"{name} values")
+    if values == "Inf" and dtype not in (None, E5M2.dtype, torch.bfloat16):
         return False
+    if values == "NaN" and dtype == E2M1.dtype:
+        return False
+    if unscaled and 0 not in shape and dtype in (None, torch.bfloat16):
+        in_scale = {choice[part] for part in scale_parts(name) if part in choice}
+        if dtype is not None or "none" in in_scale:
+            return in_scale <= {"none"} and tensor_fits(choice, name, shape)
     if blocked is not None and choice.get(f"{name}_scale strides") not in (None, "none", "row-major"):
         return False
     of_scale = scale if blocked is None else (1, *blocked)
     return tensor_fits(choice, name, shape) and tensor_fits(choice, f"{name}_scale", of_scale)
+
+
+def scale_parts(name: str) -> list[str]:
+    """The dimensions of the scale of an operand."""
+    return [f"{name}_scale {part}" for part in ("values", "strides", "begins")]
 
 
 def extremes_fit(choice: Choice, name: str, scale: Shape) -> bool:
@@ -95,7 +112,9 @@ def _repeats(choice: Choice, name: str) -> bool:
 
 def hides(choice: Choice, name: str, rows: int | None, blocks: int | None, scale_rows: int | None = None) -> bool:
     """Whether an operand makes the whole product zero, NaN or Inf."""
-    parts = [f"{of} {part}" for of in (name, f"{name}_scale") for part in ("values", "strides", "begins")]
+    parts = [f"{name} {part}" for part in ("values", "strides", "begins")]
+    if choice.get(f"{name} dtype") != torch.bfloat16:
+        parts += scale_parts(name)
     if 0 in (rows, blocks) or "none" in (choice.get(part) for part in parts):
         return True
     if choice.get(f"{name}_scale values") == "NaN" and scale_rows == 1:
@@ -124,7 +143,7 @@ def affordable(*sizes: int | None, tensors: Sequence[Sequence[int | None]]) -> b
 
 
 def mx_operands(choice: Choice, names: tuple[str, str], shapes: Sequence[tuple[int, ...]]) -> list[Operand]:
-    """Codes of two shapes and their plain scales."""
+    """Codes of two shapes and their plain scales. A matrix in bfloat16 has scales too, which have no effect on it."""
     made = [
         (
             _finite(shape, choice[f"{name} dtype"], seed),
@@ -134,7 +153,8 @@ def mx_operands(choice: Choice, names: tuple[str, str], shapes: Sequence[tuple[i
     ]
     for i, name in enumerate(names):
         if choice[f"{name}_scale values"] == "extreme" and made[i][1].numel():
-            _extreme_bytes(choice, (name, names[1 - i]), made[i], made[1 - i][1], i + 1)
+            alone = choice[f"{names[1 - i]} dtype"] == torch.bfloat16
+            _extreme_bytes(choice, (name, names[1 - i]), made[i], None if alone else made[1 - i][1], i + 1)
     for name, (q, scale) in zip(names, made, strict=True):
         with_special_codes(q, choice[f"{name} values"])
         if choice[f"{name}_scale values"] == "NaN" and scale.numel():
@@ -167,8 +187,11 @@ def _finite(shape: tuple[int, ...], dtype: torch.dtype | None, seed: int) -> Ten
     """
     assert dtype is not None
     q = codes(*shape, dtype=dtype, seed=seed)
-    if q.numel():
-        q.view(torch.uint8)[..., :2, 1:4] = torch.tensor([0x80, 1, BY_DTYPE[dtype].largest_code], dtype=torch.uint8)
+    if q.numel() and dtype == torch.bfloat16:
+        q[..., :2, 1:4] = torch.tensor([-0.0, 2.0**-130, 2.0**7], dtype=dtype)
+    elif q.numel():  # a byte of e2m1 holds two codes: 0 and -0, 0.5 and 0, 6 and 0
+        planted = torch.tensor([0x80, 1, BY_DTYPE[dtype].largest_code], dtype=torch.uint8)
+        q.view(torch.uint8)[..., :2, 1:4] = planted
     return q
 
 
@@ -178,7 +201,14 @@ def with_special_codes(q: Tensor, values: str) -> None:
     if not q.numel():
         return
     if values == "zeros":
-        bits[..., ::4, :] &= 0x80
+        make_zeros(q, slice(None, None, 4))
+    elif q.dtype == torch.bfloat16:
+        if values in ("NaN", "Inf"):
+            bits, code = q.view(torch.int16), 0x7FC0 if values == "NaN" else 0x7F80
+            bits[..., 0, 5], bits[..., 0, 9], bits[..., rows // 2, -1] = code, code - 0x8000, code
+            if rows > 4:
+                bits[..., 1, 12], bits[..., 1, 13] = 0x7FC0, -0x40
+                make_zeros(q, slice(2, 3))
     elif values in ("NaN", "Inf"):
         code = 0x7F if values == "NaN" else 0x7C
         bits[..., 0, 5], bits[..., 0, 9], bits[..., rows // 2, -1] = code, code | 0x80, code
@@ -186,21 +216,32 @@ def with_special_codes(q: Tensor, values: str) -> None:
             bits[..., 1, 12], bits[..., 1, 13], bits[..., 2, :] = 0x7F, 0xFF, bits[..., 2, :] & 0x80
 
 
-def _extreme_bytes(choice: Choice, names: tuple[str, str], operand: Operand, other_scale: Tensor, block: int) -> None:
+def make_zeros(q: Tensor, rows: Any, first: int = 0) -> None:
+    """Make elements of rows zeros that keep their signs, from an element on."""
+    if q.dtype == torch.bfloat16:
+        q.view(torch.int16)[..., rows, first:] &= -0x8000
+    else:
+        signs = 0x88 if BY_DTYPE[q.dtype].per_byte == 2 else 0x80
+        q.view(torch.uint8)[..., rows, first // BY_DTYPE[q.dtype].per_byte :] &= signs
+
+
+def _extreme_bytes(
+    choice: Choice, names: tuple[str, str], operand: Operand, other_scale: Tensor | None, block: int
+) -> None:
     """Put the scale bytes 254 (2^127) and 0 (2^-127) into a row of scales.
 
-    A block with byte 254 has byte 0 in the other operand. If that would reach every block, its codes are zeros.
+    A block with byte 254 has byte 0 in the other operand. If that would reach every block, or if the other operand has
+    no scales, its codes are zeros.
     Products then stay within fp32 and near the other products.
     """
     (name, other), (q, scale) = names, operand
     bits, (rows, blocks) = scale.view(torch.uint8), scale.shape[-2:]
     row = 0 if choice[f"{name}_scale strides"] == "one row repeated" else 1 % rows
     everywhere = choice[f"{name}_scale strides"] == "one column repeated"
-    if everywhere or choice[f"{other}_scale strides"] == "one column repeated" or blocks < 3:
+    if everywhere or choice[f"{other}_scale strides"] == "one column repeated" or blocks < 3 or other_scale is None:
         block = blocks - 1
         for zero in range(rows) if _repeats(choice, name) else (row,):
-            of_row = q.view(torch.uint8)[..., zero, :]
-            of_row[..., 0 if everywhere else block * MX_BLOCK_SIZE :] &= 0x80
+            make_zeros(q, zero, 0 if everywhere else block * MX_BLOCK_SIZE)
     else:
         other_scale.view(torch.uint8)[..., block] = 0
     if everywhere:

@@ -9,8 +9,9 @@ from random import Random
 import torch
 from torch import Tensor
 
-from mxspec.formats import E8M0FNU, MX_BLOCK_SIZE
+from mxspec.formats import E8M0FNU, MX_BLOCK_SIZE, element
 from mxspec.reference.common.groups import round_up
+from mxspec.reference.common.numerics import saturating_cast
 from mxspec.spec import normal
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and plain scales of two operands, with blocks along K
@@ -18,10 +19,15 @@ E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def codes(*shape: int, dtype: torch.dtype = E4M3FN, seed: int = 0) -> Tensor:
-    """Normally distributed values over most of a format's range, all of them finite."""
-    largest = torch.finfo(dtype).max
-    x = normal(*shape, seed=seed) * largest / 4
-    return x.clamp(-largest, largest).to(dtype)
+    """Normally distributed values over most of a format's range, all of them finite. In bfloat16, values near 1.
+
+    `shape` counts elements: of e2m1, two neighbours along the last dimension share a byte.
+    """
+    x = normal(*shape, seed=seed)
+    if dtype == torch.bfloat16:
+        return x.to(dtype)
+    fmt = element(dtype)
+    return saturating_cast(x * fmt.max / 4, fmt)
 
 
 def scales(*shape: int, spread: int = 1, seed: int = 1) -> Tensor:

@@ -16,7 +16,7 @@ def of_matmul(args: Arguments, kwargs: Mapping[str, Any], rows: Tensor) -> Argum
     if kwargs.get("scale_layout") == "blocked":
         return None
     a, a_scale, *others = args
-    return _taken(a, rows), _taken(a_scale, rows), *others
+    return _taken(a, rows), None if a_scale is None else _taken(a_scale, rows), *others
 
 
 def of_sum(args: Arguments, kwargs: Mapping[str, Any], rows: Tensor) -> Arguments | None:

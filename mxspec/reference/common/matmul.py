@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
+from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE, element
 from mxspec.reference.common import checks
 from mxspec.reference.common.groups import bounds, padded_rows, round_up
+from mxspec.reference.common.numerics import widened
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.to_blocked_k_groups import tile_places
@@ -53,7 +54,8 @@ def check_scale(
 
 def values(codes: Tensor, scale: Tensor) -> Tensor:
     """Return `code * 2^(byte - 127)`, exact in fp64; blocks of 32 lie along the last dimension."""
-    blocks = codes.double().unflatten(-1, (scale.shape[-1], MX_BLOCK_SIZE))  # (..., K/32, 32)
+    elements = widened(codes, element(codes.dtype)).double()  # two for each byte of e2m1
+    blocks = elements.unflatten(-1, (scale.shape[-1], MX_BLOCK_SIZE))  # (..., K/32, 32)
     return (blocks * scale.double().unsqueeze(-1)).flatten(-2)
 
 
