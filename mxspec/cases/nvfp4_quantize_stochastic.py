@@ -48,27 +48,26 @@ def cases() -> Iterator[Case]:
         ragged, one = ((301, 416), (1, 16)) if axis == -1 else ((416, 301), (16, 1))
         yield Case(f"one block, {end}", partial(_call, kind, one), kw, flags=EDGE)
         yield Case(f"ragged, {end}", partial(_call, kind, ragged), kw)
-        yield Case(f"transposed input, {end}", lambda k=kind: _beside(random_normal(96, 160).mT, k), kw)
-        yield Case(f"every second column, {end}", lambda k=kind: _beside(random_normal(96, 320)[:, ::2], k), kw)
-        yield Case(f"every second row, {end}", lambda k=kind: _beside(random_normal(192, 64)[::2], k), kw)
-        yield Case(f"empty, {end}", lambda k=kind: _beside(torch.zeros(0, 0), k), kw, flags=EDGE)
-        yield Case(f"no experts, {end}", lambda k=kind: _beside(torch.zeros(0, 16, 64), k), kw, flags=EDGE)
-        yield Case(f"an amax for each matrix, {end}", lambda k=kind: (*_call(k, (3, 32, 48)), _AMAX), kw)
+        yield Case(f"transposed input, {end}", partial(_viewed, kind, (160, 96), "transposed"), kw)
+        yield Case(f"every second column, {end}", partial(_viewed, kind, (96, 320), "columns"), kw)
+        yield Case(f"every second row, {end}", partial(_viewed, kind, (192, 64), "rows"), kw)
+        yield Case(f"empty, {end}", these(*_beside(torch.zeros(0, 0), kind)), kw, flags=EDGE)
+        yield Case(f"no experts, {end}", these(*_beside(torch.zeros(0, 16, 64), kind)), kw, flags=EDGE)
+        yield Case(f"an amax for each matrix, {end}", these(*_call(kind, (3, 32, 48)), _AMAX), kw)
         edge = edge_blocks() if axis == -1 else edge_blocks().mT.contiguous()
-        yield Case(f"edge blocks, {end}", lambda x=edge, k=kind: _beside(x, k), kw, flags=EDGE)
+        yield Case(f"edge blocks, {end}", these(*_beside(edge, kind)), kw, flags=EDGE)
         zeros = torch.where(normal(32, 48) < 0, -0.0, 0.0)
-        yield Case(f"zeros of both signs, {end}", lambda x=zeros, k=kind: _beside(x, k), kw, flags=EDGE)
+        yield Case(f"zeros of both signs, {end}", these(*_beside(zeros, kind)), kw, flags=EDGE)
     for dtype in (bf16, fp16, fp32):
-        name, (x, random) = str(dtype)[6:], numbers_and_bytes(dtype)
-        amax = torch.tensor(2688.0)
+        name, amax = str(dtype)[6:], torch.tensor(2688.0)
+        x, random = numbers_and_bytes(dtype)
         yield Case(f"every step, {name}", these(x, random, amax), flags=EDGE)
         yield Case(f"every step, {name}, axis -2", these(x.mT, random.mT, amax), {"axis": -2}, flags=EDGE)
         for byte in (0, 255):
             same = torch.full_like(random, byte)
             yield Case(f"every byte {byte}, {name}", these(x, same, amax), flags=EDGE)
-        yield Case(f"a larger amax, {name}", lambda d=dtype: (*_call("seed", (32, 64), d), torch.tensor(2.0**40)))
-        smaller = torch.tensor(0.3)
-        yield Case(f"a smaller amax, {name}", lambda d=dtype, a=smaller: (*_call("seed", (32, 64), d), a), flags=EDGE)
+        yield Case(f"a larger amax, {name}", these(*_call("seed", (32, 64), dtype), torch.tensor(2.0**40)))
+        yield Case(f"a smaller amax, {name}", these(*_call("seed", (32, 64), dtype), torch.tensor(0.3)), flags=EDGE)
         for number in (torch.nan, torch.inf, -torch.inf, -1.0, 0.0, -0.0, 2.0**-149, torch.finfo(fp32).max):
             args = (*_call("seed", (4, 32), dtype), torch.tensor(number))
             yield Case(f"amax {number}, {name}", these(*args), flags=EDGE)
@@ -81,10 +80,9 @@ def cases() -> Iterator[Case]:
         x = (normal(32, 64) * 2.0 ** (shift // 2) * 2.0 ** (shift - shift // 2)).clamp(-torch.finfo(fp32).max)
         yield Case(f"magnitudes near 2^{shift}", these(*_beside(x, "seed")), flags=EDGE)
     for i, (seed, offset) in enumerate(SEEDS):
-        random = torch.tensor([seed, offset])
+        x, state = random_normal(2, 48, 64, seed=i), torch.tensor([seed, offset])
         for axis in (-1, -2):
-            x = random_normal(2, 48, 64, seed=i)
-            yield Case(f"seed {seed}, offset {offset}, axis {axis}", these(x, random), {"axis": axis}, flags=EDGE)
+            yield Case(f"seed {seed}, offset {offset}, axis {axis}", these(x, state), {"axis": axis}, flags=EDGE)
     yield Case("seed and offset apart", these(random_normal(32, 64), torch.tensor([7, -1, 9, -1])[::2]))
     yield Case("the seed is the offset", these(random_normal(32, 64), torch.tensor([11]).expand(2)))
     bytes_ = _random("bytes", (64, 96), 3)
@@ -106,25 +104,25 @@ def cases() -> Iterator[Case]:
         yield Case(f"2^31 elements and more, axis {axis}, {layout}", large, kw, flags={"large"})
 
     x, random = torch.zeros(32, 64), torch.zeros(32, 64, dtype=torch.uint8)
-    seed = torch.tensor([1, 2])
+    pair = torch.tensor([1, 2])
 
     def refused(name, args, error, match, **kwargs):
         return Case(name, these(*args), kwargs, raises=error, match=match)
 
-    yield refused("K = 100", (torch.zeros(4, 100), seed), ValueError, "K = 100 is not a multiple of block_size 16")
-    yield refused("M = 100", (torch.zeros(100, 32), seed), ValueError, "M = 100 is not a multiple", axis=-2)
-    yield refused("1-D", (torch.zeros(64), seed), ValueError, "2-D or 3-D")
-    yield refused("int32", (x.int(), seed), TypeError, "x has dtype torch.int32")
-    yield refused("axis 0", (x, seed), ValueError, "axis = 0", axis=0)
-    yield refused("unknown layout", (x, seed), ValueError, "'swizzled'", scale_layout="swizzled")
-    yield refused("int32 seed", (x, seed.int()), TypeError, "random has dtype torch.int32; needs torch.uint8 or")
-    yield refused("a seed alone", (x, seed[:1]), ValueError, "random has shape (1,); needs (2,)")
+    yield refused("K = 100", (torch.zeros(4, 100), pair), ValueError, "K = 100 is not a multiple of block_size 16")
+    yield refused("M = 100", (torch.zeros(100, 32), pair), ValueError, "M = 100 is not a multiple", axis=-2)
+    yield refused("1-D", (torch.zeros(64), pair), ValueError, "2-D or 3-D")
+    yield refused("int32", (x.int(), pair), TypeError, "x has dtype torch.int32")
+    yield refused("axis 0", (x, pair), ValueError, "axis = 0", axis=0)
+    yield refused("unknown layout", (x, pair), ValueError, "'swizzled'", scale_layout="swizzled")
+    yield refused("int32 seed", (x, pair.int()), TypeError, "random has dtype torch.int32; needs torch.uint8 or")
+    yield refused("a seed alone", (x, pair[:1]), ValueError, "random has shape (1,); needs (2,)")
     yield refused("bytes of another shape", (x, random.mT), ValueError, "random has shape (64, 32); needs (32, 64)")
     yield refused("a byte for a block", (x, random[:, ::16]), ValueError, "random has shape (32, 4); needs (32, 64)")
-    yield refused("random elsewhere", (x, seed.to("meta")), ValueError, "needs one device")
-    yield refused("amax of bf16", (x, seed, torch.tensor(1.0, dtype=bf16)), TypeError, "tensor_amax has dtype")
-    yield refused("amax (1,) of a matrix", (x, seed, torch.ones(1)), ValueError, "tensor_amax has shape (1,); needs ()")
-    yield refused("amax elsewhere", (x, seed, torch.tensor(1.0, device="meta")), ValueError, "needs one device")
+    yield refused("random elsewhere", (x, pair.to("meta")), ValueError, "needs one device")
+    yield refused("amax of bf16", (x, pair, torch.tensor(1.0, dtype=bf16)), TypeError, "tensor_amax has dtype")
+    yield refused("amax (1,) of a matrix", (x, pair, torch.ones(1)), ValueError, "tensor_amax has shape (1,); needs ()")
+    yield refused("amax elsewhere", (x, pair, torch.tensor(1.0, device="meta")), ValueError, "needs one device")
 
 
 _AMAX = torch.tensor([2688.0, 0.7, 3e5])
@@ -140,6 +138,11 @@ def _random(kind: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 def _beside(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return x, _random(kind, tuple(x.shape))
+
+
+def _viewed(kind: str, shape: tuple[int, int], view: str) -> tuple[Tensor, Tensor]:
+    x = random_normal(*shape)
+    return _beside({"transposed": x.mT, "columns": x[:, ::2], "rows": x[::2]}[view], kind)
 
 
 def _call(
@@ -241,6 +244,7 @@ ALSO += [
     {"experts": 257, "random strides": "column-major", **_BYTES},
     {"experts": 257, "random strides": "rows apart", **_BYTES},
     {"experts": 257, "random strides": "experts inside the rows", **_BYTES},
+    {"experts": 257, "random strides": "one row repeated", **_BYTES},
     {"experts": 9, "strides": "one expert repeated", "random strides": "one row repeated", **_BYTES},
     {"experts": 9, "strides": "experts inside the rows", "random strides": "rows apart", **_BYTES},
     {"experts": 9, "strides": "one row repeated", "values": "finite", **_GIVEN},
