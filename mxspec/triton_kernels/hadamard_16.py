@@ -19,7 +19,7 @@ from mxspec.triton_kernels.common.runs import load16, store16
 
 # The first kernel of the op. No GPU has run it: compiled for Hopper and Blackwell, and interpreted.
 RANK = {(9, 0): 1, (10, 0): 1}
-# Along axis -1 a program has BLOCKS blocks. Along axis -2 it has a tile of 16 * RUNS rows and COLS columns. Not measured.
+# A program has BLOCKS blocks along axis -1, and a tile of 16 * RUNS rows and COLS columns along axis -2. Not measured.
 _HOPPER = {
     "rows": {"BLOCKS": 128, "num_warps": 2},
     "columns": {"RUNS": 2, "COLS": 128, "num_warps": 4},

@@ -18,12 +18,18 @@ from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
+    BYTES,
+    NEAREST,
+    SEED,
     block_scale,
+    bytes_of_words,
     converts,
     divisor,
     magnitudes,
     of_matrix,
     packed_codes,
+    random_of,
+    random_words,
     scale_byte,
     store_tensor_scale,
 )
@@ -75,7 +81,9 @@ def _nvfp4_quantize(
     R, C, stride_e, stride_r, stride_k, amax_stride, row_groups,
     LAYOUT: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
     BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+    random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
 ):  # fmt: skip
+    # random: see nvfp4_quantize_stochastic. Of a seed and an offset, random_k is the stride.
     i = tl.arange(0, BLOCKS)
     j, pair = tl.arange(0, 8), tl.arange(0, 8)
     e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1 below 2^22 rows, and folds away
@@ -87,6 +95,10 @@ def _nvfp4_quantize(
         owned, place = in_matrix, i
         x_offset = i[:, None] * 16 + j[None, :]
         q_offset = i[:, None] * 8 + pair[None, :]
+        number = tl.program_id(0) * BLOCKS + i
+        if RANDOM == BYTES:
+            random += start * 16
+            r_offset = x_offset
         x += start * 16
         qdata += start * 8
         scale += start
@@ -102,8 +114,11 @@ def _nvfp4_quantize(
             row, c = n // C, n % C
             in_matrix = n < R * C
             place = n.to(tl.int64)
-        owned = in_matrix
+        owned, number = in_matrix, row * C + c
         k = c[:, None] * 16 + j[None, :]
+        if RANDOM == BYTES:
+            random += e * random_e
+            r_offset = row.to(tl.int64)[:, None] * random_r + k.to(tl.int64) * random_k
         x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
         q_offset = place[:, None] * 8 + pair[None, :]
         x += e * stride_e
@@ -117,6 +132,10 @@ def _nvfp4_quantize(
         in_matrix = (row_tile * 128 + row < R) & (c < C)
         owned, place = (row_tile < tl.cdiv(R, 128)) & (C > 0), i
         k = c[:, None] * 16 + j[None, :]
+        number = (row_tile.to(tl.int32) * 128 + row) * C + c
+        if RANDOM == BYTES:
+            random += e * random_e + row_tile * 128 * random_r
+            r_offset = row.to(tl.int64)[:, None] * random_r + k.to(tl.int64) * random_k
         x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
         q_offset = row.to(tl.int64)[:, None] * (C * 8) + (c[:, None] * 8 + pair[None, :])
         x += e * stride_e + row_tile * 128 * stride_r
@@ -135,14 +154,25 @@ def _nvfp4_quantize(
         bits = tl.broadcast_to(largest[None, :], (16, 16)).reshape(BLOCKS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
     minus_d, reciprocal = divisor(s, h, up, wrong)
-    q = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, CONVERTS)
-    q_more = packed_codes(magnitudes(more, minus_d, reciprocal, up, narrow, BOUNDED), more, wrong, CONVERTS)
+    if RANDOM == BYTES:
+        byte = tl.load(random + r_offset, mask=in_matrix[:, None], other=0).to(tl.int32)
+        byte_more = random + r_offset + tl.cast(random_k, tl.int64) * 8
+        byte_more = tl.load(byte_more, mask=in_matrix[:, None], other=0).to(tl.int32)
+    elif RANDOM == SEED:
+        w0, w1, w2, w3 = random_words(random, random_k, number + (e * R * C).to(tl.int32))
+        byte, byte_more = bytes_of_words(tl.join(w0, w1)), bytes_of_words(tl.join(w2, w3))
+    else:
+        byte, byte_more = None, None
+    magnitude = magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED)
+    q = packed_codes(magnitude, values, wrong, byte, CONVERTS)
+    magnitude = magnitudes(more, minus_d, reciprocal, up, narrow, BOUNDED)
+    q_more = packed_codes(magnitude, more, wrong, byte_more, CONVERTS)
     q = tl.join(q, q_more).permute(0, 2, 1).reshape(BLOCKS, 8)
     tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
-    byte = scale_byte(s, wrong)
+    stored = scale_byte(s, wrong)
     if LAYOUT == "blocked":
-        byte = tl.where(in_matrix, byte, 0).to(tl.uint8)
-    tl.store(scale + place, byte, mask=owned)
+        stored = tl.where(in_matrix, stored, 0).to(tl.uint8)
+    tl.store(scale + place, stored, mask=owned)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) % row_groups == 0)
     store_tensor_scale(tensor_scale, A, wrong_matrix, e, first)
 
@@ -155,13 +185,21 @@ def nvfp4_quantize(
     block: str = "1x16",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return quantized(x, tensor_amax, axis, block == "16x16", scale_layout == "blocked")
+
+
+def quantized(
+    x: Tensor, tensor_amax: Tensor | None, axis: int, square: bool, blocked: bool, random: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch. `random` holds a byte for each element, by which its code is rounded, or a seed and an offset."""
     amax = largest_magnitudes(x) if tensor_amax is None else tensor_amax
-    bounded, blocked, square = tensor_amax is None, scale_layout == "blocked", block == "16x16"
+    bounded, of_elements = tensor_amax is None, random is not None and random.dtype == torch.uint8
     if axis == -2 and not _is_transposed(x):
-        qdata, scale, tensor_scale = nvfp4_columns.nvfp4_tile(x, amax, bounded, square, blocked)
+        qdata, scale, tensor_scale = nvfp4_columns.nvfp4_tile(x, amax, bounded, square, blocked, random)
         return qdata.mT, scale, tensor_scale
     if axis == -2:
         x = x.mT
+        random = random.mT if random is not None and of_elements else random
     *lead, R, K = x.shape
     C, E = K // NVFP4_BLOCK_SIZE, lead[0] if lead else 1
     qdata = x.new_empty((*lead, R, K // 2), dtype=torch.uint8)
@@ -170,6 +208,8 @@ def nvfp4_quantize(
     shape = (512 * row_tiles * col_tiles,) if blocked else (R, C)
     scale = x.new_empty((*lead, *shape), dtype=torch.uint8)
     contiguous = x.stride(-1) == 1 and x.stride(-2) == K and (not lead or x.stride(0) == R * K)
+    if random is not None and of_elements:
+        contiguous &= random.is_contiguous()
     layout = "blocked" if blocked else "flat" if contiguous and not square else "strided"
     config = for_device(CONFIGS, x.device)["square" if square else layout]
     blocks, row_groups, even = config["BLOCKS"], 1, False
@@ -185,7 +225,7 @@ def nvfp4_quantize(
         _nvfp4_quantize[grid](
             x, amax, qdata, scale, tensor_scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1),
             amax.stride(0) if lead else 0, row_groups, layout, square, even, bounded, converts(x.device),
-            ROW_TILES=_ROW_TILES, **config, **UNFUSED,
+            ROW_TILES=_ROW_TILES, **config, **random_of(random), **UNFUSED,
         )  # fmt: skip
     codes, scales = qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn)
     return codes.mT if axis == -2 else codes, scales, tensor_scale

@@ -7,9 +7,12 @@ numbers beside every place at which a scale or a code changes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mxspec.formats import NVFP4_LARGEST
 from mxspec.triton_kernels.common.launch import capability
@@ -18,6 +21,9 @@ _LARGEST = tl.constexpr(NVFP4_LARGEST)
 _OF_H, _OF_B, _OF_X = tl.constexpr(2.0**-12), tl.constexpr(7 / 64), tl.constexpr(21 / 32)
 # If A is smaller, both numbers of a quotient are multiplied by 2^100. The remainder of a division is then exact.
 _SMALL, _UP = tl.constexpr(2.0**-72), tl.constexpr(2.0**100)
+_PARTS = tl.constexpr((263 << 23) - 2**32)  # 2^(9 - e) has the bits (263 << 23) - bits of 2^e
+# How the codes are rounded: to nearest; by a byte for each element; by the bytes of Philox.
+NEAREST, BYTES, SEED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _CVT = tl.constexpr(
     "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $5, $1; cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;"
     " cvt.rn.satfinite.e2m1x2.f32 c, $7, $3; cvt.rn.satfinite.e2m1x2.f32 d, $8, $4; mov.b32 $0, {a, b, c, d}; }"
@@ -27,6 +33,17 @@ _CVT = tl.constexpr(
 def converts(device: torch.device) -> bool:
     """Whether the GPU has the instruction that converts to e2m1: Blackwell, sm_100 and sm_103. It has not been run."""
     return capability(device)[0] == 10
+
+
+def random_of(random: Tensor | None) -> dict[str, Any]:
+    """The arguments of a kernel that say how the codes are rounded."""
+    if random is None:
+        return {}
+    if random.dtype == torch.int64:
+        return {"random": random, "random_e": 0, "random_r": 0, "random_k": random.stride(0), "RANDOM": SEED.value}
+    stride_e = random.stride(0) if random.ndim == 3 else 0
+    strides = {"random_e": stride_e, "random_r": random.stride(-2), "random_k": random.stride(-1)}
+    return {"random": random, **strides, "RANDOM": BYTES.value}
 
 
 @triton.jit
@@ -127,21 +144,61 @@ def _code(magnitude, sign):
 
 
 @triton.jit
-def packed_codes(magnitude, x, wrong, CONVERTS: tl.constexpr):
+def random_words(state, stride, number):
+    """Four random words for each block, by Philox4x32-10. `state` holds a seed and an offset, in int64.
+
+    number: the number of each block, int32. The high word of the number is 0, because `supports` limits the elements.
+    """
+    seed, offset = tl.load(state), tl.load(state + stride)
+    return tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), number.to(tl.uint32, bitcast=True), 0)
+
+
+@triton.jit
+def bytes_of_words(words):
+    """The bytes of words, each in an int32, the lowest first. The last dimension becomes 4 times as large."""
+    shape: tl.constexpr = words.shape[:-1] + (words.shape[-1] * 4,)  # noqa: RUF005  # Triton has no `*`
+    byte = tl.expand_dims(words, -1) >> (tl.arange(0, 4) * 8).to(tl.uint32)
+    return (byte & 0xFF).to(tl.int32, bitcast=True).reshape(shape)
+
+
+@triton.jit
+def _drawn_code(magnitude, byte, sign):
+    """The e2m1 code of a magnitude, rounded by a random byte: int32. NaN gives any number.
+
+    The magnitude is a number of 256ths of the steps of its binade, cut off. The byte is added to it.
+    """
+    magnitude = tl.minimum(magnitude, 6.0)
+    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    parts = (magnitude * _as_float(-e + _PARTS)).to(tl.int32)
+    return ((((parts + byte) >> 8) + (e >> 22) + 2) & 7) | ((sign >> 28) & 8)
+
+
+@triton.jit
+def _packed(code, wrong):
+    """Two neighbouring codes in a byte, the first in the low half. All codes are 7 if `wrong`."""
+    pairs: tl.constexpr = code.shape[:-1] + (code.shape[-1] // 2, 2)  # noqa: RUF005
+    code |= tl.expand_dims(tl.where(wrong, 7, 0), -1)
+    even, odd = tl.split(code.reshape(pairs))
+    return (even | (odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def packed_codes(magnitude, x, wrong, byte, CONVERTS: tl.constexpr):
     """e2m1 codes with the signs of x. The last dimension is elements of a block.
 
-    Two neighbours share a byte, the first in the low half. The codes have no sign if `wrong`.
+    byte: a random byte for each element, by which the codes are rounded. None: to nearest, ties to even. Two neighbours
+    share a byte of the result, the first in the low half. The codes have no sign if `wrong`.
     """
     sign = x.to(tl.int32, bitcast=True) & tl.expand_dims(tl.where(wrong, 0, -0x80000000), -1)
-    pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005  # Triton has no `*`
-    if CONVERTS:
+    if byte is not None:
+        return _packed(_drawn_code(magnitude, byte, sign), wrong)
+    elif CONVERTS:
+        pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005
         signed = _as_float(magnitude.to(tl.int32, bitcast=True) | sign)
         even, odd = tl.split(signed.reshape(pairs))
         return tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
     else:
-        code = _code(magnitude, sign) | tl.expand_dims(tl.where(wrong, 7, 0), -1)
-        even, odd = tl.split(code.reshape(pairs))
-        return (even | (odd << 4)).to(tl.uint8)
+        return _packed(_code(magnitude, sign), wrong)
 
 
 @triton.jit

@@ -16,12 +16,18 @@ from mxspec.triton_kernels.common.blocked import blocked_shape, turned
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
+    BYTES,
+    NEAREST,
+    SEED,
     block_scale,
+    bytes_of_words,
     converts,
     divisor,
     magnitudes,
     of_matrix,
     packed_codes,
+    random_of,
+    random_words,
     scale_byte,
     store_tensor_scale,
 )
@@ -43,6 +49,7 @@ def _nvfp4_tile(
     M, K, M16, stride_e, stride_m, stride_k, amax_stride,
     SQUARE: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
     CONVERTS: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+    random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
 ):  # fmt: skip
     # M16 is M / 16, computed on the host so that Triton keeps its divisible-by-16 specialization. Programs run along
     # the rows first, so that neighbouring programs write neighbouring bytes.
@@ -53,8 +60,20 @@ def _nvfp4_tile(
     m, b = run * 16, k
     if WIDE:  # the products with strides are above 2^31, also those in load16
         m, b, stride_m = m.to(tl.int64), b.to(tl.int64), tl.cast(stride_m, tl.int64)
+        if RANDOM == BYTES:
+            random_r = tl.cast(random_r, tl.int64)
     x += e * stride_e + m0.to(tl.int64) * stride_m + k0.to(tl.int64) * stride_k
     values = load16(x + ((m * stride_m)[:, None] + (b * stride_k)[None, :]), stride_m, inside, None)
+    if RANDOM == BYTES:
+        random += e * random_e + m0.to(tl.int64) * random_r + k0.to(tl.int64) * random_k
+        byte = load16(random + ((m * random_r)[:, None] + (b * random_k)[None, :]), random_r, inside, None)
+        byte = byte.to(tl.int32).reshape(RUNS, COLS, 16)
+    elif RANDOM == SEED:
+        number = ((e * K + k0) * M16 + m0 // 16).to(tl.int32) + (k[None, :] * M16 + run[:, None])
+        w0, w1, w2, w3 = random_words(random, random_k, number)
+        byte = bytes_of_words(tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(RUNS, COLS, 4))
+    else:
+        byte = None
     narrow: tl.constexpr = values.dtype != tl.float32
     values = widened(values).reshape(RUNS, COLS, 16)
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
@@ -64,27 +83,29 @@ def _nvfp4_tile(
         bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
     minus_d, reciprocal = divisor(s, h, up, wrong)
-    q = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, CONVERTS)
+    q = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, byte, CONVERTS)
     q = q.permute(1, 0, 2).reshape(COLS, ROWS // 2)
     m, M2 = m0 // 2 + tl.arange(0, ROWS // 2), M16 * 8
     to = (e * K + k0) * M2 + m0 // 2
     offset = tl.arange(0, ROWS // 2)[None, :] + (k.to(tl.int64) * M2 if WIDE else k * M2)[:, None]
     tl.store(qdata + to + offset, q, mask=((k0 + k < K)[:, None] & (m < M2)[None, :]) | EVEN)
     there = ((k0 + k < K)[:, None] & (m0 // 16 + run < M16)[None, :]) | EVEN
-    byte = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
+    scales = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
     if BLOCKED:
         tl.static_assert(COLS == 128)
-        byte = turned(tl.where(there, byte, 0).to(tl.uint8), RUNS // 4)
+        scales = turned(tl.where(there, scales, 0).to(tl.uint8), RUNS // 4)
         place, col_tiles = tl.arange(0, 128 * RUNS), tl.cdiv(M16, 4)
         scale += ((e * tl.cdiv(K, 128) + tl.program_id(1)) * col_tiles + m0 // 64) * 512
-        tl.store(scale + place, byte, mask=(m0 // 64 + place // 512 < col_tiles) & (k0 < K))
+        tl.store(scale + place, scales, mask=(m0 // 64 + place // 512 < col_tiles) & (k0 < K))
     else:
         scale += (e * K + k0) * M16 + m0 // 16
-        tl.store(scale + (k[:, None] * M16 + run[None, :]), byte, mask=there)
+        tl.store(scale + (k[:, None] * M16 + run[None, :]), scales, mask=there)
     store_tensor_scale(tensor_scale, A, wrong_matrix, e, tl.program_id(0) + tl.program_id(1) == 0)
 
 
-def nvfp4_tile(x: Tensor, amax: Tensor, bounded: bool, square: bool, blocked: bool) -> tuple[Tensor, Tensor, Tensor]:
+def nvfp4_tile(
+    x: Tensor, amax: Tensor, bounded: bool, square: bool, blocked: bool, random: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`(qdata, scale, tensor_scale)` of x. The codes are stored as those of the transpose, `(..., K, M / 2)`."""
     *lead, M, K = x.shape
     E, config = lead[0] if lead else 1, for_device(CONFIGS, x.device)
@@ -94,12 +115,13 @@ def nvfp4_tile(x: Tensor, amax: Tensor, bounded: bool, square: bool, blocked: bo
     qdata = x.new_empty((*lead, K, M // 2), dtype=torch.uint8)
     scale = x.new_empty((*lead, *shape), dtype=torch.uint8)
     tensor_scale = x.new_empty(tuple(lead), dtype=torch.float32)
+    strides = [x.stride()[-2:]] + ([random.stride()[-2:]] if random is not None and random.ndim > 1 else [])
     if E:  # a matrix without elements has a tensor scale
         even = M * K > 0 and M % rows == 0 == K % cols
-        wide = max(rows * x.stride(-2), cols * max(x.stride(-1), M)) >= 2**31
+        wide = max(rows * max(m for m, _ in strides), cols * max(M, *(k for _, k in strides))) >= 2**31
         _nvfp4_tile[max(1, -(-M // rows)), max(1, -(-K // cols)), E](
             x, amax, qdata, scale, tensor_scale, M, K, M // 16, x.stride(0) if lead else 0, *x.stride()[-2:],
             amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device), **config,
-            **UNFUSED,
+            **random_of(random), **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
