@@ -86,10 +86,11 @@ def nvfp4_gemm(
         batch-invariant: on one GPU, the bits of a row do not depend on the other rows or on their number. For this, the
         rows of a, of b and of the output must begin at multiples of 16 bytes.
 
-    Special values: a scale 0x7F or 0xFF in a makes its output row NaN; in b, its output column. So does a NaN among
-        values; an Inf among values is Inf, and Inf times zero is NaN. The sign of a scale counts. T is multiplied like
-        any number: with T = 0 finite sums become 0, and a T of NaN makes every output NaN, also if K = 0. Sums of codes
-        never overflow. Larger values may make a sum Inf in a kernel before T makes it small again.
+    Special values: a scale 0x7F in a makes its output row NaN; in b, its output column. So does a NaN among values; an
+        Inf among values is Inf, and Inf times zero is NaN. The sign bit of a scale must be 0: Blackwell's tensor cores
+        do not read it, so a result of such a scale has no meaning. T is multiplied like any number: with T = 0 finite
+        sums become 0, and a T of NaN makes every output NaN, also if K = 0. Sums of codes never overflow. Larger values
+        may make a sum Inf in a kernel before T makes it small again.
 
     Raises:
         TypeError: an operand, a scale, a tensor scale or out_dtype has a dtype that is not listed above; codes have no

@@ -79,13 +79,12 @@ def special(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[tuple[s
         return (t[-1] if t.ndim == 3 else t)[i]
 
     for i, name in ((0, "the first"), (1, "the second")):
-        for byte in (0x7F, 0xFF):
-            operands = pair(first, second)
-            row(operands[i][1], 5).view(torch.uint8)[1] = byte
-            yield f"a scale 0x{byte:X} in {name}", operands
         operands = pair(first, second)
-        row(operands[i][1], 2).view(torch.uint8)[:2] = torch.tensor([0xB8, 0x80], dtype=torch.uint8)
-        yield f"negative scales in {name}", operands
+        row(operands[i][1], 5).view(torch.uint8)[1] = 0x7F
+        yield f"a scale of NaN in {name}", operands
+        operands = pair(first, second)
+        row(operands[i][1], 2).view(torch.uint8)[:3] = torch.tensor([0, 1, 0x7E], dtype=torch.uint8)
+        yield f"scales of 0, 2^-9 and 448 in {name}", operands
         for number in (math.nan, math.inf, -math.inf):
             operands = pair(first, second, ("values", "values"))
             row(operands[i][0], 3)[37] = number
@@ -155,11 +154,11 @@ def made(choice: Choice, name: str, shape: tuple[int, ...], seed: int = 0) -> Op
     if scale is not None and scale.numel():
         bits, of = scale.view(torch.uint8), choice[f"{name}_scale values"]
         if of == "extreme":
-            last = torch.tensor([0x00, 0x80, 0xB8, 0x01], dtype=torch.uint8)[: bits.shape[-1]]
+            last = torch.tensor([0x00, 0x01, 0x00, 0x07], dtype=torch.uint8)[: bits.shape[-1]]
             bits[..., 0, : len(last)], bits[..., -1, -len(last) :] = last, last
         elif of == "NaN":
             bits[..., 0, 0] = 0x7F
-            bits[..., bits.shape[-2] // 2, -1] = 0xFF
+            bits[..., bits.shape[-2] // 2, -1] = 0x7F
     return t, scale
 
 

@@ -1,0 +1,36 @@
+"""nvfp4_grouped_gemm in Triton: plain tiles, whose programs find their groups by themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels.tiles import nvfp4_matmul
+from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
+
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "nvfp4_grouped_gemm"]
+
+# The first kernel of a new op. No GPU has run it yet; it was compiled and interpreted.
+RANK = {(9, 0): 1, (10, 0): 1}
+BATCH_INVARIANT = True
+PTX = nvfp4_matmul.PTX
+
+
+def nvfp4_grouped_gemm(
+    a: Tensor,
+    a_scale: Tensor | None,
+    a_tensor_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor | None,
+    b_tensor_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    if out.numel():
+        operands = a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale
+        nvfp4_tiles(*operands, out, scale_layout, offs=offs, grouped="M")
+    return out

@@ -1,0 +1,35 @@
+"""nvfp4_grouped_gemm_wgrad in Triton: plain tiles. Each tile is a sum over the tokens of one group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels.tiles import nvfp4_matmul
+from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
+
+__all__ = ["PTX", "RANK", "nvfp4_grouped_gemm_wgrad"]
+
+# The first kernel of a new op. No GPU has run it yet; it was compiled and interpreted.
+RANK = {(9, 0): 1, (10, 0): 1}
+PTX = nvfp4_matmul.PTX
+
+
+def nvfp4_grouped_gemm_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor | None,
+    dy_tensor_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    x_tensor_scale: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> Tensor:
+    out = torch.empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype, device=dy.device)
+    if out.numel():
+        operands = dy.mT, dy_scale, dy_tensor_scale, x.mT, x_scale, x_tensor_scale
+        nvfp4_tiles(*operands, out, scale_layout, offs=offs, grouped="K")
+    return out
