@@ -22,7 +22,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import exact_values
 from mxspec.triton_kernels.common.tile_order import swizzle
 
 # A tile has 128 rows, as a tile of the blocked layout, and groups are padded to 128 rows in that layout. So the scales
-# of a tile's rows are in one row of scale tiles. SCALED: the tensor cores multiply the scales, 128 columns of K at once.
+# of a tile's rows are in one row of scale tiles. SCALED: the tensor cores multiply the scales, 128 columns at a time.
 _HOPPER = {"BLOCK_M": 128, "BLOCK_N": 64, "SWIZZLE": 8, "SCALED": False, "num_warps": 8, "num_stages": 3}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER | {"BLOCK_N": 128, "SCALED": True}}
 PTX = {
@@ -66,8 +66,6 @@ def _operand(
 @triton.jit
 def _past(scale_at, stride_c, STEP: tl.constexpr, BLOCKED: tl.constexpr):
     """Pointers to the scales of the next STEP columns of K."""
-    if scale_at is None:
-        return scale_at
     return scale_at + (STEP // 64 * 512 if BLOCKED else tl.cast(stride_c, tl.int64) * (STEP // 16))
 
 
@@ -158,8 +156,10 @@ def _tiles(
             acc = tl.dot(x, w.T, acc)
             a_at += 32 if A_CODES else tl.cast(a_stride_k, tl.int64) * 64
             b_at += 32 if B_CODES else tl.cast(b_stride_k, tl.int64) * 64
-            a_scale_at = _past(a_scale_at, a_scale_stride_c, 64, BLOCKED)
-            b_scale_at = _past(b_scale_at, b_scale_stride_c, 64, BLOCKED)
+            if A_CODES:
+                a_scale_at = _past(a_scale_at, a_scale_stride_c, 64, BLOCKED)
+            if B_CODES:
+                b_scale_at = _past(b_scale_at, b_scale_stride_c, 64, BLOCKED)
     in_group = group < E  # rows of no group have no tensor scale
     number = tl.load(a_number + group * a_number_stride, mask=in_group, other=0.0)
     number *= tl.load(b_number + group * b_number_stride, mask=in_group, other=0.0)
