@@ -97,7 +97,7 @@ def tile_for(
     return SHORT_GROUPS if short_groups and tile is VECTOR_TILES[0][1] else tile
 
 
-def _with_scratch(launch: Callable[[], T], device: torch.device) -> T:
+def with_scratch(launch: Callable[[], T], device: torch.device) -> T:
     """Launch a kernel that writes TMA descriptors to memory.
 
     Triton asks for that memory. The caller's allocator stays set.
@@ -186,4 +186,4 @@ def fp8_sm90(
             GROUPED=grouped, VECTOR=vector, ACCUMULATE=accumulate, **config, num_warps=4, **FUSED,
         )  # fmt: skip
 
-    return _with_scratch(launch, a.device) if grouped == "K" else launch()
+    return with_scratch(launch, a.device) if grouped == "K" else launch()

@@ -1,0 +1,1 @@
+"""NVFP4 matmuls on Hopper, from bfloat16 values."""

@@ -1,0 +1,120 @@
+"""NVFP4 matmuls of bfloat16 values on Hopper: whether TMA reaches the operands, the tile, and the launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels.common.launch import FUSED, capability, processors
+from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.hopper.fp8.launch import with_scratch
+
+if releases.refusal() is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from mxspec.triton_kernels.hopper.names import shared_layout
+    from mxspec.triton_kernels.hopper.nvfp4.gemm import nvfp4_gemm_sm90
+
+# The first number is the cost of one element of the output: it is higher for smaller tiles, which read more bytes per
+# element. No other tile was tried.
+TILES = (
+    (1.0, {"BLOCK_N": 256, "NUM_STAGES": 4, "REGISTERS": 232}),
+    (1.2, {"BLOCK_N": 128, "NUM_STAGES": 6, "REGISTERS": 208}),
+)
+
+
+def turned(values: Tensor) -> bool:
+    """Whether the rows of a matrix, or of a stack of matrices, lie across the memory: a row has a stride of 1."""
+    return values.stride(-1) != 1 and values.stride(-2) == 1
+
+
+def _stored(values: Tensor) -> Tensor:
+    """The matrix in which rows are contiguous: the values, or their transpose."""
+    return values.mT if turned(values) else values
+
+
+def _tma_reads(values: Tensor) -> bool:
+    """Whether TMA can read values: rows are contiguous, and begin at multiples of 16 bytes.
+
+    Several matrices must lie one below the other, so that TMA sees one matrix.
+    """
+    t = _stored(values)
+    one = t.ndim == 2 or t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
+    apart = t.stride(-2) >= t.shape[-1] or t.shape[-2] == 1
+    return one and apart and t.stride(-1) == 1 and t.stride(-2) * 2 % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def reads(a: Tensor, b: Tensor, out: Tensor, grouped: str = "") -> bool:
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read the values and write out."""
+    if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
+        return False
+    if out.shape[-1] * out.element_size() % 16 or out.data_ptr() % 16:
+        return False
+    # TMA reads 64 rows of a transpose at a time. The last of them must not belong to the next expert.
+    whole = b.ndim == 2 or b.shape[0] == 1 or not turned(b) or b.shape[-1] % 64 == 0
+    # A group of tokens that begins anywhere begins at a multiple of 16 bytes only if a token is a row.
+    of_tokens = grouped != "K" or (turned(a) and turned(b))
+    return whole and of_tokens and _tma_reads(a) and _tma_reads(b)
+
+
+def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
+    """The tile with the least estimated cost: the number of waves, times the cost of a tile.
+
+    A wave is as many tiles as there are processors.
+    """
+
+    def cost(choice: tuple[float, dict[str, int]]) -> float:
+        of_element, tile = choice
+        return -(-row_tiles * -(-N // tile["BLOCK_N"]) // processors) * tile["BLOCK_N"] * of_element
+
+    return min(TILES, key=cost)[1]
+
+
+def nvfp4_sm90(
+    a: Tensor, a_number: Tensor, b: Tensor, b_number: Tensor, out: Tensor,
+    *, offs: Tensor | None = None, grouped: str = "", unit: int = 1, **options: Any,
+) -> Any:  # fmt: skip
+    """`nvfp4_tiles` of bfloat16 values, by TMA and Hopper's tensor cores. Returns the compiled kernel.
+
+    A group of K begins at a multiple of `unit`. `options` override fields of the tile.
+    """
+    (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
+    row_tiles = -(-M // 128)
+    all_tiles = row_tiles * E if grouped == "K" else row_tiles + E // 2 * (grouped == "M")
+    programs = processors(a.device)
+    config: dict[str, Any] = {"SWIZZLE": 8, **tile_for(all_tiles, N, programs), **options}
+    BLOCK_N, size = config["BLOCK_N"], out.element_size()
+    config.setdefault("BUFFERS", 2 if size == 2 else 1)
+    col_tiles = -(-N // BLOCK_N)
+    tiles = row_tiles * col_tiles
+    if grouped == "M":  # each group, and the rows that belong to no group, may begin a tile
+        tiles += E * col_tiles
+    elif grouped == "K":
+        tiles *= E
+    layout, (a_turned, b_turned) = shared_layout(128, 16), (turned(a), turned(b))
+    of_a, of_b = _stored(a), _stored(b)
+    if grouped == "K":  # only the device knows the sizes of the groups
+        operands: tuple[Any, ...] = (of_a, of_a.stride(0)), (of_b, of_b.stride(0))
+    else:
+        of_b = of_b.reshape(-1, of_b.shape[-1])
+        operands = (
+            TensorDescriptor.from_tensor(of_a, [64, 64] if a_turned else [128, 64], layout),
+            TensorDescriptor.from_tensor(of_b, [64, BLOCK_N] if b_turned else [BLOCK_N, 64], layout),
+        )
+    rows = TensorDescriptor.from_tensor(out.view(-1, N), [64, 64], shared_layout(128, 8 * size))
+    numbers = (*_of_groups(a_number), *_of_groups(b_number))
+    blocks = offs, 0 if offs is None else offs.stride(0), E, tiles, M, N, K, row_tiles, col_tiles
+
+    def launch() -> Any:
+        return nvfp4_gemm_sm90[(min(tiles, programs),)](
+            *operands, rows, out, numbers, blocks,
+            A_TURNED=a_turned, B_TURNED=b_turned, GROUPED=grouped, UNIT=unit, **config, num_warps=4, **FUSED,
+        )  # fmt: skip
+
+    return with_scratch(launch, a.device) if grouped == "K" else launch()
+
+
+def _of_groups(number: Tensor) -> tuple[Tensor, int]:
+    return number, number.stride(0) if number.ndim else 0
