@@ -15,6 +15,7 @@ SCHEMA_TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Tensor?",
     "int": "SymInt",  # in a traced graph a number of rows may be a symbol; a kernel always gets a plain int
+    "int | None": "SymInt?",
     "float": "float",
     "bool": "bool",
     "str": "str",
@@ -35,6 +36,7 @@ PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "Tensor": Tensor,
     "Tensor | None": (Tensor, type(None)),
     "int": int,
+    "int | None": (int, type(None)),
     "float": (int, float),
     "bool": bool,
     "str": str,
