@@ -2,7 +2,7 @@
 
 A value of an element format is `(-1)^sign * 2^(exponent - bias) * 1.mantissa`, or `2^(1 - bias) * 0.mantissa` if the
 exponent field is 0. The field widths and the meaning of the top codes determine every constant of a format, so only
-these are written here.
+these are written here. int8 is such a format too: its magnitudes are those of one exponent bit and 6 mantissa bits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "E8M0FNU",
     "ELEMENTS",
     "FP8_SCALE_FORMATS",
+    "INT8",
     "SCALINGS",
     "ElementFormat",
     "ScaleFormat",
@@ -50,7 +51,7 @@ INT_OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A narrow float. `largest_code` is the code of the largest finite positive value."""
+    """A narrow float, or int8. `largest_code` is the code of the largest finite positive value."""
 
     name: str
     exponent_bits: int
@@ -59,17 +60,38 @@ class ElementFormat:
     largest_code: int
     inf_code: int | None
     nan_code: int | None  # a positive NaN; the sign and the payload of a NaN are free
-    dtype: torch.dtype | None  # None if torch has no such dtype; its codes are then uint8
-    per_byte: int = 1  # elements per byte of storage; the first lies in the lowest bits
+    dtype: torch.dtype | None  # None if torch has no such dtype; tensors of its codes are then uint8
+    together: int = (
+        1  # elements that share whole bytes: 2 of 4 bits in one, 4 of 6 bits in three; the first lies lowest
+    )
+    twos_complement: bool = False  # whether a negative code is 2^bits minus the magnitude, and not a sign bit beside it
 
     @property
     def bits(self) -> int:
         return 1 + self.exponent_bits + self.mantissa_bits
 
+    @property
+    def per_byte(self) -> int:
+        """Elements in a byte, for the formats whose elements do not cross bytes."""
+        count, rest = divmod(8, self.bits)
+        if rest:
+            raise TypeError(f"{self.name} elements cross bytes: {self.together} share {self.stored(self.together)}")
+        return count
+
+    def stored(self, size: int) -> int:
+        """The bytes that hold `size` elements."""
+        return size * self.bits // 8
+
+    def held(self, stored: int) -> int:
+        """The elements that lie in `stored` bytes."""
+        return stored * 8 // self.bits
+
     def value(self, code: int) -> float:
         """The exact value of a code; `nan` and `inf` if the format has them."""
         sign = -1.0 if code >> (self.bits - 1) else 1.0
         magnitude = code & ((1 << (self.bits - 1)) - 1)
+        if self.twos_complement:  # code 0x80 of int8 has the magnitude 0x80
+            return sign * ((1 << self.bits) - code if sign < 0 else code) * self.smallest_subnormal
         if magnitude == self.inf_code:
             return sign * float("inf")
         if magnitude > self.largest_code:
@@ -96,7 +118,7 @@ class ElementFormat:
 
     @property
     def smallest_subnormal(self) -> float:
-        return self.value(1)
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
 
 @dataclass(frozen=True)
@@ -121,14 +143,17 @@ E4M3FN = ElementFormat("e4m3fn", 4, 3, 7, 0x7E, None, 0x7F, torch.float8_e4m3fn)
 # The same table: E5M2 follows IEEE 754, with infinity.
 E5M2 = ElementFormat("e5m2", 5, 2, 15, 0x7B, 0x7C, 0x7F, torch.float8_e5m2)
 # OCP MX v1.0, section 5.3.2 (FP6) and 5.3.3 (FP4): neither Inf nor NaN, every code is a number.
-E2M3 = ElementFormat("e2m3", 2, 3, 1, 0x1F, None, None, None)
-E3M2 = ElementFormat("e3m2", 3, 2, 3, 0x1F, None, None, None)
-E2M1 = ElementFormat("e2m1", 2, 1, 1, 0x7, None, None, torch.float4_e2m1fn_x2, per_byte=2)
+E2M3 = ElementFormat("e2m3", 2, 3, 1, 0x1F, None, None, None, together=4)
+E3M2 = ElementFormat("e3m2", 3, 2, 3, 0x1F, None, None, None, together=4)
+E2M1 = ElementFormat("e2m1", 2, 1, 1, 0x7, None, None, torch.float4_e2m1fn_x2, together=2)
+# OCP MX v1.0, section 5.3.4: an integer times 2^-6, in two's complement. The code 0x80 is -2, and no cast gives it: the
+# standard lets it be unused, so that the range is symmetric. microxcaling has the same largest magnitude, 127 / 64.
+INT8 = ElementFormat("int8", 1, 6, 1, 0x7F, None, None, torch.int8, twos_complement=True)
 # OCP MX v1.0, section 5.4.1. `fnu`: finite, NaN, unsigned.
 E8M0FNU = ScaleFormat("e8m0fnu", 8, 127, 254, 255, torch.float8_e8m0fnu)
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)  # for ops that take no other element formats
-ELEMENTS = {f.name: f for f in (E4M3FN, E5M2, E2M3, E3M2, E2M1)}
+ELEMENTS = {f.name: f for f in (E4M3FN, E5M2, E2M3, E3M2, E2M1, INT8)}
 BY_DTYPE = {f.dtype: f for f in ELEMENTS.values() if f.dtype is not None}
 
 
@@ -169,12 +194,13 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exponent_rule(fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> tuple[int, int, int]:
-    """A scaling rule as integer arithmetic on the fp32 bits of amax.
+    """A scaling rule as integer arithmetic on the fp32 bits of amax, for every format but int8.
 
     The E8M0 byte is the exponent field of `bits + added` minus `emax`, at least 0. The addition rounds up if it carries
     into the exponent field. rceil rounds amax / max up to a power of two: the byte rises by 1 exactly if the mantissa
     of amax exceeds the mantissa of max. There is one exception. A quotient just above 2^-127 is itself rounded down to
-    2^-127, so the byte of its amax is 0. Among the input dtypes, only fp32 can hold this amax.
+    2^-127, so the byte of its amax is 0. Among the input dtypes, only fp32 can hold this amax. int8 has the emax 0, so
+    its rceil also looks at subnormal amaxes, which have another form, and its byte needs an upper limit of 254.
 
     Args:
         fmt: the element format.

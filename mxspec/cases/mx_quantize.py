@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.blocks import codes_and_ties, edge_blocks, every_exponent
+from mxspec.cases.common.blocks import codes_and_ties, edge_blocks, every_exponent, subnormal_amaxes
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     EXPERTS_PAST_A_GRID,
@@ -25,9 +25,9 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space
-from mxspec.formats import MX_BLOCK_SIZE, SCALINGS, ElementFormat
+from mxspec.formats import E4M3FN, E5M2, ELEMENTS, INT8, MX_BLOCK_SIZE, SCALINGS, ElementFormat
 from mxspec.reference.common import checks
-from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS, TENSOR_FORMATS
+from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS
 from mxspec.spec import Case, Shapes, given, normal, random_bits, random_normal, these
 
 
@@ -81,8 +81,11 @@ def cases() -> Iterator[Case]:
             kw = {"axis": axis, "scale_layout": layout}
             yield Case(f"every second row, axis {axis}, {layout}", lambda: (random_normal(192, 64)[::2],), kw)
             yield Case(f"every second column, axis {axis}, {layout}", lambda: (random_normal(96, 320)[:, ::2],), kw)
-    for element_format in TENSOR_FORMATS:
+    for element_format in ELEMENTS.values():
         yield from _cases_of(element_format)
+    for scaling in SCALINGS:
+        kw = {"scaling": scaling, "elem_dtype": INT8.dtype}
+        yield Case(f"subnormal amaxes, {scaling}, int8", given(subnormal_amaxes), kw, flags={"edge"})
     large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
     yield Case("2^31 elements and more", large, flags={"large"})
     yield Case("2^31 elements and more, blocked", large, blocked, flags={"large"})
@@ -105,19 +108,20 @@ def cases() -> Iterator[Case]:
     yield refused("axis 0", x, ValueError, "axis = 0", axis=0)
     yield refused("unknown scaling", x, ValueError, "'nearest'", scaling="nearest")
     yield refused("unknown layout", x, ValueError, "'swizzled'", scale_layout="swizzled")
-    yield refused("int8 elements", x, TypeError, "int8", elem_dtype=torch.int8)
-    yield refused("e2m3 elements", x, TypeError, "e2m3", elem_dtype="e2m3")
+    yield refused("uint8 elements", x, TypeError, "uint8", elem_dtype=torch.uint8)
+    yield refused("e3m4 elements", x, TypeError, "e3m4", elem_dtype="e3m4")
+    yield refused("K = 48, e2m3", torch.zeros(4, 48), ValueError, "K = 48 is not a multiple", elem_dtype="e2m3")
 
 
 def _cases_of(fmt: ElementFormat) -> Iterator[Case]:
-    """The cases of an element format, and, if its elements share a byte, cases that show the order in a byte."""
-    elem: dict[str, Any] = {"elem_dtype": fmt.dtype}
+    """The cases of an element format, and, for all but FP8, cases of every option, and of where elements lie."""
+    elem: dict[str, Any] = {"elem_dtype": fmt.dtype or fmt.name}
     yield Case(f"every code and tie, {fmt.name}", given(codes_and_ties, fmt), elem, flags={"edge"})
     for scaling in SCALINGS:
         kw = {"scaling": scaling, **elem}
         yield Case(f"edge blocks, {scaling}, {fmt.name}", given(edge_blocks), kw, flags={"edge"})
         yield Case(f"every exponent, {scaling}, {fmt.name}", given(every_exponent, fmt), kw, flags={"edge"})
-    if fmt.per_byte == 1:
+    if fmt in (E4M3FN, E5M2):
         return
     # Every value of an option meets every value of every other option.
     for i, (dtype, scaling) in enumerate(product(checks.FLOAT_DTYPES, SCALINGS)):

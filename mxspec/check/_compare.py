@@ -98,7 +98,7 @@ def _byte_problem(i: int, got: Tensor, expected: Tensor) -> str | None:
     bits, index = INT_OF_BYTES[expected.element_size()], _first(wrong)
     # Show the block: the aligned run of 32 elements that holds the index, along the dimension of stride 1.
     fmt = BY_DTYPE.get(expected.dtype)
-    size = MX_BLOCK_SIZE // fmt.per_byte if fmt else MX_BLOCK_SIZE
+    size = fmt.stored(MX_BLOCK_SIZE) if fmt else MX_BLOCK_SIZE
     along = next((d for d, stride in enumerate(expected.stride()) if stride == 1), expected.ndim - 1)
     start = index[along] // size * size
     block: tuple[Any, ...] = (*index[:along], slice(start, start + size), *index[along + 1 :])

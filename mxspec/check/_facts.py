@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mxspec import cases, dispatch
-from mxspec.formats import BY_DTYPE, E8M0FNU, INT_OF_BYTES, MX_BLOCK_SIZE
+from mxspec.formats import BY_DTYPE, E2M1, E8M0FNU, INT_OF_BYTES, MX_BLOCK_SIZE
 from mxspec.spec import Case
 
 # Sizes are compared with these numbers, because lanes, blocks, tiles and grids of kernels end at powers of two.
@@ -199,13 +199,17 @@ def _codes(t: Tensor) -> Iterator[str]:
     """The special codes of an element format that a tensor holds."""
     fmt = BY_DTYPE[t.dtype]
     bits = t.view(torch.uint8)
-    if fmt.per_byte > 1:
+    if fmt is E2M1:
         bits = torch.stack([bits & 15, bits >> 4])
     sign = 1 << (fmt.bits - 1)
     if ((bits & (sign - 1)) == 0).all(-1).any():
         yield "row of zeros"
     bits = bits.flatten().bincount().nonzero()  # every code that occurs, once
     largest, magnitude = fmt.largest_code, bits & (sign - 1)
+    if fmt.twos_complement:
+        if (bits == largest).any():
+            yield "largest"
+        return
     kinds = {
         "NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits < sign),
         "-NaN": (magnitude > largest) & (magnitude != (fmt.inf_code or 0)) & (bits >= sign),

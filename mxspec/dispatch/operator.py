@@ -28,7 +28,7 @@ class Operator:
     def __init__(self, fn: Reference[..., Any]) -> None:
         self.fn, self.name = fn, fn.__name__
         self.signature, self.gradient, self.in_place = inspect.signature(fn), fn.spec.gradient, fn.spec.in_place
-        self.by_text = annotated(self.signature, "torch.dtype | str")
+        self.by_text = annotated(self.signature, "torch.dtype | str", "torch.dtype | str | None")
         self.flags = annotated(self.signature, "bool")
         self.types = {p.name: PYTHON_TYPES[p.annotation] for p in self.signature.parameters.values()}
         self.as_list = SCHEMA_TYPES[self.signature.return_annotation] == "Tensor[]"  # a tuple leaves the op as a list
@@ -134,7 +134,7 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
         elif misfit(args, kwargs):
             refuse(args, kwargs, backend)
         for key in by_text:
-            if key in kwargs:
+            if kwargs.get(key) is not None:
                 kwargs[key] = str(kwargs[key])
         result = operator(*args, backend=backend or "", **kwargs)
         return tuple(result) if as_list else result

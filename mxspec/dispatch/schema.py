@@ -21,6 +21,7 @@ SCHEMA_TYPES = {
     "str": "str",
     "torch.dtype": "ScalarType",
     "torch.dtype | str": "str",
+    "torch.dtype | str | None": "str?",
     "None": "()",
     "tuple[Tensor, Tensor]": "(Tensor, Tensor)",
     "tuple[Tensor, Tensor, Tensor]": "(Tensor, Tensor, Tensor)",
@@ -42,6 +43,7 @@ PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "torch.dtype": torch.dtype,
     "torch.dtype | str": (torch.dtype, str),
+    "torch.dtype | str | None": (torch.dtype, str, type(None)),
 }
 
 
@@ -60,7 +62,7 @@ def schema(name: str, signature: inspect.Signature, in_place: bool) -> str:
         if p.kind is p.KEYWORD_ONLY and not star:
             parameters.append("*")
             star = True
-        default = str(p.default) if "str" in p.annotation else p.default
+        default = str(p.default) if "str" in p.annotation and p.default is not None else p.default
         shown = f'"{default}"' if isinstance(default, str) else str(default).removeprefix("torch.")
         parameters.append(f"{SCHEMA_TYPES[p.annotation]} {p.name}" + ("" if default is p.empty else f"={shown}"))
     if in_place:
@@ -69,6 +71,6 @@ def schema(name: str, signature: inspect.Signature, in_place: bool) -> str:
     return f"{name}({', '.join(parameters)}, str backend='') -> {SCHEMA_TYPES[signature.return_annotation]}"
 
 
-def annotated(signature: inspect.Signature, kind: str) -> tuple[str, ...]:
-    """The names of an op's parameters with this annotation."""
-    return tuple(p.name for p in signature.parameters.values() if p.annotation == kind)
+def annotated(signature: inspect.Signature, *kinds: str) -> tuple[str, ...]:
+    """The names of an op's parameters with one of these annotations."""
+    return tuple(p.name for p in signature.parameters.values() if p.annotation in kinds)

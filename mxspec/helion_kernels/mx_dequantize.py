@@ -34,8 +34,8 @@ CONFIGS = {
 PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e[45]m[32]x2", r"mul\.(rn\.)?f32")
 
 
-def supports(qdata: Tensor, scale: Tensor, **_: Any) -> str | None:
-    return numerics.supports(qdata.dtype)
+def supports(qdata: Tensor, scale: Tensor, *, elem_dtype: torch.dtype | str | None = None, **_: Any) -> str | None:
+    return numerics.supports(qdata.dtype if elem_dtype is None else elem_dtype)
 
 
 def _flat(qdata: Tensor, scale: Tensor, out: Tensor) -> None:
@@ -92,6 +92,7 @@ def mx_dequantize(
     axis: int = -1,
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
+    elem_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     out = torch.empty(qdata.shape, dtype=out_dtype, device=qdata.device)
     if not out.numel():

@@ -48,7 +48,8 @@ def mx_quantize_rowcol(
 
     Args:
         x: `(M, K)` or `(E, N, K)`, the last two sizes multiples of 32; bfloat16, float16 or float32; any strides.
-        elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.float4_e2m1fn_x2, or its name, as for `mx_quantize`.
+        elem_dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2 or torch.int8, or its name; or "e2m3"
+            or "e3m2"; as for `mx_quantize`.
         scaling: `rceil`, `floor`, `ceil` or `even`, as for `mx_quantize`.
         scale_layout: layout of both scales: `plain` (row-major) or `blocked` (the 128x4 tiles of `to_blocked`).
 
@@ -57,7 +58,7 @@ def mx_quantize_rowcol(
 
         - q_row, q_col: x's shape, elem_dtype. q_row is contiguous; q_col is column-major per matrix, with strides
           `(1, M)` or `(N*K, 1, N)`. In e2m1 two elements share a byte, so the shapes are `(..., K/2)` and
-          `(..., M/2, K)`, as for `mx_quantize`.
+          `(..., M/2, K)`, and in FP6, which is uint8, `(..., 3*K/4)` and `(..., 3*M/4, K)`, as for `mx_quantize`.
         - s_row, s_col: float8_e8m0fnu. Plain: s_row `(..., M, K/32)` and s_col `(..., K, M/32)`, row-major. Blocked:
           `to_blocked` of the plain scales, with padding bytes 0.
 

@@ -43,8 +43,10 @@ PTX = (
 )
 
 
-def supports(qdata: Tensor, scale: Tensor, *, axis: int = -1, **_: Any) -> str | None:
-    if reason := numerics.supports(qdata.dtype):
+def supports(
+    qdata: Tensor, scale: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str | None = None, **_: Any
+) -> str | None:
+    if reason := numerics.supports(qdata.dtype if elem_dtype is None else elem_dtype):
         return reason
     if qdata.numel() > 2**35:
         return f"counts blocks in 32 bits, so qdata may have up to 2^35 elements; it has {qdata.numel()}"
@@ -170,6 +172,7 @@ def mx_dequantize(
     axis: int = -1,
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
+    elem_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     out = torch.empty_like(qdata, dtype=out_dtype, memory_format=torch.contiguous_format)
     if not out.numel():

@@ -153,7 +153,7 @@ def _manifest(op: str, file: _File) -> dict[str, Any]:
         "op": op,
         "contract": " ".join(doc.partition("\n\n")[0].split()),
         "documentation": doc.partition("\nExample:")[0].rstrip(),
-        "formats": _formats(dtypes),
+        "formats": _formats(dtypes | {test["options"].get("elem_dtype") for test in tests}),
         "notes": FLAGS,
         "numberOfTests": len(tests),
         "tests": tests,
@@ -219,10 +219,10 @@ def _test(op: str, number: int, case: Case, args: tuple[Any, ...], file: _File) 
     return test
 
 
-def _formats(dtypes: Collection[str]) -> dict[str, Any]:
-    """The meaning of the bits of the narrow formats among these dtypes."""
+def _formats(dtypes: Collection[str | None]) -> dict[str, Any]:
+    """The meaning of the bits of the narrow formats among these dtypes. FP6 has no dtype and stands by its name."""
     formats: list[ElementFormat | ScaleFormat] = [*ELEMENTS.values(), E8M0FNU]
-    known = {str(fmt.dtype).removeprefix("torch."): fmt for fmt in formats}
+    known = {str(fmt.dtype or fmt.name).removeprefix("torch."): fmt for fmt in formats}
     fields = {name: dataclasses.asdict(fmt) for name, fmt in known.items() if name in dtypes}
     return {name: {k: v for k, v in field.items() if k != "dtype"} for name, field in fields.items()}
 

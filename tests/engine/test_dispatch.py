@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mxspec
 from mxspec import dispatch
-from mxspec.formats import may_be_nan, same_bits
+from mxspec.formats import element, may_be_nan, same_bits
 from tests.helpers import plain_environment
 
 X = torch.linspace(-3, 3, 64 * 64).reshape(64, 64)
@@ -333,19 +333,21 @@ def test_explain_says_what_was_measured_for_a_call_of_this_size(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["triton", "helion"])
-def test_kernels_say_that_their_elements_have_a_byte_each(backend):
+def test_kernels_say_that_their_elements_are_fp8(backend):
     checked = 0
     for op in ("mx_quantize", "mx_quantize_rowcol", "mx_dequantize"):
         supports = dispatch.kernel_module(op, backend).supports
         for case in dispatch.reference(op).spec.cases():
             if not case.raises and "large" not in case.flags:
                 x = case.args()[0]
-                packed = "e2m1" in f"{case.name}, {case.kwargs.get('elem_dtype')}, {x.dtype}"
-                reason = "takes e4m3fn and e5m2 elements, not e2m1" if packed else None
+                of_x = x.dtype if op == "mx_dequantize" else torch.float8_e4m3fn
+                name = element(case.kwargs.get("elem_dtype", of_x)).name
+                fp8 = name in ("e4m3fn", "e5m2")
+                reason = None if fp8 else f"takes e4m3fn and e5m2 elements, not {name}"
                 said = supports(*case.args(), **case.kwargs)
-                assert said == reason or (not packed and "grid" in str(said)), case.name
-                checked += packed
-    assert checked > 40
+                assert said == reason or (fp8 and "grid" in str(said)), case.name
+                checked += not fp8
+    assert checked > 200
 
 
 @gpu

@@ -18,7 +18,10 @@ ML_DTYPES = {
 }
 
 
-@pytest.mark.parametrize("fmt", formats.ELEMENTS.values(), ids=lambda fmt: fmt.name)
+FLOATS = [fmt for fmt in formats.ELEMENTS.values() if fmt is not formats.INT8]
+
+
+@pytest.mark.parametrize("fmt", FLOATS, ids=lambda fmt: fmt.name)
 def test_every_code_has_the_value_that_ml_dtypes_gives(fmt):
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     expected = codes.view(ML_DTYPES[fmt.name]).astype(np.float64)
@@ -27,7 +30,12 @@ def test_every_code_has_the_value_that_ml_dtypes_gives(fmt):
     assert [math.copysign(1, v) for v in got[expected == 0]] == [1, -1]
 
 
-@pytest.mark.parametrize("fmt", [f for f in formats.BY_DTYPE.values() if f.per_byte == 1], ids=lambda fmt: fmt.name)
+def test_a_code_of_int8_is_a_64th():
+    codes = torch.arange(256).to(torch.uint8)
+    assert [formats.INT8.value(int(code)) for code in codes] == (codes.view(torch.int8).double() / 64).tolist()
+
+
+@pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2], ids=lambda fmt: fmt.name)
 def test_limits_are_torchs(fmt):
     info = torch.finfo(fmt.dtype)
     assert fmt.bits == info.bits
@@ -49,7 +57,16 @@ def test_literal_limits():
         "e2m3": (2, 7.5, 1.0, 0.125),
         "e3m2": (4, 28.0, 0.25, 0.0625),
         "e2m1": (2, 6.0, 1.0, 0.5),
+        "int8": (0, 1 + 63 / 64, 1.0, 1 / 64),
     }
+
+
+def test_sizes_in_bytes():
+    sizes = {f.name: (f.stored(32), f.held(24)) for f in formats.ELEMENTS.values()}
+    assert sizes == {**dict.fromkeys(sizes, (32, 24)), "e2m1": (16, 48), "e2m3": (24, 32), "e3m2": (24, 32)}
+    assert (formats.E5M2.per_byte, formats.E2M1.per_byte) == (1, 2)
+    with pytest.raises(TypeError, match="e2m3 elements cross bytes: 4 share 3"):
+        _ = formats.E2M3.per_byte
 
 
 def test_e8m0_is_torchs():
@@ -62,5 +79,5 @@ def test_e8m0_is_torchs():
 
 
 def test_element_refuses_what_is_no_format():
-    with pytest.raises(TypeError, match=r"torch\.int8 is no element format; known: .*'e2m1'"):
-        formats.element(torch.int8)
+    with pytest.raises(TypeError, match=r"torch\.uint8 is no element format; known: .*'e2m1'"):
+        formats.element(torch.uint8)

@@ -43,9 +43,12 @@ class Elements:
 
 E4M3FN = Elements(torch.float8_e4m3fn, 8, 3, 7, 448.0, 8, None, 0x7F)
 E5M2 = Elements(torch.float8_e5m2, 8, 2, 15, 57344.0, 15, 0x7C, 0x7D)
+E2M3 = Elements(torch.uint8, 6, 3, 1, 7.5, 2, None, None)
+E3M2 = Elements(torch.uint8, 6, 2, 3, 28.0, 4, None, None)
 E2M1 = Elements(torch.float4_e2m1fn_x2, 4, 1, 1, 6.0, 2, None, None)
-BY_NAME = {"e4m3fn": E4M3FN, "e5m2": E5M2, "e2m1": E2M1}
-BY_DTYPE = {fmt.dtype: fmt for fmt in BY_NAME.values()}
+INT8 = Elements(torch.int8, 8, 6, 1, 127 / 64, 0, None, None)
+BY_NAME = {"e4m3fn": E4M3FN, "e5m2": E5M2, "e2m3": E2M3, "e3m2": E3M2, "e2m1": E2M1, "int8": INT8}
+BY_DTYPE = {fmt.dtype: fmt for fmt in BY_NAME.values() if fmt.dtype != torch.uint8}
 NAN = np.uint32(0x7FC00000).view(np.float32)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BYTES = (torch.float8_e8m0fnu, torch.uint8)
@@ -88,7 +91,9 @@ def cast(v: np.ndarray, fmt: Elements) -> np.ndarray:
     n, rest, half = significand >> drop, significand & ((1 << drop) - 1), 1 << (drop - 1)
     n = n + ((rest > half) | ((rest == half) & (n % 2 == 1)))
     code = ((E + fmt.bias - 1) << fmt.W) + n + (sign.view(np.int32) << (fmt.bits - 1))
-    nan = 0x7 if fmt is E2M1 else 0x7F
+    if fmt is INT8:
+        code = np.where(sign > 0, -n, n)  # E is 0
+    nan = {4: 0x7, 6: 0x1F, 8: 0x7F}[fmt.bits]
     return np.where(magnitude > 0x7F800000, nan, code).astype(np.uint8)
 
 
@@ -103,6 +108,8 @@ def value(fmt: Elements) -> np.ndarray:
             size = float("inf")
         if fmt.first_nan is not None and rest >= fmt.first_nan:
             size = float("nan")
+        if fmt is INT8:
+            s, size = 0, (code - 256 * (code > 127)) / 64
         values.append(-size if s else size)
     return np.array(values, np.float32)
 
@@ -151,7 +158,9 @@ def check_options(axis: Any, scaling: Any, scale_layout: Any) -> None:
 
 def elements(elem_dtype: Any, *known: Elements) -> Elements:
     for fmt in known:
-        if elem_dtype is fmt.dtype or (type(elem_dtype) is str and BY_NAME.get(elem_dtype) is fmt):
+        if (elem_dtype is fmt.dtype and fmt.dtype != torch.uint8) or (
+            type(elem_dtype) is str and BY_NAME.get(elem_dtype) is fmt
+        ):
             return fmt
     raise Refused(f"elem_dtype = {elem_dtype!r}")
 
@@ -191,14 +200,14 @@ def scale_bytes(a: np.ndarray, fmt: Elements, scaling: str) -> np.ndarray:
     if scaling == "rceil":
         d = (a.view(np.float32) / np.float32(fmt.max)).view(np.uint32).astype(np.int64)
         field, mantissa = d >> 23, d % 2**23
-        return np.where(field == 0, mantissa > 0x400000, field + (mantissa > 0))
+        return np.minimum(np.where(field == 0, mantissa > 0x400000, field + (mantissa > 0)), 254)
     bits = a.astype(np.int64)
     if scaling == "even":
         bits = bits + 2 ** (22 - fmt.W)
     byte = bits // 2**23 - fmt.emax
     if scaling == "ceil":
         byte = byte + (bits % 2**23 > 0)
-    return np.maximum(byte, 0)
+    return np.clip(byte, 0, 254)
 
 
 def mx_codes(x: np.ndarray, fmt: Elements, scaling: str) -> tuple[np.ndarray, np.ndarray]:
@@ -213,7 +222,8 @@ def mx_codes(x: np.ndarray, fmt: Elements, scaling: str) -> tuple[np.ndarray, np
 
 def scaled_codes(blocks: np.ndarray, factor: np.ndarray, some: np.ndarray, fmt: Elements) -> np.ndarray:
     """`cast(fp32(x * factor))` with a factor for each block. Blocks without `some` are zeros: most of padding is."""
-    codes = (blocks.view(np.uint32) >> 31 << (fmt.bits - 1)).astype(np.uint8)  # MX-8, FP8-6
+    signs = 0 if fmt is INT8 else blocks.view(np.uint32) >> 31 << (fmt.bits - 1)
+    codes = np.broadcast_to(signs, blocks.shape).astype(np.uint8)  # MX-8, FP8-6
     codes[some] = cast(blocks[some] * factor[some][:, None], fmt)
     return codes
 
@@ -223,6 +233,10 @@ def mx_both(x: np.ndarray, axis: int, fmt: Elements, scaling: str) -> tuple[Tens
     codes, byte = mx_codes(x if axis == -1 else x.swapaxes(-1, -2), fmt, scaling)
     if fmt is E2M1:
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    elif fmt.bits == 6:
+        a, b, c, d = (codes[..., i::4] for i in range(4))
+        three = (a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2)
+        codes = np.stack(three, -1).reshape(*codes.shape[:-1], codes.shape[-1] * 3 // 4)
     qdata = tensor(codes, fmt.dtype)
     return qdata if axis == -1 else qdata.mT, byte
 
@@ -238,7 +252,7 @@ def mx_quantize(
     """MX-12 to MX-14."""
     check_tensor("x", x, FLOATS, (2, 3))
     check_options(axis, scaling, scale_layout)
-    fmt = elements(elem_dtype, E4M3FN, E5M2, E2M1)
+    fmt = elements(elem_dtype, *BY_NAME.values())
     need(x.shape[axis] % 32 == 0, "no multiple of 32")
     qdata, byte = mx_both(widened(x), axis, fmt, scaling)
     return qdata, tensor(blocked_bytes(byte) if scale_layout == "blocked" else byte, torch.float8_e8m0fnu)
@@ -328,18 +342,31 @@ def mx_fake_quantize_rowcol_groups(
 
 
 def mx_dequantize(
-    qdata: Any, scale: Any, *, axis: Any = -1, out_dtype: Any = torch.bfloat16, scale_layout: Any = "plain"
+    qdata: Any,
+    scale: Any,
+    *,
+    axis: Any = -1,
+    out_dtype: Any = torch.bfloat16,
+    scale_layout: Any = "plain",
+    elem_dtype: Any = None,
 ) -> Tensor:
     """MX-20 to MX-22."""
-    check_tensor("qdata", qdata, BY_DTYPE, (2, 3))
+    check_tensor("qdata", qdata, (*BY_DTYPE, torch.uint8), (2, 3))
     check_tensor("scale", scale, (torch.float8_e8m0fnu,), (1, 2, 3))
     check_device(qdata, scale)
     check_options(axis, "rceil", scale_layout)
     check_choice("out_dtype", out_dtype, (torch.bfloat16, torch.float32))
-    fmt = BY_DTYPE[qdata.dtype]
+    need(elem_dtype is not None or qdata.dtype != torch.uint8, "no elem_dtype")
+    fmt = BY_DTYPE[qdata.dtype] if elem_dtype is None else elements(elem_dtype, *BY_NAME.values())
+    need(fmt.dtype == qdata.dtype, "elem_dtype of another dtype")
     codes = raw(qdata) if axis == -1 else raw(qdata).swapaxes(-1, -2)
     if fmt is E2M1:
         codes = np.stack([codes & 0xF, codes >> 4], -1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    elif fmt.bits == 6:
+        need(codes.shape[-1] % 3 == 0, "a part of three bytes")
+        a, b, c = (codes[..., i::3] for i in range(3))
+        four = (a & 63, a >> 6 | (b & 15) << 2, b >> 4 | (c & 3) << 4, c >> 2)
+        codes = np.stack(four, -1).reshape(*codes.shape[:-1], codes.shape[-1] // 3 * 4)
     *lead, R, n = codes.shape
     need(n % 32 == 0, "no multiple of 32")
     plain = (*lead, R, n // 32)

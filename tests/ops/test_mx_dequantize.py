@@ -48,6 +48,35 @@ def test_golden_e2m1():
     assert mx_dequantize(qdata, nan, backend="reference").isnan().sum(-1).tolist() == [32, 0]
 
 
+def test_golden_fp6():
+    """The bytes 1F 82 06 are 0x6821F, the codes 1F, 08, 28 and 01. In e3m2 28 is -0.5 and 08 is 0.5."""
+    qdata = torch.tensor([[0x1F, 0x82, 0x06] * 8], dtype=torch.uint8)
+    scale = torch.tensor([[128]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    options = {"out_dtype": torch.float32, "backend": "reference"}
+    out = mx_dequantize(qdata, scale, elem_dtype="e2m3", **options)
+    assert (out.shape, out[0, 28:].tolist()) == ((1, 32), [15.0, 2.0, -2.0, 0.25])
+    out = mx_dequantize(qdata, scale, elem_dtype="e3m2", **options)
+    assert out[0, :4].tolist() == [56.0, 1.0, -1.0, 0.125]
+    columns = qdata.expand(2, 24).mT  # (24, 2): 32 rows
+    out = mx_dequantize(columns, scale.expand(2, 1), axis=-2, elem_dtype="e2m3", **options)
+    assert (out.shape, out.stride()) == ((32, 2), (2, 1))
+    assert out[:4].tolist() == [[15.0] * 2, [2.0] * 2, [-2.0] * 2, [0.25] * 2]
+
+
+def test_golden_int8():
+    """A code is an integer of 64ths, and -128, which no quantizer writes, is -2."""
+    assert [read(code, 128, torch.int8) for code in (0x7F, 0x01, 0xFF, 0x80)] == [127 / 32, 1 / 32, -1 / 32, -4.0]
+    assert read(0x01, 0, torch.int8) == 2.0**-133
+    assert math.isnan(read(0x00, 255, torch.int8))
+
+
+@pytest.mark.parametrize("elem_dtype", [torch.float8_e5m2, "e5m2", None])
+def test_the_format_may_be_said_twice(elem_dtype):
+    qdata = torch.full((1, 32), 0x3C, dtype=torch.uint8).view(torch.float8_e5m2)
+    scale = torch.tensor([[127]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert mx_dequantize(qdata, scale, elem_dtype=elem_dtype).unique().tolist() == [1.0]
+
+
 def test_golden_nan_and_minus_zero():
     assert math.isnan(read(0x38, 255))
     assert math.isnan(read(0x7F, 127))

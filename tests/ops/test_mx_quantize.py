@@ -67,6 +67,36 @@ def quantized(x, count, **kwargs):
         # NaN and Inf: only the scale byte shows it, and every code is 7
         ((torch.nan, 1.0), {"elem_dtype": E2M1}, 255, [0x77] * 16),
         ((-torch.inf, 1.0), {"elem_dtype": E2M1, "scaling": "floor"}, 255, [0x77] * 16),
+        # e2m3: 7.5 = 1.875 * 2^2 is the largest, code 0.11.111; 1 is 0.01.000, -1 is 1.01.000, and 1/8 is 0.00.001. The
+        # number of four codes is 0x1F + (0x08 << 6) + (0x28 << 12) + (0x01 << 18) = 0x6821F
+        ((7.5, 1.0, -1.0, 0.125), {"elem_dtype": "e2m3"}, 127, [0x1F, 0x82, 0x06, 0x00]),
+        # ties to even: 1/16 -> 0, 3/16 -> 1/4 (code 2), 1 + 1/16 -> 1 (8); 7.75 = 1.9375 * 2^2 saturates under floor
+        ((7.75, 0.0625, 0.1875, 1.0625), {"elem_dtype": "e2m3", "scaling": "floor"}, 127, [0x1F, 0x20, 0x20]),
+        # rceil takes 2^1: 3.875 is halfway between 3.75 (0x17) and 4 (0x18), even is 4
+        ((7.75,), {"elem_dtype": "e2m3"}, 128, [0x18, 0x00, 0x00]),
+        # even: half a unit of 3 mantissa bits takes 7.75 = 1.9375 * 2^2 to 2^3; below, 7.74 stays and saturates
+        ((7.75,), {"elem_dtype": "e2m3", "scaling": "even"}, 128, [0x18, 0x00, 0x00]),
+        ((7.74,), {"elem_dtype": "e2m3", "scaling": "even"}, 127, [0x1F, 0x00, 0x00]),
+        # e3m2: 28 = 1.75 * 2^4 is 0.111.11; 1 is 0.011.00; 1/16 is 0.000.01: 0x1F + (0x0C << 6) + (0x2C << 12) + 2^18
+        ((28.0, 1.0, -1.0, 0.0625), {"elem_dtype": "e3m2"}, 127, [0x1F, 0xC3, 0x06]),
+        ((31.0,), {"elem_dtype": "e3m2", "scaling": "floor"}, 127, [0x1F, 0x00, 0x00]),
+        ((28.5,), {"elem_dtype": "e3m2", "scaling": "rceil"}, 128, [0x1B, 0x00, 0x00]),  # 14.25 -> 14 = 0.110.11
+        ((17.0,), {"elem_dtype": "e3m2", "scaling": "ceil"}, 128, [0x18, 0x00, 0x00]),  # 8.5 -> 8 = 0.110.00
+        ((0.0, -0.0), {"elem_dtype": "e3m2"}, 0, [0x00, 0x08, 0x00]),
+        ((torch.nan, 1.0), {"elem_dtype": "e2m3"}, 255, [0xDF, 0xF7, 0x7D] * 8),  # 32 codes of 0x1F
+        ((torch.inf, 1.0), {"elem_dtype": "e3m2", "scaling": "floor"}, 255, [0xDF, 0xF7, 0x7D] * 8),
+        # int8: a code is the element times 64; -1 is 0xC0; ties to even: 1/128 -> 0, 3/128 -> 2/64; no minus zero
+        ((1.984375, 1.0, -1.0, 1 / 128, 3 / 128, -0.0), {"elem_dtype": torch.int8}, 127, [0x7F, 0x40, 0xC0, 0, 2, 0]),
+        # 1.99: floor and even keep 2^0 and saturate, at -127/64 too; rceil and ceil take 2^1, and 63.68 rounds to 64
+        ((1.99, -1.99), {"elem_dtype": "int8", "scaling": "floor"}, 127, [0x7F, 0x81]),
+        ((1.99, -1.99), {"elem_dtype": "int8", "scaling": "even"}, 127, [0x7F, 0x81]),
+        ((1.99, -1.99), {"elem_dtype": "int8", "scaling": "rceil"}, 128, [0x40, 0xC0]),
+        ((1.01, 1.0), {"elem_dtype": "int8", "scaling": "ceil"}, 128, [0x20, 0x20]),
+        ((2 - 2**-7, 0.5), {"elem_dtype": "int8", "scaling": "even"}, 128, [0x40, 0x10]),
+        # 2^-126 has byte 1, and 127/64 * 2^-127, which is subnormal, has byte 0 under rceil
+        ((2.0**-126,), {"elem_dtype": "int8"}, 1, [0x40]),
+        ((127 * 2.0**-133,), {"elem_dtype": "int8"}, 0, [0x7F]),
+        ((-torch.inf, 1.0), {"elem_dtype": "int8"}, 255, [0x7F] * 32),
         # log2 in fp32 is wrong by one ulp on either side of a power of two
         ((float(np.uint32(0x48E00001).view(np.float32)),), {}, 138, [0x76]),
         ((float(np.uint32(0x447FFFFF).view(np.float32)),), {"scaling": "floor"}, 128, [0x7E]),
@@ -101,7 +131,7 @@ def test_strides_of_both_axes():
     assert (scale.shape, scale.dtype) == ((2, 512), torch.float8_e8m0fnu)
 
 
-@pytest.mark.parametrize("elem_dtype", [E4M3FN, E2M1])
+@pytest.mark.parametrize("elem_dtype", [E4M3FN, E2M1, "e2m3", "e3m2", "int8"])
 def test_one_axis_is_the_other_of_the_transpose(elem_dtype):
     x = torch.randn(64, 96)
     qdata, scale = mx_quantize(x, axis=-2, elem_dtype=elem_dtype)
@@ -119,6 +149,26 @@ def test_e2m1_along_the_columns_shares_a_byte_between_rows():
     assert scale.view(torch.uint8).tolist() == [[127, 0], [127, 0], [0, 0]]
     qdata, scale = mx_quantize(torch.randn(2, 64, 96), axis=-2, elem_dtype=E2M1, scale_layout="blocked")
     assert (qdata.shape, qdata.stride()) == ((2, 32, 96), (32 * 96, 1, 32))
+    assert (scale.shape, scale.dtype) == ((2, 512), torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_largest_fp32_is_finite_in_int8(scaling):
+    """Its byte is 254 under every rule: rceil, ceil and even would give 255, which is NaN."""
+    x = block(torch.finfo().max, -torch.finfo().max, 2.0**122)
+    assert quantized(x, 3, elem_dtype="int8", scaling=scaling) == ([[254]], [0x7F, 0x81, 0x02])
+
+
+@pytest.mark.parametrize("elem_dtype", ["e2m3", "e3m2"])
+def test_fp6_along_the_columns_shares_bytes_between_rows(elem_dtype):
+    x = torch.randn(64, 3)
+    qdata, scale = mx_quantize(x, axis=-2, elem_dtype=elem_dtype, backend="reference")
+    assert (qdata.dtype, qdata.shape, qdata.stride()) == (torch.uint8, (48, 3), (1, 48))
+    of_rows, row_scale = mx_quantize(x.mT, elem_dtype=elem_dtype, backend="reference")
+    assert torch.equal(qdata.mT, of_rows)
+    assert torch.equal(scale.view(torch.uint8), row_scale.view(torch.uint8))
+    qdata, scale = mx_quantize(torch.randn(2, 64, 96), axis=-2, elem_dtype=elem_dtype, scale_layout="blocked")
+    assert (qdata.shape, qdata.stride()) == ((2, 48, 96), (48 * 96, 1, 48))
     assert (scale.shape, scale.dtype) == ((2, 512), torch.float8_e8m0fnu)
 
 
@@ -158,7 +208,7 @@ def test_rows_of_torchao_main(elem_dtype, scaling):
     st.lists(st.floats(-1.0, 1.0, width=32).filter(lambda v: v == 0 or abs(v) > 2**-20), min_size=1, max_size=32),
     st.integers(-90, 110),
     st.sampled_from(SCALINGS),
-    st.sampled_from([E4M3FN, E5M2, E2M1]),
+    st.sampled_from([E4M3FN, E5M2, E2M1, "e2m3", "e3m2", "int8"]),
 )
 def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, elem_dtype):
     x = block(*values)
@@ -173,20 +223,20 @@ def test_a_power_of_two_moves_the_scale_and_nothing_else(values, k, scaling, ele
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(0, 2**31 - 1), st.sampled_from(["floor", "rceil", "even"]), st.sampled_from([E4M3FN, E5M2, E2M1]))
+@given(st.integers(0, 2**31 - 1), st.sampled_from(["floor", "rceil", "even"]), st.sampled_from(list(formats.ELEMENTS)))
 def test_what_is_on_the_grid_comes_back(seed, scaling, elem_dtype):
     """Dequantizing and quantizing again changes nothing if the largest element fills its binade."""
     fmt = formats.element(elem_dtype)
-    # Positive numbers; every byte of e2m1 is valid.
-    size, codes = 32 // fmt.per_byte, 0x7C if fmt.per_byte == 1 else 256
+    # Positive numbers, if a code is a byte; every byte of e2m1 and FP6 is valid.
+    size, codes = fmt.stored(32), 0x7C if fmt.bits == 8 else 256
     q = torch.randint(0, codes, (1, size), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
     q[0, 0] = fmt.largest_code
-    scale = torch.tensor([[132]], dtype=torch.uint8)
-    x = mx_dequantize(q.view(elem_dtype), scale.view(torch.float8_e8m0fnu), out_dtype=torch.float32)
+    scale = torch.tensor([[132]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    x = mx_dequantize(q.view(fmt.dtype or torch.uint8), scale, out_dtype=torch.float32, elem_dtype=elem_dtype)
     assert x[0, 0] == fmt.max * 2.0**5
     again, again_scale = mx_quantize(x, elem_dtype=elem_dtype, scaling=scaling)
     assert torch.equal(again.view(torch.uint8), q)
-    assert torch.equal(again_scale.view(torch.uint8), scale)
+    assert torch.equal(again_scale.view(torch.uint8), scale.view(torch.uint8))
 
 
 def test_in_the_cases_every_option_meets_every_other():
@@ -215,7 +265,7 @@ def _exact_rceil(amax_bits: torch.Tensor, fmt: formats.ElementFormat) -> torch.T
     return 126 + exponent + (torch.frexp(ratio).mantissa != 0.5)
 
 
-@pytest.mark.parametrize("fmt", [formats.E4M3FN, formats.E5M2, formats.E2M1], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", formats.ELEMENTS.values(), ids=lambda fmt: fmt.name)
 def test_rceil_at_every_mantissa(fmt):
     """All 2^23 mantissas at one exponent, against float64."""
     amax = torch.arange(0x43800000, 0x44000000, dtype=torch.int32)
@@ -231,7 +281,9 @@ def test_rceil_at_every_mantissa(fmt):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("fmt", formats.ELEMENTS.values(), ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    "fmt", [f for f in formats.ELEMENTS.values() if f is not formats.INT8], ids=lambda fmt: fmt.name
+)
 def test_a_rule_in_integers_is_the_reference(fmt, scaling, dtype):
     """Every 16-bit magnitude; for fp32, under every exponent, the mantissas around the limits of a rule."""
     if dtype == torch.float32:

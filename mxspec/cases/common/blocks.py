@@ -64,6 +64,17 @@ def edge_blocks() -> Tensor:
     return torch.cat([block, block.flip(1)], dim=1)
 
 
+def subnormal_amaxes() -> Tensor:
+    """`(n, 32)` fp32: blocks of subnormal numbers, near the amaxes at which a byte of int8 changes.
+
+    `127/64 * 2^-127` has the bits 0x7F0000. int8 is the only format for which such an amax may have a byte above 0.
+    """
+    ends = torch.tensor([0x000001, 0x200000, 0x3F0000, 0x3F8000, 0x400000, 0x7E0000, 0x7F0000, 0x7F8000, 0x800000])
+    bits = (ends.unsqueeze(1) + torch.arange(-2, 3)).flatten().clamp(min=1)
+    amax = bits.to(torch.int32).view(torch.float32).unsqueeze(1)
+    return torch.cat([amax, amax * torch.tensor(FRACTIONS), torch.zeros(len(bits), 31 - len(FRACTIONS))], dim=1)
+
+
 def codes_and_ties(fmt: ElementFormat) -> Tensor:
     """`(rows, 32)` fp32: each block begins with the format's largest value, so its scale is 1.
 

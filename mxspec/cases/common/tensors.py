@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mxspec.formats import BY_DTYPE, E8M0FNU, INT_OF_BYTES
+from mxspec.formats import BY_DTYPE, E2M1, E8M0FNU, INT_OF_BYTES
 from mxspec.spec import random_bits, random_normal
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -163,11 +163,12 @@ def plant(t: Tensor, values: Tensor) -> None:
 
 def code_values(shape: tuple[int, ...], dtype: torch.dtype, values: str, seed: int = 0) -> Tensor:
     """Codes of a format: finite numbers; or any byte, with each NaN and Inf planted; or zeros of both signs."""
-    fmt = BY_DTYPE[dtype]
+    fmt = BY_DTYPE.get(dtype)  # None for uint8, which holds FP6: every byte is valid
     if values == "zeros":
-        return (random_bits(*shape, dtype=torch.uint8, seed=seed) & (0x88 if fmt.per_byte > 1 else 0x80)).view(dtype)
+        signs = 0x88 if fmt is E2M1 else 0x80 if fmt and fmt.nan_code is not None else 0
+        return (random_bits(*shape, dtype=torch.uint8, seed=seed) & signs).view(dtype)
     bits = random_bits(*shape, dtype=torch.uint8, seed=seed)
-    if values == "finite" and fmt.per_byte == 1:
+    if values == "finite" and fmt and fmt.nan_code is not None:
         magnitude = bits & 0x7F
         bits = torch.where(magnitude > fmt.largest_code, bits & 0x80, bits)
     if values in ("bits", "Inf") and bits.numel():

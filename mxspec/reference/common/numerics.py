@@ -23,6 +23,7 @@ def shared_exponent(amax: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
         bits = (amax / fmt.max).view(torch.int32)
         field, mantissa = bits >> 23, bits & 0x7FFFFF
         byte = field + torch.where(field == 0, mantissa > 0x400000, mantissa != 0)
+        byte = byte.clamp(max=E8M0FNU.largest_code)  # only int8, whose max is below 2, can have a larger number
     else:
         bits = amax.view(torch.int32)
         if scaling == "even":  # first round to the mantissa width of the element; the carry may reach the exponent
@@ -44,20 +45,24 @@ def reciprocal_scale(byte: Tensor) -> Tensor:
 def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
     """Round fp32 once, to nearest even. Values beyond the finite range become its nearest end; NaN stays NaN.
 
-    For formats with several codes in a byte, the codes are packed along the last dimension, whose size must be a
-    multiple of the codes per byte. The clamp is explicit because torch's own cast gives Inf for e5m2 and, up to torch
-    2.11, NaN for e4m3fn.
+    Codes narrower than a byte are packed along the last dimension, whose size must be a multiple of `fmt.together`. The
+    clamp is explicit because torch's own cast gives Inf for e5m2 and, up to torch 2.11, NaN for e4m3fn.
     """
-    if fmt.dtype is None or fmt.per_byte > 1:  # torch has no cast to this format
+    if not _torch_casts(fmt):
         return packed(encoded(x, fmt), fmt)
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
 def widened(q: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the values of the codes that `saturating_cast` gave, exact in fp32."""
-    if fmt.dtype is None or fmt.per_byte > 1:
+    if not _torch_casts(fmt):
         return decoded(unpacked(q, fmt), fmt)
     return q.to(torch.float32)
+
+
+def _torch_casts(fmt: ElementFormat) -> bool:
+    """Whether torch casts to and from the format. torch's cast to int8 has no scale of 2^-6."""
+    return fmt.dtype is not None and fmt.together == 1 and not fmt.twos_complement
 
 
 # A magnitude is n * 2^(e - mantissa_bits). Here e is its exponent, but at least the exponent of the smallest normal,
@@ -78,32 +83,45 @@ def encoded(x: Tensor, fmt: ElementFormat) -> Tensor:
     It serves formats without NaN. A NaN becomes the code of the largest value, as `cvt.rn.satfinite` gives it.
     """
     n, first = steps_of(x.abs().clamp(max=fmt.max), fmt)
-    code = first + n.round().to(torch.int32) + (x.signbit().to(torch.int32) << (fmt.bits - 1))
+    code = first + n.round().to(torch.int32)
+    negative = (1 << fmt.bits) - code if fmt.twos_complement else code + (1 << (fmt.bits - 1))
+    code = torch.where(x.signbit(), negative, code) & ((1 << fmt.bits) - 1)  # two's complement has no minus zero
     return torch.where(x.isnan(), fmt.largest_code, code).to(torch.uint8)
 
 
 def decoded(codes: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the values of codes (one per byte) in fp32: the inverse of `encoded`."""
     codes = codes.to(torch.int32)
-    magnitude = codes & ((1 << (fmt.bits - 1)) - 1)
+    sign = 1 << (fmt.bits - 1)
+    magnitude = codes & (sign - 1)
+    if fmt.twos_complement:
+        magnitude = torch.where(codes < sign, codes, 2 * sign - codes)
     e = (magnitude >> fmt.mantissa_bits).clamp(min=1) - fmt.bias
     n = magnitude - ((e + fmt.bias - 1) << fmt.mantissa_bits)
     value = n * _power_of_two(e - fmt.mantissa_bits)
-    return torch.where(codes == magnitude, value, -value)
+    return torch.where(codes < sign, value, -value)
 
 
 def packed(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """Return codes (one per byte) as they are stored: `per_byte` neighbours in a byte, the first in its low bits."""
-    stored = codes[..., :: fmt.per_byte]
-    for i in range(1, fmt.per_byte):
-        stored = stored | codes[..., i :: fmt.per_byte] << (i * fmt.bits)
-    return stored.view(fmt.dtype or torch.uint8)
+    """Return codes (one per byte) as they are stored: `together` neighbours in a word, the first in its low bits.
+
+    The word has one byte, or for FP6 three, the lowest first.
+    """
+    words = codes[..., :: fmt.together].to(torch.int32)
+    for i in range(1, fmt.together):
+        words = words | codes[..., i :: fmt.together].to(torch.int32) << (i * fmt.bits)
+    stored = [words >> shift & 0xFF for shift in range(0, fmt.bits * fmt.together, 8)]
+    return torch.stack(stored, -1).flatten(-2).to(torch.uint8).view(fmt.dtype or torch.uint8)
 
 
 def unpacked(q: Tensor, fmt: ElementFormat) -> Tensor:
     """Return the codes, uint8, one per byte: the inverse of `packed`."""
-    shifts, mask = range(0, fmt.bits * fmt.per_byte, fmt.bits), (1 << fmt.bits) - 1
-    return torch.stack([q.view(torch.uint8) >> shift & mask for shift in shifts], -1).flatten(-2)
+    total, mask = fmt.bits * fmt.together, (1 << fmt.bits) - 1
+    stored = q.view(torch.uint8)
+    stored = stored.unflatten(-1, (stored.shape[-1] * 8 // total, total // 8)).to(torch.int32)
+    words = sum(stored[..., i] << (8 * i) for i in range(total // 8))
+    codes = [words >> shift & mask for shift in range(0, total, fmt.bits)]
+    return torch.stack(codes, -1).flatten(-2).to(torch.uint8)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
