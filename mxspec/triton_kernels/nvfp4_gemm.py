@@ -1,16 +1,21 @@
-"""nvfp4_gemm in Triton: plain tiles."""
+"""nvfp4_gemm in Triton: on Hopper `hopper/nvfp4/`, which multiplies bfloat16 values; elsewhere plain tiles.
+
+Codes become values in memory first. For few rows the plain tiles read the codes instead, which are fewer bytes. Both
+sum in the same order, so a row has the same bits in each.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, pays, reads
 from mxspec.triton_kernels.tiles import nvfp4_matmul
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 
 __all__ = ["BATCH_INVARIANT", "PTX", "RANK", "nvfp4_gemm"]
 
-# The first kernel of a new op. No GPU has run it yet; it was compiled and interpreted.
+# The first kernels of a new op. No GPU has run them yet. All were compiled, and the tiles were interpreted.
 RANK = {(9, 0): 1, (10, 0): 1}
 BATCH_INVARIANT = True
 PTX = nvfp4_matmul.PTX
@@ -29,5 +34,6 @@ def nvfp4_gemm(
 ) -> Tensor:
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if out.numel():
-        nvfp4_tiles(a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale, out, scale_layout)
+        multiply = by_memory if pays(a, b_scale) and reads(a, a_scale, b, b_scale, out) else nvfp4_tiles
+        multiply(a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale, out, scale_layout)
     return out

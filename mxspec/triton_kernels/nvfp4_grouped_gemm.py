@@ -1,16 +1,17 @@
-"""nvfp4_grouped_gemm in Triton: plain tiles, whose programs find their groups by themselves."""
+"""nvfp4_grouped_gemm in Triton: the kernels of nvfp4_gemm. Each program finds its group by itself."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, pays, reads
 from mxspec.triton_kernels.tiles import nvfp4_matmul
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 
 __all__ = ["BATCH_INVARIANT", "PTX", "RANK", "nvfp4_grouped_gemm"]
 
-# The first kernel of a new op. No GPU has run it yet; it was compiled and interpreted.
+# The first kernels of a new op. No GPU has run them yet. All were compiled, and the tiles were interpreted.
 RANK = {(9, 0): 1, (10, 0): 1}
 BATCH_INVARIANT = True
 PTX = nvfp4_matmul.PTX
@@ -32,5 +33,6 @@ def nvfp4_grouped_gemm(
     out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     if out.numel():
         operands = a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale
-        nvfp4_tiles(*operands, out, scale_layout, offs=offs, grouped="M")
+        multiply = by_memory if pays(a, b_scale) and reads(a, a_scale, b, b_scale, out, "M") else nvfp4_tiles
+        multiply(*operands, out, scale_layout, offs=offs, grouped="M")
     return out

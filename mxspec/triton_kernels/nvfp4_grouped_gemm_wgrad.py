@@ -1,16 +1,17 @@
-"""nvfp4_grouped_gemm_wgrad in Triton: plain tiles. Each tile is a sum over the tokens of one group."""
+"""nvfp4_grouped_gemm_wgrad in Triton: the kernels of nvfp4_gemm. Each tile is a sum over the tokens of one group."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, reads
 from mxspec.triton_kernels.tiles import nvfp4_matmul
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 
 __all__ = ["PTX", "RANK", "nvfp4_grouped_gemm_wgrad"]
 
-# The first kernel of a new op. No GPU has run it yet; it was compiled and interpreted.
+# The first kernels of a new op. No GPU has run them yet. All were compiled, and the tiles were interpreted.
 RANK = {(9, 0): 1, (10, 0): 1}
 PTX = nvfp4_matmul.PTX
 
@@ -31,5 +32,6 @@ def nvfp4_grouped_gemm_wgrad(
     out = torch.empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype, device=dy.device)
     if out.numel():
         operands = dy.mT, dy_scale, dy_tensor_scale, x.mT, x_scale, x_tensor_scale
-        nvfp4_tiles(*operands, out, scale_layout, offs=offs, grouped="K")
+        multiply = by_memory if reads(dy.mT, dy_scale, x.mT, x_scale, out, "K") else nvfp4_tiles
+        multiply(*operands, out, scale_layout, offs=offs, grouped="K")
     return out

@@ -78,7 +78,7 @@ def _multiply(out, tiles, pipeline, scheduler, numbers, WARPGROUP: gl.constexpr,
     GROUPED: gl.constexpr = scheduler.GROUPED
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     buffer: gl.constexpr = WARPGROUP * out.BUFFERS
-    i = 0
+    i, before, stage = 0, pipeline.NUM_STAGES - 1, 0
     group = (-1, 0, 0, 0)
     for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
         group = scheduler.get_next_group(block, group)
@@ -86,7 +86,6 @@ def _multiply(out, tiles, pipeline, scheduler, numbers, WARPGROUP: gl.constexpr,
         number = numbers.product(expert, expert < scheduler.num_experts)
         acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
         for _ in range(begin // UNIT * UNIT, end // UNIT * UNIT, 64):
-            before, stage, _after = pipeline.stages(i)
             pipeline.wait_full(i, stage)
             acc = warpgroup_mma(tiles.rows(stage, WARPGROUP), tiles.columns(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
@@ -94,7 +93,7 @@ def _multiply(out, tiles, pipeline, scheduler, numbers, WARPGROUP: gl.constexpr,
             # it. Both are free here: the matmul of this stage is running.
             mbarrier.arrive(pipeline.empty.index(before), count=1)
             barrier()
-            i += 1
+            i, before, stage = i + 1, stage, pipeline.after(stage)
         acc = warpgroup_mma_wait(0, deps=[acc])
         acc *= number
         above, column = 0, n_block_idx * BLOCK_N

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.triton_kernels.common.launch import FUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.fp8.launch import with_scratch
+from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
 
 if releases.refusal() is None:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,6 +18,7 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.names import shared_layout
     from mxspec.triton_kernels.hopper.nvfp4.gemm import nvfp4_gemm_sm90
 
+FEW = 128  # rows of a, which make one row of tiles
 # The first number is the cost of one element of the output: it is higher for smaller tiles, which read more bytes per
 # element. No other tile was tried.
 TILES = (
@@ -46,17 +48,44 @@ def _tma_reads(values: Tensor) -> bool:
     return one and apart and t.stride(-1) == 1 and t.stride(-2) * 2 % 16 == 0 and t.data_ptr() % 16 == 0
 
 
-def reads(a: Tensor, b: Tensor, out: Tensor, grouped: str = "") -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read the values and write out."""
+def reads(
+    a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor | None, out: Tensor, grouped: str = ""
+) -> bool:  # fmt: skip
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read the values and write out.
+
+    The values of codes lie as TMA needs them.
+    """
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
         return False
     if out.shape[-1] * out.element_size() % 16 or out.data_ptr() % 16:
         return False
-    # TMA reads 64 rows of a transpose at a time. The last of them must not belong to the next expert.
-    whole = b.ndim == 2 or b.shape[0] == 1 or not turned(b) or b.shape[-1] % 64 == 0
-    # A group of tokens that begins anywhere begins at a multiple of 16 bytes only if a token is a row.
-    of_tokens = grouped != "K" or (turned(a) and turned(b))
-    return whole and of_tokens and _tma_reads(a) and _tma_reads(b)
+    for t, scale in ((a, a_scale), (b, b_scale)):
+        if scale is not None:
+            continue
+        # A group of tokens that begins anywhere begins at a multiple of 16 bytes only if a token is a row.
+        if not _tma_reads(t) or (grouped == "K" and not turned(t)):
+            return False
+        # TMA reads 64 rows of a transpose at a time. The last of them must not belong to the next expert.
+        if t.ndim == 3 and t.shape[0] > 1 and turned(t) and t.shape[-1] % 64:
+            return False
+    return True
+
+
+def by_memory(
+    a: Tensor, a_scale: Tensor | None, a_number: Tensor, b: Tensor, b_scale: Tensor | None, b_number: Tensor,
+    out: Tensor, scale_layout: str, *, offs: Tensor | None = None, grouped: str = "",
+) -> Any:  # fmt: skip
+    """`nvfp4_tiles` by the Gluon kernel. Another kernel first writes the values of operands that are codes."""
+    of_columns = grouped if grouped == "K" else ""
+    x = a if a_scale is None else nvfp4_values(a, a_scale, scale_layout, offs, grouped)
+    w = b if b_scale is None else nvfp4_values(b, b_scale, scale_layout, offs if of_columns else None, of_columns)
+    unit = NVFP4_BLOCK_SIZE if grouped == "K" and (a_scale is not None or b_scale is not None) else 1
+    return nvfp4_sm90(x, a_number, w, b_number, out, offs=offs, grouped=grouped, unit=unit)
+
+
+def pays(a: Tensor, b_scale: Tensor | None) -> bool:
+    """Whether it pays to write the values of codes: not for a few rows, whose tiles read the codes of b once."""
+    return a.shape[0] > FEW or b_scale is None
 
 
 def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
