@@ -59,6 +59,7 @@ def _forget_devices() -> None:
 
 def _fake_helion(target: str, properties: Any) -> contextlib.ExitStack:
     """Make a Helion kernel treat meta tensors as CUDA tensors, and compile every one of its configurations."""
+    import helion.runtime
     import torch._inductor.runtime.hints as hints
     import torch._subclasses.fake_tensor as fake_tensor
     from helion._compiler.compile_environment import CompileEnvironment
@@ -79,6 +80,9 @@ def _fake_helion(target: str, properties: Any) -> contextlib.ExitStack:
     def describe(device: torch.device) -> Any:
         return hint
 
+    def processors(device: torch.device, *, reserved_sms: int = 0) -> int:
+        return int(properties.multi_processor_count) - reserved_sms
+
     @functools.cache
     def twin(kernel: Any) -> Any:  # with caches of its own, so that no real launch finds this code
         return type(kernel)(kernel.fn, configs=kernel.configs, settings=kernel.settings, key=kernel._key_fn)
@@ -96,6 +100,9 @@ def _fake_helion(target: str, properties: Any) -> contextlib.ExitStack:
         stack.enter_context(mock.patch.multiple(runtime.Kernel, __call__=call))
         stack.enter_context(mock.patch.multiple(CompileEnvironment, _to_fake_tensor=to_cuda))
         stack.enter_context(mock.patch.object(hints.DeviceProperties, "create", describe))
+        stack.enter_context(
+            mock.patch.object(helion.runtime, "get_num_sm", processors)
+        )  # the grid of persistent kernels
         if hasattr(fake_tensor, "init_gpu_context"):  # a CUDA build of torch would look for the device
             stack.enter_context(mock.patch.multiple(fake_tensor, init_gpu_context=lambda device: None))
         return stack.pop_all()
@@ -139,7 +146,8 @@ def fake_gpu(target: str) -> Iterator[Launches]:
     )
     properties = SimpleNamespace(
         name=target, major=arch // 10, minor=0, multi_processor_count=_SM_COUNT[target], warp_size=32,
-        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, gcnArchName="",
+        regs_per_multiprocessor=65536, shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472, gcnArchName="",
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         _forget_devices()

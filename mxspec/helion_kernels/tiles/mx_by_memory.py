@@ -24,7 +24,7 @@ from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_c
 from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
 from mxspec.helion_kernels.common.launch import config, flat, launch
 from mxspec.helion_kernels.common.numerics import scale_value
-from mxspec.helion_kernels.fp8_gemm import options
+from mxspec.helion_kernels.fp8_gemm import PERSISTENT, options
 from mxspec.helion_kernels.mx_dequantize import mx_dequantize
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place
 
@@ -42,8 +42,11 @@ _MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)
 
 
 def matmul_config(block_sizes: list[int], num_warps: int, num_stages: int) -> helion.Config:
-    """Programs run down eight tiles of M, then along N. TMA accesses the values and the output, if it can."""
-    tma = {**options("tensor_descriptor"), "num_stages": num_stages}
+    """Persistent programs run down eight tiles of M, then along N. TMA accesses the values and the output, if it can.
+
+    Without persistent programs the matmul takes 1.25 times as long on an H100.
+    """
+    tma = {**options("tensor_descriptor"), **PERSISTENT, "num_stages": num_stages}
     return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=[[1, 0]], **tma)
 
 
