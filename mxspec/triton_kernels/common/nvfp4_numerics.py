@@ -73,6 +73,15 @@ def store_tensor_scale(to, A, wrong, e, first):
 
 
 @triton.jit
+def store_tensor_scales(to, amax, stride, G, CHUNK: tl.constexpr):
+    """Store T of every group."""
+    for i in range(0, G, CHUNK):
+        g = i + tl.arange(0, CHUNK)
+        A, _h, _up, wrong = of_matrix(tl.load(amax + g * stride, mask=g < G, other=0))
+        tl.store(to + g, tl.where(wrong, float("nan"), tl.div_rn(A, _LARGEST)), mask=g < G)
+
+
+@triton.jit
 def reciprocal_of(d):
     """`1 / d` rounded once, for d between 2^-120 and 2^126. Inf or NaN for 0.
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.triton_kernels.common.blocked import blocked_shape, turned
+from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, padded_rows, tokens_left
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
@@ -30,6 +31,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     random_words,
     scale_byte,
     store_tensor_scale,
+    store_tensor_scales,
 )
 from mxspec.triton_kernels.common.runs import load16
 
@@ -123,5 +125,75 @@ def nvfp4_tile(
             x, amax, qdata, scale, tensor_scale, M, K, M // 16, x.stride(0) if lead else 0, *x.stride()[-2:],
             amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device), **config,
             **random_of(random), **UNFUSED,
+        )  # fmt: skip
+    return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
+
+
+# `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
+@triton.jit(do_not_specialize=["tokens"])
+def _nvfp4_tile_of_groups(
+    x, amax, qdata, scale, tensor_scale, start, end, offs,
+    R, K, R16, tokens, stride_m, stride_k, amax_stride, G, stride_offs,
+    BLOCKED: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
+    ALIGN: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    # R counts the padded rows. The rows of a program belong to one group.
+    ROWS: tl.constexpr = 16 * RUNS
+    m0, k0 = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
+    run, k = tl.arange(0, RUNS), tl.arange(0, COLS)
+    writes = tl.program_id(0) + tl.program_id(1) == 0
+    group, token0, stop, begin = group_of(m0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
+    token = (token0 + m0 - begin + run * 16)[:, None]
+    left = tokens_left(token, stop, tokens)
+    b = k
+    if WIDE:  # the products with strides are above 2^31, also those in load16
+        k, b, stride_m = k.to(tl.int64), b.to(tl.int64), tl.cast(stride_m, tl.int64)
+    x += token.to(tl.int64) * stride_m + k0.to(tl.int64) * stride_k
+    inside = tl.broadcast_to((k0 + k < K)[None, :], (RUNS, COLS))
+    values = load16(x + (b * stride_k)[None, :], stride_m, inside, left)
+    narrow: tl.constexpr = values.dtype != tl.float32
+    values = widened(values).reshape(RUNS, COLS, 16)
+    _A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride, mask=group < G, other=0))
+    s, wrong = block_scale(tl.max(magnitude_bits(values), axis=2), h, up, wrong_group)
+    minus_d, reciprocal = divisor(s, h, up, wrong)
+    q = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, None, CONVERTS)
+    q = q.permute(1, 0, 2).reshape(COLS, ROWS // 2)
+    m, R2 = m0 // 2 + tl.arange(0, ROWS // 2), R16 * 8
+    to = qdata + k0.to(tl.int64) * R2 + m0 // 2
+    tl.store(to + (k * R2)[:, None] + tl.arange(0, ROWS // 2), q, mask=(k0 + k < K)[:, None] & (m < R2)[None, :])
+    there = (k0 + k < K)[:, None]
+    byte = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
+    if BLOCKED:
+        tl.static_assert(COLS == 128 and RUNS == 4)
+        byte = turned(tl.where(there, byte, 0).to(tl.uint8), 1)
+        size, k_tiles = (stop - token0 + (ALIGN - 1)) // ALIGN * (ALIGN // 64), tl.cdiv(K, 128)
+        place, exists = grouped_tile(m0 // 64, tl.program_id(1), group, begin // 64, size, G, k_tiles, R16 // 4 + G)
+        tl.store(scale + place * 512 + tl.arange(0, 512), byte, mask=exists)
+    else:
+        to = scale + k0.to(tl.int64) * R16 + m0 // 16
+        tl.store(to + ((k * R16)[:, None] + run[None, :]), byte, mask=there & (m0 // 16 + run < R16)[None, :])
+    if writes:
+        store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
+
+
+def nvfp4_tile_of_groups(
+    x: Tensor, offs: Tensor, amax: Tensor, start: Tensor, end: Tensor, pad_to: int, bounded: bool, blocked: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(qdata, scale, tensor_scale)` of token groups; also writes start and end.
+
+    The codes are stored as those of the transpose, `(K, R / 2)`.
+    """
+    (M, K), G, config = x.shape, offs.shape[0], for_device(CONFIGS, x.device)
+    R, rows, cols = padded_rows(M, G, pad_to), 16 * config["RUNS"], config["COLS"]
+    qdata = x.new_empty((K, R // 2), dtype=torch.uint8)
+    scale = x.new_empty((-(-K // 128) * 128, R // 16 + 4 * G) if blocked else (K, R // 16), dtype=torch.uint8)
+    tensor_scale = x.new_empty(G, dtype=torch.float32)
+    scaled = R + 64 * G if blocked else R  # the number of rows with scales
+    if scaled:
+        wide = max(rows * x.stride(0), cols * max(x.stride(1), R)) >= 2**31
+        # At least one program across: with no columns, start, end and the tensor scales are still written.
+        _nvfp4_tile_of_groups[-(-scaled // rows), max(1, -(-K // cols))](
+            x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, *x.stride(), amax.stride(0),
+            G, offs.stride(0), blocked, wide, bounded, converts(x.device), pad_to, chunk(G), **config, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale

@@ -1,0 +1,134 @@
+"""nvfp4_quantize_groups in Triton: the kernels of nvfp4_quantize. A program reads the rows of one token group.
+
+Along axis -1, a program owns a run of the bytes of a tile of scales, as in the blocked layout of nvfp4_quantize, even
+if the scales are plain. Along axis -2, it owns a tile of `tiles/nvfp4_columns.py`. Pad rows are read as zeros, so that
+they get the codes and the scale bytes of the contract.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.triton_kernels.common.blocked import row_col_in_tile
+from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+from mxspec.triton_kernels.common.nvfp4_numerics import (
+    block_scale,
+    converts,
+    divisor,
+    magnitudes,
+    of_matrix,
+    packed_codes,
+    scale_byte,
+    store_tensor_scales,
+)
+from mxspec.triton_kernels.tiles import nvfp4_columns
+from mxspec.triton_kernels.tiles.largest import largest_of_groups
+
+# The first kernel of the op. No GPU has run it: compiled for Hopper and Blackwell, and interpreted.
+RANK = {(9, 0): 1, (10, 0): 1}
+_HOPPER = {"BLOCKS": 256, "num_warps": 4}  # a program has BLOCKS scale bytes; from nvfp4_quantize, not measured
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
+# Without .ftz, which would lose subnormals.
+_ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")
+PTX = {"sm90": _ARITHMETIC, "sm100": (*_ARITHMETIC, r"cvt\.rn\.satfinite\.e2m1x2\.f32")}
+
+
+def supports(
+    x: Tensor, offs: Tensor, tensor_amax: Tensor | None = None, *, axis: int = -1, pad_to: int = 128, **_: Any
+) -> str | None:
+    if axis == -2:
+        return nvfp4_columns.supports(x)
+    if x.shape[1] >= 2**28:
+        return f"counts the bytes of a row of tiles in 32 bits, so K must be below 2^28; it is {x.shape[1]}"
+    return None
+
+
+# `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
+@triton.jit(do_not_specialize=["tokens"])
+def _nvfp4_quantize_groups(
+    x, amax, qdata, scale, tensor_scale, start, end, offs,
+    tokens, R, C, row_tiles, stride_m, stride_k, amax_stride, G, stride_offs,
+    BLOCKED: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
+    ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = 512 // BLOCKS  # programs a tile
+    # Programs run along a row of tiles first, then down.
+    col_tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    row_tile = tl.program_id(2) * ROW_TILES + tl.program_id(1)
+    writes = tl.program_id(0) + row_tile == 0
+    # The 128 rows of a tile belong to one group.
+    group, token0, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
+    byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
+    row, col = row_col_in_tile(byte_in_tile)
+    row += row_tile * 128
+    token, c = token0 + row - begin, col_tile * 4 + col
+    there = (token >= 0) & (token < tl.minimum(stop, tokens)) & (c < C)
+    k = c[:, None] * 16 + tl.arange(0, 8)[None, :]
+    source = x + ((token.to(tl.int64) * stride_m)[:, None] + k.to(tl.int64) * stride_k)
+    # Two loads, so that a thread has a whole block.
+    loaded = tl.load(source, mask=there[:, None], other=0)
+    narrow: tl.constexpr = loaded.dtype != tl.float32
+    values = widened(loaded)
+    more = widened(tl.load(source + tl.cast(stride_k, tl.int64) * 8, mask=there[:, None], other=0))
+    _A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride, mask=group < G, other=0))
+    bits = tl.maximum(tl.max(magnitude_bits(values), axis=1), tl.max(magnitude_bits(more), axis=1))
+    s, wrong = block_scale(bits, h, up, wrong_group)
+    minus_d, reciprocal = divisor(s, h, up, wrong)
+    magnitude = magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED)
+    q = packed_codes(magnitude, values, wrong, None, CONVERTS)
+    magnitude = magnitudes(more, minus_d, reciprocal, up, narrow, BOUNDED)
+    q = tl.join(q, packed_codes(magnitude, more, wrong, None, CONVERTS)).permute(0, 2, 1).reshape(BLOCKS, 8)
+    owned = (row < R) & (c < C)
+    to = qdata + ((row.to(tl.int64) * (C * 8))[:, None] + (c[:, None] * 8 + tl.arange(0, 8)[None, :]))
+    tl.store(to, q, mask=owned[:, None])
+    byte = scale_byte(s, wrong)
+    if BLOCKED:  # the scales have up to G rows of tiles more than the codes
+        tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
+        byte = tl.where(c < C, byte, 0).to(tl.uint8)
+        tl.store(tile + byte_in_tile, byte, mask=(c - col < C) & (row_tile < row_tiles))
+    else:
+        tl.store(scale + row.to(tl.int64) * C + c, byte, mask=owned)
+    if writes:
+        store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
+
+
+def nvfp4_quantize_groups(
+    x: Tensor,
+    offs: Tensor,
+    tensor_amax: Tensor | None = None,
+    *,
+    axis: int = -1,
+    pad_to: int = 128,
+    scale_layout: str = "blocked",
+    check_offs: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (M, K), G, blocked, bounded = x.shape, offs.shape[0], scale_layout == "blocked", tensor_amax is None
+    start, end = (offs.new_empty(G) for _ in range(2))
+    amax = largest_of_groups(x, offs, start, end, pad_to) if tensor_amax is None else tensor_amax
+    if axis == -2:
+        parts = nvfp4_columns.nvfp4_tile_of_groups(x, offs, amax, start, end, pad_to, bounded, blocked)
+        return parts[0].mT, *parts[1:], start, end
+    R, C, col_tiles = padded_rows(M, G, pad_to), K // 16, -(-K // 64)
+    rows = R + 128 * G if blocked else R  # the number of rows with scales
+    qdata = x.new_empty((R, K // 2), dtype=torch.uint8)
+    scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, C), dtype=torch.uint8)
+    tensor_scale = x.new_empty(G, dtype=torch.float32)
+    config = for_device(CONFIGS, x.device)
+    if rows:
+        # The grid has programs across even if there are no columns, because a program still writes start and end.
+        programs, row_tiles = 512 // config["BLOCKS"] * max(1, col_tiles), rows // 128
+        grid = (programs, min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
+        _nvfp4_quantize_groups[grid](
+            x, amax, qdata, scale, tensor_scale, start, end, offs, M, R, C, row_tiles, *x.stride(), amax.stride(0), G,
+            offs.stride(0), blocked, bounded, converts(x.device), pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config,
+            **UNFUSED,
+        )  # fmt: skip
+    return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale, start, end
