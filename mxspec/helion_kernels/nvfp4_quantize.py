@@ -16,7 +16,13 @@ from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels.common.numerics import magnitude_bits, widened
-from mxspec.helion_kernels.common.nvfp4_numerics import block_scale, of_matrix, packed_codes, tensor_scale
+from mxspec.helion_kernels.common.nvfp4_numerics import (
+    block_scale,
+    of_matrix,
+    packed_codes,
+    random_bytes,
+    tensor_scale,
+)
 
 # Slower than Triton on an H100 (benchmarks/results/decisions.md). Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
@@ -43,6 +49,7 @@ def _tensor_scales(amax: Tensor, stride: int, T: Tensor) -> None:
 def _tiles(
     x: Tensor, stride_e: int, stride_r: int, stride_k: int, E: int, R: int, C: int, padded_rows: int, padded_cols: int,
     amax: Tensor, amax_stride: int, qdata: Tensor, scale: Tensor,
+    random: Tensor, random_e: int, random_r: int, random_k: int, drawn: hl.constexpr,
     blocked: hl.constexpr, square: hl.constexpr, rows: hl.constexpr, cols: hl.constexpr,
 ) -> None:  # fmt: skip
     # The tensors are flat, so only the mask of an access limits what it touches. The scales have the padded sizes.
@@ -59,7 +66,18 @@ def _tiles(
             bits = bits.reshape(rows, cols)
         s, wrong = block_scale(bits, A, wrong)
         pair = (c.unsqueeze(2) * 8 + hl.arange(8).unsqueeze(0).unsqueeze(1)) + (e * R + r.unsqueeze(2)) * (C * 8)
-        hl.store(qdata, [pair], packed_codes(wide, s, A, wrong), extra_mask=inside.unsqueeze(2).expand(rows, cols, 8))
+        if drawn == "bytes":
+            place = e * random_e + r.unsqueeze(2) * random_r + k * random_k
+            drawn_byte = hl.load(random, [place], extra_mask=inside.unsqueeze(2).expand(rows, cols, 16))
+            codes = packed_codes(wide, s, A, wrong, drawn_byte.to(torch.int32))
+        elif drawn == "seed":
+            number = ((e * R + r) * C + c).to(torch.int32)
+            seed = hl.load(random, [hl.arange(1)]).unsqueeze(1)
+            offset = hl.load(random, [random_k + hl.arange(1)]).unsqueeze(1)
+            codes = packed_codes(wide, s, A, wrong, random_bytes(number, seed, offset))
+        else:
+            codes = packed_codes(wide, s, A, wrong)
+        hl.store(qdata, [pair], codes, extra_mask=inside.unsqueeze(2).expand(rows, cols, 8))
         byte = torch.where(wrong, 0x7F, s.view(torch.uint8).to(torch.int32))
         if blocked:
             byte = torch.where(inside, byte, 0)
@@ -85,11 +103,22 @@ def nvfp4_quantize(
     block: str = "1x16",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return quantized(x, tensor_amax, axis, block == "16x16", scale_layout == "blocked")
+
+
+def quantized(
+    x: Tensor, tensor_amax: Tensor | None, axis: int, square: bool, blocked: bool, random: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch. `random` holds a byte for each element, by which its code is rounded, or a seed and an offset."""
     amax = largest_magnitudes(x) if tensor_amax is None else tensor_amax
+    drawn, strides = "", (0, 0, 0)
+    if random is not None:
+        drawn = "bytes" if random.dtype == torch.uint8 else "seed"
+        strides = (0, 0, random.stride(0)) if drawn == "seed" else (0, *random.stride())[-3:]
     if axis == -2:
-        x = x.mT
+        x, strides = x.mT, strides if drawn == "seed" else (strides[0], strides[2], strides[1])
     *lead, R, K = x.shape
-    C, blocked, square = K // NVFP4_BLOCK_SIZE, scale_layout == "blocked", block == "16x16"
+    C = K // NVFP4_BLOCK_SIZE
     row_tiles, col_tiles = blocked_shape(R, C)
     padded = (128 * row_tiles, 4 * col_tiles) if blocked else (R, C)
     qdata = x.new_empty((*lead, R, K // 2), dtype=torch.uint8)
@@ -105,7 +134,8 @@ def nvfp4_quantize(
         pid_type = "xyz" if max(E, -(-padded[0] // rows)) < 65536 else "flat"
         launch(
             _tiles, {(9, 0): on_grid(3, num_warps, pid_type)}, flat(x), stride_e, *x.stride()[-2:], E, R, C, *padded,
-            flat(amax), amax_stride, qdata.view(-1), scale.view(-1), blocked, square, rows, cols,
+            flat(amax), amax_stride, qdata.view(-1), scale.view(-1), flat(x if random is None else random), *strides,
+            drawn, blocked, square, rows, cols,
         )  # fmt: skip
     codes = qdata.view(torch.float4_e2m1fn_x2)
     return codes.mT if axis == -2 else codes, scale.view(torch.float8_e4m3fn), T

@@ -47,6 +47,45 @@ def nvfp4_magnitude(n, s, A):
 """
 
 
+_RANDOM = """
+@triton.jit
+def nvfp4_random(number, seed, offset):
+    low, high = offset.to(tl.uint32), (offset >> 32).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, low, high, number.to(tl.uint32, bitcast=True), 0)
+    a, b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+    return a, b, c.to(tl.int32, bitcast=True), d.to(tl.int32, bitcast=True)
+"""
+_WORD = 0xFFFFFFFF
+
+
+def _ref_product(word: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a product of two 32-bit words."""
+    return (word >> 16) * number + ((word & 0xFFFF) * number >> 16) >> 16, word * number & _WORD
+
+
+def _ref_random(number: Tensor, seed: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+    """Philox4x32-10 in int64, for ref mode."""
+    a, b, c, d = offset & _WORD, offset >> 32 & _WORD, number.to(torch.int64), number.to(torch.int64) * 0
+    first, second = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(10):
+        (high_a, low_a), (high_c, low_c) = _ref_product(a, 0xD2511F53), _ref_product(c, 0xCD9E8D57)
+        a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
+        first, second = first + 0x9E3779B9 & _WORD, second + 0xBB67AE85 & _WORD
+    return tuple((word - (word >> 31 << 32)).to(torch.int32).expand_as(number) for word in (a, b, c, d))
+
+
+def random_bytes(number: Tensor, seed: Tensor, offset: Tensor) -> Tensor:
+    """16 random bytes for each block `(rows, cols)`, int32, by Philox4x32-10, from the number of the block, int32."""
+    if _REF:
+        words = _ref_random(number, seed, offset)
+    else:
+        words = hl.triton_kernel(_RANDOM, args=(number, seed, offset), output_like=(number, number, number, number))
+    w0, w1, w2, w3 = words
+    word = hl.join(hl.join(w0, w2), hl.join(w1, w3)).reshape(number.shape[0], number.shape[1], 4, 1)
+    shift = (hl.arange(4) * 8).unsqueeze(0).unsqueeze(0).unsqueeze(0)
+    return ((word >> shift) & 0xFF).reshape(number.shape[0], number.shape[1], 16)
+
+
 def of_matrix(amax: Tensor) -> tuple[Tensor, Tensor]:
     """`(A, wrong)`: wrong says that amax is NaN, Inf or negative, and A is 0 then. -0 counts as 0."""
     bits = amax.view(torch.int32)
@@ -73,8 +112,11 @@ def block_scale(bits: Tensor, A: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]
     return torch.where(wrong | (bits == 0) | (h == 0), 0.0, s).to(torch.float8_e4m3fn), wrong
 
 
-def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor) -> Tensor:
-    """The e2m1 codes of blocks `(rows, cols, 16)`, two in a byte: `(rows, cols, 8)`. They are 7 if `wrong`."""
+def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor, byte: Tensor | None = None) -> Tensor:
+    """The e2m1 codes of blocks `(rows, cols, 16)`, two in a byte: `(rows, cols, 8)`. They are 7 if `wrong`.
+
+    byte: a random byte for each element, by which its code is rounded. None: to nearest, ties to even.
+    """
     n, s, A = x.abs() * _OF_X, scale.to(torch.float32).unsqueeze(2), A.unsqueeze(2)
     if _REF:
         d = s * (A * _OF_H)
@@ -86,7 +128,11 @@ def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor) -> Tensor:
     # e * 2^22 therefore rounds to steps, and has their number in its last bits. The code is 2 * log2(e) more, and 2
     # steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
     e = (magnitude.view(torch.int32) & 0x7F800000).clamp(min=0x3F800000)
-    steps = (magnitude + (e + ((22 << 23) + 2)).view(torch.float32)).view(torch.int32)
+    if byte is None:
+        steps = (magnitude + (e + ((22 << 23) + 2)).view(torch.float32)).view(torch.int32)
+    else:  # the magnitude is a number of 256ths of a step, cut off; 2^(9 - log2(e)) has the bits (263 << 23) - e
+        parts = (magnitude * (((263 << 23) - 2**32) - e).view(torch.float32)).to(torch.int32)
+        steps = ((parts + byte) >> 8) + 2
     code = ((steps + (e >> 22)) & 7) | ((x.view(torch.int32) >> 28) & 8)
     code = torch.where(wrong.unsqueeze(2), 7, code)
     even, odd = hl.split(code.reshape(code.shape[0], code.shape[1], 8, 2))

@@ -85,7 +85,7 @@ def _largest_of_rows(
     r, k = tl.arange(0, ROWS), tl.arange(0, COLS)
     largest = tl.zeros([ROWS, COLS], tl.int32)
     for k0 in range(tl.program_id(0) * COLS, K, tl.num_programs(0) * COLS):
-        for r0 in tl.static_range(0, 128, ROWS):
+        for r0 in range(0, 128, ROWS):
             token = token0 + r0 + r
             there = (token >= 0) & (token < tl.minimum(stop, tokens))
             source = (token.to(tl.int64) * stride_m)[:, None] + (k0 + k).to(tl.int64)[None, :] * stride_k
