@@ -74,3 +74,5 @@ def wires(recipe: Recipe, backend: str | None) -> tuple[Wire, Wire]:
 def check_wire(asked_by: str, recipe: Recipe) -> None:
     if recipe.format == "bf16":
         raise ValueError(f"{asked_by}: wire='codes' sends the codes of the recipe, and bf16 has none; needs 'values'")
+    if recipe.format == "nvfp4":  # a tensor scale belongs to all tokens of an expert, and a rank has a part of them
+        raise ValueError(f"{asked_by}: wire='codes' sends codes of mxfp8 and fp8_128, not of nvfp4; needs 'values'")

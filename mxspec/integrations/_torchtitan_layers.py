@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from mxspec.nn._linear import QuantizedLinear
 from mxspec.nn.experts import QuantizedExperts
 from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
-from mxspec.nn.grouped_mm import fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn.grouped_mm import fp8_grouped_mm, mx_grouped_mm, nvfp4_grouped_mm
 from mxspec.nn.mx_linear import MXLinear
+from mxspec.nn.nvfp4_linear import NVFP4Linear
 from mxspec.nn.recipe import Recipe, recipe_of
 
 
@@ -40,7 +41,8 @@ class Experts(QuantizedExperts):
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         """torchtitan's grouped matmul of the tokens A, `(M, K)`, and the weights B_t, `(E, K, N)`, by the recipe."""
-        product = fp8_grouped_mm if self.recipe.format == "fp8_128" else mx_grouped_mm
+        products = {"fp8_128": fp8_grouped_mm, "nvfp4": nvfp4_grouped_mm}
+        product = products.get(self.recipe.format, mx_grouped_mm)
         return product(A, B_t.mT, offs, self.recipe)
 
     def _hold(self) -> None:
@@ -68,7 +70,8 @@ def linear_class_of(kind: Any, format: str) -> Any:
     """The class of converted layers of torchtitan's Linear. Raises TypeError if the class computes something else."""
     if kind.forward is not nn.Linear.forward:
         raise TypeError(f"{kind.__name__} has its own forward, which a low-precision Linear would not run")
-    base: type[QuantizedLinear] = Float8BlockwiseLinear if format == "fp8_128" else MXLinear
+    bases: dict[str, type[QuantizedLinear]] = {"fp8_128": Float8BlockwiseLinear, "nvfp4": NVFP4Linear}
+    base = bases.get(format, MXLinear)
 
     def __init__(self: Any, config: Any) -> None:
         kind.__init__(self, config)

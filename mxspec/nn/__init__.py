@@ -5,8 +5,9 @@ from mxspec.nn._cache import cache_weights
 from mxspec.nn.conversion import Conversion, convert
 from mxspec.nn.experts import GroupedExperts
 from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
-from mxspec.nn.grouped_mm import fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn.grouped_mm import fp8_grouped_mm, mx_grouped_mm, nvfp4_grouped_mm
 from mxspec.nn.mx_linear import MXLinear
+from mxspec.nn.nvfp4_linear import NVFP4Linear
 from mxspec.nn.recipe import RECIPES, Recipe
 from mxspec.nn.watching import WatchedOperand, WatchReport, watch
 
@@ -16,6 +17,7 @@ __all__ = [
     "Float8BlockwiseLinear",
     "GroupedExperts",
     "MXLinear",
+    "NVFP4Linear",
     "Recipe",
     "WatchReport",
     "WatchedOperand",
@@ -24,5 +26,6 @@ __all__ = [
     "convert",
     "fp8_grouped_mm",
     "mx_grouped_mm",
+    "nvfp4_grouped_mm",
     "watch",
 ]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from mxspec.nn._formats import Format, Weight, format_of
+from mxspec.nn._format import Format, Weight
+from mxspec.nn._formats import format_of
 from mxspec.nn.recipe import Recipe
 
 Quantized = Weight | None  # None for the recipe bf16, which quantizes nothing

@@ -17,7 +17,7 @@ import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE, element
 
 if TYPE_CHECKING:
-    from mxspec.nn._formats import Format
+    from mxspec.nn._format import Format
 
 SAMPLED_ROWS = 64
 PIECE = 2**24  # elements that are counted at once, which bounds the memory

@@ -1,20 +1,8 @@
-"""The training formats. A format quantizes the operands of a layer's three matmuls and chooses the ops that multiply.
-
-| matmul | a | b | out |
-|---|---|---|---|
-| forward | x, quantized along K | w, quantized along K | `(M, N)` |
-| dgrad | grad_out, quantized along N | w^T, quantized along N | `(M, K)` |
-| wgrad | grad_out^T, along the tokens | x^T, along the tokens | `(N, K)`, for experts `(E, N, K)`; w's dtype |
-
-A `Format` serves one forward and its backward. It holds the recipe and the backend of both. `offs` holds the ends of
-the token groups, and each group has its own weight matrix. `offs=None` means one matrix for all tokens. The host reads
-no tensor's values.
-"""
+"""The training formats: MXFP8, by codes and by values, FP8 with 128-blocks, and the choice between them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,147 +11,12 @@ from torch.nn.functional import pad
 import mxspec
 from mxspec.formats import FP8_BLOCK_SIZE, MX_BLOCK_SIZE
 from mxspec.nn._bf16 import MAX_GROUPS, gemm_bf16, wgrad_bf16
-from mxspec.nn._watched import Forward, forward_of
+from mxspec.nn._format import Format, Operand, Tokens, Weight
+from mxspec.nn._nvfp4 import NVFP4Values
+from mxspec.nn._watched import forward_of
 from mxspec.nn.recipe import Recipe
 
 _SCALE_LAYOUT = "plain"  # mx_gemm's kernels for Hopper read this layout; cuBLAS needs `blocked`
-
-
-class Operand(NamedTuple):
-    """K-major codes and their scales. For padded token groups, also the first row and the end row of each group.
-
-    For the format `MXValues`: bf16 values in place of codes, in the order of the tokens, and no scales.
-    """
-
-    codes: Tensor
-    scale: Tensor | None = None
-    start: Tensor | None = None
-    end: Tensor | None = None
-
-
-class Tokens(NamedTuple):
-    """Activations or gradients, quantized along the features (rows) and along the tokens (columns).
-
-    A direction that no matmul reads is None.
-    """
-
-    rows: Operand | None
-    columns: Operand | None
-
-
-class Weight(NamedTuple):
-    """The codes of a weight for the forward, and the codes of its transpose for dgrad. Or values, without scales.
-
-    Without `codes_t`, the forward saves the weight itself, and dgrad quantizes it.
-    """
-
-    codes: Tensor
-    scale: Tensor | None
-    codes_t: Tensor | None = None
-    scale_t: Tensor | None = None
-
-    def for_dgrad(self, w: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The tensors that the forward saves: the codes of the transpose and their scales, or w itself."""
-        return (w, None) if self.codes_t is None else (self.codes_t, self.scale_t)
-
-
-@dataclass(frozen=True)
-class Format:
-    kind: ClassVar[str]
-    recipe: Recipe
-    backend: str | None
-    name: str  # the name of the layer or the function, for error texts
-    watch: Forward | None = None  # counts the losses of this forward and its backward, if a watch is open
-
-    def weight(self, w: Tensor, transposed: bool = False, held: bool = False) -> Weight:
-        """The codes of a weight `(N, K)` or `(E, N, K)`, or of a transposed weight `(E, K, N)`.
-
-        One op reads the weight once, and makes the codes of both directions. For a transposed weight, the codes of the
-        two directions change places. If the recipe saves no codes of weights, the codes are those of the forward alone.
-        Codes that `cache_weights` holds are always those of both directions.
-        """
-        if not (held or self.recipe.save_weight_codes):
-            return Weight(*self.one_way(w, transposed))
-        codes, scale, codes_t, scale_t = self.both_ways(w)
-        if not transposed:
-            return Weight(codes, scale, codes_t, scale_t)
-        assert codes_t is not None
-        return Weight(codes_t, scale_t, codes, scale)
-
-    def both_ways(self, w: Tensor) -> Weight:
-        """The codes of a matrix, or of each of several matrices, and of its transpose."""
-        raise NotImplementedError
-
-    def one_way(self, w: Tensor, turned: bool) -> tuple[Tensor, Tensor | None]:
-        """The codes and scales of a matrix, or of each of several matrices. If `turned`, those of its transpose.
-
-        They are the bits of `both_ways`.
-        """
-        raise NotImplementedError
-
-    def saved_weight(self, w: Tensor, transposed: bool, after: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The codes for dgrad of a weight that the forward saved. `after` is any tensor that the backward computes."""
-        if not torch.compiler.is_compiling():
-            return self.one_way(w.detach(), not transposed)
-        rules = self.recipe.scaling, self.recipe.scale_format
-        codes, *scale = _QUANTIZE_AFTER(w.detach(), after, self.kind, *rules, not transposed)
-        return codes, scale[0] if scale else None
-
-    def tokens(
-        self, x: Tensor, offs: Tensor | None, elem_dtype: torch.dtype, along_features: bool, along_tokens: bool
-    ) -> Tokens:
-        """The codes of activations `(M, K)`, or of gradients, in the directions asked for."""
-        raise NotImplementedError
-
-    def gemm(
-        self, a: Operand, b: Tensor, b_scale: Tensor | None, offs: Tensor | None, M: int, dtype: torch.dtype
-    ) -> Tensor:
-        """The matmul of the forward, or of dgrad."""
-        raise NotImplementedError
-
-    def wgrad(self, grad_out: Operand, x: Operand, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
-
-    def saves_codes(self, offs: Tensor | None) -> bool:
-        """Whether the forward saves x's codes along the tokens for wgrad. If not, it saves x itself."""
-        return True
-
-    def reads_once(self, offs: Tensor | None) -> bool:
-        """Whether one op makes the codes of both directions from one read."""
-        return False
-
-    def fuses_swiglu(self, x: Tensor) -> bool:
-        """Whether `swiglu` and `swiglu_backward` exist for these tokens: ops that write codes and no values."""
-        return False
-
-    def swiglu(self, gate_up: Tensor, offs: Tensor) -> Tokens:
-        """The codes of `silu(gate) * up` in both directions."""
-        raise NotImplementedError
-
-    def swiglu_backward(self, gate_up: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
-        """The codes of the gradient of gate and up in both directions."""
-        raise NotImplementedError
-
-    def fuses_clamped_swiglu(self, x: Tensor) -> bool:
-        """Whether the three methods below exist for these tokens."""
-        return False
-
-    def clamped_swiglu(self, gate_up: Tensor, bias: Tensor, offs: Tensor) -> Tokens:
-        """The codes of gpt-oss's activation of `gate_up + bias` in both directions. gate_up is interleaved."""
-        raise NotImplementedError
-
-    def clamped_swiglu_backward(self, gate_up: Tensor, bias: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
-        """The codes of the gradient of gate_up in both directions."""
-        raise NotImplementedError
-
-    def sums(self, columns: Operand, offs: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of each group's codes along the tokens, `(E, N)`: the gradient of a bias."""
-        raise NotImplementedError
-
-    def activations(self, x: Tensor, offs: Tensor | None, weight_needs_grad: bool) -> Tokens:
-        """The codes of x for the forward, and the codes for wgrad if the forward saves them."""
-        along_tokens = torch.is_grad_enabled() and weight_needs_grad and self.saves_codes(offs)
-        return self.tokens(x.detach(), offs, torch.float8_e4m3fn, True, along_tokens)
 
 
 class MX(Format):
@@ -288,7 +141,7 @@ class MXValues(MX):
 
     def swiglu_backward(self, gate_up: Tensor, grad_hidden: Tensor, offs: Tensor) -> Tokens:
         gradient = mxspec.swiglu_backward(*gate_up.chunk(2, -1), grad_hidden, backend=self.backend)
-        return self.tokens(gradient, offs, self.recipe.grad_dtype, True, True)
+        return self.gradients(gradient, offs, True, True)
 
 
 class FP8Blocks(Format):
@@ -379,7 +232,7 @@ def _both_ways(quantized: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor])
     return Tokens(Operand(q_row, s_row), Operand(q_col, s_col, start, end))
 
 
-_OF_KIND: dict[str, type[Format]] = {of.kind: of for of in (MX, MXValues, FP8Blocks)}
+_OF_KIND: dict[str, type[Format]] = {of.kind: of for of in (MX, MXValues, FP8Blocks, NVFP4Values)}
 # torch.compile moves ops of the backward into the forward if they need nothing that the backward computes, and would
 # then save their results. Quantizing a saved weight is such an op. So in a graph, it is one operator that also takes a
 # tensor of the backward, which it does not read.
@@ -392,13 +245,13 @@ _LIBRARY.define(
 
 def _quantize_after(w: Tensor, after: Tensor, kind: str, scaling: str, scale_format: str, turned: bool) -> list[Tensor]:
     of = _OF_KIND[kind]
-    recipe = Recipe("fp8_128", scale_format=scale_format) if of is FP8Blocks else Recipe("mxfp8", scaling)
+    format = {FP8Blocks: "fp8_128", NVFP4Values: "nvfp4"}.get(of, "mxfp8")
+    recipe = Recipe(format, scaling, scale_format=scale_format)
     return [t for t in of(recipe, None, kind).one_way(w, turned) if t is not None]
 
 
 _LIBRARY.impl("quantize_after", _quantize_after, "CompositeExplicitAutograd")
 torch.library.register_fake("mxspec_nn::quantize_after", _quantize_after, lib=_LIBRARY)
-_QUANTIZE_AFTER = torch.ops.mxspec_nn.quantize_after.default
 
 
 def format_of(
@@ -410,8 +263,13 @@ def format_of(
     """
     if recipe.format == "bf16":
         return None
-    of = MXValues if by_values else _OF_KIND[recipe.format]
-    return of(recipe, backend, name, forward_of(layer))
+    of, watch = MXValues if by_values else _OF_KIND[recipe.format], forward_of(layer)
+    if watch is not None and of is NVFP4Values:
+        raise RuntimeError(
+            f"watch: {name} has a recipe of nvfp4, whose losses cannot be counted yet. Watch the layer with an mxfp8 "
+            "recipe, or leave the with-block."
+        )
+    return of(recipe, backend, name, watch)
 
 
 def refusal_of_values(recipe: Recipe, backend: str | None, w: Tensor, dtype: torch.dtype) -> str | None:

@@ -22,6 +22,12 @@ from mxspec.nn._product import product
 from mxspec.nn.recipe import SIZE_MULTIPLES, Recipe
 
 
+def class_for(recipe: Recipe) -> str:
+    """The name of the layer that trains by a recipe, for error texts."""
+    names = {"mxfp8": "MXLinear", "fp8_128": "Float8BlockwiseLinear", "nvfp4": "NVFP4Linear"}
+    return names.get(recipe.format, "nn.Linear")
+
+
 class QuantizedLinear(QuantizesWeights, nn.Linear):
     """`nn.Linear` whose three matmuls read codes. A subclass gives the recipe."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxspec.nn._autograd import first_derivative_only, keep, kept
 from mxspec.nn._bf16 import GroupedBf16, contiguous, wgrad_bf16
-from mxspec.nn._formats import Format, Operand, Tokens, Weight
+from mxspec.nn._format import Format, Operand, Tokens, Weight
 
 
 def product(x: Tensor, w: Tensor, offs: Tensor | None, tokens: Tokens, weight: Weight, by: Format) -> Tensor:
@@ -69,17 +69,17 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,), (offs, x, codes, scale, w_t, scale_t) = gradients, kept(ctx)
         by, (dgrad, wgrad), grad_x, grad_w = ctx.by, ctx.needs_input_grad[:2], None, None
-        elem_dtype, for_wgrad = by.recipe.grad_dtype, wgrad and not by.recipe.wgrad_bf16
+        for_wgrad = wgrad and not by.recipe.wgrad_bf16
         # If one read makes both directions, it does so here. Else the codes for wgrad are made after dgrad, so that
         # the codes of both directions are never in memory at once.
-        rows, columns = by.tokens(grad_out, offs, elem_dtype, dgrad, for_wgrad and by.reads_once(offs))
+        rows, columns = by.gradients(grad_out, offs, dgrad, for_wgrad and by.reads_once(offs))
         if dgrad:
             if ctx.saves_w:
                 w_t, scale_t = by.saved_weight(w_t, ctx.transposed, rows.codes)
             grad_x = by.gemm(rows, w_t, scale_t, offs, grad_out.shape[0], ctx.x_dtype)
         rows = w_t = scale_t = None  # free the memory for wgrad
         if for_wgrad:
-            columns = columns or by.tokens(grad_out, offs, elem_dtype, False, True).columns
+            columns = columns or by.gradients(grad_out, offs, False, True).columns
             x_columns = Operand(codes, scale)
             if codes is None:
                 x_columns = by.tokens(x, offs, torch.float8_e4m3fn, False, True).columns

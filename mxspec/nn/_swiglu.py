@@ -23,7 +23,7 @@ from torch import Tensor
 
 import mxspec
 from mxspec.nn._autograd import first_derivative_only, keep, kept
-from mxspec.nn._formats import Format, Operand, Tokens, Weight
+from mxspec.nn._format import Format, Operand, Tokens, Weight
 
 
 def swiglu_experts(
@@ -99,9 +99,9 @@ class _SwigluExperts(torch.autograd.Function):
         dgrad, wgrad, wgrad_down, bgrad = ctx.needs_input_grad[:4]
         if grad_out is None:
             return (None,) * 10
-        inner, elem_dtype = dgrad or wgrad or bgrad, by.recipe.grad_dtype
+        inner = dgrad or wgrad or bgrad
         grad_x = grad_w = grad_w_down = grad_bias = grad_hidden = None
-        rows, columns = by.tokens(grad_out, offs, elem_dtype, inner, wgrad_down)
+        rows, columns = by.gradients(grad_out, offs, inner, wgrad_down)
         if inner:
             if ctx.saves_weights:
                 down_t, down_scale_t = by.saved_weight(down_t, ctx.transposed, rows.codes)

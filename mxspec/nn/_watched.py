@@ -19,7 +19,7 @@ from mxspec.nn._counters import Counters, count_tokens, count_weight
 from mxspec.nn._watch_log import Call, Log, open_logs, running
 
 if TYPE_CHECKING:
-    from mxspec.nn._formats import Format, Tokens
+    from mxspec.nn._format import Format, Tokens
 
 
 def forward_of(layer: nn.Module | None) -> Forward | None:

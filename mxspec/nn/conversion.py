@@ -16,6 +16,7 @@ from mxspec.nn._report import Conversion, measure
 from mxspec.nn.experts import GroupedExperts, QuantizedExperts
 from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
 from mxspec.nn.mx_linear import MXLinear
+from mxspec.nn.nvfp4_linear import NVFP4Linear
 from mxspec.nn.recipe import Recipe, recipe_of
 
 
@@ -29,10 +30,10 @@ def convert(
 ) -> Conversion:
     """Make a model's Linears and experts train by a recipe, in place.
 
-    An `nn.Linear` becomes an `MXLinear` or a `Float8BlockwiseLinear` with the same parameters. So optimizers and state
-    dicts stay valid. The new layer keeps the attributes that the user set on the Linear. A `GroupedExperts` stays the
-    same object and gets the recipe. Experts of another library convert if `mxspec.integrations` has a module for that
-    library.
+    An `nn.Linear` becomes an `MXLinear`, a `Float8BlockwiseLinear` or an `NVFP4Linear` with the same parameters. So
+    optimizers and state dicts stay valid. The new layer keeps the attributes that the user set on the Linear. A
+    `GroupedExperts` stays the same object and gets the recipe. Experts of another library convert if
+    `mxspec.integrations` has a module for that library.
 
     `convert` leaves a layer as it is if the recipe cannot run it. It also leaves a Linear that has hooks, buffers,
     submodules or its own forward, and a Linear whose parent module reads the weight without calling the Linear. The
@@ -121,7 +122,7 @@ def _check(model: nn.Module, filter_fn: object, experts_per_token: object) -> No
     if isinstance(model, nn.Linear):
         raise ValueError(
             "convert: the model is a Linear itself, and convert can only replace a Linear inside a model. "
-            "Use MXLinear.from_linear or Float8BlockwiseLinear.from_linear."
+            "Use from_linear of MXLinear, Float8BlockwiseLinear or NVFP4Linear."
         )
     if any(isinstance(layer, QuantizesWeights) and layer._cached for layer in model.modules()):
         raise RuntimeError("convert: cache_weights holds the model's weights. Leave its with-block first.")
@@ -215,8 +216,8 @@ def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
         raise TypeError(f"it has {registered}, and a new layer would lose them")
     if recipe.format == "bf16":
         raise TypeError("for bf16, nn.Linear is enough: give it bfloat16, or use autocast")
-    fp8 = recipe.format == "fp8_128"
-    new = (Float8BlockwiseLinear if fp8 else MXLinear).from_linear(layer, recipe)
+    of_format = {"fp8_128": Float8BlockwiseLinear, "mxfp8": MXLinear, "nvfp4": NVFP4Linear}
+    new = of_format[recipe.format].from_linear(layer, recipe)
     own = {name: value for name, value in vars(layer).items() if name not in plain}
     if taken := [name for name in own if hasattr(new, name)]:
         raise TypeError(f"it has the attribute {', '.join(taken)}, a name that {type(new).__name__} itself uses")

@@ -71,6 +71,8 @@ class QuantizedExperts(QuantizesWeights):
         name, backend = type(self).__name__, backend_now(self)
         if self.recipe.format == "bf16":
             return f"{name}: bf16 quantizes nothing and multiplies bfloat16"
+        if self.recipe.format == "nvfp4":
+            return f"{name}: nvfp4 multiplies the bf16 values of its codes"
         why_not = self._why_no_values(backend, dtype)
         if why_not is None:
             return f"{name}: mxfp8 multiplies bf16 values, because Hopper has no MX tensor cores"
@@ -123,19 +125,21 @@ class GroupedExperts(SeparableExperts, QuantizedExperts):
     """`(silu(x @ w_gate[g]^T) * (x @ w_up[g]^T)) @ w_down[g]^T` for the tokens of each expert g.
 
     The weights of the gate and of up are one parameter. So one grouped matmul computes both, and each of their
-    gradients is one matmul too. The layer uses the matmuls of `mx_grouped_mm` and `fp8_grouped_mm`. With fp8_128 and
-    bfloat16 tokens, one op computes SwiGLU and quantizes it (`swiglu_fp8_quantize_rowcol_groups`), and one op does the
-    same for its gradient (`swiglu_backward_fp8_quantize_rowcol_groups`). Each forward quantizes the weights once, in
-    both directions. With `save_weight_codes=False` the forward and the backward each quantize them in one direction.
-    Inside a `cache_weights` block, they are quantized once for all forwards. The host never waits for the device.
+    gradients is one matmul too. The layer uses the matmuls of `mx_grouped_mm`, `fp8_grouped_mm` and `nvfp4_grouped_mm`.
+    With fp8_128 and bfloat16 tokens, one op computes SwiGLU and quantizes it (`swiglu_fp8_quantize_rowcol_groups`), and
+    one op does the same for its gradient (`swiglu_backward_fp8_quantize_rowcol_groups`). Each forward quantizes the
+    weights once, in both directions. With `save_weight_codes=False` the forward and the backward each quantize them in
+    one direction. Inside a `cache_weights` block, they are quantized once for all forwards. The host never waits for
+    the device.
 
     On Hopper, the MXFP8 recipes may multiply the bfloat16 values of the codes. `explain` says when.
 
     Args:
         num_experts: the number of experts, E.
         dim, hidden_dim: the width of a token, and the width between the matmuls. Both are multiples of 32; for fp8_128
-            of 16.
-        recipe: a `Recipe` or its name, as for `mx_grouped_mm` and `fp8_grouped_mm`. `set_recipe` changes it later.
+            and nvfp4 of 16.
+        recipe: a `Recipe` or its name, as for `mx_grouped_mm`, `fp8_grouped_mm` and `nvfp4_grouped_mm`. `set_recipe`
+            changes it later.
         device, dtype: the device and dtype of the parameters; bfloat16 or float32.
 
     Parameters: `w_gate_up`, `(E, 2 * hidden_dim, dim)`, and `w_down`, `(E, dim, hidden_dim)`. In `w_gate_up`, the rows

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from mxspec.nn._linear import QuantizedLinear
+from mxspec.nn._linear import QuantizedLinear, class_for
 from mxspec.nn.recipe import Recipe, recipe_of
 
 
@@ -61,7 +61,7 @@ class Float8BlockwiseLinear(QuantizedLinear):
         if found.format != "fp8_128":
             raise ValueError(
                 f"Float8BlockwiseLinear: the recipe's format is {found.format}; needs fp8_128. "
-                f"Use {'MXLinear' if found.format == 'mxfp8' else 'nn.Linear'} instead."
+                f"Use {class_for(found)} instead."
             )
         super().__init__(in_features, out_features, bias, device, dtype, recipe=found)
 

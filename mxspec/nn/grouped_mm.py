@@ -18,7 +18,7 @@ from mxspec.nn._formats import format_of, refusal_of_values
 from mxspec.nn._product import grouped_product
 from mxspec.nn.recipe import SIZE_MULTIPLES, Recipe, recipe_of
 
-_NAMES = {"mxfp8": "mx_grouped_mm", "fp8_128": "fp8_grouped_mm"}
+_NAMES = {"mxfp8": "mx_grouped_mm", "fp8_128": "fp8_grouped_mm", "nvfp4": "nvfp4_grouped_mm"}
 
 
 def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mxfp8_rceil") -> Tensor:
@@ -44,7 +44,8 @@ def mx_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "mx
 
     Raises:
         TypeError: x, w or offs is not a tensor or has another dtype.
-        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is fp8_128 (use `fp8_grouped_mm`).
+        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is fp8_128 (use `fp8_grouped_mm`) or
+            nvfp4 (use `nvfp4_grouped_mm`).
         RuntimeError: a gradient is differentiated, as a gradient penalty does, or a checkpointed forward ran again on
             another backend.
 
@@ -78,7 +79,7 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
     Raises:
         TypeError: x, w or offs is not a tensor or has another dtype.
         ValueError: a rank, a shape, a device, N or K does not fit, or the recipe is an mxfp8 recipe (use
-            `mx_grouped_mm`).
+            `mx_grouped_mm`) or nvfp4 (use `nvfp4_grouped_mm`).
         RuntimeError: as for `mx_grouped_mm`.
 
     Example:
@@ -89,6 +90,45 @@ def fp8_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "f
     Source: DeepSeek-V3 technical report, section 3.3; DeepGEMM's grouped matmuls.
     """
     return _grouped_mm("fp8_128", x, w, offs, recipe)
+
+
+def nvfp4_grouped_mm(x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str = "nvfp4") -> Tensor:
+    """Multiply the tokens of each group by the weights of its expert, with gradients, in NVFP4.
+
+    It computes the matmul of `mx_grouped_mm` in another format. x and the gradient of the output are in 1x16 blocks
+    along the dimension that the matmul sums over. w is in 16x16 blocks, so the forward and dgrad multiply the same
+    values. Each group has its own tensor scale in each direction, and each matrix of w has one. The matmuls multiply
+    the bfloat16 values of the codes, which are exact, on every GPU. The host never waits for the device.
+
+    With the recipe's `hadamard`, both operands of the gradient of w are transformed along the tokens before they are
+    quantized. With `stochastic_rounding`, the backward rounds the gradient of the output stochastically. It draws a
+    seed from PyTorch's generator of the device.
+
+    Args:
+        x, offs: as for `mx_grouped_mm`. An end may be any number, not only a multiple of 16.
+        w: `(E, N, K)`, bfloat16 or float32; N and K are multiples of 16.
+        recipe: an nvfp4 `Recipe` or its name, or `bf16`, as for `mx_grouped_mm`.
+
+    Returns:
+        `(M, N)` in x's dtype, as `mx_grouped_mm` returns it.
+
+    Special values: a NaN or an Inf in a token makes all results of its group NaN, because it makes the group's tensor
+        scale NaN. In a weight it makes all results of its expert NaN.
+
+    Raises:
+        TypeError: x, w or offs is not a tensor or has another dtype.
+        ValueError: a rank, a shape, a device, N or K does not fit, or the recipe has another format.
+        RuntimeError: as for `mx_grouped_mm`.
+
+    Example:
+        >>> x, w = torch.ones(3, 16), torch.stack([torch.ones(16, 16), -torch.ones(16, 16)])
+        >>> nvfp4_grouped_mm(x, w, torch.tensor([1, 2], dtype=torch.int32))[:, 0].round(decimals=3).tolist()
+        [16.0, -16.0, 0.0]
+
+    Source: NVIDIA, "Pretraining Large Language Models with NVFP4" (arXiv 2509.25149), section 4; TransformerEngine,
+        `NVFP4BlockScaling`.
+    """
+    return _grouped_mm("nvfp4", x, w, offs, recipe)
 
 
 def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe | str) -> Tensor:

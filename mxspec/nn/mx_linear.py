@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from mxspec.nn._linear import QuantizedLinear
+from mxspec.nn._linear import QuantizedLinear, class_for
 from mxspec.nn.recipe import Recipe, recipe_of
 
 
@@ -70,8 +70,7 @@ class MXLinear(QuantizedLinear):
         found = recipe_of(recipe, "MXLinear")
         if found.format != "mxfp8":
             raise ValueError(
-                f"MXLinear: the recipe's format is {found.format}; needs mxfp8. "
-                f"Use {'Float8BlockwiseLinear' if found.format == 'fp8_128' else 'nn.Linear'} instead."
+                f"MXLinear: the recipe's format is {found.format}; needs mxfp8. Use {class_for(found)} instead."
             )
         super().__init__(in_features, out_features, bias, device, dtype, recipe=found)
 

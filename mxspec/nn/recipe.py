@@ -6,11 +6,23 @@ from dataclasses import dataclass
 
 import torch
 
-from mxspec.formats import FP8_DTYPES, FP8_SCALE_FORMATS, FP8_SIZE_MULTIPLE, MX_BLOCK_SIZE, SCALINGS
+from mxspec.formats import (
+    FP8_DTYPES,
+    FP8_SCALE_FORMATS,
+    FP8_SIZE_MULTIPLE,
+    MX_BLOCK_SIZE,
+    NVFP4_BLOCK_SIZE,
+    SCALINGS,
+)
 
 # N and K must be multiples of the format's number. The last block of fp8_128 may be shorter. bf16 has the same number
 # as mxfp8, so that a model can change between the two formats.
-SIZE_MULTIPLES = {"mxfp8": MX_BLOCK_SIZE, "fp8_128": FP8_SIZE_MULTIPLE, "bf16": MX_BLOCK_SIZE}
+SIZE_MULTIPLES = {
+    "mxfp8": MX_BLOCK_SIZE,
+    "fp8_128": FP8_SIZE_MULTIPLE,
+    "nvfp4": NVFP4_BLOCK_SIZE,
+    "bf16": MX_BLOCK_SIZE,
+}
 
 
 @dataclass(frozen=True)
@@ -18,22 +30,28 @@ class Recipe:
     """How a layer trains in low precision. `RECIPES` has the named recipes; `dataclasses.replace` makes variants.
 
     Args:
-        format: `mxfp8` (blocks of 32 with an E8M0 scale), `fp8_128` (e4m3fn with fp32 scales in blocks of 128) or
-            `bf16` (no quantization).
+        format: `mxfp8` (blocks of 32 with an E8M0 scale), `fp8_128` (e4m3fn with fp32 scales in blocks of 128),
+            `nvfp4` (e2m1 with an e4m3 scale in blocks of 16 and an fp32 scale for a matrix) or `bf16` (no
+            quantization). The matmuls of nvfp4 multiply the bfloat16 values of the codes.
         scaling: for mxfp8, the rule that computes the scale, as for `mx_quantize`: `rceil`, `floor`, `ceil` or `even`.
         grad_dtype: for mxfp8, the element dtype of gradients: torch.float8_e4m3fn or torch.float8_e5m2. Activations and
             weights are always e4m3fn.
         wgrad_bf16: for mxfp8, whether the gradient of a weight is computed from bfloat16 operands.
-        save_weight_codes: for mxfp8 and fp8_128, whether the forward quantizes a weight in both directions and saves
+        save_weight_codes: for all formats but bf16, whether the forward quantizes a weight in both directions and saves
             the codes for dgrad. If False, the forward saves the weight itself, as `nn.Linear` does, and dgrad quantizes
-            it. A parameter is in memory anyway, so this saves one byte for each weight. It costs memory traffic,
-            because the weight is read twice. The results are the same bits.
+            it. A parameter is in memory anyway, so this saves one byte for each weight, or two for nvfp4. It costs
+            memory traffic, because the weight is read twice. The results are the same bits.
         scale_format: for fp8_128, `fp32` or `pow2`, as for `fp8_quantize_1x128`: `pow2` makes each scale a power of
             two. Values that were quantized once in blocks along the features are then quantized along the tokens
             without another loss, except for elements that only one of the two scales makes subnormal.
+        hadamard: for nvfp4, whether both operands of wgrad are transformed along the tokens by `hadamard_16` before
+            they are quantized. The two transforms cancel in the sum over the tokens.
+        stochastic_rounding: for nvfp4, whether the codes of gradients are rounded stochastically. Each backward draws
+            from PyTorch's generator of the device, which `torch.manual_seed` sets.
 
     Raises:
-        TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16 or save_weight_codes is not a bool.
+        TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16, save_weight_codes, hadamard or
+            stochastic_rounding is not a bool.
         ValueError: the format, the scaling or the scale_format is unknown, or an option is set for a format that does
             not have it.
 
@@ -41,10 +59,11 @@ class Recipe:
         >>> from dataclasses import replace
         >>> replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
         Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False, save_weight_codes=True,
-        scale_format='fp32')
+        scale_format='fp32', hadamard=False, stochastic_rounding=False)
 
     Source: OCP MX v1.0, section 6.3 (floor); NVIDIA, "Recipes for Pre-training LLMs with MXFP8", 2025 (rceil, e4m3 for
-        gradients too); DeepSeek-V3 technical report, section 3.3 (fp8_128).
+        gradients too); DeepSeek-V3 technical report, section 3.3 (fp8_128); NVIDIA, "Pretraining Large Language Models
+        with NVFP4" (arXiv 2509.25149), section 4 (nvfp4).
     """
 
     format: str = "mxfp8"
@@ -53,6 +72,8 @@ class Recipe:
     wgrad_bf16: bool = False
     save_weight_codes: bool = True
     scale_format: str = "fp32"
+    hadamard: bool = False
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         options = ("format", SIZE_MULTIPLES), ("scaling", SCALINGS), ("scale_format", FP8_SCALE_FORMATS)
@@ -61,8 +82,8 @@ class Recipe:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
         if self.grad_dtype not in FP8_DTYPES:
             raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, FP8_DTYPES))}")
-        for what, flag in (("wgrad_bf16", self.wgrad_bf16), ("save_weight_codes", self.save_weight_codes)):
-            if not isinstance(flag, bool):
+        for what in ("wgrad_bf16", "save_weight_codes", "hadamard", "stochastic_rounding"):
+            if not isinstance(flag := getattr(self, what), bool):
                 raise TypeError(f"Recipe: {what} = {flag!r}; needs True or False")
         of_mx = self.scaling, self.grad_dtype, self.wgrad_bf16
         if self.format != "mxfp8" and of_mx != ("rceil", torch.float8_e4m3fn, False):
@@ -71,6 +92,10 @@ class Recipe:
             )
         if self.format != "fp8_128" and self.scale_format != "fp32":
             raise ValueError(f"Recipe: {self.format} has no scale_format. Leave it out, or use fp8_128.")
+        if self.format != "nvfp4" and (self.hadamard or self.stochastic_rounding):
+            raise ValueError(
+                f"Recipe: {self.format} has no hadamard or stochastic_rounding. Leave them out, or use nvfp4."
+            )
         if self.format == "bf16" and not self.save_weight_codes:
             raise ValueError("Recipe: bf16 has no save_weight_codes, because it quantizes no weight. Leave it out.")
 
@@ -81,6 +106,10 @@ RECIPES = {
     "mxfp8_rceil_wgrad_bf16": Recipe(wgrad_bf16=True),
     "fp8_128": Recipe("fp8_128"),
     "fp8_128_pow2": Recipe("fp8_128", scale_format="pow2"),
+    "nvfp4": Recipe("nvfp4", hadamard=True, stochastic_rounding=True),
+    "nvfp4_no_hadamard": Recipe("nvfp4", stochastic_rounding=True),
+    "nvfp4_nearest": Recipe("nvfp4", hadamard=True),
+    "nvfp4_nearest_no_hadamard": Recipe("nvfp4"),
     "bf16": Recipe("bf16"),
 }
 
