@@ -1,0 +1,155 @@
+"""nvfp4_fake_quantize_rowcol_groups in Triton: one launch finds the magnitudes of the groups, one writes the values.
+
+A program owns 16 rows of one padded group, and COLS columns. A thread holds 4 columns with all of their 16 rows: the
+transform, the blocks of columns and the random bytes of both directions need no other thread, and 4 threads find the
+magnitude of a row's block by shuffles. Both results are row-major like x, so no value passes through shared memory.
+
+A first launch sets the magnitudes to 0, for the atomic maxima of the second.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows, tokens_left
+from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+from mxspec.triton_kernels.common.nvfp4_numerics import of_matrix
+from mxspec.triton_kernels.common.nvfp4_values import random_bytes, transformed, values_of
+from mxspec.triton_kernels.common.runs import load16, store16
+
+# Compiled, not run: no GPU has timed it. It has a rank because a layer calls the op.
+RANK = {(9, 0): 1, (10, 0): 1}
+_HOPPER = {"COLS": 256, "num_warps": 2}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_CLEARED = 1024  # magnitudes that a program of the first launch sets to 0
+PTX = (r"(red|atom)\.global\..*max", r"st\.global\.v2\.b32", r"cvt\.rn\.bf16x2\.f32")
+
+
+@triton.jit
+def _clear(found, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(found + i, 0, mask=i < count)
+
+
+@triton.jit
+def _tile(x, offs, tokens, K, stride_m, stride_k, G, stride_offs, start, end, COLS: tl.constexpr, CHUNK: tl.constexpr,
+          WIDE: tl.constexpr):  # fmt: skip
+    """The group of a program's 16 padded rows, its first token, and the values `(COLS, 16)`: zeros outside the group.
+
+    The rows after the last group count as one more group, G.
+    """
+    tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    first = (tile == 0) & (tl.program_id(0) == 0)
+    k = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    group, token, stop, begin = group_of(tile * 16, offs, stride_offs, G, start, end, first, 16, CHUNK)
+    last = tl.load(offs + (G - 1) * stride_offs, mask=G > 0, other=0)
+    grouped = group < G
+    token = tl.where(grouped, token, last) + tile * 16 - begin
+    left = tokens_left(token, tl.where(grouped, stop, tokens), tokens)
+    stride = tl.cast(stride_m, tl.int64) if WIDE else stride_m
+    values = load16(x + token.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k, stride, (k < K) & grouped, left)
+    return tile, group, token, left, k, first, values.reshape(COLS, 16)
+
+
+# `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
+@triton.jit(do_not_specialize=["tokens"])
+def _largest(
+    x, found, offs, start, end, tokens, K, stride_m, stride_k, G, stride_offs,
+    SIGNS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    _, group, _, _, _, _, values = _tile(
+        x, offs, tokens, K, stride_m, stride_k, G, stride_offs, start, end, COLS, CHUNK, WIDE
+    )
+    if group < G:
+        wide = widened(values)
+        tl.atomic_max(found + group, tl.max(tl.max(magnitude_bits(wide), axis=1), axis=0), sem="relaxed")
+        if SIGNS is not None:
+            bits = tl.max(tl.max(magnitude_bits(transformed(wide, SIGNS)), axis=1), axis=0)
+            # The largest rounded magnitude is the largest magnitude, rounded.
+            rounded = bits.to(tl.float32, bitcast=True).to(values.dtype).to(tl.float32).to(tl.int32, bitcast=True)
+            tl.atomic_max(found + G + group, tl.where(bits < 0x7F800000, rounded, bits), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _nvfp4_fake_quantize_rowcol_groups(
+    x, found, rows, columns, row_scale, column_scale, offs, random,
+    tokens, tiles, K, stride_m, stride_k, G, stride_offs, stride_random,
+    SIGNS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    tile, group, token, left, k, first, loaded = _tile(
+        x, offs, tokens, K, stride_m, stride_k, G, stride_offs, None, None, COLS, CHUNK, WIDE
+    )
+    of_columns = 0 if SIGNS is None else G
+    if first:
+        for i in range(0, G, CHUNK):
+            g = i + tl.arange(0, CHUNK)
+            for_rows = tl.load(found + g, mask=g < G, other=0).to(tl.float32, bitcast=True)
+            for_columns = tl.load(found + of_columns + g, mask=g < G, other=0).to(tl.float32, bitcast=True)
+            _store_scales(row_scale, for_rows, g, G)
+            _store_scales(column_scale, for_columns, g, G)
+    inside, narrow = k < K, loaded.dtype != tl.float32
+    rows += token.to(tl.int64) * K + k
+    columns += tile.to(tl.int64) * 16 * K + k
+    exists = inside & (tile < tiles)
+    shape: tl.constexpr = [COLS, 2, 2, 2, 2]
+    if group < G:
+        values, byte = widened(loaded), None
+        n = tile.to(tl.int64) * K + k
+        _, h, up, wrong = of_matrix(tl.load(found + group).to(tl.float32, bitcast=True))
+        # A float maximum may lose a NaN. But a NaN makes its whole group NaN, by way of the group's magnitude.
+        b = tl.max(tl.abs(values).reshape(COLS // 16, 16, 16), axis=1)
+        b = tl.broadcast_to(b[:, None, :], (COLS // 16, 16, 16)).reshape(COLS, 16)
+        if random is not None:
+            byte = random_bytes(random, stride_random, n, 0)
+        out = values_of(values, b, h, up, wrong, byte, narrow)
+        store16(rows, K, out.reshape(shape), inside, left)
+        if SIGNS is not None:
+            values = widened(transformed(values, SIGNS).to(loaded.dtype))
+            _, h, up, wrong = of_matrix(tl.load(found + G + group).to(tl.float32, bitcast=True))
+        b = tl.max(tl.abs(values), axis=1)[:, None]
+        if random is not None:
+            byte = random_bytes(random, stride_random, n, 1)
+        out = values_of(values, b, h, up, wrong, byte, narrow)
+        store16(columns, K, out.reshape(shape), exists, None)
+    else:  # rows that belong to no group
+        zero = tl.zeros(shape, tl.float32)
+        store16(rows, K, zero, inside, left)
+        store16(columns, K, zero, exists, None)
+
+
+@triton.jit
+def _store_scales(to, amax, g, G):
+    A, _, _, wrong = of_matrix(amax)
+    T = tl.div_rn(A, 2688.0)
+    tl.store(to + g, tl.where(wrong, float("nan"), T), mask=g < G)
+
+
+def nvfp4_fake_quantize_rowcol_groups(
+    x: Tensor,
+    offs: Tensor,
+    random: Tensor | None = None,
+    *,
+    signs: int | None = None,
+    check_offs: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (M, K), G, config = x.shape, offs.shape[0], launch.for_device(CONFIGS, x.device)
+    R = padded_rows(M, G, 16)
+    rows, columns = (x.new_empty((n, K), dtype=torch.bfloat16) for n in (M, R))
+    row_scale, column_scale = (x.new_empty((G,), dtype=torch.float32) for _ in range(2))
+    start, end = (offs.new_empty((G,)) for _ in range(2))
+    if R:
+        found = x.new_empty((2 * G,), dtype=torch.int32)
+        grid = launch.grid(max(1, -(-K // config["COLS"])), R // 16)
+        given = signs, 16 * x.stride(0) >= 2**31, chunk(G)
+        sizes = K, *x.stride(), G, offs.stride(0)
+        _clear[(max(1, -(-2 * G // _CLEARED)),)](found, 2 * G, _CLEARED, num_warps=4, **launch.UNFUSED)
+        _largest[grid](x, found, offs, start, end, M, *sizes, *given, **config, **launch.UNFUSED)
+        _nvfp4_fake_quantize_rowcol_groups[grid](
+            x, found, rows, columns, row_scale, column_scale, offs, random, M, R // 16, *sizes,
+            0 if random is None else random.stride(0), *given, **config, **launch.UNFUSED,
+        )  # fmt: skip
+    return rows, row_scale, columns, column_scale, start, end
