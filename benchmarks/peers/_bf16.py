@@ -43,10 +43,11 @@ def _unrounded(values: Tensor) -> Tensor:
 
 
 def mx_in_bf16(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, scale_layout: str = "plain", **options: Any
-) -> tuple[Tensor, ...]:
-    a, b = (_unrounded(mxspec.mx_dequantize(*t, scale_layout=scale_layout)) for t in ((a, a_scale), (b, b_scale)))
-    return a, a_scale, b, b_scale
+    a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, *, scale_layout: str = "plain", **options: Any
+) -> tuple[Tensor | None, ...]:
+    if a_scale is not None:
+        a = _unrounded(mxspec.mx_dequantize(a, a_scale, scale_layout=scale_layout))
+    return a, a_scale, _unrounded(mxspec.mx_dequantize(b, b_scale, scale_layout=scale_layout)), b_scale
 
 
 def mx_groups_in_bf16(

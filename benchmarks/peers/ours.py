@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import mxspec
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
 
 from ._common import adapter, need
 
@@ -22,13 +22,14 @@ def version() -> str:
 @adapter("mx_gemm", "mxspec by dot_scaled")
 def mx_gemm_by_dot_scaled(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     b: Tensor,
     b_scale: Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
+    need(a_scale is not None and b.dtype in FP8_DTYPES, "multiplies FP8 codes")
     from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles  # the kernel for Blackwell
 
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

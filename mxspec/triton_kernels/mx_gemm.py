@@ -1,5 +1,6 @@
 """mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs, `hopper/mx/` for small ones, or plain tiles.
 
+`tiles/mx_weights.py` and, for Hopper, `hopper/mx/weights.py` are for weights in e2m1.
 The first two are for Hopper. `blackwell/mx_matmul.py` is for Blackwell and blocked scales. Plain tiles run on any GPU.
 """
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels.blackwell import mx_matmul as blackwell
 from mxspec.triton_kernels.hopper import releases
-from mxspec.triton_kernels.hopper.mx.by_memory import mx_bf16, pays
+from mxspec.triton_kernels.hopper.mx.by_memory import by_weights, mx_bf16, pays
 from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_matmul
@@ -27,13 +28,18 @@ PTX = mx_matmul.PTX
 
 def mx_gemm(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     b: Tensor,
     b_scale: Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
+    if b.dtype == torch.float4_e2m1fn_x2:
+        if a.numel() and b.numel():
+            return by_weights(a, a_scale, b, b_scale, out_dtype, scale_layout)
+        return torch.zeros((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    assert a_scale is not None  # only bfloat16 has no scales
     if a.shape[1] and pays(a.shape[0], b.shape[0], a.device):
         return mx_bf16(a, a_scale, b, b_scale, out_dtype, scale_layout)
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)

@@ -26,7 +26,12 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """The number of streaming multiprocessors of a GPU, which is the number of programs of a persistent kernel."""
+    """The number of streaming multiprocessors of a GPU, which is the number of programs of a persistent kernel.
+
+    Under the interpreter there are few, so that a program has several parts.
+    """
+    if device.type == "cpu":
+        return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -3,7 +3,7 @@
 Rows of the operands may have any strides; the codes of a row are contiguous.
 
 Blackwell's tensor cores take codes and scale bytes directly. On other GPUs, the kernel multiplies a block of 32 columns
-as fp16, which holds every code of both formats, and scales its sums in fp32. It takes every code and every scale byte.
+as fp16, which holds every code of every format, and scales its sums in fp32. It takes every code and every scale byte.
 """
 
 from __future__ import annotations
@@ -60,17 +60,32 @@ def _factors(a_byte, b_byte):
 
 
 @triton.jit
+def _block(at, there, PACKED: tl.constexpr):
+    """Blocks of 32 codes as fp16. `at` are pointers to the first byte of each block.
+
+    PACKED: a byte holds two codes of e2m1. The bits of a code become the upper bits of a fp16, which is the value times
+    2^-14, also if it is subnormal.
+    """
+    if PACKED:
+        byte = tl.load(at[:, None] + tl.arange(0, 16)[None, :], mask=there[:, None], other=0).to(tl.uint16)
+        even = ((byte & 7) << 9 | (byte & 8) << 12).to(tl.float16, bitcast=True)
+        odd = ((byte & 0x70) << 5 | (byte & 0x80) << 8).to(tl.float16, bitcast=True)
+        return (tl.join(even, odd) * 16384.0).to(tl.float16).reshape(at.shape[0], 32)
+    else:
+        return tl.load(at[:, None] + tl.arange(0, 32)[None, :], mask=there[:, None], other=0.0).to(tl.float16)
+
+
+@triton.jit
 def _sums(
     a, a_scale, a_stride_c, in_a, b, b_scale, b_stride_c, in_b, blocks,
     BLOCKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile. The arguments are pointers to its rows of a and b, and to their scales."""
-    k = tl.arange(0, 32)
-    a_at, b_at = a[:, None] + k[None, :], b[:, None] + k[None, :]
+    A_PACKED: tl.constexpr = a.dtype.element_ty == tl.uint8
+    B_PACKED: tl.constexpr = b.dtype.element_ty == tl.uint8
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for c in range(blocks):
-        x = tl.load(a_at, mask=in_a[:, None], other=0.0).to(tl.float16)
-        w = tl.load(b_at, mask=in_b[:, None], other=0.0).to(tl.float16)
+        x, w = _block(a, in_a, A_PACKED), _block(b, in_b, B_PACKED)
         if BLOCKED:
             a_scale_at, b_scale_at = a_scale + c % 4, b_scale + c % 4
             a_scale += (c % 4 // 3) * 512
@@ -81,8 +96,8 @@ def _sums(
             b_scale += b_stride_c
         one, other = _factors(tl.load(a_scale_at, mask=in_a, other=127), tl.load(b_scale_at, mask=in_b, other=127))
         acc += tl.dot(x, w.T) * one * other
-        a_at += 32
-        b_at += 32
+        a += 16 if A_PACKED else 32
+        b += 16 if B_PACKED else 32
     return acc
 
 
@@ -92,24 +107,28 @@ def _scaled_sums(
     BLOCKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`_sums` on tensor cores that scale: four blocks at a time, that is, the scale bytes of a row of a tile."""
-    A: tl.constexpr = "e5m2" if a.dtype.element_ty == tl.float8e5 else "e4m3"
-    B: tl.constexpr = "e5m2" if b.dtype.element_ty == tl.float8e5 else "e4m3"
-    k, c = tl.arange(0, 128), tl.arange(0, 4)
+    A_FP8: tl.constexpr = "e5m2" if a.dtype.element_ty == tl.float8e5 else "e4m3"
+    A: tl.constexpr = "e2m1" if a.dtype.element_ty == tl.uint8 else A_FP8
+    B_FP8: tl.constexpr = "e5m2" if b.dtype.element_ty == tl.float8e5 else "e4m3"
+    B: tl.constexpr = "e2m1" if b.dtype.element_ty == tl.uint8 else B_FP8
+    A_BYTES: tl.constexpr = 64 if A == "e2m1" else 128
+    B_BYTES: tl.constexpr = 64 if B == "e2m1" else 128
+    a_k, b_k, c = tl.arange(0, A_BYTES), tl.arange(0, B_BYTES), tl.arange(0, 4)
     if BLOCKED:
         a_stride_c, b_stride_c = 1, 1
-    a_at, b_at = a[:, None] + k[None, :], b[:, None] + k[None, :]
+    a_at, b_at = a[:, None] + a_k[None, :], b[:, None] + b_k[None, :]
     a_scale_at = a_scale[:, None] + c.to(tl.int64)[None, :] * a_stride_c
     b_scale_at = b_scale[:, None] + c.to(tl.int64)[None, :] * b_stride_c
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, blocks, 4):
-        in_k, in_c = (k < (blocks - first) * 32)[None, :], (c < blocks - first)[None, :]
-        x = tl.load(a_at, mask=in_a[:, None] & in_k, other=0.0)
-        w = tl.load(b_at, mask=in_b[:, None] & in_k, other=0.0)
+        in_c = (c < blocks - first)[None, :]
+        x = tl.load(a_at, mask=in_a[:, None] & (a_k < (blocks - first) * (A_BYTES // 4))[None, :], other=0)
+        w = tl.load(b_at, mask=in_b[:, None] & (b_k < (blocks - first) * (B_BYTES // 4))[None, :], other=0)
         of_x = tl.load(a_scale_at, mask=in_a[:, None] & in_c, other=127)
         of_w = tl.load(b_scale_at, mask=in_b[:, None] & in_c, other=127)
         acc = tl.dot_scaled(x, of_x, A, w.T, of_w, B, acc)
-        a_at += 128
-        b_at += 128
+        a_at += A_BYTES
+        b_at += B_BYTES
         a_scale_at += 512 if BLOCKED else tl.cast(a_stride_c, tl.int64) * 4
         b_scale_at += 512 if BLOCKED else tl.cast(b_stride_c, tl.int64) * 4
     return acc
@@ -290,6 +309,9 @@ def mx_tiles(
       that is not 0, and sets the rows of no group to 0.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
+    if a.dtype == torch.float4_e2m1fn_x2:
+        K *= 2
+    a, b = (t.view(torch.uint8) if t.dtype == torch.float4_e2m1fn_x2 else t for t in (a, b))
     if not K:
         out.zero_()
         return

@@ -30,11 +30,16 @@ from mxspec.triton_kernels.common.blocked import row_col_in_tile
 from mxspec.triton_kernels.common.groups import chunk, group_of, store_in_order
 from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid, processors
 from mxspec.triton_kernels.common.numerics import scale_value
+from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
+from mxspec.triton_kernels.hopper.mx.launch_weights import mx_weights_on_hopper, reads
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
+from mxspec.triton_kernels.tiles.mx_weights import mx_weights
 
+E2M1 = torch.float4_e2m1fn_x2
 # By code format: the first and the last scale byte under which every code becomes 0, a normal bf16 number, Inf or NaN.
-# The smallest code is 2^-9 or 2^-16. The largest is just below 2^9 or 2^16.
-EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239)}
+# The smallest code is 2^-9 or 2^-16. The largest is just below 2^9 or 2^16. A quarter of a value of e2m1 is exact under
+# every scale: it is a bf16 number also if it is subnormal.
+EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239), E2M1: (0, 254)}
 VALUES = {"BLOCKS": 64, "num_warps": 4}  # as in mx_dequantize
 # From this many waves of tiles of 128 x 128 on, the output is large. For smaller outputs, and for few rows, cuBLAS may
 # split K and round the partial sums to bf16. Then the bits of a row would depend on the number of rows.
@@ -68,9 +73,9 @@ def _prepare(flags, count, plan, tiles, offs, offs_stride, G, R, ends, CHUNK: tl
 def _bf16_values(
     codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, flags, first_flag,
     R, C, tiles, all_tiles, plan,
-    BLOCKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCKED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, UP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The values of BLOCKS blocks of a tile of 128 rows, in the order of their scale bytes.
+    """UP times the values of BLOCKS blocks of a tile of 128 rows, in the order of their scale bytes.
 
     A value that may be inexact raises a flag.
     """
@@ -96,8 +101,13 @@ def _bf16_values(
         scale_at = scale + e * scale_stride_e + r * scale_stride_r + c.to(tl.int64) * scale_stride_c
     byte = tl.load(scale_at, mask=there, other=127).to(tl.int32)
     k = c[:, None] * 32 + j[None, :]
-    code = tl.load(codes + (e * stride_e + r * stride_r)[:, None] + k, mask=there[:, None], other=0.0)
-    value = code.to(tl.float32) * scale_value(byte)[:, None]
+    codes += (e * stride_e + r * stride_r)[:, None]
+    if codes.dtype.element_ty == tl.uint8:  # e2m1, two codes in a byte
+        pairs = tl.load(codes + c[:, None] * 16 + tl.arange(0, 16)[None, :], mask=there[:, None], other=0)
+        code = values_of_pairs(pairs, 1.0, UP, tl.float32)
+    else:
+        code = tl.load(codes + k, mask=there[:, None], other=0.0).to(tl.float32) * UP
+    value = code * scale_value(byte)[:, None]
     out += ((e * R + r) * (C * 32))[:, None] + k
     tl.store(out, value.to(tl.bfloat16), mask=there[:, None])
     beyond = ((byte < FIRST) | ((byte > LAST) & (byte < 255))) & (tl.max(tl.abs(value), 1) > 0)
@@ -108,7 +118,7 @@ def _bf16_values(
 def bf16_values(
     codes: Tensor, scale: Tensor, scale_layout: str, flags: Tensor, first_flag: int, plan: Tensor | None = None
 ) -> Tensor:
-    """The bf16 values of codes `(R, K)` or `(E, R, K)`.
+    """The bf16 values of codes `(R, K)` or `(E, R, K)`. Of e2m1 codes, whose rows have half as many bytes, a quarter.
 
     The kernel raises the flags from `first_flag` on. There is one flag for each row. The rows of each tile of 128 rows
     have 128 flags.
@@ -116,15 +126,18 @@ def bf16_values(
     `plan` holds the first row and the end of each tile of 128 rows, if the rows are in token groups.
     """
     *lead, R, K = codes.shape
-    C, blocked = K // MX_BLOCK_SIZE, scale_layout == "blocked"
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    up, exact, blocked = 1.0, EXACT[codes.dtype], scale_layout == "blocked"
+    if codes.dtype == E2M1:
+        K, up, codes = 2 * K, 0.25, codes.view(torch.uint8)
+    C = K // MX_BLOCK_SIZE
+    out = torch.empty((*lead, R, K), dtype=torch.bfloat16, device=codes.device)
     tiles = -(-R // 128)
     all_tiles = tiles * (lead[0] if lead else 1) if plan is None else plan.shape[0]
     of_scale = (scale.stride(0) if lead else 0, *((0, 0) if blocked else scale.stride()[-2:]))
     across = -(-128 * (-(-C // 4) * 4 if blocked else C) // VALUES["BLOCKS"])
     _bf16_values[grid(across, all_tiles)](
         codes, codes.stride(0) if lead else 0, codes.stride(-2), scale.view(torch.uint8), *of_scale,
-        out, flags, first_flag, R, C, tiles, all_tiles, plan, blocked, *EXACT[codes.dtype], **VALUES,
+        out, flags, first_flag, R, C, tiles, all_tiles, plan, blocked, *exact, up, **VALUES,
         **UNFUSED,
     )  # fmt: skip
     return out
@@ -144,6 +157,41 @@ def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torc
     """
     takes = out_dtype == torch.bfloat16 and N % 8 == 0 and E <= MAX_GROUPS
     return takes and E * N <= WEIGHTS * M and pays(M, N, device)
+
+
+def by_weights(
+    a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, scale_layout: str
+) -> Tensor:
+    """`mx_gemm` by e2m1 weights, on any GPU. Each operand has at least one element.
+
+    If a holds codes, a kernel writes its bf16 values first. For a large output on Hopper, another kernel writes the
+    values of the weights.
+    """
+    M, N, on, up, flags = a.shape[0], b.shape[0], a.device, 1.0, None
+    row_tiles = -(-M // 128)
+    if a.dtype == torch.bfloat16 or a_scale is None:
+        x = a
+    else:
+        flags = b.new_empty(1 + 128 * (row_tiles + -(-N // 128)), dtype=torch.int32)
+        programs = -(-flags.numel() // 128)
+        _prepare[(programs,)](flags, flags.numel(), None, 0, None, 0, 1, M, None, chunk(1), **UNFUSED)
+        x = bf16_values(a, a_scale, scale_layout, flags, 1)
+        up = 4.0 if a.dtype == E2M1 else 1.0
+    if pays(M, N, on):
+        unused = b.new_empty(1 + 128 * -(-N // 128), dtype=torch.int32) if flags is None else flags
+        w = bf16_values(b, b_scale, scale_layout, unused, 1)  # it raises no flag
+        if out_dtype == torch.bfloat16:
+            out = torch.addmm(x.new_empty(1, 1), x, w.t(), beta=0, alpha=4 * up)
+        else:
+            out = torch.mm(x, w.t(), out_dtype=out_dtype).mul_(4 * up)
+    else:
+        out = torch.empty((M, N), dtype=out_dtype, device=on)
+        multiply = mx_weights_on_hopper if reads(x, b, b_scale, scale_layout) else mx_weights
+        multiply(x, b, b_scale, out, scale_layout, up)
+    if flags is not None and a_scale is not None and a.dtype != E2M1:
+        only: Any = {"flags": flags, "programs": processors(on)}
+        mx_tiles(a, a_scale, b, b_scale, out, scale_layout, **only)
+    return out
 
 
 def mx_bf16(
