@@ -62,7 +62,7 @@ def cases() -> Iterator[Case]:
     for state in STATES:
         more = () if state == "none" else (state_of(state),)
 
-        def alone(x: Tensor, more: tuple[Tensor, ...] = more) -> Any:
+        def alone(x: Tensor, more: tuple[Any, ...] = more) -> Any:
             """One group, whose largest magnitude is 2688, so that its tensor scale is 1."""
             x = torch.cat([x, torch.zeros(len(x), -x.shape[1] % 16)], 1)
             return these(torch.cat([torch.full((1, x.shape[1]), 2688.0), x]), offs_of([len(x) + 1]), *more)
@@ -109,7 +109,7 @@ def cases() -> Iterator[Case]:
     yield Case("2^31 elements and more", large, {"signs": SIGNS}, flags={"large"})
 
     x, offs = args([5, 0, 40], 50, 64)
-    state = torch.tensor([1, 2])
+    seed = torch.tensor([1, 2])
 
     def refused(name: str, error: type[Exception], match: str, *args: Any, **kwargs: Any) -> Case:
         return Case(name, these(*(args or (x, offs))), kwargs, raises=error, match=match)
@@ -120,9 +120,9 @@ def cases() -> Iterator[Case]:
     yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", x, offs.long())
     yield refused("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D", x, offs[None])
     yield refused("offs elsewhere", ValueError, "one device", x, offs.to("meta"))
-    yield refused("random bytes", TypeError, "random has dtype torch.uint8", x, offs, state.to(torch.uint8))
-    yield refused("a seed alone", ValueError, "random has shape (1,); needs (2,)", x, offs, state[:1])
-    yield refused("random elsewhere", ValueError, "one device", x, offs, state.to("meta"))
+    yield refused("random bytes", TypeError, "random has dtype torch.uint8", x, offs, seed.to(torch.uint8))
+    yield refused("a seed alone", ValueError, "random has shape (1,); needs (2,)", x, offs, seed[:1])
+    yield refused("random elsewhere", ValueError, "one device", x, offs, seed.to("meta"))
     yield refused("signs of 17 bits", ValueError, "signs = 0x10000; needs a mask of 16 bits", signs=0x10000)
     yield refused("negative signs", ValueError, "signs = -1", signs=-1)
     yield refused("signs a float", TypeError, "signs = 1.0; needs an integer", signs=1.0)

@@ -36,23 +36,27 @@ def _clear(found, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, offs, tokens, K, stride_m, stride_k, G, stride_offs, start, end, COLS: tl.constexpr, CHUNK: tl.constexpr,
-          WIDE: tl.constexpr):  # fmt: skip
-    """The group of a program's 16 padded rows, its first token, and the values `(COLS, 16)`: zeros outside the group.
+def _place(offs, tokens, G, stride_offs, start, end, COLS: tl.constexpr, CHUNK: tl.constexpr):
+    """A program's tile of 16 padded rows, its group, its first token, the tokens that are left, and its columns.
 
-    The rows after the last group count as one more group, G.
+    The rows after the last group count as one more group, G. The last result says whether the program is the first.
     """
     tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     first = (tile == 0) & (tl.program_id(0) == 0)
-    k = tl.program_id(0) * COLS + tl.arange(0, COLS)
     group, token, stop, begin = group_of(tile * 16, offs, stride_offs, G, start, end, first, 16, CHUNK)
     last = tl.load(offs + (G - 1) * stride_offs, mask=G > 0, other=0)
     grouped = group < G
     token = tl.where(grouped, token, last) + tile * 16 - begin
     left = tokens_left(token, tl.where(grouped, stop, tokens), tokens)
+    return tile, group, token, left, tl.program_id(0) * COLS + tl.arange(0, COLS), first
+
+
+@triton.jit
+def _loaded(x, token, left, k, K, stride_m, stride_k, WIDE: tl.constexpr):
+    """The elements of 16 tokens, `(COLS, 16)`: zeros where no token is left."""
     stride = tl.cast(stride_m, tl.int64) if WIDE else stride_m
-    values = load16(x + token.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k, stride, (k < K) & grouped, left)
-    return tile, group, token, left, k, first, values.reshape(COLS, 16)
+    at = x + token.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k
+    return load16(at, stride, k < K, left).reshape(k.shape[0], 16)
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
@@ -61,10 +65,9 @@ def _largest(
     x, found, offs, start, end, tokens, K, stride_m, stride_k, G, stride_offs,
     SIGNS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    _, group, _, _, _, _, values = _tile(
-        x, offs, tokens, K, stride_m, stride_k, G, stride_offs, start, end, COLS, CHUNK, WIDE
-    )
+    _, group, token, left, k, _ = _place(offs, tokens, G, stride_offs, start, end, COLS, CHUNK)
     if group < G:
+        values = _loaded(x, token, left, k, K, stride_m, stride_k, WIDE)
         wide = widened(values)
         tl.atomic_max(found + group, tl.max(tl.max(magnitude_bits(wide), axis=1), axis=0), sem="relaxed")
         if SIGNS is not None:
@@ -80,9 +83,7 @@ def _nvfp4_fake_quantize_rowcol_groups(
     tokens, tiles, K, stride_m, stride_k, G, stride_offs, stride_random,
     SIGNS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    tile, group, token, left, k, first, loaded = _tile(
-        x, offs, tokens, K, stride_m, stride_k, G, stride_offs, None, None, COLS, CHUNK, WIDE
-    )
+    tile, group, token, left, k, first = _place(offs, tokens, G, stride_offs, None, None, COLS, CHUNK)
     of_columns = 0 if SIGNS is None else G
     if first:
         for i in range(0, G, CHUNK):
@@ -91,12 +92,13 @@ def _nvfp4_fake_quantize_rowcol_groups(
             for_columns = tl.load(found + of_columns + g, mask=g < G, other=0).to(tl.float32, bitcast=True)
             _store_scales(row_scale, for_rows, g, G)
             _store_scales(column_scale, for_columns, g, G)
-    inside, narrow = k < K, loaded.dtype != tl.float32
+    inside, narrow = k < K, x.dtype.element_ty != tl.float32
     rows += token.to(tl.int64) * K + k
     columns += tile.to(tl.int64) * 16 * K + k
     exists = inside & (tile < tiles)
     shape: tl.constexpr = [COLS, 2, 2, 2, 2]
     if group < G:
+        loaded = _loaded(x, token, left, k, K, stride_m, stride_k, WIDE)
         values, byte = widened(loaded), None
         n = tile.to(tl.int64) * K + k
         _, h, up, wrong = of_matrix(tl.load(found + group).to(tl.float32, bitcast=True))
@@ -110,6 +112,8 @@ def _nvfp4_fake_quantize_rowcol_groups(
         if SIGNS is not None:
             values = widened(transformed(values, SIGNS).to(loaded.dtype))
             _, h, up, wrong = of_matrix(tl.load(found + G + group).to(tl.float32, bitcast=True))
+        elif random is not None:  # the registers do not hold the values until here, and the caches do
+            values = widened(_loaded(x, token, left, k, K, stride_m, stride_k, WIDE))
         b = tl.max(tl.abs(values), axis=1)[:, None]
         if random is not None:
             byte = random_bytes(random, stride_random, n, 1)

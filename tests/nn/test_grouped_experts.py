@@ -40,6 +40,7 @@ def trained(module, x, offs):
     x.grad = None
     module.zero_grad()
     out = module(x, offs)
+    torch.manual_seed(1)  # of nvfp4's backward
     out.square().sum().backward()
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 

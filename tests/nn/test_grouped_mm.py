@@ -1,4 +1,4 @@
-"""mx_grouped_mm and fp8_grouped_mm: products and gradients of each group, and the calls that they refuse."""
+"""mx_grouped_mm, fp8_grouped_mm and nvfp4_grouped_mm: products and gradients, and refusals."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import mxspec
 from mxspec.check import default_device, sqnr_db
-from mxspec.nn import RECIPES, _bf16, fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn import RECIPES, _bf16, fp8_grouped_mm, mx_grouped_mm, nvfp4_grouped_mm
 from mxspec.nn.recipe import recipe_of
 
 DEVICE = default_device()
-FEATURES = {"mxfp8": (64, 96), "bf16": (64, 96), "fp8_128": (128, 256)}  # K and N
-LOW = [name for name in RECIPES if name != "bf16"]
+FEATURES = {"mxfp8": (64, 96), "bf16": (64, 96), "fp8_128": (128, 256), "nvfp4": (64, 80)}  # K and N
+LOW = [name for name, recipe in RECIPES.items() if recipe.format not in ("bf16", "nvfp4")]
+NOT_NVFP4 = [name for name, recipe in RECIPES.items() if recipe.format != "nvfp4"]  # test_nvfp4.py tests its products
 E5M2 = replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
 SIZES = {  # the number of tokens of each expert, and the number of rows in no group
     "ragged, and one without tokens": ([33, 0, 67, 1], 0),
@@ -38,12 +39,14 @@ def operands(recipe, sizes, rest, x_dtype=torch.float32, w_dtype=torch.float32):
 
 def grouped_mm(x, w, offs, recipe):
     """Call the function that takes the recipe."""
-    fn = fp8_grouped_mm if recipe_of(recipe, "the test").format == "fp8_128" else mx_grouped_mm
+    functions = {"fp8_128": fp8_grouped_mm, "nvfp4": nvfp4_grouped_mm}
+    fn = functions.get(recipe_of(recipe, "the test").format, mx_grouped_mm)
     return fn(x, w, offs, recipe)
 
 
 def step(recipe, x, w, offs, dy, fn=grouped_mm):
     x.grad = w.grad = None
+    torch.manual_seed(1)  # of nvfp4's backward
     out = fn(x, w, offs, recipe)
     out.backward(dy)
     return [out.detach(), x.grad, w.grad]
@@ -91,7 +94,7 @@ def dequantized_step(x, w, offs, dy, recipe):
 
 
 @pytest.mark.parametrize("groups", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("recipe", [*RECIPES, E5M2], ids=str)
+@pytest.mark.parametrize("recipe", [*NOT_NVFP4, E5M2], ids=str)
 def test_the_products_are_those_of_the_dequantized_operands(groups, recipe):
     call = operands(recipe, *groups)
     found = recipe_of(recipe, "the test")

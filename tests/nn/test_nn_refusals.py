@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, convert, fp8_grouped_mm, mx_grouped_mm
+from mxspec.nn import (
+    RECIPES,
+    Float8BlockwiseLinear,
+    GroupedExperts,
+    MXLinear,
+    NVFP4Linear,
+    convert,
+    fp8_grouped_mm,
+    mx_grouped_mm,
+    nvfp4_grouped_mm,
+)
 
 W = 128
 OFFS = torch.tensor([1, 3], dtype=torch.int32)
@@ -38,14 +48,15 @@ def test_experts_on_another_device_than_the_tokens(recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_of_a_function_on_another_device_than_the_tokens(recipe):
-    for fn, format in ((mx_grouped_mm, "mxfp8"), (fp8_grouped_mm, "fp8_128")):
+    functions = (mx_grouped_mm, "mxfp8"), (fp8_grouped_mm, "fp8_128"), (nvfp4_grouped_mm, "nvfp4")
+    for fn, format in functions:
         if RECIPES[recipe].format in (format, "bf16"):
             words = f"{fn.__name__}: w is on meta, but the input is on cpu; needs one device"
             with pytest.raises(ValueError, match=words):
                 fn(x(), torch.ones(2, W, W, device="meta"), OFFS, recipe)
 
 
-@pytest.mark.parametrize("kind", [MXLinear, Float8BlockwiseLinear])
+@pytest.mark.parametrize("kind", [MXLinear, Float8BlockwiseLinear, NVFP4Linear])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_linears_parameters_on_another_device_than_the_input(kind, name):
     layer = kind(W, W)
@@ -65,7 +76,9 @@ def test_one_of_the_experts_weights_of_another_dtype(name):
         experts(x(), OFFS)
 
 
-@pytest.mark.parametrize("layer", [MXLinear(W, W), Float8BlockwiseLinear(W, W)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "layer", [MXLinear(W, W), Float8BlockwiseLinear(W, W), NVFP4Linear(W, W)], ids=lambda m: type(m).__name__
+)
 def test_an_input_that_is_not_dense(layer):
     name = type(layer).__name__
     with pytest.raises(ValueError, match=rf"{name}: input is torch\.sparse_coo; needs a dense tensor"):
@@ -83,6 +96,8 @@ CALLS = {
     "mx_grouped_mm: w is a list; needs a tensor": lambda: mx_grouped_mm(x(), [torch.ones(W, W)] * 2, OFFS),
     "mx_grouped_mm: x is a NoneType; needs a tensor": lambda: mx_grouped_mm(None, torch.ones(2, W, W), OFFS),
     "fp8_grouped_mm: offs is a tuple; needs a tensor": lambda: fp8_grouped_mm(x(), torch.ones(2, W, W), (1, 3)),
+    "nvfp4_grouped_mm: offs is a tuple; needs a tensor": lambda: nvfp4_grouped_mm(x(), torch.ones(2, W, W), (1, 3)),
+    "NVFP4Linear: recipe is a list; needs": lambda: NVFP4Linear(W, W, recipe=["nvfp4"]),
     "MXLinear: recipe is a list; needs a Recipe or one of mxfp8_rceil, ": lambda: MXLinear(W, W, recipe=["bf16"]),
     "Float8BlockwiseLinear: recipe is a list; needs": lambda: Float8BlockwiseLinear(W, W, recipe=["fp8_128"]),
     "GroupedExperts: recipe is a dict; needs": lambda: GroupedExperts(2, W, W, recipe={}),

@@ -21,7 +21,14 @@ def test_the_named_recipes():
         "mxfp8_rceil_wgrad_bf16": ("mxfp8", "rceil", torch.float8_e4m3fn, True),
         "fp8_128": ("fp8_128", "rceil", torch.float8_e4m3fn, False),
         "fp8_128_pow2": ("fp8_128", "rceil", torch.float8_e4m3fn, False),
+        **{name: ("nvfp4", "rceil", torch.float8_e4m3fn, False) for name in RECIPES if name.startswith("nvfp4")},
         "bf16": ("bf16", "rceil", torch.float8_e4m3fn, False),
+    }
+    assert {name: (r.hadamard, r.stochastic_rounding) for name, r in RECIPES.items() if r.format == "nvfp4"} == {
+        "nvfp4": (True, True),
+        "nvfp4_no_hadamard": (False, True),
+        "nvfp4_nearest": (True, False),
+        "nvfp4_nearest_no_hadamard": (False, False),
     }
     assert {name for name, recipe in RECIPES.items() if recipe.scale_format == "pow2"} == {"fp8_128_pow2"}
 
@@ -31,7 +38,7 @@ def test_a_recipe_is_frozen_and_checked():
     assert (recipe.scaling, recipe.grad_dtype) == ("floor", torch.float8_e5m2)
     with pytest.raises(FrozenInstanceError):
         recipe.scaling = "rceil"
-    with pytest.raises(ValueError, match="unknown format 'mxfp4'; needs one of mxfp8, fp8_128, bf16"):
+    with pytest.raises(ValueError, match="unknown format 'mxfp4'; needs one of mxfp8, fp8_128, nvfp4, bf16"):
         Recipe("mxfp4")
     with pytest.raises(ValueError, match="fp8_128 has no scaling, grad_dtype or wgrad_bf16"):
         replace(RECIPES["fp8_128"], grad_dtype=torch.float8_e5m2)
@@ -39,7 +46,14 @@ def test_a_recipe_is_frozen_and_checked():
         Recipe(scaling="nearest")
     with pytest.raises(TypeError, match=r"grad_dtype = torch.bfloat16; needs torch.float8_e4m3fn or torch.float8_e5m2"):
         Recipe(grad_dtype=torch.bfloat16)
-    for what in ("wgrad_bf16", "save_weight_codes"):
+    for what in ("hadamard", "stochastic_rounding"):
+        with pytest.raises(
+            ValueError, match=r"mxfp8 has no hadamard or stochastic_rounding. Leave them out, or use nvfp4"
+        ):
+            Recipe(**{what: True})
+    with pytest.raises(ValueError, match="nvfp4 has no scaling, grad_dtype or wgrad_bf16"):
+        replace(RECIPES["nvfp4"], wgrad_bf16=True)
+    for what in ("wgrad_bf16", "save_weight_codes", "hadamard", "stochastic_rounding"):
         with pytest.raises(TypeError, match=rf"Recipe: {what} = 'no'; needs True or False"):
             Recipe(**{what: "no"})
     assert all(r.save_weight_codes for r in RECIPES.values())
