@@ -134,13 +134,16 @@ def _numbers(bits: str, dtype: torch.dtype) -> Tensor:
     return torch.tensor(stored).to(store).view(dtype)
 
 
-def codes_of(qdata: Tensor) -> list[int]:
+def codes_of(qdata: Tensor, elem_dtype: torch.dtype | str) -> list[int]:
     """The codes of one block as integers, one per element."""
-    return unpacked(qdata.contiguous(), element(qdata.dtype)).flatten().tolist()
+    return unpacked(qdata.contiguous(), element(elem_dtype)).flatten().tolist()
 
 
-def matches(result: Any, recorded: Any) -> bool:
-    """Whether a quantizer's outputs for one block equal the recorded results; any NaN equals any NaN."""
+def matches(result: Any, recorded: Any, elem_dtype: torch.dtype | str | None = None) -> bool:
+    """Whether a quantizer's outputs for one block equal the recorded results; any NaN equals any NaN.
+
+    `elem_dtype` is the format of the codes, if their dtype does not say it.
+    """
     if recorded is None:  # not run
         return True
     if len(recorded) == 3:
@@ -153,10 +156,10 @@ def matches(result: Any, recorded: Any) -> bool:
             return False
     elif scale.view(torch.uint8).item() != stored:
         return False
-    value = element(qdata.dtype).value
+    fmt = element(elem_dtype or qdata.dtype)
     return codes is None or all(
-        _same(value(got), value(want) if want != "nan" else float("nan"))
-        for got, want in zip(codes_of(qdata), codes, strict=False)  # only the first elements are recorded
+        _same(fmt.value(got), fmt.value(want) if want != "nan" else float("nan"))
+        for got, want in zip(codes_of(qdata, fmt.name), codes, strict=False)  # only the first elements are recorded
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import E2M1, E4M3FN, E8M0FNU, NVFP4_LARGEST, ElementFormat
+from mxspec.formats import E2M1, E2M3, E4M3FN, E8M0FNU, NVFP4_LARGEST, ElementFormat
 from mxspec.reference.common.numerics import saturating_cast
 from mxspec.rules import _fp8, _mx, _nvfp4
 
@@ -29,12 +29,13 @@ def mx_quantize(
     """Adds a quarter to the mantissa of amax, then takes floor's scale: from 1.75 * 2^k up, amax counts as 2^(k+1).
 
     That is the contract's `even` for e2m1. For e4m3fn it is another rule, because the contract's `even` rounds to the
-    three mantissa bits of e4m3fn. Minus zero becomes plus zero, because a zero point of 0 is added. An amax that counts
-    as 2^128, an Inf or a NaN gives byte 127; the finite elements of its block become zeros, and the others NaN. In e2m1
-    the preset refuses an Inf or a NaN, because the format has none.
+    three mantissa bits of e4m3fn. For e2m3 a sixteenth is added, as by the contract's `even`. Minus zero becomes plus
+    zero, except in e2m3, because a zero point of 0 is added. An amax that counts as 2^128, an Inf or a NaN gives byte
+    127; the finite elements of its block become zeros, and the others NaN. In e2m1 and e2m3 the preset refuses an Inf
+    or a NaN, because the formats have none.
 
     Source: compressed-tensors 0.20.0, quantization/utils/mxfp_utils.py (`generate_mx_scales`, `round_to_power_2`),
-        quantization/utils/fp4_utils.py (`cast_to_fp4`).
+        quantization/utils/fp4_utils.py (`cast_to_fp4`), fp6_utils.py (`cast_to_fp6`), compressors/mxfp6.
     """
     return _mx.quantize(x, axis, elem_dtype, scaling, scale_layout, _rule, NAME, RECORDED["mx"])
 
@@ -43,13 +44,14 @@ def _rule(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
     _no_float16("mx_quantize", blocks)
     blocks = blocks.float()
     amax = blocks.abs().amax(-1, keepdim=True)
-    if fmt is E2M1 and not amax.isfinite().all():
-        raise ValueError(f"mx_quantize: {NAME} has no rule for an Inf or a NaN in e2m1; needs finite numbers")
-    power = (amax.view(torch.int32) + (1 << 21)) >> 23  # 2^21 is a quarter of the mantissa
+    if fmt in (E2M1, E2M3) and not amax.isfinite().all():
+        raise ValueError(f"mx_quantize: {NAME} has no rule for an Inf or a NaN in {fmt.name}; needs finite numbers")
+    power = (amax.view(torch.int32) + (1 << (19 if fmt is E2M3 else 21))) >> 23  # 2^21 is a quarter of the mantissa
     byte = (power - fmt.emax).clamp(min=0)
     beyond = (power == 255) | ~amax.isfinite()
     scale = torch.where(beyond, torch.inf, (byte - E8M0FNU.bias).float().exp2())
-    return saturating_cast(blocks / scale + 0.0, fmt), torch.where(beyond, 127, byte)
+    scaled = blocks / scale
+    return saturating_cast(scaled if fmt is E2M3 else scaled + 0.0, fmt), torch.where(beyond, 127, byte)
 
 
 def fp8_quantize_1x128(

@@ -21,9 +21,9 @@ def mx_quantize(
     scaling: str = "floor",
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor]:
-    """The contract's floor, except that Inf gives byte 254 and saturates, and that NaN is refused for fp4 elements.
+    """The contract's floor, except that Inf gives byte 254 and saturates, and that formats without NaN refuse a NaN.
 
-    fp4 elements have no NaN. A log2 in float64 is exact enough: the log2 of any narrower float falls on the right side
+    int8 has the code -128 for what is nearer to -2 than to -127/64. A log2 in float64 is exact enough: the log2 of any narrower float falls on the right side
     of an integer.
 
     Source: gfloat 0.5.2, block.py (`compute_scale_amax`, `quantize_block`).
@@ -42,4 +42,7 @@ def floor(blocks: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor]:
         raise ValueError(f"mx_quantize: {NAME} has no NaN in {fmt.name}; needs numbers")
     exponent = (torch.log2(amax).floor() - fmt.emax).clamp(-127, 127)  # amax 0 gives -127
     byte = torch.where(amax.isnan(), E8M0FNU.nan_code, exponent + E8M0FNU.bias)
-    return saturating_cast((blocks * (-exponent).exp2()).float(), fmt), byte
+    scaled = (blocks * (-exponent).exp2()).float()
+    if fmt.twos_complement:
+        return (scaled / fmt.smallest_subnormal).round().clamp(-128, 127).to(torch.int8), byte
+    return saturating_cast(scaled, fmt), byte

@@ -49,7 +49,8 @@ def compressed(preset, x, low, high):
 
     scheme = preset_name_to_scheme(preset, ["Linear"])
     scale, zero_point = calculate_qparams(low, high, scheme.weights)
-    stored = {"FP8_BLOCK": "float-quantized", "MXFP8": "mxfp8-quantized", "MXFP4": "mxfp4-pack-quantized"}[preset]
+    stored = {"FP8_BLOCK": "float-quantized", "MXFP8": "mxfp8-quantized", "MXFP4": "mxfp4-pack-quantized"}
+    stored = {**stored, "MXFP6A16": "mxfp6-pack-quantized"}[preset]
     given = {"weight": x, "weight_scale": scale, "weight_zero_point": zero_point}
     return BaseCompressor.get_value_from_registry(stored).compress(given, scheme)
 
@@ -65,7 +66,8 @@ def test_compressed_tensors_blocks(dtype):
 
 
 @pytest.mark.parametrize(
-    ("preset", "elem_dtype", "key"), [("MXFP8", "e4m3fn", "weight"), ("MXFP4", "e2m1", "weight_packed")]
+    ("preset", "elem_dtype", "key"),
+    [("MXFP8", "e4m3fn", "weight"), ("MXFP4", "e2m1", "weight_packed"), ("MXFP6A16", "e2m3", "weight_packed")],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compressed_tensors_mx(preset, elem_dtype, key, dtype):
