@@ -56,8 +56,8 @@ def convert(
     Args:
         src: a directory of safetensors files with config.json.
         dst: a new directory, not inside src.
-        to: a family: `bf16`, `fp8_block`, `mxfp8`, `ct_fp8_block`, `ct_mxfp8`, `ct_mxfp4`, `ct_nvfp4`,
-            `gptoss_mxfp4`, `modelopt_mxfp8`, `modelopt_mxfp4` or `modelopt_nvfp4`.
+        to: a family: `bf16`, `fp8_block`, `mxfp8`, `ct_fp8_block`, `ct_mxfp8`, `ct_mxfp6`, `ct_mxfp4`,
+            `ct_nvfp4`, `gptoss_mxfp4`, `modelopt_mxfp8`, `modelopt_mxfp4` or `modelopt_nvfp4`.
         scales: `fp32` or `ue8m0` (powers of two) for FP8 blocks; the default is fp32. The MX families have ue8m0, and
             the NVFP4 families have e4m3.
         rule: `contract`, or a peer in `mxspec.rules.peers()` that quantizes to the family's scheme.

@@ -26,7 +26,7 @@ class Group:
         shape, grid: the shape of a weight in elements, and the shape of its scales.
         stored, scale_stored: the safetensors dtypes of the codes and of the scales.
         other_shard: the number of weights whose scales lie in another file than their codes.
-        scales, codes: the counts over all of them; codes is None for FP6.
+        scales, codes: the counts over all of them; codes is None for a dtype of FP6.
     """
 
     pattern: str

@@ -18,8 +18,17 @@ from mxspec import dispatch, rules
 from mxspec.checkpoint import nvfp4
 from mxspec.checkpoint.lossless import NotLossless, blocks_to_rows, retype
 from mxspec.checkpoint.mxfp4 import mxfp4_to_fp8_blocks
-from mxspec.formats import E2M1, E4M3FN, E8M0FNU, FP8_BLOCK_SIZE, MX_BLOCK_SIZE, NVFP4_BLOCK_SIZE
-from mxspec.reference.common.numerics import widened
+from mxspec.formats import (
+    E2M1,
+    E2M3,
+    E4M3FN,
+    E8M0FNU,
+    FP8_BLOCK_SIZE,
+    MX_BLOCK_SIZE,
+    NVFP4_BLOCK_SIZE,
+    ElementFormat,
+)
+from mxspec.reference.common.numerics import saturating_cast, widened
 
 CONTRACT = "contract"
 COLUMNS = 4096  # columns quantized at once: a multiple of every block. A bound on the memory of temporary tensors
@@ -28,21 +37,28 @@ SCALE_FORMAT = {"fp32": "fp32", "ue8m0": "pow2"}
 
 @dataclass(frozen=True)
 class Scheme:
-    """The op that quantizes to a scheme, its options, and the rows and columns of a block."""
+    """The op that quantizes to a scheme, its options, the rows and columns of a block, and the format of a code."""
 
     op: str
     options: dict[str, Any]
     block: tuple[int, int]
+    element: ElementFormat = E4M3FN
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of the tensor of codes. Codes narrower than a byte are uint8."""
+        return torch.float8_e4m3fn if self.element is E4M3FN else torch.uint8
 
 
 SCHEMES = {
     "fp8_128x128": Scheme("fp8_quantize_128x128", {}, (FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)),
     "mxfp8": Scheme("mx_quantize", {"elem_dtype": E4M3FN.name}, (1, MX_BLOCK_SIZE)),
     "mxfp8_32x32": Scheme("mx_quantize", {"elem_dtype": E4M3FN.name}, (MX_BLOCK_SIZE, MX_BLOCK_SIZE)),
-    "mxfp4": Scheme("mx_quantize", {"elem_dtype": E2M1.name}, (1, MX_BLOCK_SIZE)),
-    "nvfp4": Scheme(nvfp4.OP, {}, (1, NVFP4_BLOCK_SIZE)),
+    "mxfp4": Scheme("mx_quantize", {"elem_dtype": E2M1.name}, (1, MX_BLOCK_SIZE), E2M1),
+    "mxfp6": Scheme("mx_quantize", {"elem_dtype": E2M3.name}, (1, MX_BLOCK_SIZE), E2M3),
+    "nvfp4": Scheme(nvfp4.OP, {}, (1, NVFP4_BLOCK_SIZE), E2M1),
 }
-FP4 = ("mxfp4", "nvfp4")  # two codes in a byte
+WIDER = {("mxfp4", "mxfp6"), ("mxfp6", "mxfp8")}  # the second format holds every value of the first
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,8 @@ class Blocks:
 
     Attributes:
         scheme: a name in `SCHEMES`.
-        codes: `(N, K)` float8_e4m3fn, or for mxfp4 and nvfp4 `(N, K/2)` uint8 with the even K in the low nibble.
+        codes: `(N, K)` float8_e4m3fn, or uint8: for mxfp4 and nvfp4 `(N, K/2)` with the even K in the low nibble, for
+            mxfp6 `(N, 3*K/4)`, four e2m3 in three bytes.
         scale: the grid of the blocks. fp8_128x128: float32, bfloat16, float8_e8m0fnu or uint8 (E8M0 bytes). nvfp4:
             float8_e4m3fn. The other schemes: uint8.
         tensor_scale: float32, `()`, for nvfp4; None for the other schemes.
@@ -67,7 +84,7 @@ class Blocks:
     @property
     def shape(self) -> tuple[int, int]:
         N, stored = self.codes.shape
-        return N, stored * 2 if self.scheme in FP4 else stored
+        return N, SCHEMES[self.scheme].element.held(stored)
 
     @property
     def multiplier(self) -> Tensor | None:
@@ -88,7 +105,7 @@ class Blocks:
         scale = widened_scale(scale).repeat_interleave(height, 0)[: codes.shape[0]]
         if self.tensor_scale is not None and self.multiplier is not None:
             scale = scale / self.tensor_scale if self.divides and not multiplied else scale * self.multiplier
-        q = widened(codes, E2M1 if self.scheme in FP4 else E4M3FN)
+        q = widened(codes, SCHEMES[self.scheme].element)
         K = q.shape[1]
         blocks = pad(q, (0, -K % width)).unflatten(1, (-1, width))
         return (blocks * scale.unsqueeze(-1)).flatten(1)[:, :K].to(dtype)
@@ -129,11 +146,8 @@ def quantizer(scheme: str, rule: str, scales: str) -> Any:
         K = x.shape[1]
         missing = -K % chosen.block[1]
         codes, scale = function(pad(x, (0, missing)) if missing else x, **options)
-        per_byte = 2 if scheme == "mxfp4" else 1
-        codes = codes.view(torch.uint8)[:, : K // per_byte]
-        if scheme != "fp8_128x128":
-            return (codes if scheme == "mxfp4" else codes.view(E4M3FN.dtype)), scale.view(torch.uint8)
-        return codes.view(E4M3FN.dtype), scale
+        codes = codes.view(torch.uint8)[:, : chosen.element.stored(K)].view(chosen.stored)
+        return codes, scale if scheme == "fp8_128x128" else scale.view(torch.uint8)
 
     return quantize
 
@@ -162,6 +176,9 @@ def keeping(blocks: Blocks, scheme: str, scale_dtype: torch.dtype | None = None)
     elif scheme == "mxfp8" and blocks.scheme in ("fp8_128x128", "mxfp8_32x32"):
         rows = blocks_to_rows(blocks.scale, blocks.shape, SCHEMES[blocks.scheme].block[0])
         made = rows if isinstance(rows, NotLossless) else (blocks.codes, rows)
+    elif (blocks.scheme, scheme) in WIDER:
+        values = widened(blocks.codes, SCHEMES[blocks.scheme].element)
+        made = saturating_cast(values, SCHEMES[scheme].element).view(SCHEMES[scheme].stored), blocks.scale
     else:
         return None
     if isinstance(made, NotLossless):

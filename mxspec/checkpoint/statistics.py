@@ -12,12 +12,13 @@ from torch import Tensor
 from mxspec.checkpoint.families import QuantizedWeight
 from mxspec.checkpoint.headers import BITS
 from mxspec.checkpoint.reading import NAMES, Checkpoint
-from mxspec.formats import E8M0FNU
+from mxspec.formats import E2M3, E8M0FNU
+from mxspec.reference.common.numerics import unpacked
 
-PIECE = 1 << 20  # bytes that are read at a time
+PIECE = 3 << 19  # bytes that are read at a time, a multiple of the three bytes that hold four codes of FP6
 LARGEST = {"e4m3": 448.0, "e2m3": 7.5, "e2m1": 6.0}
-SATURATED = {"e4m3": (0x7E, 0xFE), "e2m1": (0x7, 0xF)}
-NAN_CODES = {"e4m3": (0x7F, 0xFF), "e2m1": ()}
+SATURATED = {"e4m3": (0x7E, 0xFE), "e2m3": (0x1F, 0x3F), "e2m1": (0x7, 0xF)}
+NAN_CODES = {"e4m3": (0x7F, 0xFF), "e2m3": (), "e2m1": ()}
 
 
 @dataclass
@@ -121,10 +122,16 @@ def scales(checkpoint: Checkpoint, name: str) -> Scales:
 
 
 def codes(checkpoint: Checkpoint, name: str, element: str) -> Codes | None:
-    """Count the codes of a tensor; None for FP6, whose codes lie across bytes."""
+    """Count the codes of a tensor; None for a dtype of FP6: safetensors does not say how it packs the codes."""
     entry = checkpoint.tensors[name]
     if element not in SATURATED or BITS[entry.stored] not in (4, 8):
         return None
+    if element == "e2m3":
+        counts = torch.zeros(64, dtype=torch.int64)
+        for start in range(0, entry.nbytes, PIECE):
+            piece = checkpoint.read_bytes(name, start, start + PIECE)
+            counts += torch.bincount(unpacked(piece, E2M3), minlength=64)
+        return Codes(element, counts.tolist())
     counts = torch.zeros(256, dtype=torch.int64)
     for start in range(0, entry.nbytes, PIECE):
         counts += torch.bincount(checkpoint.read_bytes(name, start, start + PIECE), minlength=256)

@@ -41,6 +41,7 @@ TARGETS = {
     "ct_fp8_block": Target(SQUARE, scale="{}.weight_scale", method="compressed-tensors"),
     "ct_mxfp8": Target("mxfp8", scale="{}.weight_scale", method="compressed-tensors"),
     "ct_mxfp4": Target("mxfp4", "{}.weight_packed", "{}.weight_scale", "compressed-tensors"),
+    "ct_mxfp6": Target("mxfp6", "{}.weight_packed", "{}.weight_scale", "compressed-tensors"),
     "gptoss_mxfp4": Target("mxfp4", "{}_blocks", "{}_scales", "mxfp4", packed=True),
     "modelopt_mxfp8": Target("mxfp8", scale="{}.weight_scale", method="modelopt"),
     "modelopt_mxfp4": Target("mxfp4", scale="{}.weight_scale", method="modelopt"),
@@ -106,9 +107,9 @@ def quantization_config(
 
 
 def _compressed_tensors(family: str, plain: Sequence[str], input_scales: bool) -> dict[str, Any]:
-    """What `QuantizationConfig.model_dump` gives for the presets FP8_BLOCK, MXFP8, MXFP4A16, NVFP4A16 and NVFP4."""
-    fp4 = family in ("ct_mxfp4", "ct_nvfp4")
-    group: dict[str, Any] = {"num_bits": 4 if fp4 else 8, "type": "float", "symmetric": True}
+    """`QuantizationConfig.model_dump` for the presets FP8_BLOCK, MXFP8, MXFP6A16, MXFP4A16, NVFP4A16, NVFP4."""
+    bits = {"ct_mxfp4": 4, "ct_nvfp4": 4, "ct_mxfp6": 6}.get(family, 8)
+    group: dict[str, Any] = {"num_bits": bits, "type": "float", "symmetric": True}
     if family == "ct_fp8_block":
         weights = {**group, "group_size": None, "strategy": "block", "block_structure": [128, 128], "dynamic": False}
         inputs: dict[str, Any] | None = {**group, "group_size": 128, "strategy": "group", "dynamic": True}
@@ -122,8 +123,8 @@ def _compressed_tensors(family: str, plain: Sequence[str], input_scales: bool) -
         mx = {**group, "group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"}
         weights, inputs = {**mx, "dynamic": False}, {**mx, "dynamic": True}
         form = "mxfp8-quantized"
-        if family == "ct_mxfp4":
-            inputs, form = None, "mxfp4-pack-quantized"
+        if bits < 8:
+            inputs, form = None, f"mxfp{bits}-pack-quantized"
     return {
         "quant_method": "compressed-tensors",
         "format": form,

@@ -114,25 +114,30 @@ def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mappin
                 f"{name}: shape {tuple(entry.shape)} is a stack of experts; convert reads a tensor for each expert"
             )
         return None
-    N, K = entry.shape
+    N, stored = entry.shape
     packed = entry.dtype in (torch.uint8, torch.int8)
-    if packed:
-        K *= 2
-    elif entry.dtype != torch.float8_e4m3fn:
+    if not packed and entry.dtype != torch.float8_e4m3fn:
         return None
     grid, dtype = tuple(tensors[scale].shape), tensors[scale].dtype
     if packed and dtype == torch.float8_e4m3fn:
-        return _nvfp4(tensors, name, scale, (N, K))
-    known = ["mxfp4"] if packed else ["fp8_128x128", "mxfp8", "mxfp8_32x32"]
+        return _nvfp4(tensors, name, scale, (N, SCHEMES["nvfp4"].element.held(stored)))
+    known = ["fp8_128x128", "mxfp8", "mxfp8_32x32"]
+    if packed:
+        known = ["mxfp4", "mxfp6"] if suffix == "weight_packed" else ["mxfp4"]
     if config.get("weight_block_size") == [1, 32]:
         known.sort(key=lambda scheme: scheme != "mxfp8")
     for scheme in known:
         height, width = SCHEMES[scheme].block
+        K = SCHEMES[scheme].element.held(stored)
+        if SCHEMES[scheme].element.stored(K) != stored:
+            continue
         bytes_ = dtype in (torch.uint8, torch.float8_e8m0fnu)
         if grid == (-(-N // height), -(-K // width)) and (bytes_ or scheme == "fp8_128x128"):
             return Unit(module, name, scale, scheme, (N, K))
-    stored = f"{entry.dtype} {(N, K)} with scales {dtype} {grid}"
-    raise CheckpointError(f"{name}: {stored} is not a scheme that convert knows")
+    K = SCHEMES[known[0]].element.held(stored)
+    raise CheckpointError(
+        f"{name}: {entry.dtype} {(N, K)} with scales {dtype} {grid} is not a scheme that convert knows"
+    )
 
 
 def _nvfp4(tensors: Mapping[str, Any], name: str, scale: str, shape: tuple[int, int]) -> Unit:
@@ -172,8 +177,7 @@ def blocks(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
         codes, scale = (checkpoint.read(str(name)) for name in (unit.codes, unit.scale))
     if unit.tensor_scale is not None:
         return Blocks("nvfp4", codes.view(torch.uint8), scale, one_scale(checkpoint, unit.tensor_scale), unit.divides)
-    if unit.scheme == "mxfp4":
-        codes = codes.view(torch.uint8)
+    codes = codes.view(SCHEMES[unit.scheme].stored)
     if unit.scheme != "fp8_128x128" or scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
     return Blocks(unit.scheme, codes, scale)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxspec.checkpoint.lossless import NotLossless, retype
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
-from mxspec.checkpoint.schemes import FP4, SCHEMES, Blocks, keeping, quantizer, strips
+from mxspec.checkpoint.schemes import SCHEMES, Blocks, keeping, quantizer, strips
 from mxspec.checkpoint.shards import Planned
 from mxspec.checkpoint.targets import SQUARE, TARGETS, scale_dtype
 from mxspec.checkpoint.units import Unit, numbers, plain_strips
@@ -146,16 +146,15 @@ def planned_of(unit: Unit, options: Options, exact_in_bf16: bool) -> list[Planne
     """The codes and the scales of a weight in the target family."""
     target = TARGETS[options.to]
     assert target.scheme
-    height, width = SCHEMES[target.scheme].block
+    scheme = SCHEMES[target.scheme]
+    height, width = scheme.block
     *lead, N, K = unit.shape
     grid = (*lead, -(-N // height), -(-K // width))
-    codes, dtype = (*lead, N, K), torch.float8_e4m3fn
-    if target.scheme in FP4:
-        codes, dtype = (*lead, N, K // 2), torch.uint8
+    codes: tuple[int, ...] = (*lead, N, scheme.element.stored(K))
     if target.packed:
         codes = (*lead, N, K // 32, 16)
     names = target.codes.format(unit.module), target.scale.format(unit.module)
-    return [Planned(names[0], dtype, codes), Planned(names[1], scale_dtype(options.to, exact_in_bf16), grid)]
+    return [Planned(names[0], scheme.stored, codes), Planned(names[1], scale_dtype(options.to, exact_in_bf16), grid)]
 
 
 def _exact_in_bf16(checkpoint: Checkpoint, unit: Unit, options: Options) -> bool:

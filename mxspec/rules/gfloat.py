@@ -23,8 +23,8 @@ def mx_quantize(
 ) -> tuple[Tensor, Tensor]:
     """The contract's floor, except that Inf gives byte 254 and saturates, and that formats without NaN refuse a NaN.
 
-    int8 has the code -128 for what is nearer to -2 than to -127/64. A log2 in float64 is exact enough: the log2 of any narrower float falls on the right side
-    of an integer.
+    int8 has the code -128 for what is nearer to -2 than to -127/64. A log2 in float64 is exact enough: the log2 of any
+    narrower float falls on the right side of an integer.
 
     Source: gfloat 0.5.2, block.py (`compute_scale_amax`, `quantize_block`).
     """

@@ -3,6 +3,7 @@
 import torch
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M3 = torch.tensor([n / 8 for n in range(16)] + [n / 4 for n in range(8, 16)] + [n / 2 for n in range(8, 16)])
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -44,16 +45,16 @@ def mx(x, largest):
     scaled = blocks / scale
     if largest == 448:
         return read_back(scaled.to(torch.float8_e4m3fn).float() * scale, x.shape)
-    return read_back(e2m1(scaled) * scale, x.shape)
+    return read_back(e2m1(scaled, E2M1 if largest == 6 else E2M3) * scale, x.shape)
 
 
-def e2m1(scaled):
-    """The nearest values of e2m1."""
-    middles = ((E2M1[1:] + E2M1[:-1]) / 2).to(scaled.dtype)
+def e2m1(scaled, values=E2M1):
+    """The nearest values of e2m1, or of another format whose values that are not negative are given in order."""
+    middles = ((values[1:] + values[:-1]) / 2).to(scaled.dtype)
     low = torch.bucketize(scaled.abs(), middles)  # the number of middles below
     high = torch.bucketize(scaled.abs(), middles, right=True)
     code = torch.where(low % 2 == 0, low, high)  # a tie goes to the even code
-    return torch.copysign(E2M1[code].to(scaled.dtype), scaled).float()
+    return torch.copysign(values[code].to(scaled.dtype), scaled).float()
 
 
 def nvfp4(x, amax):
@@ -82,6 +83,7 @@ def weights(plain, family, scales="fp32", rule="contract"):
         "mxfp8": lambda x: mx(x, 448),
         "ct_mxfp8": lambda x: mx(x, 448),
         "ct_mxfp4": lambda x: mx(x, 6),
+        "ct_mxfp6": lambda x: mx(x, 7.5),
         "gptoss_mxfp4": lambda x: mx(x, 6),
     }.get(family)
     seen = {}

@@ -97,6 +97,8 @@ def test_what_is_written(plain, tmp_path):
         ("fp8_block", "mxfp8", "ct_mxfp8", "modelopt_mxfp8", "mxfp8"),
         ("ct_mxfp4", "modelopt_mxfp4", "ct_mxfp4"),
         ("ct_mxfp4", "fp8_block", "mxfp8"),
+        ("ct_mxfp4", "ct_mxfp6", "ct_mxfp8"),
+        ("ct_mxfp6", "ct_mxfp6"),
     ],
     ids="-".join,
 )

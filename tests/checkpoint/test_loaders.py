@@ -31,6 +31,7 @@ PAIRS = [
     (DENSE, "ct_fp8_block", "fp32", "compressed_tensors"),
     (DENSE, "ct_fp8_block", "ue8m0", "contract"),
     (DENSE, "ct_mxfp8", "ue8m0", "contract"),
+    (DENSE, "ct_mxfp6", "ue8m0", "contract"),
     (DENSE, "ct_mxfp4", "ue8m0", "contract"),
     (DENSE, "ct_nvfp4", "e4m3", "contract"),
     (MOE, "fp8_block", "fp32", "contract"),
