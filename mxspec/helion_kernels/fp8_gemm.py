@@ -23,10 +23,10 @@ PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.e4m3\.e4m3",), "sm100": (r"tcgen05\.m
 INDEXING = ["tensor_descriptor", "tensor_descriptor", "pointer", "pointer", "tensor_descriptor"]
 # Programs run down eight tiles of M, then along N, so that programs that run at the same time share rows of a and b.
 _COMMON: dict[str, Any] = {"l2_groupings": [8]}
-PERSISTENT: dict[str, Any] = {}  # a grid of one program for each processor
+PERSISTENT: dict[str, Any] = {}  # one program for each processor, and one loop over all tiles and all of K
 if os.environ.get("TRITON_INTERPRET") != "1":  # Helion finds neither TMA nor a number of processors in the interpreter
     _COMMON["host_tensor_descriptors"] = True
-    PERSISTENT["pid_type"] = "persistent_interleaved"
+    PERSISTENT.update(pid_type="persistent_interleaved", range_flattens=[True, None])
 
 
 def options(indexing: list[str] | str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.launch import config, launch
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
-from mxspec.helion_kernels.tiles.mx_by_memory import FIRST_FLAG, bf16_values, matmul_config, mend, processors
+from mxspec.helion_kernels.tiles.mx_by_memory import FIRST_FLAG, bf16_values, matmul_config, mend
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
 # Rates: benchmarks/results/decisions.md. Blackwell: compiled, not run.
@@ -23,11 +23,7 @@ PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
 _SCALED = config([128, 128], 8, num_stages=4, l2_groupings=[8])
 CONFIGS = {
     "large": {(9, 0): matmul_config([128, 256, 64], 8, 3), (10, 0): _SCALED},
-    "small": {
-        (9, 0): matmul_config([128, 128, 64], 8, 4),
-        (10, 0): _SCALED,
-    },  # fewer tiles of 128 x 256 than processors
-    "at most 64 rows": {(9, 0): matmul_config([64, 128, 64], 4, 4), (10, 0): _SCALED},
+    "at most 64 rows": {(9, 0): matmul_config([64, 64, 128], 4, 4, persistent=False), (10, 0): _SCALED},
 }
 
 
@@ -80,8 +76,7 @@ def mx_gemm(
         return out
     if not K:
         return out.zero_()
-    large = processors(a.device) <= -(-M // 128) * -(-N // 256)
-    configs = CONFIGS["at most 64 rows" if M <= 64 else "large" if large else "small"]
+    configs = CONFIGS["at most 64 rows" if M <= 64 else "large"]
     if step_for(a.device) != MX_BLOCK_SIZE:
         launch(
             _mx_gemm, configs, a, *scale_arguments(a_scale, blocked), b, *scale_arguments(b_scale, blocked),
