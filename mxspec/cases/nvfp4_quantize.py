@@ -81,6 +81,8 @@ def cases() -> Iterator[Case]:
             for block in BLOCKS:
                 kw = {"block": block}
                 yield Case(f"{number} in a block, {name}, {block}", these(x, torch.tensor(3.0)), kw, flags=EDGE)
+                under_zero = these(x, torch.tensor(0.0))
+                yield Case(f"{number} in a block, an amax of 0, {name}, {block}", under_zero, kw, flags=EDGE)
     for block in BLOCKS:
         x = torch.stack([random_normal(16, 32), torch.full((16, 32), torch.nan), random_normal(16, 32, seed=3)])
         yield Case(f"NaN in one matrix of three, {block}", these(x), {"block": block}, flags=EDGE)

@@ -45,7 +45,9 @@ def cases() -> Iterator[Case]:
     for axis, (name, sizes, M, _, flags) in product((-1, -2), grouped()):
         if len(sizes) < 300:  # more groups would take minutes in an interpreter, because of their padding
             yield Case(f"{name}, axis {axis}", partial(args, sizes, M, 96), {"axis": axis}, flags=flags)
-            yield Case(f"{name}, amax given, axis {axis}", partial(with_amax, sizes, M, 48), {"axis": axis}, flags=flags)
+            yield Case(
+                f"{name}, amax given, axis {axis}", partial(with_amax, sizes, M, 48), {"axis": axis}, flags=flags
+            )
     for i, (axis, layout, dtype) in enumerate(product((-1, -2), SCALE_LAYOUTS, checks.FLOAT_DTYPES)):
         kw: dict[str, Any] = {"axis": axis, "scale_layout": layout}
         end = f"{str(dtype)[6:]}, axis {axis}, {layout}"

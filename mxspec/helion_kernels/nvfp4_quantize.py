@@ -67,8 +67,8 @@ def _tiles(
         s, wrong = block_scale(bits, A, wrong)
         pair = (c.unsqueeze(2) * 8 + hl.arange(8).unsqueeze(0).unsqueeze(1)) + (e * R + r.unsqueeze(2)) * (C * 8)
         if drawn == "bytes":
-            place = e * random_e + r.unsqueeze(2) * random_r + k * random_k
-            drawn_byte = hl.load(random, [place], extra_mask=inside.unsqueeze(2).expand(rows, cols, 16))
+            byte_at = e * random_e + r.unsqueeze(2) * random_r + k * random_k
+            drawn_byte = hl.load(random, [byte_at], extra_mask=inside.unsqueeze(2).expand(rows, cols, 16))
             codes = packed_codes(wide, s, A, wrong, drawn_byte.to(torch.int32))
         elif drawn == "seed":
             number = ((e * R + r) * C + c).to(torch.int32)

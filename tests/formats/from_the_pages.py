@@ -399,12 +399,17 @@ def nvfp4_quantize(
         check_device(x, tensor_amax)
         need(tensor_amax.shape == x.shape[:-2], "shape of tensor_amax")
     v = widened(x) if axis == -1 else np.ascontiguousarray(widened(x).swapaxes(-1, -2))
+    s, y, T = nvfp4_parts(v, None if tensor_amax is None else raw(tensor_amax).view(np.float32), block)
+    qdata = nvfp4_pairs(cast(y, E2M1))
+    return qdata if axis == -1 else qdata.mT, e4m3_scale(s, scale_layout), T
+
+
+def nvfp4_parts(v: np.ndarray, A: Any, block: str = "1x16") -> tuple[np.ndarray, np.ndarray, Tensor]:
+    """NVFP4-3 to NVFP4-8: the scales, the numbers that become codes (NaN gives the code 7), and T."""
     *lead, R, n = v.shape
-    if tensor_amax is None:
+    if A is None:
         A = np.abs(v).max((-2, -1), initial=np.float32(0))
         A = np.asarray(np.where(np.isnan(v).any((-2, -1)), NAN, A), np.float32)
-    else:
-        A = raw(tensor_amax).view(np.float32)
     A = np.where(np.isfinite(A) & (A >= 0), np.abs(A), NAN).astype(np.float32)
     h = (A * np.float32(2.0**-12))[..., None, None]
     blocks = v.reshape(*lead, R, n // 16, 16)
@@ -417,11 +422,119 @@ def nvfp4_quantize(
     s = np.where(bad, 0x7F, cast(quotient, E4M3FN)).astype(np.uint8)
     d = (value(E4M3FN)[s] * h)[..., None]
     zero = np.where(np.signbit(blocks), np.float32(-0.0), np.float32(0))
-    codes = cast(np.where(d == 0, zero, blocks * np.float32(21 / 32) / d), E2M1)
-    codes = np.where(bad[..., None], 7, codes).astype(np.uint8).reshape(v.shape)
-    qdata = tensor(codes[..., 0::2] | codes[..., 1::2] << 4, torch.float4_e2m1fn_x2)
-    T = tensor(np.asarray(A / np.float32(2688)).view(np.uint32), torch.float32)
-    return qdata if axis == -1 else qdata.mT, e4m3_scale(s, scale_layout), T
+    y = np.where(d == 0, zero, blocks * np.float32(21 / 32) / d)
+    y = np.where(bad[..., None], NAN, y).astype(np.float32)
+    return s, y, tensor(np.asarray(A / np.float32(2688)).view(np.uint32), torch.float32)
+
+
+def nvfp4_pairs(codes: np.ndarray) -> Tensor:
+    """NVFP4-10: codes of blocks, two in a byte."""
+    codes = codes.reshape(*codes.shape[:-2], codes.shape[-2] * 16)
+    return tensor(codes[..., 0::2] | codes[..., 1::2] << 4, torch.float4_e2m1fn_x2)
+
+
+def philox(seed: int, offset: int, n: np.ndarray) -> list[np.ndarray]:
+    """NVFP4-19, with words in uint64, whose products do not wrap around."""
+    word = np.uint64(2**32 - 1)
+    c = [np.full(n.shape, number, np.uint64) for number in (offset % 2**32, offset % 2**64 >> 32)]
+    c += [n.astype(np.uint64) & word, n.astype(np.uint64) >> np.uint64(32)]
+    k0, k1 = seed % 2**32, seed % 2**64 >> 32
+    for _ in range(10):
+        two, zero = np.uint64(0xCD9E8D57) * c[2], np.uint64(0xD2511F53) * c[0]
+        high = np.uint64(32)
+        c = [two >> high ^ c[1] ^ np.uint64(k0), two & word, zero >> high ^ c[3] ^ np.uint64(k1), zero & word]
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c
+
+
+def nvfp4_quantize_stochastic(
+    x: Any, random: Any, tensor_amax: Any = None, *, axis: Any = -1, scale_layout: Any = "plain"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """NVFP4-15 to NVFP4-19."""
+    check_tensor("random", random, (torch.uint8, torch.int64), (1, 2, 3))
+    check_tensor("x", x, FLOATS, (2, 3))
+    check_device(x, random)
+    need(random.shape == (x.shape if random.dtype == torch.uint8 else (2,)), "shape of random")
+    _, scale, T = nvfp4_quantize(x, tensor_amax, axis=axis, scale_layout=scale_layout)
+    v = widened(x) if axis == -1 else np.ascontiguousarray(widened(x).swapaxes(-1, -2))
+    s, y, _ = nvfp4_parts(v, None if tensor_amax is None else raw(tensor_amax).view(np.float32))
+    if random.dtype == torch.uint8:
+        r = (raw(random) if axis == -1 else raw(random).swapaxes(-1, -2)).reshape(y.shape)
+    else:
+        words = philox(*random.tolist(), np.arange(s.size).reshape(s.shape))
+        r = np.stack([word >> np.uint64(shift) & np.uint64(255) for word in words for shift in (0, 8, 16, 24)], -1)
+    t = np.minimum(np.abs(np.where(np.isnan(y), np.float32(0), y)), np.float32(6))
+    E = np.maximum(np.frexp(t)[1] - 1, 0)
+    magnitude = 2 * E + (np.floor(np.ldexp(t, 9 - E)).astype(np.int64) + r.astype(np.int64)) // 256
+    codes = np.where(np.isnan(y), 7, magnitude + 8 * np.signbit(y)).astype(np.uint8)
+    qdata = nvfp4_pairs(codes)
+    return qdata if axis == -1 else qdata.mT, scale, T
+
+
+def nvfp4_quantize_groups(
+    x: Any,
+    offs: Any,
+    tensor_amax: Any = None,
+    *,
+    axis: Any = -1,
+    pad_to: Any = 128,
+    scale_layout: Any = "blocked",
+    check_offs: Any = False,
+) -> tuple[Tensor, ...]:
+    """NVFP4-20 to NVFP4-22."""
+    check_tensor("x", x, FLOATS, (2,))
+    check_ends(offs, x, x.shape[0], check_offs)
+    check_options(axis, "rceil", scale_layout)
+    check_integer("pad_to", pad_to, 1)
+    need(pad_to % 128 == 0, "pad_to is no multiple of 128")
+    need(axis == -2 or x.shape[1] % 16 == 0, "K is no multiple of 16")
+    G = len(offs)
+    need(up(x.shape[0] + G * pad_to, pad_to) + 128 * G < 2**31, "too many rows")
+    if tensor_amax is not None:
+        check_tensor("tensor_amax", tensor_amax, (torch.float32,), (1,))
+        check_device(x, tensor_amax)
+        need(len(tensor_amax) == G, "shape of tensor_amax")
+    padded, start, end = padded_groups(widened(x), offs.tolist(), pad_to)
+    v = padded if axis == -1 else np.ascontiguousarray(padded.T)
+    R, C = len(v), v.shape[1] // 16
+    s, codes, T = np.zeros((R, C), np.uint8), np.zeros((R, C, 16), np.uint8), np.zeros(G, np.float32)
+    for g in range(G):
+        at = slice(start[g], end[g]) if axis == -1 else np.s_[:, start[g] // 16 : end[g] // 16]
+        A = None if tensor_amax is None else np.asarray(raw(tensor_amax).view(np.float32)[g])
+        rows = v[at] if axis == -1 else np.ascontiguousarray(v[:, start[g] : end[g]])
+        s[at], y, of_group = nvfp4_parts(rows, A)
+        codes[at], T[g] = cast(y, E2M1), of_group.item()
+    if scale_layout == "blocked" and axis == -1:
+        s, _ = blocked_m_groups(s, end)
+    elif scale_layout == "blocked":
+        s, _ = blocked_k_groups(s, [row // 16 for row in end])
+    qdata = nvfp4_pairs(codes)
+    qdata = qdata if axis == -1 else qdata.mT
+    return qdata, tensor(s, torch.float8_e4m3fn), torch.from_numpy(T), int32(start), int32(end)
+
+
+def hadamard_16(x: Any, *, axis: Any = -1, signs: Any = 0xD7E8) -> Tensor:
+    """NVFP4-23 and NVFP4-24."""
+    check_tensor("x", x, FLOATS, (2, 3))
+    check_choice("axis", axis, (-1, -2))
+    check_integer("signs", signs, 0)
+    need(signs < 2**16, "signs")
+    need(x.shape[axis] % 16 == 0, "no multiple of 16")
+    v = widened(x) if axis == -1 else np.ascontiguousarray(widened(x).swapaxes(-1, -2))
+    blocks = v.reshape(-1, 16).copy()
+    for j in range(16):
+        if signs >> j & 1:
+            blocks[:, j] = -blocks[:, j]
+    for D in (1, 2, 4, 8):
+        for j in range(16):
+            if not j & D:
+                a, b = blocks[:, j].copy(), blocks[:, j + D].copy()
+                blocks[:, j], blocks[:, j + D] = a + b, a - b
+    out = (blocks * np.float32(0.25)).reshape(v.shape)
+    out = np.ascontiguousarray(out if axis == -1 else out.swapaxes(-1, -2))
+    if x.dtype == torch.float16:
+        return tensor(out.astype(np.float16).view(np.uint16), torch.float16)
+    return rounded(out, x.dtype)
 
 
 def nvfp4_dequantize(

@@ -37,7 +37,7 @@ def scales_and_quotients(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, 
     A: the magnitude of the matrix, in a shape that broadcasts with b.
     """
     b, h = torch.where(b.isfinite(), b, torch.nan), A * 2.0**-12
-    s = torch.where((b == 0) | (h == 0), h * 0, b * (7 / 64) / h)  # h * 0 is NaN if h is
+    s = torch.where((b == 0) | (h == 0), b * 0 + h * 0, b * (7 / 64) / h)  # the sum of zeros is NaN if b or h is
     scale = saturating_cast(s, E4M3FN)
     d = (scale.to(torch.float32) * h).unsqueeze(-1)
     return scale, torch.where(d == 0, blocks * 0, blocks * (21 / 32) / d)
