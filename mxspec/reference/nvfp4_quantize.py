@@ -89,7 +89,8 @@ def nvfp4_quantize(
 
     Special values: a block of zeros has s = 0. If h is 0 (A is at most 2^-138), every s is 0. If fl(s * h) is 0, every
         code is a zero with the sign of its element. A block with a NaN or an Inf has the scale 0x7F (NaN) and the codes
-        7, also if h is 0. If A is NaN, Inf or negative, T is NaN, every scale is 0x7F and every code is 7. A matrix of zeros has T = 0.
+        7, also if h is 0. If A is NaN, Inf or negative, T is NaN, every scale is 0x7F and every code is 7. A matrix of
+        zeros has T = 0.
 
     Raises:
         TypeError: x or tensor_amax has a dtype that is not listed above.

@@ -141,7 +141,7 @@ def magnitudes(x, minus_d, reciprocal, up, NARROW: tl.constexpr, BOUNDED: tl.con
 
 
 @triton.jit
-def _code(magnitude, sign):
+def _code(magnitude):
     """The e2m1 code of a magnitude, rounded to nearest, ties to even, and saturated: int32. NaN gives any number."""
     magnitude = tl.minimum(magnitude, 6.0)
     # e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
@@ -149,7 +149,7 @@ def _code(magnitude, sign):
     e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
     # 2 steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
     steps = (magnitude + _as_float(e + ((22 << 23) + 2))).to(tl.int32, bitcast=True)
-    return ((steps + (e >> 22)) & 7) | ((sign >> 28) & 8)
+    return (steps + (e >> 22)) & 7
 
 
 @triton.jit
@@ -171,22 +171,23 @@ def bytes_of_words(words):
 
 
 @triton.jit
-def _drawn_code(magnitude, byte, sign):
+def _drawn_code(magnitude, byte):
     """The e2m1 code of a magnitude, rounded by a random byte: int32. NaN gives any number.
 
     The magnitude is a number of 256ths of the steps of its binade, cut off. The byte is added to it.
     """
-    magnitude = tl.minimum(magnitude, 6.0)
-    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    parts = (magnitude * _as_float(-e + _PARTS)).to(tl.int32)
-    return ((((parts + byte) >> 8) + (e >> 22) + 2) & 7) | ((sign >> 28) & 8)
+    y = tl.minimum(magnitude, 6.0)
+    e = y.to(tl.int32, bitcast=True) & 0x7F800000
+    e = tl.maximum(e, 0x3F800000)
+    parts = (y * _as_float(-e + _PARTS)).to(tl.int32)
+    return (((parts + byte) >> 8) + (e >> 22) + 2) & 7
 
 
 @triton.jit
-def _packed(code, wrong):
+def _packed(code, sign, wrong):
     """Two neighbouring codes in a byte, the first in the low half. All codes are 7 if `wrong`."""
-    pairs: tl.constexpr = code.shape[:-1] + (code.shape[-1] // 2, 2)  # noqa: RUF005
-    code |= tl.expand_dims(tl.where(wrong, 7, 0), -1)
+    pairs: tl.constexpr = code.shape[:-1] + (code.shape[-1] // 2, 2)  # noqa: RUF005  # Triton has no `*`
+    code = code | ((sign >> 28) & 8) | tl.expand_dims(tl.where(wrong, 7, 0), -1)
     even, odd = tl.split(code.reshape(pairs))
     return (even | (odd << 4)).to(tl.uint8)
 
@@ -200,14 +201,14 @@ def packed_codes(magnitude, x, wrong, byte, CONVERTS: tl.constexpr):
     """
     sign = x.to(tl.int32, bitcast=True) & tl.expand_dims(tl.where(wrong, 0, -0x80000000), -1)
     if byte is not None:
-        return _packed(_drawn_code(magnitude, byte, sign), wrong)
+        return _packed(_drawn_code(magnitude, byte), sign, wrong)
     elif CONVERTS:
-        pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005
+        pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005  # see above
         signed = _as_float(magnitude.to(tl.int32, bitcast=True) | sign)
         even, odd = tl.split(signed.reshape(pairs))
         return tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
     else:
-        return _packed(_code(magnitude, sign), wrong)
+        return _packed(_code(magnitude), sign, wrong)
 
 
 @triton.jit

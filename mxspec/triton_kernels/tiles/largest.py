@@ -90,7 +90,7 @@ def _largest_of_rows(
             there = (token >= 0) & (token < tl.minimum(stop, tokens))
             source = (token.to(tl.int64) * stride_m)[:, None] + (k0 + k).to(tl.int64)[None, :] * stride_k
             values = tl.load(x + source, mask=there[:, None] & (k0 + k < K)[None, :], other=0)
-            largest = tl.maximum(largest, magnitude_bits(widened(values)))
+            largest = tl.maximum(magnitude_bits(widened(values)), largest)
     tl.store(
         found + row_tile.to(tl.int64) * tl.num_programs(0) + tl.program_id(0), tl.max(largest), row_tile < row_tiles
     )

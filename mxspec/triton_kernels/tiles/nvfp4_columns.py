@@ -156,8 +156,8 @@ def _nvfp4_tile_of_groups(
     _A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride, mask=group < G, other=0))
     s, wrong = block_scale(tl.max(magnitude_bits(values), axis=2), h, up, wrong_group)
     minus_d, reciprocal = divisor(s, h, up, wrong)
-    q = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, None, CONVERTS)
-    q = q.permute(1, 0, 2).reshape(COLS, ROWS // 2)
+    codes = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, None, CONVERTS)
+    q = codes.permute(1, 0, 2).reshape(COLS, ROWS // 2)
     m, R2 = m0 // 2 + tl.arange(0, ROWS // 2), R16 * 8
     to = qdata + k0.to(tl.int64) * R2 + m0 // 2
     tl.store(to + (k * R2)[:, None] + tl.arange(0, ROWS // 2), q, mask=(k0 + k < K)[:, None] & (m < R2)[None, :])
