@@ -44,7 +44,7 @@ from mxspec.reference.nvfp4_quantize import nvfp4_quantize
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 from mxspec.spec import Case, Shapes, random_normal, these
 
-Arguments = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor, Tensor]
+Arguments = tuple[Any, ...]
 EDGE = {"edge"}
 
 
@@ -63,7 +63,7 @@ def arguments(operands: Pair, offs: Tensor, layout: str = "blocked") -> Argument
         else:
             scale.view(torch.uint8)[:, end // NVFP4_BLOCK_SIZE :] = 0xFF
         found += t.mT, scales_laid_out(scale, layout, _tiled(offs)), numbers(E, 5 + i)
-    return *found, offs  # type: ignore[return-value]
+    return *found, offs
 
 
 def sized(
@@ -83,7 +83,7 @@ def quantized(sizes: list[int], N: int, K: int) -> Arguments:
                            for one in of_each], -1) for i in (0, 1))  # fmt: skip
         T = torch.stack([one[2] for one in of_each])
         found += q.view(torch.float4_e2m1fn_x2).mT, s.view(torch.float8_e4m3fn), T
-    return *found, offs_of(sizes)  # type: ignore[return-value]
+    return *found, offs_of(sizes)
 
 
 def refused() -> Iterator[Case]:
