@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common import taken_rows
+from mxspec.cases.common import matmuls, taken_rows
 from mxspec.cases.common.codes import laid_flat
 from mxspec.cases.common.matmuls import affordable, costly
 from mxspec.cases.common.nvfp4_operands import (
@@ -19,6 +19,7 @@ from mxspec.cases.common.nvfp4_operands import (
     SUMS,
     Pair,
     hides,
+    impossible,
     lay,
     made,
     numbers,
@@ -141,6 +142,8 @@ def cases() -> Iterator[Case]:
             yield Case(f"{name}, {layout}", partial(sized, M, N, K, layout), kw, flags=EDGE)
         for name, operands in special((40, 96), (72, 96)):
             yield Case(f"{name}, {layout}", these(*arguments(operands, layout)), kw, flags=EDGE)
+    a, _, Ta, b, _, Tb = sized(40, 72, 8, kinds=values)
+    yield Case("values of one column, rows apart", these(a[:, :1], None, Ta, b[:, :1], None, Tb), flags=EDGE)
     for K in (0, 1, 7, 72, 129):
         yield Case(f"values, K = {K}", partial(sized, 40, 72, K, kinds=values), flags=EDGE)
     operands, nan, huge = pair((9, 64), (40, 64)), torch.nan, 3e38
@@ -224,7 +227,24 @@ DIMENSIONS: dict[str, Any] = {
     "tensor scales": ("ordinary", "special"),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS}
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
+ALSO: list[Choice] = [
+    {f"{one} kind": "codes", f"{one} values": "zeros", **other}
+    for one, size, two in (("a", "M", "b"), ("b", "N", "a"))
+    for other in ({size: 1}, {f"{two} values": "NaN"}, {f"{two} values": "Inf"})
+]
+_CODES, _VALUES = ({f"{name} kind": kind for name in "ab"} for kind in KINDS)
+ALSO += [
+    {**_VALUES, "M": 384, "K": 4128},
+    {**_VALUES, "b values": "finite", "b strides": "rows apart", "N": 48, "K": 48},
+    {**_CODES, "a values": "zeros", "b_scale strides": "one column repeated"},
+    {**_CODES, "a_scale strides": "one row repeated", "b_scale strides": "row-major", "M": 48, "N": 48, "K": 48},
+    {"a kind": "values", "a values": "finite", "b kind": "codes", "b_scale strides": "rows apart"},
+]
+SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",))
 ROWS_TAKEN = taken_rows.of_matmul
 TOLD_BEFORE = ("b.cols",)
-IMPOSSIBLE = ()
+IMPOSSIBLE = (
+    *matmuls.impossible("a", "b"),
+    *impossible("a", "b"),
+    (r"scale_layout = blocked \| [ab]_scale\.strides (?!row-major).*", "blocked scales are one run of bytes"),
+)

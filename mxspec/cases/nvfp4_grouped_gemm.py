@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common import taken_rows
+from mxspec.cases.common import matmuls, taken_rows
 from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, nothing_in_groups, offsets
-from mxspec.cases.common.matmuls import affordable, costly
+from mxspec.cases.common.matmuls import EXPERTS, PADDING_ALONE, affordable, costly
 from mxspec.cases.common.mx_operands import bench_sizes
 from mxspec.cases.common.nvfp4_operands import (
     KINDS,
@@ -20,6 +20,7 @@ from mxspec.cases.common.nvfp4_operands import (
     SUMS,
     Pair,
     hides,
+    impossible,
     lay,
     made,
     numbers,
@@ -246,8 +247,22 @@ DIMENSIONS: dict[str, Any] = {
     "tensor scale strides": ("none", "dense", "one repeated", "apart"),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs": (False, True)}
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
+ALSO: list[Choice] = [
+    {f"{one} kind": "codes", f"{one} values": "zeros", **other}
+    for one, size, two in (("a", "M", "b"), ("b", "N", "a"))
+    for other in ({size: 1}, {f"{two} values": "NaN"}, {f"{two} values": "Inf"})
+]
+SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",))
 TOKENS = "a.rows"
 ROWS_TAKEN = partial(taken_rows.of_groups, scale_layout="blocked")
 TOLD_BEFORE = ("b.cols", "b.experts")
-IMPOSSIBLE = ()
+IMPOSSIBLE = (
+    *matmuls.impossible("a", "b", padded=("a.rows",)),
+    *impossible("a", "b"),
+    (r"a\.rows = 0 \| a_scale\." + PADDING_ALONE[0], PADDING_ALONE[1]),
+    *EXPERTS,
+    (
+        r"scale_layout (?:= blocked|not given) \| [ab]_scale\.strides (?!row-major).*",
+        "blocked scales are one run of bytes",
+    ),
+)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.cases.common import matmuls
 from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, nothing_in_groups, offsets
-from mxspec.cases.common.matmuls import affordable, costly
+from mxspec.cases.common.matmuls import PADDING_ALONE, affordable, costly
 from mxspec.cases.common.mx_operands import bench_sizes
 from mxspec.cases.common.nvfp4_operands import (
     KINDS,
@@ -20,6 +21,7 @@ from mxspec.cases.common.nvfp4_operands import (
     Operand,
     Pair,
     hides,
+    impossible,
     lay,
     made,
     numbers,
@@ -264,5 +266,13 @@ OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs":
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
 TOKENS = "dy.rows"
 TOLD_BEFORE = ("x.rows",)
-IMPOSSIBLE = ()
+IMPOSSIBLE = (
+    *matmuls.impossible("dy", "x", "cols", "rows", padded=("dy.rows",)),
+    *impossible("dy", "x", "cols", "rows"),
+    (r"dy\.rows = 0 \| (?:dy|x)_scale\." + PADDING_ALONE[0], PADDING_ALONE[1]),
+    (
+        r"scale_layout (?:= blocked|not given) \| (?:dy|x)_scale\.strides (?!row-major).*",
+        "blocked scales are one run of bytes",
+    ),
+)
 ACROSS = True

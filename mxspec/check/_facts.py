@@ -62,10 +62,14 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
         elif args[position + 1 : position + 2] == (None,) and f"{name}_scale" in signature.parameters:
             found |= set(_tensor(name, value, False, moved=True)) | set(_unscaled(name, value))
         else:
-            found |= set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
+            of_tensor = set(_tensor(name, value, cases.across(op, kwargs), cases.moves_bytes(op)))
+            if value.dtype == torch.bfloat16 and dispatch.reference(op).spec.min_sqnr_db != math.inf:
+                of_tensor = {
+                    fact for fact in of_tensor
+                    if fact.about.partition(".")[2] not in _OF_CASTS and not fact.value.startswith("in the ")
+                }  # fmt: skip
+            found |= of_tensor
     spec = dispatch.reference(op).spec
-    if spec.min_sqnr_db != math.inf:  # a matmul casts no operand, so nothing depends on a tie
-        found = {fact for fact in found if fact.about.partition(".")[2] not in _OF_CASTS}
     if spec.in_place and spec.min_sqnr_db != math.inf:  # a sum in place: its sizes follow from the operands' sizes
         first = next(iter(signature.parameters))
         found = {fact for fact in found if fact.about not in {f"{first}.{what}" for what in _NOT_OF_SUMS}}
@@ -73,7 +77,8 @@ def facts_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> froze
     return frozenset(fact for fact in found if fact.about not in told)
 
 
-_OF_CASTS = ("tie of e4m3fn", "tie of e5m2", "block", "saturating block")
+# A matmul casts no operand. Facts of a bfloat16 operand that matter to a cast alone.
+_OF_CASTS = ("tie of e4m3fn", "tie of e5m2", "block", "saturating block", "-0", "subnormal", "largest", "negative")
 _NOT_OF_SUMS = ("experts", "rows", "cols", "rank", "tie of e4m3fn", "tie of e5m2", "block", "saturating block")
 
 

@@ -39,7 +39,7 @@ def test_golden_each_block_of_16_has_its_scale():
 
 
 def test_golden_values_are_in_units_of_the_tensor_scale():
-    a, b = two_by_two()
+    a, _ = two_by_two()
     values = torch.zeros(1, 32)
     values[0, :2], values[0, 17] = torch.tensor([2.0, 3.0]), -4.0
     for t in (values.bfloat16(), values.bfloat16().t().contiguous().t()):
@@ -52,7 +52,7 @@ def test_golden_values_are_in_units_of_the_tensor_scale():
 
 def test_golden_the_product_of_the_tensor_scales_is_rounded_to_fp32():
     ones = torch.ones(1, 1).bfloat16()
-    third = torch.tensor(1 / 3)  # 11184811 * 2^-25, whose square is 1/9 + 2^-27 + ...
+    third = torch.tensor(1 / 3)  # 11184811 * 2^-25; its square is 14913081.78 * 2^-27
     out = nvfp4_gemm(ones, None, third, ones, None, third, out_dtype=torch.float32)
     assert out.item() == 14913082 * 2.0**-27
     tiny = torch.tensor(2.0**-100)

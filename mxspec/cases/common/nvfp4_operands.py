@@ -21,7 +21,18 @@ from mxspec.spec import normal
 CODES, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
 KINDS = ("codes", "values")
 SIZES = (0, 1, 48, 384, 1041, 4128)
-SUMS = (0, 1, 16, 48, 161, 768, 2304, 8256)  # of K; 1 and 161 are no multiples of a block, so values alone have them
+SUMS = (
+    0,
+    1,
+    16,
+    48,
+    161,
+    384,
+    1056,
+    2304,
+    4128,
+    8256,
+)  # of K; 1 and 161 are no multiples of a block, so values alone have them
 Operand = tuple[Tensor, Tensor | None]  # codes and plain scales with blocks along the last dimension; or values, None
 Pair = tuple[Operand, Operand]
 
@@ -150,7 +161,9 @@ def made(choice: Choice, name: str, shape: tuple[int, ...], seed: int = 0) -> Op
         rows &= 0x88 if kind == "codes" else -0x8000
     elif t.numel() and values in ("NaN", "Inf"):
         number, rows_of = (math.nan if values == "NaN" else math.inf), t.shape[-2]
-        t[..., 0, t.shape[-1] // 2], t[..., rows_of // 2, 0] = number, -number
+        t[..., 0, 0], t[..., 0, t.shape[-1] // 2], t[..., rows_of // 2, 0] = -number, number, -number
+        if rows_of > 4:
+            t[..., 3, -1] = math.nan
     if scale is not None and scale.numel():
         bits, of = scale.view(torch.uint8), choice[f"{name}_scale values"]
         if of == "extreme":
@@ -193,3 +206,26 @@ def lay(
     elif scale is not None:
         scale = laid(scale, choice[f"{name}_scale strides"], begins)
     return laid(t, choice[f"{name} strides"], choice[f"{name} begins"]), scale
+
+
+def impossible(first: str, second: str, rows: str = "rows", cols: str = "cols") -> tuple[tuple[str, str], ...]:
+    """The pairs of facts of two operands that cannot meet, because an operand is codes with scales or values.
+
+    `cols` is their common dimension, which the sum runs over.
+    """
+    name = f"({first}|{second})"
+    of_values = r"(?:[+-]Inf|NaN|values)"
+    of_codes = r"(?:-0|subnormal|largest|row of zeros|dtype float4_e2m1fn_x2)"
+    turned = "column-major" if cols == "cols" else "row-major"
+    return (
+        (name + r"\.dtype float4_e2m1fn_x2 \| \1\." + of_values + " .*", "codes have no NaN and no Inf"),
+        (name + r"\.dtype bfloat16 \| \1\." + of_codes + " .*", "a fact of codes"),
+        (name + r"\." + of_values + r" .* \| \1\." + of_codes + ".*", "a fact of values and a fact of codes"),
+        (name + r"\.(?:dtype bfloat16|" + of_values + r" .*) \| \1_scale\..*", "values have no scale"),
+        (name + rf"\.strides {turned} \| \1(?:_scale\..*|\." + of_codes + ".*)", "codes have one order"),
+        (
+            name + rf"\.{cols} (?:= 1|odd) \| {name[:-1]})(?:_scale\..*|\." + of_codes + ".*)",
+            "with codes, the size is a multiple of 16",
+        ),
+        (name + rf"\.{cols} = 1 \| {name[:-1]})\.strides {turned}", "one column has no stride"),
+    )
