@@ -1,0 +1,173 @@
+"""The Gluon kernel of the NVFP4 matmuls with each of its tiles, and the values that it multiplies."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mxspec import check, dispatch
+from mxspec.cases import nvfp4_gemm as dense
+from mxspec.cases import nvfp4_grouped_gemm as grouped
+from mxspec.cases import nvfp4_grouped_gemm_wgrad as wgrad
+from mxspec.machine_code.compile import compile_call, problems
+from mxspec.machine_code.fake_gpu import unavailable
+from mxspec.reference.common.matmul import MIN_SQNR_DB
+from mxspec.reference.common.nvfp4_matmul import values
+from tests.helpers import on_hopper, runs_kernels
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+from mxspec.triton_kernels.hopper.nvfp4 import launch as kernel
+from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
+
+VALUES = "values", "values"
+TILES = [tile for _, tile in kernel.TILES]
+each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: str(t["BLOCK_N"]))
+each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
+# The operands of each call, and whether the rows of a and of b lie across the memory.
+CALLS = {
+    "nvfp4_gemm": partial(dense.sized, 304, 528, 352, kinds=VALUES),
+    "nvfp4_grouped_gemm": partial(grouped.sized, [130, 0, 200, 1], 21, 528, 320, kinds=VALUES),
+    "nvfp4_grouped_gemm_wgrad": partial(wgrad.sized, [97, 0, 321, 3], 64, 304, 512, kinds=VALUES),
+}
+each_call = pytest.mark.parametrize(
+    ("op", "across"),
+    [
+        *(("nvfp4_gemm", across) for across in ("", "a", "b", "ab")),
+        *(("nvfp4_grouped_gemm", across) for across in ("", "a", "b", "ab")),
+        ("nvfp4_grouped_gemm_wgrad", ""),
+    ],
+)
+
+
+def operands(op, across):
+    a, _, Ta, b, _, Tb, *offs = CALLS[op]()
+    a, b = (t.mT.contiguous().mT if name in across else t for name, t in (("a", a), ("b", b)))
+    return a, None, Ta, b, None, Tb, *offs
+
+
+def launch(a, _, Ta, b, __, Tb, *offs, op, out_dtype, **tile):
+    """The op by the Gluon kernel alone."""
+    of_groups = {"grouped": "K" if "wgrad" in op else "M", "offs": offs[0]} if offs else {}
+    shape = (len(offs[0]), a.shape[1], b.shape[1]) if "wgrad" in op else (a.shape[0], b.shape[-2])
+    out = torch.empty(shape, dtype=out_dtype, device=a.device)
+    if "wgrad" in op:
+        a, b = a.mT, b.mT
+    kernel.nvfp4_sm90(a, Ta, b, Tb, out, **of_groups, **tile)
+    return out
+
+
+@each_tile
+@each_output
+@each_call
+def test_every_tile_compiles_without_spilling(op, across, out_dtype, tile):
+    code = compile_call(launch, *operands(op, across), op=op, out_dtype=out_dtype, target="sm90", **tile)
+    assert [c.kernel for c in code] == ["nvfp4_gemm_sm90"]
+    patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"
+    assert problems(code, patterns, (), edge=False) == []
+
+
+def test_a_matmul_waits_while_another_runs():
+    """A turn of the loop issues the matmuls of a stage, and then waits for those of the stage before."""
+    code = compile_call(
+        launch, *operands("nvfp4_gemm", ""), op="nvfp4_gemm", out_dtype=torch.bfloat16, target="sm90", **TILES[0]
+    )  # fmt: skip
+    ptx = code[0].ptx
+    assert ptx.count("wgmma.wait_group.sync.aligned 1;") == 2  # one for each warpgroup
+    assert ptx.count("wgmma.wait_group.sync.aligned 0;") == 2  # after the last block of K
+
+
+@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("kinds", [("codes", "codes"), ("codes", "values"), ("values", "codes"), VALUES], ids="-".join)
+def test_codes_become_values_before_the_matmul(op, kinds):
+    made = CALLS[op].func
+    args = made(*([300, 528, 352] if op == "nvfp4_gemm" else [[144, 0, 320, 16], 32, 528, 320]), kinds=kinds)
+    fn = getattr(dispatch.kernel_module(op, "triton"), op)
+    layout = "plain" if op == "nvfp4_gemm" else "blocked"
+    code = compile_call(fn, *args, scale_layout=layout, target="sm90")
+    assert {c.kernel for c in code} == {"nvfp4_gemm_sm90", *(["_nvfp4_values"] if "codes" in kinds else [])}
+    assert problems(code, (), (), edge=False) == []
+
+
+def test_few_rows_read_the_codes_of_the_weights():
+    fn = dispatch.kernel_module("nvfp4_gemm", "triton").nvfp4_gemm
+    assert [c.kernel for c in compile_call(fn, *dense.sized(128, 528, 352), target="sm90")] == ["_tiles"]
+    assert [c.kernel for c in compile_call(fn, *dense.sized(128, 528, 352, kinds=VALUES), target="sm90")] == [
+        "nvfp4_gemm_sm90"
+    ]
+
+
+def test_what_tma_cannot_read_is_for_plain_tiles():
+    for op, args in {
+        "nvfp4_gemm": dense.sized(304, 528, 350, kinds=VALUES),  # rows of 700 bytes
+        "nvfp4_grouped_gemm": grouped.sized([130, 9], 0, 530, 320, kinds=VALUES),  # an output with rows of 1060 bytes
+        "nvfp4_grouped_gemm_wgrad": wgrad.sized([97, 3], 0, 300, 512, kinds=VALUES),
+    }.items():
+        code = compile_call(getattr(dispatch.kernel_module(op, "triton"), op), *args, target="sm90")
+        assert [c.kernel for c in code] == ["_tiles"]
+    # 64 rows of the transpose of b would end in the next expert
+    a, _, Ta, b, _, Tb, offs = grouped.sized([130, 9], 0, 528, 352, kinds=VALUES)
+    fn = dispatch.kernel_module("nvfp4_grouped_gemm", "triton").nvfp4_grouped_gemm
+    code = compile_call(fn, a, None, Ta, b.mT.contiguous().mT, None, Tb, offs, target="sm90")
+    assert [c.kernel for c in code] == ["_tiles"]
+
+
+@runs_kernels
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+def test_values_of_codes_are_exact(layout):
+    device = check.default_device()
+
+    def same(got, expected):
+        assert got.double().equal(expected)
+
+    for M, K in ((150, 208), (128, 64), (5, 16)):
+        plain, laid = (check.on_device(device, dense.sized(M, 8, K, one)) for one in ("plain", layout))
+        same(nvfp4_values(*laid[:2], layout), values(*plain[:2]))
+    for sizes, rest in (([5, 33, 64, 0, 150], 10), ([0, 0, 128], 5)):
+        plain, laid = (check.on_device(device, grouped.sized(sizes, rest, 40, 96, one)) for one in ("plain", layout))
+        n = sum(sizes)
+        same(nvfp4_values(*laid[:2], layout, laid[6], "M")[:n], values(*plain[:2])[:n])
+        same(nvfp4_values(*laid[3:5], layout), values(*plain[3:5]))
+    for sizes, rest in (([48, 160, 64, 0, 16], 32), ([0, 0, 128], 16)):
+        plain, laid = (check.on_device(device, wgrad.sized(sizes, rest, 150, 40, one)) for one in ("plain", layout))
+        n = sum(sizes)
+        for i in (0, 3):
+            got = nvfp4_values(laid[i].mT, laid[i + 1], layout, laid[6], "K")
+            same(got[:, :n], values(plain[i].mT, plain[i + 1])[:, :n])
+
+
+@on_hopper
+@each_tile
+@each_call
+def test_every_tile_gives_the_reference(op, across, tile, monkeypatch):
+    """Three processors, so that each has several tiles."""
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    args = check.on_device(torch.device("cuda"), operands(op, across))
+    for out_dtype in MIN_SQNR_DB:
+        with check.poisoned(0xFF):
+            out = launch(*args, op=op, out_dtype=out_dtype, **tile)
+        expected = dispatch.reference(op)(*args, out_dtype=out_dtype)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
+        assert launch(*args, op=op, out_dtype=out_dtype, **tile).equal(out)
+
+
+@on_hopper
+@pytest.mark.parametrize("K", [16, 64, 72, 128, 256, 320, 448, 1096])
+def test_stages_are_handed_round_for_any_number_of_blocks(K, monkeypatch):
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    args = check.on_device(torch.device("cuda"), dense.sized(700, 520, K, kinds=VALUES))
+    for tile in TILES:
+        out = launch(*args, op="nvfp4_gemm", out_dtype=torch.float32, **tile)
+        expected = dispatch.reference("nvfp4_gemm")(*args, out_dtype=torch.float32)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
+
+
+@on_hopper
+def test_tiles_and_the_gluon_kernel_give_a_row_the_same_bits():
+    args = check.on_device(torch.device("cuda"), dense.sized(300, 528, 2048))
+    fn = dispatch.kernel_module("nvfp4_gemm", "triton").nvfp4_gemm
+    a, a_scale, *others = args
+    whole = fn(*args)
+    for rows in (1, 64, 128, 129):
+        assert fn(a[:rows], a_scale[:rows], *others).equal(whole[:rows])
