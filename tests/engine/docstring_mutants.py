@@ -1379,6 +1379,77 @@ def copies_operands_that_are_row_major(c):
     return {"dy": c.dy.mT.contiguous().mT}
 
 
+# ---- nvfp4_gemm, nvfp4_grouped_gemm, nvfp4_grouped_gemm_wgrad
+
+
+def nvfp4_pair(m=40, n=48, k=96):
+    return *right.nvfp4_quantize(rand(m, k)), *right.nvfp4_quantize(rand(n, k, seed=4))
+
+
+def of_values(operands):
+    """The same operands, as values and no codes."""
+    a, a_scale, of_a, b, b_scale, of_b = operands
+    one = torch.ones(())
+    return (
+        right.nvfp4_dequantize(a, a_scale, one), None, of_a, right.nvfp4_dequantize(b, b_scale, one), None, of_b
+    )  # fmt: skip
+
+
+@before("nvfp4_gemm", "special", lambda: of_values(nvfp4_pair()))
+def tensor_scales_are_for_codes_alone(c):
+    return c.a_scale is None and c.b_scale is None and {"a_tensor_scale": torch.ones_like(c.a_tensor_scale)}
+
+
+@after("nvfp4_gemm", "special", lambda: (*nvfp4_pair(k=0)[:5], torch.tensor(NAN)))
+def a_sum_of_nothing_is_zero(out, c):
+    empty = c.a.shape[1] == 0
+    return torch.zeros_like(out) if empty else out
+
+
+@accepts("nvfp4_gemm", "refusal", lambda: (of_values(nvfp4_pair())[0], *nvfp4_pair()[1:]))
+def values_may_have_scales(c):
+    of_values = [name for name in "ab" if getattr(c, name).dtype == BF16]
+    return {f"{name}_scale": None for name in of_values}
+
+
+def nvfp4_grouped(values=False):
+    a, a_scale, _, *_ = nvfp4_pair()
+    w = right.nvfp4_quantize(rand(3, 48, 96, seed=4))
+    of_a = torch.tensor([0.5, 1.0, 2.0])
+    if values:
+        one = torch.ones(3)
+        a, a_scale, w = (
+            right.nvfp4_dequantize(a, a_scale, one[0]),
+            None,
+            (right.nvfp4_dequantize(*w[:2], one), None, w[2]),
+        )
+    return a, a_scale, of_a, *w, ends(7, 7, 30)
+
+
+@before("nvfp4_grouped_gemm", "offs", nvfp4_grouped, scale_layout="plain")
+def tokens_have_one_tensor_scale(c):
+    return len(c.a_tensor_scale) > 1 and {"a_tensor_scale": c.a_tensor_scale[:1].expand(len(c.a_tensor_scale))}
+
+
+@before(
+    "nvfp4_grouped_gemm", "layout", lambda: (*(t := nvfp4_grouped(True))[:3], tall(t[3]).mT.contiguous().mT, *t[4:])
+)
+def values_of_b_are_read_k_major(c):
+    across = c.b_scale is None and c.b.numel() and c.b.stride(-1) != 1 and min(c.b.shape[1:]) > 1
+    return across and {"b": c.b.mT.contiguous().reshape(c.b.shape)}
+
+
+def nvfp4_wgrad():
+    dy, dy_scale, _ = right.nvfp4_quantize(rand(64, 8), axis=-2)
+    x, x_scale, _ = right.nvfp4_quantize(rand(64, 24, seed=4), axis=-2)
+    return dy, dy_scale, torch.tensor([1.0, 2.0]), x, x_scale, torch.tensor([1.0, 0.5]), ends(16, 48)
+
+
+@before("nvfp4_grouped_gemm_wgrad", "offs", nvfp4_wgrad, scale_layout="plain")
+def groups_of_codes_begin_at_multiples_of_32(c):
+    return c.dy_scale is not None and c.x_scale is not None and {"offs": c.offs // 32 * 32}
+
+
 # ---- zero_unused_
 
 

@@ -235,6 +235,6 @@ def exact_values(q, s):
     pairs = q.to(tl.uint16)
     even = ((pairs & 7) << 9 | (pairs & 8) << 12).to(tl.float16, bitcast=True).to(tl.float32)
     odd = ((pairs & 0x70) << 5 | (pairs & 0x80) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    s = s * 16384.0
-    values = tl.join((even * s).to(tl.bfloat16), (odd * s).to(tl.bfloat16))
+    factor = s * 16384.0
+    values = tl.join((even * factor).to(tl.bfloat16), (odd * factor).to(tl.bfloat16))
     return values.reshape(q.shape[0], 2 * q.shape[1])
