@@ -68,6 +68,7 @@ def cases() -> Iterator[Case]:
             return these(torch.cat([torch.full((1, x.shape[1]), 2688.0), x]), offs_of([len(x) + 1]), *more)
 
         yield Case(f"every code and tie, random {state}", alone(codes_and_ties()), flags=EDGE)
+        yield Case(f"just below each 512th, random {state}", alone(_below_each_512th()), flags=EDGE)
         yield Case(f"every scale and tie, random {state}", alone(scales_and_ties()), flags=EDGE)
         yield Case(f"ties of codes under every scale, random {state}", alone(ties_under_scales()), flags=EDGE)
         exponents = lambda more=more: (every_exponent(E4M3FN)[:250], offs_of([100, 155, 250]), *more)  # noqa: E731
@@ -128,6 +129,16 @@ def cases() -> Iterator[Case]:
     yield refused("signs a float", TypeError, "signs = 1.0; needs an integer", signs=1.0)
     yield refused("offs that decrease", ValueError, "offs[1] = 5 after 45", x, offs.flip(0), check_offs=True)
     yield refused("offs past M", ValueError, "offs[-1] = 51 is past M = 50", x, offs + 6, check_offs=True)
+
+
+def _below_each_512th() -> Tensor:
+    """`(272, 16)` fp32, in blocks with the scale 1: the number just below each k / 512.
+
+    These numbers are below 1/2. Some random bytes are too small by 1 to round them up.
+    """
+    k = torch.arange(4080) % 255 + 1
+    below = (k / 512).nextafter(torch.zeros(1)).reshape(272, 15)
+    return torch.cat([torch.full((272, 1), 6.0), below], 1)
 
 
 def _unit() -> Tensor:

@@ -19,7 +19,8 @@ OPS = [
     "clamped_swiglu_backward_fp8_quantize_rowcol_groups", "clamped_swiglu_fp8_quantize_rowcol_groups",
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
     "fp8_quantize_rowcol_groups", "fp8_requantize_k_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups",
-    "mx_quantize_rowcol_groups", "mx_requantize_groups", "pad_token_groups", "place_token_groups",
+    "mx_quantize_rowcol_groups", "mx_requantize_groups", "nvfp4_fake_quantize_rowcol_groups", "pad_token_groups",
+    "place_token_groups",
     "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_backward_mx_quantize_rowcol_groups",
     "swiglu_fp8_quantize_rowcol_groups", "swiglu_mx_quantize_rowcol_groups", "to_blocked_k_groups",
     "to_blocked_m_groups", "unpad_token_groups", "zero_unused_",
@@ -78,6 +79,9 @@ def calls(op, offs):
             for layout in ("plain", "blocked")
         ],
         "mx_fake_quantize_rowcol_groups": [((x, offs), {}, (M, D), (M, D))],
+        "nvfp4_fake_quantize_rowcol_groups": [
+            ((x, offs), {"signs": signs}, (M, D), (E,), (80, D), (E,)) for signs in (None, 0xD7E8)
+        ],
         "mx_quantize_groups": [((x, offs), options, (512, D)) for options in ({}, *columns)],
         "mx_quantize_rowcol_groups": [
             ((x, offs), {"scale_layout": layout}, (512, D), *scales, (512, D)) for layout, *scales in both_scales
