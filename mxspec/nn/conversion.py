@@ -216,7 +216,7 @@ def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
         raise TypeError(f"it has {registered}, and a new layer would lose them")
     if recipe.format == "bf16":
         raise TypeError("for bf16, nn.Linear is enough: give it bfloat16, or use autocast")
-    of_format = {"fp8_128": Float8BlockwiseLinear, "mxfp8": MXLinear, "nvfp4": NVFP4Linear}
+    of_format: dict[str, Any] = {"fp8_128": Float8BlockwiseLinear, "mxfp8": MXLinear, "nvfp4": NVFP4Linear}
     new = of_format[recipe.format].from_linear(layer, recipe)
     own = {name: value for name, value in vars(layer).items() if name not in plain}
     if taken := [name for name in own if hasattr(new, name)]:

@@ -537,6 +537,67 @@ def hadamard_16(x: Any, *, axis: Any = -1, signs: Any = 0xD7E8) -> Tensor:
     return rounded(out, x.dtype)
 
 
+def philox_bytes(random: Any, more: int, blocks: int) -> np.ndarray:
+    """NVFP4-32: 16 bytes of Philox4x32-10 for each block, `(blocks, 16)`, from a seed and an offset plus `more`."""
+    seed, offset = (int(number) % 2**64 for number in random.tolist())
+    offset = (offset + more) % 2**64
+    n, low = np.arange(blocks, dtype=np.uint64), np.uint64(2**32 - 1)
+    c = [np.full_like(n, offset % 2**32), np.full_like(n, offset >> 32), n & low, n >> np.uint64(32)]
+    k = [seed % 2**32, seed >> 32]
+    for _ in range(10):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        high_a, high_b = a >> np.uint64(32), b >> np.uint64(32)
+        c = [high_b ^ c[1] ^ np.uint64(k[0]), b & low, high_a ^ c[3] ^ np.uint64(k[1]), a & low]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return np.stack(c, -1).astype("<u4").view(np.uint8)
+
+
+def nvfp4_fake_quantize_rowcol_groups(
+    x: Any, offs: Any, random: Any = None, *, signs: Any = None, check_offs: Any = False
+) -> tuple[Tensor, ...]:
+    """NVFP4-30 to NVFP4-32."""
+    check_tensor("x", x, FLOATS, (2,))
+    check_ends(offs, x, x.shape[0], check_offs)
+    if random is not None:
+        check_tensor("random", random, (torch.int64,), (1,))
+        check_device(x, random)
+        need(random.shape == (2,), "shape of random")
+    if signs is not None:
+        need(type(signs) is int and 0 <= signs < 2**16, "signs")
+    (M, K), ends = x.shape, offs.tolist()
+    need(K % 16 == 0, "K is no multiple of 16")
+    R = up(M + len(ends) * 16, 16)
+    need(R < 2**31, "too many rows")
+    rows, columns = (x.new_zeros((n, K), dtype=torch.bfloat16) for n in (M, R))
+    scales: tuple[list[Tensor], list[Tensor]] = ([], [])
+    byte = []
+    for more in (0, 1) if random is not None else ():
+        of_blocks = philox_bytes(random, more, R // 16 * K).reshape(R // 16, K, 16)
+        byte.append(np.ascontiguousarray(of_blocks.swapaxes(1, 2)).reshape(R, K))
+    begin, places = 0, [0]
+    for end in ends:
+        place = slice(places[-1], places[-1] + up(end - begin, 16))
+        group = x.new_zeros((place.stop - place.start, K))
+        group[: end - begin] = x[begin:end]
+        turned = group if signs is None else hadamard_16(group, axis=-2, signs=signs)
+        for way, (matrix, axis) in enumerate(((group, -1), (turned, -2))):
+            if random is None:
+                codes, scale, T = nvfp4_quantize(matrix, axis=axis)
+            else:
+                codes, scale, T = nvfp4_quantize_stochastic(matrix, torch.from_numpy(byte[way][place]), axis=axis)
+            values = nvfp4_dequantize(codes, scale, torch.ones(()), axis=axis)
+            scales[way].append(T)
+            if way:
+                columns[place] = values
+            else:
+                rows[begin:end] = values[: end - begin]
+        begin = end
+        places.append(place.stop)
+    row_scale, column_scale = (torch.stack(s) if s else x.new_zeros((0,), dtype=torch.float32) for s in scales)
+    start, stop = (torch.tensor(p, dtype=torch.int32) for p in (places[:-1], places[1:]))
+    return rows, row_scale, columns, column_scale, start, stop
+
+
 def nvfp4_dequantize(
     qdata: Any, scale: Any, tensor_scale: Any, *, axis: Any = -1, out_dtype: Any = torch.bfloat16,
     scale_layout: Any = "plain",
