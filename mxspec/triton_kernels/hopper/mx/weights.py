@@ -111,39 +111,49 @@ def _values(codes, words, operand: gl.constexpr, TWICE: gl.constexpr):
 
 
 @gluon.jit
-def _step(values, acc, ring, scale, count, step, steps, operand: gl.constexpr, TWICE: gl.constexpr):
+def _step(values, acc, ring, scale, step, steps, operand: gl.constexpr):
     """Multiply a step. Meanwhile, turn the codes of the next step. Then fill the stage that is free."""
-    tokens = ring.x.index(count % ring.STAGES).permute((1, 0))
+    tokens = ring.x.index(step % ring.STAGES).permute((1, 0))
     running = warpgroup_mma(values, tokens, acc, is_async=True)
-    ring.wait(count + 1)
-    next = _values(ring.w.index((count + 1) % ring.STAGES), scale, operand, TWICE)
+    ring.wait(step + 1)
+    next = _values(ring.w.index((step + 1) % ring.STAGES), scale, operand, False)
     acc, values = warpgroup_mma_wait(0, deps=[running, values])
     barrier()  # every warp has read the stage
-    ring.fill(step + ring.STAGES, count + ring.STAGES, step + ring.STAGES <= steps)
+    ring.fill(step + ring.STAGES, step + ring.STAGES, step + ring.STAGES <= steps)
     return next, acc
 
 
 @gluon.jit
-def _sums(ring, scales, steps, begin, TWICE: gl.constexpr):
-    """The sums of a tile, `(64, BLOCK_M)`, over an even number of steps. `begin` counts the fills before.
+def _sums(ring, scales, steps, acc, operand: gl.constexpr):
+    """The sums of a tile, `(64, BLOCK_M)`, over an even number of steps.
 
     One more step is filled and turned, whose codes are past K.
     """
-    BLOCK_M: gl.constexpr = ring.x.shape[1]
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     first = scales.load(0)
     one, other = scales.load(1), scales.load(2)
     for step in gl.static_range(ring.STAGES):
-        ring.fill(step, begin + step, step <= steps)
-    acc = gl.zeros([64, BLOCK_M], gl.float32, mma)
-    ring.wait(begin)
-    values = _values(ring.w.index(begin % ring.STAGES), first, operand, TWICE)
+        ring.fill(step, step, step <= steps)
+    ring.wait(0)
+    values = _values(ring.w.index(0), first, operand, False)
     for step in range(0, steps, 2):
         later, last = scales.load(step + 3), scales.load(step + 4)
-        values, acc = _step(values, acc, ring, one, begin + step, step, steps, operand, TWICE)
-        values, acc = _step(values, acc, ring, other, begin + step + 1, step + 1, steps, operand, TWICE)
+        values, acc = _step(values, acc, ring, one, step, steps, operand)
+        values, acc = _step(values, acc, ring, other, step + 1, steps, operand)
         one, other = later, last
+    return acc
+
+
+@gluon.jit
+def _exact_sums(ring, scales, steps, begin, acc, operand: gl.constexpr):
+    """`_sums` under every scale, one step after the other. `begin` counts the fills before."""
+    for step in range(steps):
+        count = begin + step
+        barrier()
+        ring.fill(step, count, True)
+        ring.wait(count)
+        values = _values(ring.w.index(count % ring.STAGES), scales.load(step), operand, True)
+        tokens = ring.x.index(count % ring.STAGES).permute((1, 0))
+        acc = warpgroup_mma(values, tokens, acc, is_async=False)
     return acc
 
 
@@ -176,10 +186,13 @@ def mx_weights_sm90(
     of_row = (n // 128).to(gl.int64) * stride_r + (n % 32 * 4 + n % 128 // 32) if BLOCKED else n.to(gl.int64) * stride_r
     scales = Scales(scale + of_row, n < N, stride_w, K // 128)
     steps = gl.cdiv(K, 512) * 2
-    acc = _sums(ring, scales, steps, 0, False)
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    zeros = gl.zeros([64, BLOCK_M], gl.float32, mma)
+    acc = _sums(ring, scales, steps, zeros, operand)
     is_finite = (acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
     if gl.max(gl.max((is_finite == 0).to(gl.int32), 1), 0) != 0:
-        again = _sums(ring, scales, steps, steps + 1, True)
+        again = _exact_sums(ring, scales, steps, steps + 1, zeros, operand)
         acc = gl.where(is_finite, acc, again)
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
