@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import MX_BLOCK_SIZE, element
 from mxspec.triton_kernels.common import numerics
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import scale_value
+from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
 
 # Blackwell: compiled, not run. Measured on an H200: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
@@ -46,7 +47,7 @@ PTX = (
 def supports(
     qdata: Tensor, scale: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str | None = None, **_: Any
 ) -> str | None:
-    if reason := numerics.supports(qdata.dtype if elem_dtype is None else elem_dtype):
+    if reason := numerics.supports(qdata.dtype if elem_dtype is None else elem_dtype, packed=True):
         return reason
     if qdata.numel() > 2**35:
         return f"counts blocks in 32 bits, so qdata may have up to 2^35 elements; it has {qdata.numel()}"
@@ -56,6 +57,12 @@ def supports(
     if qdata.ndim == 3 and qdata.shape[0] > 65535:
         return f"takes up to 65535 experts, the limit of its grid; qdata has {qdata.shape[0]}"
     return None
+
+
+@triton.jit
+def code_values(q):
+    """The values of codes in fp32. A byte of e2m1 gives two values."""
+    return values_of_pairs(q, 1.0, 1.0, tl.float32) if q.dtype == tl.uint8 else q.to(tl.float32)
 
 
 @triton.jit
@@ -69,15 +76,17 @@ def _mx_dequantize(
     at_once: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     i = tl.arange(0, BLOCKS)
     j = tl.max_contiguous(tl.arange(0, 32), at_once)
+    BYTES: tl.constexpr = 16 if qdata.dtype.element_ty == tl.uint8 else 32  # e2m1 has two codes in a byte
+    of_block = tl.max_contiguous(tl.arange(0, BYTES), at_once * BYTES // 32)
     # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
         # Codes and scales are contiguous: byte n scales the 32 codes at 32 * n, and no division is needed.
         start = tl.program_id(0).to(tl.int64) * BLOCKS
         in_matrix = (start + i < R * C) | EVEN
-        q_offset = i[:, None] * 32 + j[None, :]
-        out_offset = q_offset
+        q_offset = i[:, None] * BYTES + of_block[None, :]
+        out_offset = i[:, None] * 32 + j[None, :]
         scale_offset = i
-        qdata += start * 32
+        qdata += start * BYTES
         out += start * 32
         scale += start
     elif LAYOUT == "strided":
@@ -85,7 +94,7 @@ def _mx_dequantize(
         n = tl.program_id(0) * BLOCKS + i
         in_matrix = n < R * C
         row, c = (n // C).to(tl.int64), n % C
-        k = c[:, None] * 32 + j[None, :]
+        k = c[:, None] * BYTES + of_block[None, :]
         q_offset = row[:, None] * stride_r + k.to(tl.int64) * stride_k
         out_offset = n.to(tl.int64)[:, None] * 32 + j[None, :]
         scale_offset = row * scale_stride_r + c.to(tl.int64) * scale_stride_c
@@ -99,9 +108,9 @@ def _mx_dequantize(
         row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
         c = tl.program_id(0) // parts * 4 + col
         in_matrix = (row_tile * 128 + row < R) & (c < C)
-        k = c[:, None] * 32 + j[None, :]
+        k = c[:, None] * BYTES + of_block[None, :]
         q_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
-        out_offset = row.to(tl.int64)[:, None] * (C * 32) + k
+        out_offset = row.to(tl.int64)[:, None] * (C * 32) + (c[:, None] * 32 + j[None, :])
         scale_offset = i.to(tl.int64) * scale_stride_c
         qdata += e * stride_e + row_tile * 128 * stride_r
         out += (e * R + row_tile * 128) * C * 32
@@ -110,7 +119,7 @@ def _mx_dequantize(
 
     q = tl.load(qdata + q_offset, mask=in_matrix[:, None])
     byte = tl.load(scale + scale_offset, mask=in_matrix).to(tl.int32)
-    value = q.to(tl.float32) * scale_value(byte)[:, None]
+    value = code_values(q) * scale_value(byte)[:, None]
     tl.store(out + out_offset, value.to(out.dtype.element_ty), mask=in_matrix[:, None])
 
 
@@ -118,11 +127,12 @@ def _mx_dequantize(
 def _values(codes, scale, in_rows, in_cols, in_blocks):
     """The values of blocks in fp32.
 
-    `codes` are pointers `(rows, 32 * blocks)`, and `scale` are pointers `(rows, blocks)`.
+    `codes` are pointers `(rows, bytes)`, and `scale` are pointers `(rows, blocks)`.
     """
     value = scale_value(tl.load(scale, mask=in_rows[:, None] & in_blocks[None, :]).to(tl.int32))
-    value = tl.broadcast_to(value[:, :, None], (scale.shape[0], scale.shape[1], 32)).reshape(codes.shape)
-    return tl.load(codes, mask=in_rows[:, None] & in_cols[None, :]).to(tl.float32) * value
+    value = tl.broadcast_to(value[:, :, None], (scale.shape[0], scale.shape[1], 32))
+    value = value.reshape(scale.shape[0], scale.shape[1] * 32)
+    return code_values(tl.load(codes, mask=in_rows[:, None] & in_cols[None, :])) * value
 
 
 @triton.jit
@@ -137,8 +147,10 @@ def _mx_dequantize_turned(
     first_r = tl.program_id(0) // col_programs % row_programs * ROWS
     e = (tl.program_id(0) // col_programs // row_programs).to(tl.int64)
     r, c, k = tl.arange(0, ROWS // 4) * 4, tl.arange(0, BLOCKS), tl.arange(0, BLOCKS * 32)
-    qdata += e * stride_e + first_r.to(tl.int64) * stride_r + first_c.to(tl.int64) * 32 * stride_k
-    codes = qdata + (r.to(tl.int64)[:, None] * stride_r + k.to(tl.int64)[None, :] * stride_k)
+    BYTES: tl.constexpr = 16 if qdata.dtype.element_ty == tl.uint8 else 32  # e2m1 has two codes in a byte
+    of_row = tl.arange(0, BLOCKS * BYTES)
+    qdata += e * stride_e + first_r.to(tl.int64) * stride_r + first_c.to(tl.int64) * BYTES * stride_k
+    codes = qdata + (r.to(tl.int64)[:, None] * stride_r + of_row.to(tl.int64)[None, :] * stride_k)
     scale += e * scale_stride_e
     if BLOCKED:  # the rows of a program are in one row of tiles, and its first block is a tile's first column
         scale += ((first_r // 128).to(tl.int64) * tl.cdiv(C, 4) + first_c // 4) * 512 * scale_stride_c
@@ -153,11 +165,12 @@ def _mx_dequantize_turned(
     # A thread reads codes from four neighbouring rows and joins them in its registers. The transposition exchanges
     # values through shared memory: the join makes it move 8 or 16 bytes at a time instead of single values.
     step = tl.cast(stride_r, tl.int64)
-    rows, in_cols, in_blocks = R - first_r, first_c * 32 + k < C * 32, first_c + c < C
-    x0 = _values(codes, scales, r < rows, in_cols, in_blocks)
-    x1 = _values(codes + step, scales + scale_step, r + 1 < rows, in_cols, in_blocks)
-    x2 = _values(codes + 2 * step, scales + 2 * scale_step, r + 2 < rows, in_cols, in_blocks)
-    x3 = _values(codes + 3 * step, scales + 3 * scale_step, r + 3 < rows, in_cols, in_blocks)
+    rows, in_bytes, in_blocks = R - first_r, first_c * BYTES + of_row < C * BYTES, first_c + c < C
+    in_cols = first_c * 32 + k < C * 32
+    x0 = _values(codes, scales, r < rows, in_bytes, in_blocks)
+    x1 = _values(codes + step, scales + scale_step, r + 1 < rows, in_bytes, in_blocks)
+    x2 = _values(codes + 2 * step, scales + 2 * scale_step, r + 2 < rows, in_bytes, in_blocks)
+    x3 = _values(codes + 3 * step, scales + 3 * scale_step, r + 3 < rows, in_bytes, in_blocks)
     x = tl.join(tl.join(x0, x2), tl.join(x1, x3)).to(out.dtype.element_ty)  # (r // 4, k, r % 4 // 2, r % 2)
     x = x.permute(1, 0, 2, 3).reshape(BLOCKS * 32, ROWS)
     n = tl.arange(0, ROWS)
@@ -174,12 +187,18 @@ def mx_dequantize(
     scale_layout: str = "plain",
     elem_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
-    out = torch.empty_like(qdata, dtype=out_dtype, memory_format=torch.contiguous_format)
+    per_byte = element(qdata.dtype).per_byte
+    shape = list(qdata.shape)
+    shape[axis] *= per_byte
+    out = torch.empty(shape, dtype=out_dtype, device=qdata.device)
     if not out.numel():
         return out
     blocked = scale_layout == "blocked"
     q = qdata if axis == -1 else qdata.mT
+    if per_byte > 1:
+        q = q.view(torch.uint8)
     *lead, R, K = q.shape
+    K *= per_byte
     C, E = K // MX_BLOCK_SIZE, lead[0] if lead else 1
     stride_e, scale_stride_e = (q.stride(0), scale.stride(0)) if lead else (0, 0)
     scale_stride_r = 0 if blocked else scale.stride(-2)

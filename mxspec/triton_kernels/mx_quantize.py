@@ -19,6 +19,8 @@ from mxspec.triton_kernels.common import numerics
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import (
+    e2m1_code,
+    in_pairs,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
@@ -43,7 +45,7 @@ _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
 def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    if reason := numerics.supports(elem_dtype):
+    if reason := numerics.supports(elem_dtype, packed=True):
         return reason
     if axis == -2:
         if not _is_transposed(x):
@@ -75,6 +77,9 @@ def _mx_quantize(
 ):  # fmt: skip
     i = tl.arange(0, BLOCKS)
     j = tl.arange(0, 32)
+    PACKED: tl.constexpr = qdata.dtype.element_ty == tl.uint8  # e2m1, two codes in a byte
+    BYTES: tl.constexpr = 16 if PACKED else 32
+    of_block = tl.arange(0, BYTES)
     # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
         # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed.
@@ -82,9 +87,9 @@ def _mx_quantize(
         in_matrix = (start + i < R * C) | EVEN
         owned = in_matrix
         x_offset = i[:, None] * 32 + j[None, :]
-        q_offset = x_offset
+        q_offset = i[:, None] * BYTES + of_block[None, :]
         x += start * 32
-        qdata += start * 32
+        qdata += start * BYTES
         scale += start
     elif LAYOUT == "strided":
         e = tl.program_id(2).to(tl.int64)
@@ -93,9 +98,9 @@ def _mx_quantize(
         owned = in_matrix
         k = (n % C)[:, None] * 32 + j[None, :]
         x_offset = (n // C).to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
-        q_offset = n.to(tl.int64)[:, None] * 32 + j[None, :]
+        q_offset = n.to(tl.int64)[:, None] * BYTES + of_block[None, :]
         x += e * stride_e
-        qdata += e * R * C * 32
+        qdata += e * R * C * BYTES
         scale += e * R * C + tl.program_id(0) * BLOCKS
     else:
         parts: tl.constexpr = 512 // BLOCKS  # programs a tile
@@ -107,14 +112,15 @@ def _mx_quantize(
         owned = row_tile < tl.cdiv(R, 128)
         k = c[:, None] * 32 + j[None, :]
         x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
-        q_offset = row.to(tl.int64)[:, None] * (C * 32) + k
+        q_offset = row.to(tl.int64)[:, None] * (C * BYTES) + (c[:, None] * BYTES + of_block[None, :])
         x += e * stride_e + row_tile * 128 * stride_r
-        qdata += (e * R + row_tile * 128) * C * 32
+        qdata += (e * R + row_tile * 128) * C * BYTES
         scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
 
     values = widened(tl.load(x + x_offset, mask=in_matrix[:, None], other=0))
     byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-    q = saturating_cast(values * reciprocal_scale(byte)[:, None], qdata.dtype.element_ty)
+    q = values * reciprocal_scale(byte)[:, None]
+    q = in_pairs(e2m1_code(q)) if PACKED else saturating_cast(q, qdata.dtype.element_ty)
     tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
     tl.store(scale + i, byte.to(tl.uint8), mask=owned)
 
@@ -136,7 +142,7 @@ def mx_quantize(
         return qdata.mT, scale
     *lead, R, K = x.shape
     C, E = K // 32, lead[0] if lead else 1
-    qdata = torch.empty_like(x, dtype=fmt.dtype, memory_format=torch.contiguous_format)
+    qdata = x.new_empty((*lead, R, K // fmt.per_byte), dtype=torch.uint8 if fmt.per_byte > 1 else fmt.dtype)
     row_groups, even = 1, False
     if scale_layout == "blocked":
         layout, (row_tiles, col_tiles) = "blocked", blocked_shape(R, C)
@@ -159,4 +165,4 @@ def mx_quantize(
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
             *exponent_rule(fmt, scaling, x.dtype), layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
-    return qdata, scale.view(torch.float8_e8m0fnu)
+    return qdata.view(fmt.dtype), scale.view(torch.float8_e8m0fnu)

@@ -16,7 +16,7 @@ PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[4
 
 
 def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype) or mx_columns.supports(x)
+    return numerics.supports(elem_dtype, packed=True) or mx_columns.supports(x)
 
 
 def mx_quantize_rowcol(

@@ -8,13 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
-from mxspec.formats import E4M3FN, E5M2, element
+from mxspec.formats import E2M1, E4M3FN, E5M2, element
 
 
-def supports(elem_dtype: torch.dtype | str) -> str | None:
-    """Why the kernels cannot write or read an element format, or None. They are tested for these two formats."""
+def supports(elem_dtype: torch.dtype | str, packed: bool = False) -> str | None:
+    """Why the kernels cannot write or read an element format, or None. They are tested for these formats.
+
+    packed: whether they take e2m1, too.
+    """
     fmt = element(elem_dtype)
-    return None if fmt in (E4M3FN, E5M2) else f"takes e4m3fn and e5m2 elements, not {fmt.name}"
+    if fmt in (E4M3FN, E5M2) or (packed and fmt == E2M1):
+        return None
+    return f"takes e4m3fn{', e5m2 and e2m1' if packed else ' and e5m2'} elements, not {fmt.name}"
 
 
 @triton.jit
@@ -89,3 +94,26 @@ def saturating_cast(x, DTYPE: tl.constexpr):
     `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is needed.
     """
     return x.to(DTYPE)
+
+
+@triton.jit
+def e2m1_code(x):
+    """The e2m1 codes of fp32, int32: rounded to nearest, ties to even, and saturated. NaN gives 7.
+
+    e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
+    e * 2^22 therefore rounds to steps, and has their number in its last bits. The code is 2 * log2(e) more.
+    """
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    # 2 steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
+    steps = (magnitude + (e + ((22 << 23) + 2)).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    code = ((steps + (e >> 22)) & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    return tl.where(x == x, code, 7)
+
+
+@triton.jit
+def in_pairs(codes):
+    """Neighbours along the last dimension in a byte, the first in the low half."""
+    pairs: tl.constexpr = codes.shape[:-1] + (codes.shape[-1] // 2, 2)  # noqa: RUF005  # Triton has no `*`
+    even, odd = tl.split(codes.reshape(pairs))
+    return (even | (odd << 4)).to(tl.uint8)

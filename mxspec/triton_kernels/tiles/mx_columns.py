@@ -26,6 +26,8 @@ from mxspec.triton_kernels.common.blocked import blocked_shape
 from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, tokens_left
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import (
+    e2m1_code,
+    in_pairs,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
@@ -91,6 +93,7 @@ def _mx_tile(
 ):  # fmt: skip
     # M32 and K32 are M / 32 and K / 32, computed on the host so that Triton keeps its divisible-by-16 specialization.
     # With `offs`, M counts the padded rows of token groups, and `tokens` counts the rows of x.
+    PACKED: tl.constexpr = q_col.dtype.element_ty == tl.uint8  # e2m1, two codes in a byte
     ROWS: tl.constexpr = RUN * RUNS
     BLOCKS: tl.constexpr = ROWS // 32
     RUNS_OF_BLOCK: tl.constexpr = 32 // RUN
@@ -162,13 +165,27 @@ def _mx_tile(
         tl.static_assert(RUN == 8)
         blocks = wide.reshape(RUNS, PARTS, PART // 32, 32, RUN)
         row_byte = shared_exponent(tl.max(magnitude_bits(blocks), axis=3), EMAX, ROUND, EXCEPT)
-        q = (blocks * reciprocal_scale(row_byte)[:, :, :, None, :]).reshape(RUNS, PARTS, PART, 2, 2, 2)
-        store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside, None, 0, 1)
+        q = blocks * reciprocal_scale(row_byte)[:, :, :, None, :]
+        if PACKED:
+            q = in_pairs(e2m1_code(q).permute(0, 1, 2, 4, 3)).permute(0, 1, 2, 4, 3)
+            byte_of_row = tl.arange(0, PARTS)[:, None] * (PART // 2) + tl.arange(0, PART // 2)[None, :]
+            in_row = ((m0 + g < M)[:, None, None] & (k0 + 2 * byte_of_row < K)[None, :, :]) | EVEN
+            at = q_row + ((e * M + m0) * K + k0) // 2 + ((g * (K // 2))[:, None, None] + byte_of_row[None, :, :])
+            store8(at, K // 2, q.reshape(RUNS, PARTS, PART // 2, 2, 2, 2), in_row, None, 0, 1)
+        else:
+            q = q.reshape(RUNS, PARTS, PART, 2, 2, 2)
+            store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside, None, 0, 1)
 
     q = wide.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN) * reciprocal_scale(byte)[:, None, :, :, None]
-    owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN
-    q = saturating_cast(q, q_col.dtype.element_ty).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS)
-    tl.store(q_col + (e * K + k0) * M + m0 + (k[:, None] * M + m[None, :]), q, mask=owned)
+    if PACKED:
+        byte_of_column = tl.arange(0, ROWS // 2)
+        owned = ((k0 + k < K)[:, None] & (m0 + 2 * byte_of_column < M)[None, :]) | EVEN
+        q = in_pairs(e2m1_code(q)).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS // 2)
+        tl.store(q_col + ((e * K + k0) * M + m0) // 2 + (k[:, None] * (M // 2) + byte_of_column[None, :]), q, mask=owned)
+    else:
+        owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN
+        q = saturating_cast(q, q_col.dtype.element_ty).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS)
+        tl.store(q_col + (e * K + k0) * M + m0 + (k[:, None] * M + m[None, :]), q, mask=owned)
     byte, c = byte.to(tl.uint8).reshape(BLOCKS, COLS), tl.arange(0, BLOCKS)  # c: columns of s_col, (K, M32)
     if (
         BLOCKED
@@ -218,7 +235,8 @@ def mx_tile(
     def outputs(R: int, C: int) -> tuple[Tensor, Tensor]:
         row_tiles, col_tiles = blocked_shape(R, C // 32)
         scale_shape = (512 * row_tiles * col_tiles,) if blocked else (R, C // 32)
-        return x.new_empty((*lead, R, C), dtype=fmt.dtype), x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
+        codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=torch.uint8 if fmt.per_byte > 1 else fmt.dtype)
+        return codes, x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
 
     q_col, s_col = outputs(K, M)
     q_row, s_row = outputs(M, K) if with_rows else (q_col, s_col)
@@ -233,8 +251,8 @@ def mx_tile(
             *exponent_rule(fmt, scaling, x.dtype), blocked, with_rows, even, wide, **chosen, STRIP=strip,
             **UNFUSED,
         )  # fmt: skip
-    columns = q_col, s_col.view(torch.float8_e8m0fnu)
-    return (q_row, s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
+    columns = q_col.view(fmt.dtype), s_col.view(torch.float8_e8m0fnu)
+    return (q_row.view(fmt.dtype), s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
 
 
 def launch_groups(
