@@ -113,6 +113,15 @@ class ElementFormat:
         return self.value(self.largest_code)
 
     @property
+    def stored(self) -> torch.dtype:
+        """The dtype in which a kernel stores codes: uint8 if a byte holds several."""
+        return torch.uint8 if self.dtype is None or self.per_byte > 1 else self.dtype
+
+    def as_codes(self, bits: Tensor) -> Tensor:
+        """A tensor that a kernel wrote, in the dtype of the codes."""
+        return bits if self.dtype is None else bits.view(self.dtype)
+
+    @property
     def smallest_normal(self) -> float:
         return self.value(1 << self.mantissa_bits)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mxspec.cases.common.blocks import edge_blocks
 from mxspec.cases.common.groups import ARRANGED, BEYOND, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.impossible import PADDED_GROUPS
-from mxspec.cases.common.mx_rowcol_groups import OPTIONS
+from mxspec.cases.common.mx_rowcol_groups import WITH_E2M1
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     MATRIX,
@@ -59,6 +59,20 @@ def cases() -> Iterator[Case]:
         yield Case(f"checked, axis {axis}", partial(args, [30, 10], 41, 64), {"check_offs": True, **kw})
         large = these(random_normal(1, 2048).expand(2**20 + 256, 2048), offs_of([2**20 + 256]))
         yield Case(f"2^31 elements and more, axis {axis}", large, kw, flags={"large"})
+    for i, (axis, scaling) in enumerate(product((-1, -2), SCALINGS)):
+        kw = {"axis": axis, "elem_dtype": "e2m1", "scaling": scaling, "scale_layout": SCALE_LAYOUTS[(i + i // 4) % 2]}
+        dtype = checks.FLOAT_DTYPES[i % 3]
+        bits = partial(lambda dtype: (random_bits(110, 64, dtype=dtype), offs_of([33, 0, 67])), dtype)
+        yield Case(f"random bit patterns, {str(dtype)[6:]}, e2m1, {scaling}, axis {axis}", bits, kw)
+    for axis, layout in product((-1, -2), SCALE_LAYOUTS):
+        kw = {"axis": axis, "elem_dtype": torch.float4_e2m1fn_x2, "scale_layout": layout}
+        yield Case(f"three groups, e2m1, axis {axis}, {layout}", partial(args, [129, 0, 177], 310, 160), kw)
+        edges = lambda: (edge_blocks(), offs_of([edge_blocks().shape[0]]))  # noqa: E731
+        yield Case(f"edge blocks, e2m1, axis {axis}, {layout}", edges, kw, flags={"edge"})
+    one = these(torch.full((1, 64), 1.9), offs_of([1]))
+    yield Case("one token whose blocks may saturate", one, flags={"edge"})
+    kw = {"axis": -2, "elem_dtype": "e2m1"}
+    yield Case("odd K, e2m1, axis -2", partial(args, [30, 200], 230, 333), kw, flags={"edge"})
     yield Case("odd K, axis -2", partial(args, [30, 200], 230, 333), {"axis": -2}, flags={"edge"})
 
     x, offs = args([5, 0, 40], 50, 64)
@@ -79,7 +93,7 @@ def cases() -> Iterator[Case]:
     yield refused("unknown scaling", ValueError, "'nearest'", scaling="nearest")
     yield refused("unknown layout", ValueError, "'swizzled'", scale_layout="swizzled")
     yield refused("int8 elements", TypeError, "int8", elem_dtype=torch.int8)
-    yield refused("e2m1 elements", TypeError, "float4_e2m1fn_x2; needs one of", elem_dtype=torch.float4_e2m1fn_x2)
+    yield refused("e2m3 elements", TypeError, "'e2m3'; needs one of", elem_dtype="e2m3")
     yield refused("offs that decrease", ValueError, "offs[1] = 5 after 45", offs=offs.flip(0), check_offs=True)
 
 
@@ -109,7 +123,7 @@ def _make(choice: Choice) -> tuple[Tensor, Tensor]:
 SPACE = Space(
     {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
     _make,
-    {"axis": (-1, -2), **OPTIONS},
+    {"axis": (-1, -2), **WITH_E2M1},
     _possible,
     [*REPEATED, *ARRANGED],
     beyond=BEYOND,

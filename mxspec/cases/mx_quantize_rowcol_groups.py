@@ -12,7 +12,7 @@ from mxspec.cases.common.blocks import edge_blocks, every_exponent
 from mxspec.cases.common.groups import ARRANGED, BEYOND, offsets
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.mx_rowcol_groups import (
-    OPTIONS,
+    WITH_E2M1,
     dimensions,
     grouped_cases,
     possible,
@@ -24,8 +24,9 @@ from mxspec.cases.common.quantizers import REPEATED, made, shape_of
 from mxspec.cases.common.rowcol_groups import with_offs
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.token_groups import far_apart, offs_of, random_offs
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import MX_BLOCK_SIZE, SCALINGS
 from mxspec.reference.common import checks
+from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.spec import Case, Shapes, random_bits, random_normal, these
 
 
@@ -50,7 +51,16 @@ def cases() -> Iterator[Case]:
     large = these(random_normal(1, 2048).expand(2**20 + 256, 2048), offs_of([2**20 + 256]))
     yield Case("2^31 elements and more", large, flags={"large"})
 
-    yield from refused_groups(tokens)
+    for i, (dtype, scaling) in enumerate(zip((*checks.FLOAT_DTYPES, torch.bfloat16), SCALINGS, strict=True)):
+        kw = {"elem_dtype": "e2m1", "scaling": scaling, "scale_layout": SCALE_LAYOUTS[i % 2]}
+        bits = partial(lambda dtype: (random_bits(110, 64, dtype=dtype), offs_of([33, 0, 67])), dtype)
+        yield Case(f"random bit patterns, {str(dtype)[6:]}, e2m1, {scaling}", bits, kw)
+        yield Case(f"edge blocks, e2m1, {scaling}", lambda: (edge_blocks(), offs_of([20, 6])), kw, flags={"edge"})
+    for layout in SCALE_LAYOUTS:
+        kw = {"elem_dtype": torch.float4_e2m1fn_x2, "scale_layout": layout}
+        yield Case(f"three groups, e2m1, {layout}", partial(with_offs, partial(tokens, K=160), 310, [129, 0, 177]), kw)
+        yield Case(f"no columns, e2m1, {layout}", lambda: (*tokens(139, 0), offs_of([130, 9])), kw, flags={"edge"})
+    yield from refused_groups(tokens, e2m1=True)
     (x,), offs = tokens(50), offs_of([5, 0, 40])
     yield Case("K = 80", these(x[:, :80], offs), raises=ValueError, match="K = 80 is not a multiple of block_size 32")
     yield Case("float64", these(x.double(), offs), raises=TypeError, match="torch.float64")
@@ -73,7 +83,7 @@ def _make(choice: Choice) -> tuple[Tensor, Tensor]:
 SPACE = Space(
     dimensions((0, 32, 256, 1056, 4128), checks.FLOAT_DTYPES),
     _make,
-    OPTIONS,
+    WITH_E2M1,
     partial(possible, cols=MX_BLOCK_SIZE),
     [*(part for part in REPEATED if part.get("cols") != 1), *ARRANGED],
     beyond=[choice for choice in BEYOND if choice.get("cols") != 1],

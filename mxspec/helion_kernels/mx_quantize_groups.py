@@ -10,13 +10,14 @@ tests the masks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import helion.language as hl
 import torch
 from torch import Tensor
 
 from mxspec.formats import element
+from mxspec.helion_kernels.common import numerics
 from mxspec.helion_kernels.common.blocked import blocked_to_row_col
 from mxspec.helion_kernels.common.groups import (
     chunk,
@@ -149,6 +150,10 @@ def _columns(
         else:
             row, c = k.reshape(cols, 1), (m_tile * 4 + hl.arange(4)).unsqueeze(0)
             hl.store(scale, [row * C + c], byte.permute(1, 0), extra_mask=(row < K) & (c < C))
+
+
+def supports(x: Tensor, offs: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
+    return numerics.supports(elem_dtype)
 
 
 def mx_quantize_groups(

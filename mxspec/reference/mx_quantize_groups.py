@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE, SCALINGS
 from mxspec.reference.common import checks
 from mxspec.reference.common.groups import padded_rows
+from mxspec.reference.mx_quantize import ELEM_CHOICES as WITH_E2M1
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
 from mxspec.spec import per_element, spec
 
-ELEM_CHOICES = (*FP8_DTYPES, "e4m3fn", "e5m2")
+ELEM_CHOICES = (*FP8_DTYPES, "e4m3fn", "e5m2")  # for ops that do not take e2m1
 
 
 def check_args(
@@ -36,20 +38,20 @@ def check_args(
     checks.choice(op, "axis", axis, (-1, -2))
     if axis == -1:
         checks.multiple(op, "K", x.shape[1], MX_BLOCK_SIZE)
-    check_groups(op, ("x", x), offs, pad_to, elem_dtype, scaling, scale_layout, check_offs)
+    check_groups(op, ("x", x), offs, pad_to, elem_dtype, scaling, scale_layout, check_offs, WITH_E2M1)
 
 
 def check_groups(
     op: str, named: tuple[str, Tensor], offs: Tensor, pad_to: int, elem_dtype: torch.dtype | str, scaling: str,
-    scale_layout: str, check_offs: bool,
+    scale_layout: str, check_offs: bool, elements: Collection[Any] = ELEM_CHOICES,
 ) -> None:  # fmt: skip
-    """Check offs and the options of an op that quantizes the tokens of a named tensor."""
+    """Check offs and the options of an op that quantizes the tokens of a named tensor to one of some formats."""
     _, x = named
     checks.offsets(op, "offs", offs, named)
     checks.positive(op, "pad_to", pad_to)
     if pad_to % 128:
         raise ValueError(f"{op}: pad_to = {pad_to}; needs a multiple of 128, the rows of a tile of scales")
-    checks.choice(op, "elem_dtype", elem_dtype, ELEM_CHOICES, TypeError)
+    checks.choice(op, "elem_dtype", elem_dtype, elements, TypeError)
     checks.choice(op, "scaling", scaling, SCALINGS)
     checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
     rows = padded_rows(x.shape[0], offs.shape[0], pad_to) + 128 * offs.shape[0]
@@ -84,8 +86,7 @@ def mx_quantize_groups(
             most M. Rows from the last end on belong to no group and are dropped.
         axis: -1 for 1x32 blocks along K, -2 for 32x1 blocks along the tokens, padding included.
         pad_to: the multiple of rows that each group is padded to; itself a multiple of 128.
-        elem_dtype, scaling: as for `mx_quantize`; elem_dtype is torch.float8_e4m3fn, torch.float8_e5m2, "e4m3fn" or
-            "e5m2".
+        elem_dtype, scaling: as for `mx_quantize`.
         scale_layout: `blocked` or `plain`.
         check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False
             waits for nothing; an offs out of order then gives bytes without meaning, but no access outside x and the
@@ -96,6 +97,9 @@ def mx_quantize_groups(
 
         - qdata: `(R, K)`, elem_dtype; contiguous for axis -1, column-major with strides `(1, R)` for axis -2. Codes of
           padding are 0. For axis -2, padding in the same block as a NaN or an Inf is NaN.
+        - qdata in e2m1: two neighbours along `axis` share a byte, as `mx_quantize` packs them. The shape is `(R, K/2)`
+          for axis -1, and `(R/2, K)` with strides `(1, R/2)` for axis -2. Padding in the same block as a NaN or an Inf
+          has the code 7. Group g begins at row `start[g]` or, for axis -2, at row `start[g] / 2`.
         - scale: float8_e8m0fnu. Blocked: `(R + 128*G, Cp)` with `Cp = 4*ceil(K/128)` for axis -1, and
           `(Kp, R/32 + 4*G)` with `Kp = 128*ceil(K/128)` for axis -2; in both, the bytes of group g begin at byte
           `start[g] * Cp`. Plain: `(R, K/32)` for axis -1 and `(K, R/32)` for axis -2. Bytes of blocks without a token

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference.common import checks
+from mxspec.reference.mx_quantize import ELEM_CHOICES
 from mxspec.reference.mx_quantize_groups import check_groups, mx_quantize_groups
 from mxspec.spec import per_element, spec
 
@@ -27,7 +28,7 @@ def check_args(
     checks.tensor_dtype(op, "x", x, checks.FLOAT_DTYPES)
     checks.rank(op, "x", x, (2,))
     checks.multiple(op, "K", x.shape[1], MX_BLOCK_SIZE)
-    check_groups(op, ("x", x), offs, pad_to, elem_dtype, scaling, scale_layout, check_offs)
+    check_groups(op, ("x", x), offs, pad_to, elem_dtype, scaling, scale_layout, check_offs, ELEM_CHOICES)
 
 
 @spec(
@@ -65,6 +66,8 @@ def mx_quantize_rowcol_groups(
         - s_row: float8_e8m0fnu, row-major. Blocked: `(R + 128*G, Kp/32)`. Plain: `(R, K/32)`.
         - q_col: `(R, K)`, elem_dtype, column-major with strides `(1, R)`. Codes of padding are 0, but NaN in the same
           block as a NaN or an Inf.
+        - in e2m1, whose bytes hold two neighbours of a block: q_row `(R, K/2)`, and q_col `(R/2, K)` with strides
+          `(1, R/2)`. Padding in the same block as a NaN or an Inf has the code 7.
         - s_col: float8_e8m0fnu, row-major. Blocked: `(Kp, R/32 + 4*G)`. Plain: `(K, R/32)`.
         - start, end: `(G,)` int32. Group g and its padding take the rows of q_row and q_col from `start[g]` up to, but
           without, `end[g]`. In both blocked scales, the bytes of group g begin at byte `start[g] * Kp/32`.

@@ -39,7 +39,7 @@ _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 PTX = (
     r"ld\.global\.(v[24]\.)?b32",
     r"st\.global\.v4\.b32",
-    r"cvt\.rn\.f16x2\.e[45]m[32]x2",
+    r"cvt\.rn\.f16x2\.e[45]m[32]x2|cvt\.f32\.f16",
     r"mul\.(rn\.)?f32",
 )
 

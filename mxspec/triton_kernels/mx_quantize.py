@@ -40,7 +40,11 @@ _HOPPER = {
     "blocked": {"BLOCKS": 64, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+PTX = (
+    r"ld\.global\.v4\.b32",
+    r"st\.global\.v4\.b32",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+)  # 6, of e2m1
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
@@ -142,7 +146,7 @@ def mx_quantize(
         return qdata.mT, scale
     *lead, R, K = x.shape
     C, E = K // 32, lead[0] if lead else 1
-    qdata = x.new_empty((*lead, R, K // fmt.per_byte), dtype=torch.uint8 if fmt.per_byte > 1 else fmt.dtype)
+    qdata = x.new_empty((*lead, R, K // fmt.per_byte), dtype=fmt.stored)
     row_groups, even = 1, False
     if scale_layout == "blocked":
         layout, (row_tiles, col_tiles) = "blocked", blocked_shape(R, C)
@@ -165,4 +169,4 @@ def mx_quantize(
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
             *exponent_rule(fmt, scaling, x.dtype), layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
-    return qdata.view(fmt.dtype), scale.view(torch.float8_e8m0fnu)
+    return fmt.as_codes(qdata), scale.view(torch.float8_e8m0fnu)

@@ -19,6 +19,8 @@ from mxspec.triton_kernels.common.blocked import row_col_in_tile
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import (
+    e2m1_code,
+    in_pairs,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
@@ -33,7 +35,11 @@ RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
 _HOPPER = {"BLOCKS": 64, "num_warps": 2}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
-PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+PTX = (
+    r"ld\.global\.v4\.b32",
+    r"st\.global\.v4\.b32",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+)  # 6, of e2m1
 
 
 def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None:
@@ -68,12 +74,16 @@ def _mx_quantize_groups(
     token, c = token0 + row - begin, col_tile * 4 + col
     there = (token >= 0) & (token < tl.minimum(stop, tokens)) & (c < C)
     k = c[:, None] * 32 + tl.arange(0, 32)[None, :]
+    PACKED: tl.constexpr = qdata.dtype.element_ty == tl.uint8  # e2m1, two codes in a byte
+    BYTES: tl.constexpr = 16 if PACKED else 32
+    of_row = c[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     source = (token.to(tl.int64) * stride_m)[:, None] + k.to(tl.int64) * stride_k
     values = widened(tl.load(x + source, mask=there[:, None], other=0))
     byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-    q = saturating_cast(values * reciprocal_scale(byte)[:, None], qdata.dtype.element_ty)
+    q = values * reciprocal_scale(byte)[:, None]
+    q = in_pairs(e2m1_code(q)) if PACKED else saturating_cast(q, qdata.dtype.element_ty)
     owned = (row < R) & (c < C)
-    tl.store(qdata + (row.to(tl.int64) * (C * 32))[:, None] + k, q, mask=owned[:, None])
+    tl.store(qdata + (row.to(tl.int64) * (C * BYTES))[:, None] + of_row, q, mask=owned[:, None])
     if BLOCKED:  # the scales have up to G rows of tiles more than the codes
         tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
         tl.store(tile + byte_in_tile, byte.to(tl.uint8), mask=(c - col < C) & (row_tile < row_tiles))
@@ -99,12 +109,12 @@ def mx_quantize_groups(
     constants = *exponent_rule(fmt, scaling, x.dtype), blocked
     col_tiles = -(-K // 128)
     if axis == -2:
-        qdata = x.new_empty((K, R), dtype=fmt.dtype)
+        qdata = x.new_empty((K, R // fmt.per_byte), dtype=fmt.stored)
         shape = (128 * col_tiles, rows // 32) if blocked else (K, R // 32)
         scale = x.new_empty(shape, dtype=torch.uint8)
         mx_columns.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, constants)
-        return qdata.mT, scale.view(torch.float8_e8m0fnu), start, end
-    qdata = x.new_empty((R, K), dtype=fmt.dtype)
+        return fmt.as_codes(qdata).mT, scale.view(torch.float8_e8m0fnu), start, end
+    qdata = x.new_empty((R, K // fmt.per_byte), dtype=fmt.stored)
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
     config = for_device(CONFIGS, x.device)
     if rows:
@@ -116,4 +126,4 @@ def mx_quantize_groups(
             x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, *x.stride(), G, offs.stride(0),
             *constants, pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
-    return qdata, scale.view(torch.float8_e8m0fnu), start, end
+    return fmt.as_codes(qdata), scale.view(torch.float8_e8m0fnu), start, end

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.formats import E2M1, element
 from mxspec.triton_kernels.hopper.mx import quantize
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_both_ways, mx_columns
@@ -18,7 +19,11 @@ from mxspec.triton_kernels.tiles.fp8_both_ways import TOKENS, Results
 __all__ = ["PTX", "RANK", "mx_quantize_rowcol_groups", "note", "supports"]
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run; rates: benchmarks/results/decisions.md
-PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v[24]\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+PTX = (
+    r"ld\.global\.v4\.b32",
+    r"st\.global\.v[24]\.b32",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+)  # 6, of e2m1
 
 
 def supports(x: Tensor, offs: Tensor, **_: Any) -> str | None:
@@ -35,6 +40,7 @@ def mx_quantize_rowcol_groups(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> Results:
-    # With plain scales the tiles are faster: benchmarks/results/decisions.md.
-    by = quantize if scale_layout == "blocked" and quantize.reads(x.shape[1], offs, pad_to, x) else mx_both_ways
+    # The Gluon kernel writes no e2m1. With plain scales the tiles are faster: benchmarks/results/decisions.md.
+    by_gluon = scale_layout == "blocked" and element(elem_dtype) != E2M1 and quantize.reads(x.shape[1], offs, pad_to, x)
+    by = quantize if by_gluon else mx_both_ways
     return by.both_ways(TOKENS.value, x, None, offs, pad_to, elem_dtype, scaling, scale_layout)

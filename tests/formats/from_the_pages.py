@@ -285,7 +285,7 @@ def mx_quantize_groups(
     check_options(axis, scaling, scale_layout)
     check_integer("pad_to", pad_to, 1)
     need(pad_to % 128 == 0, "pad_to is no multiple of 128")
-    fmt = elements(elem_dtype, E4M3FN, E5M2)
+    fmt = elements(elem_dtype, E4M3FN, E5M2, E2M1)
     need(axis == -2 or x.shape[1] % 32 == 0, "K is no multiple of 32")
     G = len(offs)
     need(up(x.shape[0] + G * pad_to, pad_to) + 128 * G < 2**31, "too many rows")

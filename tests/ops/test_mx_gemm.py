@@ -50,6 +50,29 @@ def test_golden_blocked_scales_are_read_from_their_tiles():
     assert (out[129, 32].item(), out.count_nonzero().item()) == (8.0, 1)
 
 
+def test_golden_bfloat16_by_e2m1_takes_the_first_element_from_the_low_nibble():
+    bits = torch.zeros(2, 32, dtype=torch.uint8)
+    bits[0, 0], bits[0, 16], bits[1, 31] = 0x52, 0x0F, 0x90  # 1 and 3; -6 and 0; 0 and -0.5
+    scale = torch.tensor([[127, 128], [127, 0]], dtype=torch.uint8).view(E8M0FNU)
+    a = torch.zeros(2, 64, dtype=torch.bfloat16)
+    a[0, 0], a[0, 1], a[0, 32], a[1, 63] = 10.0, 100.0, 0.5, 2.0**100
+    w = bits.view(torch.float4_e2m1fn_x2)
+    out = mxspec.mx_gemm(a, None, w, scale, out_dtype=torch.float32, backend="reference")
+    assert out.tolist() == [[10 + 300 - 6, 0.0], [0.0, -(2.0**-28)]]  # -6 * 2 * 0.5; -0.5 * 2^-127 * 2^100
+    scale.view(torch.uint8)[1, 0] = 255
+    assert mxspec.mx_gemm(a, None, w, scale, backend="reference").isnan().tolist() == [[False, True], [False, True]]
+
+
+def test_golden_e4m3_by_e2m1_has_both_scales():
+    a = torch.zeros(1, 32).to(E4M3FN)
+    a[0, 5] = 1.5
+    bits = torch.zeros(1, 16, dtype=torch.uint8)
+    bits[0, 2] = 0xC0  # element 5 is the high nibble of byte 2: -2
+    of_a, of_b = (torch.tensor([[byte]], dtype=torch.uint8).view(E8M0FNU) for byte in (129, 126))
+    out = mxspec.mx_gemm(a, of_a, bits.view(torch.float4_e2m1fn_x2), of_b, backend="reference")
+    assert out.tolist() == [[-6.0]]  # 1.5 * 4 * -2 / 2
+
+
 def test_golden_products_beyond_either_range_are_finite():
     a, a_scale, b, b_scale = operands(1, 2, 64)
     a[0, 0], a[0, 32], b[0, 0], b[0, 32], b[1, 32] = 448.0, 2**-9, 1.0, 2.0, -448.0

@@ -16,6 +16,7 @@ from mxspec.cases.common.rowcol_groups import Make, with_offs
 from mxspec.cases.common.space import given
 from mxspec.cases.common.token_groups import grouped, offs_of
 from mxspec.formats import SCALINGS
+from mxspec.reference.mx_quantize import ELEM_CHOICES as EVERY_FORMAT
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.mx_quantize_groups import ELEM_CHOICES
 from mxspec.spec import Case
@@ -42,8 +43,8 @@ def with_options(name: str, make: Callable[[], Any], **flags: Any) -> Iterator[C
         yield Case(f"{name}, {elem}, {scaling}, {layout}", make, kw, **flags)
 
 
-def refused_groups(make: Make) -> Iterator[Case]:
-    """The refusals that concern offs and the options."""
+def refused_groups(make: Make, e2m1: bool = False) -> Iterator[Case]:
+    """The refusals that concern offs and the options. e2m1: whether the op takes these elements."""
     tensors, ends = make(50), offs_of([5, 0, 40])
 
     def refused(name: str, error: type[Exception], match: str, offs: torch.Tensor = ends, **kwargs: Any) -> Case:
@@ -58,7 +59,10 @@ def refused_groups(make: Make) -> Iterator[Case]:
     yield refused("unknown scaling", ValueError, "'nearest'", scaling="nearest")
     yield refused("unknown layout", ValueError, "'swizzled'", scale_layout="swizzled")
     yield refused("int8 elements", TypeError, "int8", elem_dtype=torch.int8)
-    yield refused("e2m1 elements", TypeError, "float4_e2m1fn_x2; needs one of", elem_dtype=torch.float4_e2m1fn_x2)
+    yield refused("e2m3 elements", TypeError, "'e2m3'; needs one of", elem_dtype="e2m3")
+    if not e2m1:
+        fp4 = torch.float4_e2m1fn_x2
+        yield refused("e2m1 elements", TypeError, "float4_e2m1fn_x2; needs one of", elem_dtype=fp4)
     yield refused("offs that decrease", ValueError, "offs[1] = 5 after 45", ends.flip(0), check_offs=True)
     yield refused("offs past M", ValueError, "offs[-1] = 51 is past M = 50", ends + 6, check_offs=True)
 
@@ -82,3 +86,4 @@ OPTIONS = {
     "scale_layout": SCALE_LAYOUTS,
     "check_offs": (False, True),
 }
+WITH_E2M1 = {**OPTIONS, "elem_dtype": EVERY_FORMAT}

@@ -25,6 +25,8 @@ def both_ways(
         K //= 2
     results = allocated(x, offs, K, pad_to, fmt.dtype, blocked)
     q_row, s_row, q_col, s_col, start, end = results
+    if fmt.per_byte > 1:
+        q_row, q_col = q_row.view(torch.uint8), q_col.mT.view(torch.uint8).mT
     rows = q_row.shape[0] + 128 * G if blocked else q_row.shape[0]  # the number of rows with scales
     constants = *exponent_rule(fmt, scaling, x.dtype), blocked
     of_rows, of_columns = (s.view(torch.uint8) for s in (s_row, s_col))
@@ -39,7 +41,8 @@ def allocated(x: Tensor, offs: Tensor, K: int, pad_to: int, elem_dtype: torch.dt
     G, col_tiles = offs.shape[0], -(-K // 128)
     R = padded_rows(x.shape[0], G, pad_to)
     rows = R + 128 * G if blocked else R
-    q_row, q_col = (x.new_empty(shape, dtype=elem_dtype) for shape in ((R, K), (K, R)))
+    of_byte = 2 if elem_dtype == torch.float4_e2m1fn_x2 else 1
+    q_row, q_col = (x.new_empty(shape, dtype=elem_dtype) for shape in ((R, K // of_byte), (K, R // of_byte)))
     shapes = ((rows, 4 * col_tiles), (128 * col_tiles, rows // 32)) if blocked else ((R, K // 32), (K, R // 32))
     s_row, s_col = (x.new_empty(shape, dtype=torch.float8_e8m0fnu) for shape in shapes)
     start, end = (offs.new_empty(G) for _ in range(2))

@@ -181,7 +181,9 @@ def _mx_tile(
         byte_of_column = tl.arange(0, ROWS // 2)
         owned = ((k0 + k < K)[:, None] & (m0 + 2 * byte_of_column < M)[None, :]) | EVEN
         q = in_pairs(e2m1_code(q)).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS // 2)
-        tl.store(q_col + ((e * K + k0) * M + m0) // 2 + (k[:, None] * (M // 2) + byte_of_column[None, :]), q, mask=owned)
+        tl.store(
+            q_col + ((e * K + k0) * M + m0) // 2 + (k[:, None] * (M // 2) + byte_of_column[None, :]), q, mask=owned
+        )
     else:
         owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN
         q = saturating_cast(q, q_col.dtype.element_ty).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS)
@@ -235,7 +237,7 @@ def mx_tile(
     def outputs(R: int, C: int) -> tuple[Tensor, Tensor]:
         row_tiles, col_tiles = blocked_shape(R, C // 32)
         scale_shape = (512 * row_tiles * col_tiles,) if blocked else (R, C // 32)
-        codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=torch.uint8 if fmt.per_byte > 1 else fmt.dtype)
+        codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.stored)
         return codes, x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
 
     q_col, s_col = outputs(K, M)
@@ -251,8 +253,8 @@ def mx_tile(
             *exponent_rule(fmt, scaling, x.dtype), blocked, with_rows, even, wide, **chosen, STRIP=strip,
             **UNFUSED,
         )  # fmt: skip
-    columns = q_col.view(fmt.dtype), s_col.view(torch.float8_e8m0fnu)
-    return (q_row.view(fmt.dtype), s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
+    columns = fmt.as_codes(q_col), s_col.view(torch.float8_e8m0fnu)
+    return (fmt.as_codes(q_row), s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
 
 
 def launch_groups(
@@ -266,7 +268,8 @@ def launch_groups(
     x, which are bytes, under `row_scale`. `e5m2` says which codes, and `bf16` how their values are rounded.
     `scaled_rows` counts all rows with scales, which may be more than q_col has.
     """
-    tokens, (K, R), G = x.shape[0], q_col.shape, offs.shape[0]
+    tokens, K, G = x.shape[0], q_col.shape[0], offs.shape[0]
+    R = q_col.shape[1] * (2 if q_col.dtype == torch.uint8 else 1)  # e2m1 has two codes in a byte
     chosen = for_device(CONFIGS, x.device)["rowcol" if rows_too else "col, small"]  # its 128 rows belong to one group
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
     strides = tuple(t.stride() for t in (x, dh, row_scale) if t is not None)
