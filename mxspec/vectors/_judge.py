@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxspec import dispatch, rules
 from mxspec.check import Result, Status, difference
+from mxspec.formats import ELEMENTS
 from mxspec.vectors._export import VERSION
 
 # The fields that are read from a manifest. It may have other fields, for example from a newer release.
@@ -138,9 +139,10 @@ def _whose(op: str, test: Mapping[str, Any], stored: Mapping[str, Tensor], got: 
     kwargs = {}
     for name, value in test["options"].items():
         is_dtype = name in takes and "torch.dtype" in takes[name].annotation
-        if name not in takes or (is_dtype and not hasattr(torch, str(value))):
+        by_name = value is None or str(value) in ELEMENTS  # FP6 has no dtype
+        if name not in takes or (is_dtype and not by_name and not hasattr(torch, str(value))):
             return None
-        kwargs[name] = getattr(torch, value) if is_dtype else value
+        kwargs[name] = getattr(torch, value) if is_dtype and not by_name else value
     names = rules.explaining(op, tuple(args), kwargs, got)
     return f"your bytes are those of: {', '.join(names)}" if names else None
 

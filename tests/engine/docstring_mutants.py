@@ -530,6 +530,30 @@ def ties_of_e2m1_go_up(x, **options):
     return (code[:, ::2] | (code[:, 1::2] << 4)).view(E2M1), scale
 
 
+@after("mx_quantize", "layout", lambda: (rand(2, 64),), elem_dtype="e2m3")
+def fp6_has_its_highest_byte_first(out, c):
+    if not written_out(c, elem_dtype=("e2m3", "e3m2"), scaling=ANY):
+        return out
+    return out[0].unflatten(-1, (-1, 3)).flip(-1).flatten(-2), out[1]
+
+
+@mutant("mx_quantize", "special", lambda: (torch.full((1, 32), -1.998),), elem_dtype="int8", scaling="floor")
+def int8_reaches_minus_128(x, **options):
+    (qdata, scale), c = right.mx_quantize(x, **options), bound("mx_quantize", (x,), options)
+    if not written_out(c, elem_dtype=(torch.int8, "int8"), scaling=ANY):
+        return qdata, scale
+    lowest = (mx_scaled(x, scale) * 64).round() <= -128
+    return qdata.masked_fill(lowest & (scale.view(U8) != 255).repeat_interleave(32, 1), -128), scale
+
+
+@after("mx_quantize", "special", lambda: (torch.full((1, 32), torch.finfo(F32).max),), elem_dtype="int8")
+def the_largest_fp32_is_nan_in_int8(out, c):
+    if not written_out(c, elem_dtype=(torch.int8, "int8")):
+        return out
+    beyond = mx_amax(c.x) > 127 / 64 * 2.0**127
+    return out[0], out[1].view(U8).masked_fill(beyond, 255).view(E8M0)
+
+
 @before("mx_quantize", "layout", lambda: (rand(3, 8, 64)[:, :5],))
 def reads_experts_as_one_tall_matrix(c):
     return c.x.dim() == 3 and c.x.numel() and {"x": tall(c.x)}
@@ -675,6 +699,11 @@ def padding_of_columns_beside_a_nan_is_zero(x, offs, **options):
 def codes_of_columns_are_contiguous(out, c):
     q_row, s_row, q_col, *rest = out
     return q_row, s_row, q_col.contiguous(), *rest
+
+
+@before("mx_dequantize", "dtype", lambda: (octets(2, 24), e8m0(2, 1)), elem_dtype="e3m2")
+def reads_e3m2_as_e2m3(c):
+    return c.elem_dtype == "e3m2" and {"elem_dtype": "e2m3"}
 
 
 @after("mx_dequantize", "special", lambda: (codes(1, 64), e8m0(1, 2, byte=0)), out_dtype=F32)
