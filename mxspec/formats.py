@@ -61,9 +61,8 @@ class ElementFormat:
     inf_code: int | None
     nan_code: int | None  # a positive NaN; the sign and the payload of a NaN are free
     dtype: torch.dtype | None  # None if torch has no such dtype; tensors of its codes are then uint8
-    together: int = (
-        1  # elements that share whole bytes: 2 of 4 bits in one, 4 of 6 bits in three; the first lies lowest
-    )
+    # Elements that share whole bytes: 2 of 4 bits in one, 4 of 6 bits in three. The first lies lowest.
+    together: int = 1
     twos_complement: bool = False  # whether a negative code is 2^bits minus the magnitude, and not a sign bit beside it
 
     @property
@@ -113,7 +112,7 @@ class ElementFormat:
         return self.value(self.largest_code)
 
     @property
-    def stored(self) -> torch.dtype:
+    def storage_dtype(self) -> torch.dtype:
         """The dtype in which a kernel stores codes: uint8 if a byte holds several."""
         return torch.uint8 if self.dtype is None or self.per_byte > 1 else self.dtype
 

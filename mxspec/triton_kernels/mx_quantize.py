@@ -146,7 +146,7 @@ def mx_quantize(
         return qdata.mT, scale
     *lead, R, K = x.shape
     C, E = K // 32, lead[0] if lead else 1
-    qdata = x.new_empty((*lead, R, K // fmt.per_byte), dtype=fmt.stored)
+    qdata = x.new_empty((*lead, R, K // fmt.per_byte), dtype=fmt.storage_dtype)
     row_groups, even = 1, False
     if scale_layout == "blocked":
         layout, (row_tiles, col_tiles) = "blocked", blocked_shape(R, C)

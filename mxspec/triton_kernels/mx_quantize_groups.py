@@ -109,12 +109,12 @@ def mx_quantize_groups(
     constants = *exponent_rule(fmt, scaling, x.dtype), blocked
     col_tiles = -(-K // 128)
     if axis == -2:
-        qdata = x.new_empty((K, R // fmt.per_byte), dtype=fmt.stored)
+        qdata = x.new_empty((K, R // fmt.per_byte), dtype=fmt.storage_dtype)
         shape = (128 * col_tiles, rows // 32) if blocked else (K, R // 32)
         scale = x.new_empty(shape, dtype=torch.uint8)
         mx_columns.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, constants)
         return fmt.as_codes(qdata).mT, scale.view(torch.float8_e8m0fnu), start, end
-    qdata = x.new_empty((R, K // fmt.per_byte), dtype=fmt.stored)
+    qdata = x.new_empty((R, K // fmt.per_byte), dtype=fmt.storage_dtype)
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
     config = for_device(CONFIGS, x.device)
     if rows:

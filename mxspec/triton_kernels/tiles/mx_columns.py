@@ -237,7 +237,7 @@ def mx_tile(
     def outputs(R: int, C: int) -> tuple[Tensor, Tensor]:
         row_tiles, col_tiles = blocked_shape(R, C // 32)
         scale_shape = (512 * row_tiles * col_tiles,) if blocked else (R, C // 32)
-        codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.stored)
+        codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.storage_dtype)
         return codes, x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
 
     q_col, s_col = outputs(K, M)
