@@ -21,9 +21,11 @@ from mxspec.cases.common.nvfp4_operands import (
     Pair,
     hides,
     impossible,
+    impossible_groups,
     lay,
     made,
     numbers,
+    numbers_fit,
     operand,
     operand_fits,
     pair,
@@ -138,6 +140,8 @@ def cases() -> Iterator[Case]:
     for name, (left, right) in {"a": (across[0], b), "b": (a, across[1]), "a and b": across}.items():
         call = these(left, None, Ta, right, None, Tb, offs)
         yield Case(f"values of {name} with rows along the other axis", call)
+    column = these(a[:, :1], None, Ta, b[:, :, :1], None, Tb, offs)
+    yield Case("values of one column, rows apart", column, flags=EDGE)
     yield Case("one weight for all", these(a, None, Ta, b[:1].expand(2, -1, -1), None, Tb[:1].expand(2), offs))
     yield Case("few tokens and a long K", partial(sized, [3, 1, 8], 0, 72, 1040))
     yield Case("checked", partial(sized, [30, 0, 10], 3, 40, 64), {"check_offs": True})
@@ -193,10 +197,7 @@ def _possible(choice: Choice) -> bool:
         return False
     if K is not None and K % NVFP4_BLOCK_SIZE and "codes" in (choice.get("a kind"), choice.get("b kind")):
         return False
-    strides = choice.get("tensor scale strides")
-    if E is not None and strides is not None and (strides == "none") != (E == 0):
-        return False
-    if E == 1 and strides in ("apart", "one repeated"):
+    if not (numbers_fit(choice, "a", E) and numbers_fit(choice, "b", E)):
         return False
     C, a_tiles, b_tiles = None if K is None else K // NVFP4_BLOCK_SIZE, None, None
     if given(choice, "scale_layout", "blocked") == "blocked":
@@ -219,7 +220,7 @@ def _make(choice: Choice) -> tuple[Any, ...]:
     found: list[Any] = [*lay(choice, "a", a, layout, lambda scale: to_blocked_m_groups(scale, offs)[0])]
     of_each = [
         laid_of_matrices(
-            of_groups(choice, E, 5 + i), choice["tensor scale strides"], choice[f"{name}_tensor_scale begins"]
+            of_groups(choice, E, 5 + i), choice[f"{name}_tensor_scale strides"], choice[f"{name}_tensor_scale begins"]
         )
         for i, name in enumerate("ab")
     ]
@@ -241,16 +242,24 @@ DIMENSIONS: dict[str, Any] = {
     "N": SIZES,
     "K": SUMS,
     **OF_EXPERTS,
-    **operand("a"),
-    **operand("b", experts=True),
+    **operand("a", groups=True),
+    **operand("b", experts=True, groups=True),
     "tensor scales": ("ordinary", "special"),
-    "tensor scale strides": ("none", "dense", "one repeated", "apart"),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs": (False, True)}
 ALSO: list[Choice] = [
     {f"{one} kind": "codes", f"{one} values": "zeros", **other}
     for one, size, two in (("a", "M", "b"), ("b", "N", "a"))
     for other in ({size: 1}, {f"{two} values": "NaN"}, {f"{two} values": "Inf"})
+] + [
+    {"a kind": "values", "a values": "Inf", "M": 1, "K": 48},
+    {"a kind": "values", "b kind": "values", "N": 4128, "K": 384},
+    {"a kind": "values", "b kind": "values", "K": 4128, "groups": "of 128", "M": 384},
+    {"a kind": "values", "a values": "finite", "b kind": "codes", "b_scale strides": "one row repeated"},
+    {"a kind": "values", "a values": "finite", "b kind": "codes", "b_scale strides": "experts inside the rows"},
+    {"a kind": "values", "a values": "finite", "N": 0},
+    {"b kind": "codes", "b_scale strides": "rows apart", "groups": "all to one"},
+    {"b kind": "codes", "b_scale strides": "columns apart", "offs": "dense", "groups": "inner empty"},
 ]
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",))
 TOKENS = "a.rows"
@@ -258,6 +267,7 @@ ROWS_TAKEN = partial(taken_rows.of_groups, scale_layout="blocked")
 TOLD_BEFORE = ("b.cols", "b.experts")
 IMPOSSIBLE = (
     *matmuls.impossible("a", "b", padded=("a.rows",)),
+    *impossible_groups("a", "b"),
     *impossible("a", "b"),
     (r"a\.rows = 0 \| a_scale\." + PADDING_ALONE[0], PADDING_ALONE[1]),
     *EXPERTS,

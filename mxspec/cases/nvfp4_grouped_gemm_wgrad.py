@@ -22,9 +22,11 @@ from mxspec.cases.common.nvfp4_operands import (
     Pair,
     hides,
     impossible,
+    impossible_groups,
     lay,
     made,
     numbers,
+    numbers_fit,
     operand,
     operand_fits,
     pair,
@@ -216,10 +218,7 @@ def _possible(choice: Choice) -> bool:
         return False
     if M is not None and M % NVFP4_BLOCK_SIZE and _codes(choice):
         return False
-    strides = choice.get("tensor scale strides")
-    if E is not None and strides is not None and (strides == "none") != (E == 0):
-        return False
-    if E == 1 and strides in ("apart", "one repeated"):
+    if not (numbers_fit(choice, "dy", E) and numbers_fit(choice, "x", E)):
         return False
     C, blocked = None if M is None else M // NVFP4_BLOCK_SIZE, given(choice, "scale_layout", "blocked") == "blocked"
 
@@ -246,7 +245,11 @@ def _make(choice: Choice) -> tuple[Any, ...]:
             poison(choice, name, one, int(offs[-1]) or M // 2 // NVFP4_BLOCK_SIZE * NVFP4_BLOCK_SIZE, across=True)
         t, scale = lay(choice, name, one, layout, _tiled(offs))
         begins = choice[f"{name}_tensor_scale begins"]
-        found += t.mT, scale, laid_of_matrices(of_groups(choice, E, 5 + i), choice["tensor scale strides"], begins)
+        found += (
+            t.mT,
+            scale,
+            laid_of_matrices(of_groups(choice, E, 5 + i), choice[f"{name}_tensor_scale strides"], begins),
+        )
     return *found, offs
 
 
@@ -257,17 +260,32 @@ DIMENSIONS: dict[str, Any] = {
     "K": SIZES,
     "M": SUMS,
     **OF_EXPERTS,
-    **operand("dy"),
-    **operand("x"),
+    **operand("dy", groups=True),
+    **operand("x", groups=True),
     "tensor scales": ("ordinary", "special"),
-    "tensor scale strides": ("none", "dense", "one repeated", "apart"),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs": (False, True)}
-SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
+_VALUES = {"dy kind": "values", "x kind": "values"}
+ALSO: list[Choice] = [
+    {**_VALUES, "dy values": "Inf", "M": 1, "N": 48},
+    {**_VALUES, "dy values": "finite", "N": 384},
+    {**_VALUES, "x values": "Inf", "N": 384},
+    {**_VALUES, "dy values": "Inf", "groups": "all empty", "M": 48},
+    {**_VALUES, "dy values": "finite", "groups": "all empty", "M": 48},
+    {**_VALUES, "dy values": "finite", "rest": True, "offs begin": "later", "groups": "inner empty"},
+    {**_VALUES, "dy values": "finite", "dy strides": "row-major", "M": 161},
+    {**_VALUES, "dy values": "finite", "K": 0},
+    {**_VALUES, "M": 4128, "K": 384},
+    {"dy kind": "values", "dy values": "Inf", "x kind": "codes", "x values": "zeros"},
+    {"dy kind": "values", "dy values": "finite", "x kind": "codes", "x_scale strides": "one row repeated"},
+    {"dy kind": "codes", "dy_scale strides": "one row repeated", "x kind": "values", "x values": "finite"},
+]
+SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",))
 TOKENS = "dy.rows"
 TOLD_BEFORE = ("x.rows",)
 IMPOSSIBLE = (
     *matmuls.impossible("dy", "x", "cols", "rows", padded=("dy.rows",)),
+    *impossible_groups("dy", "x", "dy|x"),
     *impossible("dy", "x", "cols", "rows"),
     (r"dy\.rows = 0 \| (?:dy|x)_scale\." + PADDING_ALONE[0], PADDING_ALONE[1]),
     (

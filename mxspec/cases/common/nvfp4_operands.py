@@ -102,11 +102,11 @@ def special(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[tuple[s
             yield f"a value {number} in {name}", operands
 
 
-def operand(name: str, kinds: tuple[str, ...] = KINDS, experts: bool = False) -> dict[str, Any]:
+def operand(name: str, experts: bool = False, groups: bool = False) -> dict[str, Any]:
     """The dimensions of an operand, its scale and its tensor scale."""
     strides = ("none", "row-major", "rows apart", "one row repeated", "column-major")
     return {
-        f"{name} kind": kinds,
+        f"{name} kind": KINDS,
         f"{name} values": ("none", "finite", "zeros", "NaN", "Inf"),
         f"{name} strides": (*strides, *(EXPERT_STRIDES if experts else ())),
         f"{name} begins": ("none", *BEGINS),
@@ -114,7 +114,16 @@ def operand(name: str, kinds: tuple[str, ...] = KINDS, experts: bool = False) ->
         f"{name}_scale strides": tuple(s for s in SCALE_STRIDES if experts or s not in EXPERT_STRIDES),
         f"{name}_scale begins": ("none", *BEGINS),
         f"{name}_tensor_scale begins": BEGINS,
+        **({f"{name}_tensor_scale strides": ("none", "dense", "one repeated", "apart")} if groups else {}),
     }
+
+
+def numbers_fit(choice: Choice, name: str, groups: int | None) -> bool:
+    """Whether the tensor scales of this many groups can have the strides of a choice."""
+    strides = choice.get(f"{name}_tensor_scale strides")
+    if groups is None or strides is None:
+        return True
+    return (strides == "none") == (groups == 0) and (groups > 1 or strides not in ("one repeated", "apart"))
 
 
 def operand_fits(choice: Choice, name: str, shape: Shape, blocked: Shape | None = None) -> bool:
@@ -227,5 +236,21 @@ def impossible(first: str, second: str, rows: str = "rows", cols: str = "cols") 
             name + rf"\.{cols} (?:= 1|odd) \| {name[:-1]})(?:_scale\..*|\." + of_codes + ".*)",
             "with codes, the size is a multiple of 16",
         ),
-        (name + rf"\.{cols} = 1 \| {name[:-1]})\.strides {turned}", "one column has no stride"),
+        (name + rf"\.{cols} = 1 \| {name[:-1]})\.strides column-major", "one column has no stride"),
     )
+
+
+def impossible_groups(first: str, second: str, codes_of: str = "") -> tuple[tuple[str, str], ...]:
+    """The pairs of facts of groups that cannot meet. `codes_of`: the operands whose blocks lie along the tokens."""
+    scale = rf"(?:{first}|{second})_scale"
+    found = (
+        (r"offs\.groups = 0 \| \w+_tensor_scale\..*", "there is no number"),
+        (r"offs\.groups = 1 \| \w+_tensor_scale\.strides .*", "one number has no stride"),
+        (rf"{first}\.rows = 0 \| {scale}\.zero somewhere", "blocked scales of no tokens are padding alone"),
+    )
+    of_codes = r"(?:-0|subnormal|largest|row of zeros|dtype float4_e2m1fn_x2)"
+    along = (
+        rf"offs\.some group of one token \| (?:{codes_of})(?:_scale\..*|\.{of_codes}.*)",
+        "groups of codes have multiples of 16 tokens",
+    )
+    return (*found, along) if codes_of else found
