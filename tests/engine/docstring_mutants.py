@@ -1657,6 +1657,46 @@ def the_gradient_may_be_fp32(c):
     return {"dh": c.dh.to(BF16)}
 
 
+# ---- nvfp4_fake_quantize_rowcol_groups
+
+
+def two_groups():
+    """Two groups of different magnitudes."""
+    return torch.cat([rand(20, 32), rand(18, 32, seed=1) * 64]), ends(20, 38)
+
+
+@before("nvfp4_fake_quantize_rowcol_groups", "offs", two_groups)
+def all_tokens_have_one_tensor_scale(c):
+    return {"offs": c.offs[-1:].expand(c.offs.shape).clone().index_fill_(0, torch.arange(len(c.offs) - 1), 0)}
+
+
+@after("nvfp4_fake_quantize_rowcol_groups", "option", two_groups, signs=0xD7E8)
+def the_scale_of_columns_is_that_of_rows(out, c):
+    return *out[:3], out[1], *out[4:]
+
+
+@before("nvfp4_fake_quantize_rowcol_groups", "option", two_groups, signs=0xD7E8)
+def the_first_sign_is_the_highest_bit(c):
+    return {} if c.signs is None else {"signs": int(f"{c.signs:016b}"[::-1], 2)}
+
+
+@mutant("nvfp4_fake_quantize_rowcol_groups", "arithmetic", lambda: (*two_groups(), torch.tensor([1, 2])))
+def rows_and_columns_have_the_same_bytes(x, offs, random=None, **options):
+    out = right.nvfp4_fake_quantize_rowcol_groups(x, offs, random, **options)
+    if random is None:
+        return out
+    return *out[:2], *right.nvfp4_fake_quantize_rowcol_groups(x, offs, random - torch.tensor([0, 1]), **options)[2:]
+
+
+@after("nvfp4_fake_quantize_rowcol_groups", "special", lambda: (torch.ones(17, 16), ends(17)), signs=3)
+def padding_stays_zero_after_a_transform(out, c):
+    groups, tokens = list(zip(out[4].tolist(), out[5].tolist(), strict=True)), c.offs.diff(prepend=c.offs.new_zeros(1))
+    columns = out[2].clone()
+    for (first, end), count in zip(groups, tokens.tolist(), strict=True):
+        columns[first + count : end] = 0
+    return *out[:2], columns, *out[3:]
+
+
 # ---- nvfp4_quantize, written out for 1x16 blocks along the rows of a matrix, plain scales
 
 
