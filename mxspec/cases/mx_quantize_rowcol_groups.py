@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def cases() -> Iterator[Case]:
     yield Case("2^31 elements and more", large, flags={"large"})
 
     for i, (dtype, scaling) in enumerate(zip((*checks.FLOAT_DTYPES, torch.bfloat16), SCALINGS, strict=True)):
-        kw = {"elem_dtype": "e2m1", "scaling": scaling, "scale_layout": SCALE_LAYOUTS[i % 2]}
+        kw: dict[str, Any] = {"elem_dtype": "e2m1", "scaling": scaling, "scale_layout": SCALE_LAYOUTS[i % 2]}
         bits = partial(lambda dtype: (random_bits(110, 64, dtype=dtype), offs_of([33, 0, 67])), dtype)
         yield Case(f"random bit patterns, {str(dtype)[6:]}, e2m1, {scaling}", bits, kw)
         yield Case(f"edge blocks, e2m1, {scaling}", lambda: (edge_blocks(), offs_of([20, 6])), kw, flags={"edge"})

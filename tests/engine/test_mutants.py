@@ -139,7 +139,7 @@ TRITON = [
         ("e2m1 subnormals lost", "& 0x7F800000, 0x3F800000)", "& 0x7F800000, 0x40000000)"),
         ("nibbles exchanged", "(even | (odd << 4))", "(odd | (even << 4))"),
         ("sign of e2m1 lost", " | ((x.to(tl.int32, bitcast=True) >> 28) & 8)", "")),
-    *mutants("mx_quantize_groups", "random bit patterns, bfloat16, e2m1, rceil, axis -1", "common.numerics",
+    *mutants("mx_quantize_groups", "random bit patterns, bfloat16, e2m1, floor, axis -1", "common.numerics",
         ("NaN of e2m1 is another code", "tl.where(x == x, code, 7)", "code")),
     *mutants("mx_quantize_groups", "three groups, e2m1, axis -2, plain", "tiles.mx_columns",
         ("packed columns overlap", "* (M // 2) + byte_of_column", "* (M // 4) + byte_of_column")),

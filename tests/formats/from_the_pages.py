@@ -639,6 +639,7 @@ def mx_requantize_groups(
 ) -> tuple[Tensor, ...]:
     """MX-38 to MX-40."""
     check_tensor("qdata", qdata, (torch.float8_e4m3fn, torch.float8_e5m2), (2,))
+    elements(elem_dtype, E4M3FN, E5M2)
     x = mx_dequantize(qdata, scale, out_dtype=dtype)
     return mx_quantize_groups(
         x, offs, axis=-2, pad_to=pad_to, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout,
@@ -854,6 +855,7 @@ def swiglu_mx_quantize_rowcol_groups(gate_up: Any, offs: Any, *, check_offs: Any
     """MX-34 and MX-35."""
     gate, up_ = halves(gate_up, offs, check_offs)
     need(gate_up.shape[1] % 64 == 0, "no multiple of 64")
+    elements(options.get("elem_dtype", "e4m3fn"), E4M3FN, E5M2)
     return mx_quantize_rowcol_groups(silu_times(gate, up_), offs, **options)
 
 
@@ -866,6 +868,7 @@ def swiglu_backward_mx_quantize_rowcol_groups(
     check_tensor("dh", dh, (torch.bfloat16,), (2,))
     check_device(gate_up, dh)
     need(dh.shape == gate.shape, "shape of dh")
+    elements(options.get("elem_dtype", "e4m3fn"), E4M3FN, E5M2)
     return mx_quantize_rowcol_groups(silu_gradients(gate, up_, widened(dh)), offs, **options)
 
 

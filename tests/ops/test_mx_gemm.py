@@ -122,7 +122,9 @@ def test_fp64_is_rounded_once_to_bfloat16(value, expected):
 
 def test_bench_cases_are_the_linear_shapes():
     op = dispatch.reference("mx_gemm")
-    (case,) = op.spec.bench_cases(Shapes(linear=((4, 200, 256),)))
+    case, few = op.spec.bench_cases(Shapes(linear=((4, 200, 256),)))
     args = case.args()
     assert (case.name, op(*args, **case.kwargs).shape) == ("4x200x256", (4, 200))
     assert op.spec.flops(args, ()) == 2 * 4 * 200 * 256
+    assert (few.name, op(*few.args()).shape) == ("16x200x256, bfloat16 by e2m1", (16, 200))
+    assert op.spec.flops(few.args(), ()) == 2 * 16 * 200 * 256
