@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import element, exponent_rule
-from mxspec.triton_kernels.common import numerics
+from mxspec.triton_kernels.common import fp6, numerics
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import (
@@ -40,18 +40,22 @@ _HOPPER = {
     "blocked": {"BLOCKS": 64, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+# FP8; or the number 6 of e2m1; or FP6, which an addition rounds and which is stored in words of 16 bits
 PTX = (
     r"ld\.global\.v4\.b32",
-    r"st\.global\.v4\.b32",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
-)  # 6, of e2m1
+    r"st\.global\.(v4\.b32|b16)",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000|add(\.rn)?\.f32",
+)
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
 def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    if reason := numerics.supports(elem_dtype, packed=True):
+    is_fp6 = element(elem_dtype) in fp6.FORMATS
+    if not is_fp6 and (reason := numerics.supports(elem_dtype, packed=True)):
         return reason
     if axis == -2:
+        if not _is_transposed(x) and is_fp6:
+            return "writes FP6 along dimensions whose elements lie side by side; here they lie a row apart"
         if not _is_transposed(x):
             return mx_columns.supports(x)
         x = x.mT
@@ -77,13 +81,15 @@ def _mx_quantize(
     x, qdata, scale,
     R, C, stride_e, stride_r, stride_k, row_groups,
     EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
     LAYOUT: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
+    # The elements of qdata in a block: codes of FP8, pairs of e2m1, or words of FP6.
+    PACKED: tl.constexpr = qdata.dtype.element_ty == tl.uint8
+    SIZE: tl.constexpr = fp6.SHORTS if MANTISSA else 16 if PACKED else 32
     i = tl.arange(0, BLOCKS)
     j = tl.arange(0, 32)
-    PACKED: tl.constexpr = qdata.dtype.element_ty == tl.uint8  # e2m1, two codes in a byte
-    BYTES: tl.constexpr = 16 if PACKED else 32
-    of_block = tl.arange(0, BYTES)
+    of_block = tl.arange(0, 16 if PACKED else 32)
     # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
         # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed.
@@ -91,9 +97,10 @@ def _mx_quantize(
         in_matrix = (start + i < R * C) | EVEN
         owned = in_matrix
         x_offset = i[:, None] * 32 + j[None, :]
-        q_offset = i[:, None] * BYTES + of_block[None, :]
+        q_offset = i[:, None] * SIZE + of_block[None, :]
+        place = i
         x += start * 32
-        qdata += start * BYTES
+        qdata += start * SIZE
         scale += start
     elif LAYOUT == "strided":
         e = tl.program_id(2).to(tl.int64)
@@ -102,9 +109,10 @@ def _mx_quantize(
         owned = in_matrix
         k = (n % C)[:, None] * 32 + j[None, :]
         x_offset = (n // C).to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
-        q_offset = n.to(tl.int64)[:, None] * BYTES + of_block[None, :]
+        q_offset = n.to(tl.int64)[:, None] * SIZE + of_block[None, :]
+        place = n.to(tl.int64)
         x += e * stride_e
-        qdata += e * R * C * BYTES
+        qdata += e * R * C * SIZE
         scale += e * R * C + tl.program_id(0) * BLOCKS
     else:
         parts: tl.constexpr = 512 // BLOCKS  # programs a tile
@@ -116,16 +124,20 @@ def _mx_quantize(
         owned = row_tile < tl.cdiv(R, 128)
         k = c[:, None] * 32 + j[None, :]
         x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
-        q_offset = row.to(tl.int64)[:, None] * (C * BYTES) + (c[:, None] * BYTES + of_block[None, :])
+        q_offset = row.to(tl.int64)[:, None] * (C * SIZE) + (c[:, None] * SIZE + of_block[None, :])
+        place = row.to(tl.int64) * C + c
         x += e * stride_e + row_tile * 128 * stride_r
-        qdata += (e * R + row_tile * 128) * C * BYTES
+        qdata += (e * R + row_tile * 128) * C * SIZE
         scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
 
     values = widened(tl.load(x + x_offset, mask=in_matrix[:, None], other=0))
     byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-    q = values * reciprocal_scale(byte)[:, None]
-    q = in_pairs(e2m1_code(q)) if PACKED else saturating_cast(q, qdata.dtype.element_ty)
-    tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
+    scaled = values * reciprocal_scale(byte)[:, None]
+    if MANTISSA:
+        fp6.store_blocks(qdata, place, fp6.encoded(scaled, MANTISSA, BIAS, LARGEST), in_matrix, BLOCKS)
+    else:
+        q = in_pairs(e2m1_code(scaled)) if PACKED else saturating_cast(scaled, qdata.dtype.element_ty)
+        tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
     tl.store(scale + i, byte.to(tl.uint8), mask=owned)
 
 
@@ -146,7 +158,11 @@ def mx_quantize(
         return qdata.mT, scale
     *lead, R, K = x.shape
     C, E = K // 32, lead[0] if lead else 1
-    qdata = x.new_empty((*lead, R, K // fmt.per_byte), dtype=fmt.storage_dtype)
+    constants = fp6.constants(fmt)
+    if fmt in fp6.FORMATS:
+        qdata = x.new_empty((*lead, R, C * fp6.SHORTS.value), dtype=torch.int16)
+    else:
+        qdata = x.new_empty((*lead, R, K // fmt.per_byte), dtype=fmt.storage_dtype)
     row_groups, even = 1, False
     if scale_layout == "blocked":
         layout, (row_tiles, col_tiles) = "blocked", blocked_shape(R, C)
@@ -167,6 +183,7 @@ def mx_quantize(
     if scale.numel():
         _mx_quantize[grid](
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
-            *exponent_rule(fmt, scaling, x.dtype), layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED,
+            *exponent_rule(fmt, scaling, x.dtype), *constants, layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
-    return fmt.as_codes(qdata), scale.view(torch.float8_e8m0fnu)
+    qdata = qdata.view(torch.uint8) if fmt in fp6.FORMATS else fmt.as_codes(qdata)
+    return qdata, scale.view(torch.float8_e8m0fnu)

@@ -333,7 +333,7 @@ def test_explain_says_what_was_measured_for_a_call_of_this_size(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["triton", "helion"])
-def test_kernels_say_that_their_elements_are_fp8(backend):
+def test_kernels_say_which_elements_they_take(backend):
     checked = 0
     for op in ("mx_quantize", "mx_quantize_rowcol", "mx_dequantize"):
         supports = dispatch.kernel_module(op, backend).supports
@@ -343,10 +343,14 @@ def test_kernels_say_that_their_elements_are_fp8(backend):
                 of_x = x.dtype if op == "mx_dequantize" else torch.float8_e4m3fn
                 name = element(case.kwargs.get("elem_dtype", of_x)).name
                 fp8 = name in ("e4m3fn", "e5m2")
+                said, checked = supports(*case.args(), **case.kwargs), checked + (not fp8)
+                if name in ("e2m3", "e3m2") and (op, backend) == ("mx_quantize", "triton"):
+                    lies_apart = case.kwargs.get("axis", -1) == -2 and not (x.stride(-2) == 1 and x.stride(-1) != 1)
+                    assert (said is None) != lies_apart or "grid" in str(said), case.name
+                    assert said is None or "FP6" in said or "grid" in said, case.name
+                    continue
                 reason = None if fp8 else f"takes e4m3fn and e5m2 elements, not {name}"
-                said = supports(*case.args(), **case.kwargs)
                 assert said == reason or (fp8 and "grid" in str(said)), case.name
-                checked += not fp8
     assert checked > 200
 
 
