@@ -702,7 +702,9 @@ def test_scalars_are_compared_too():
 
 # --- batch invariance --------------------------------------------------------------------------------------------
 
-MATMULS = ("fp8_gemm", "fp8_gemm_", "fp8_grouped_gemm", "mx_gemm", "mx_grouped_gemm")
+MATMULS = (
+    "fp8_gemm", "fp8_gemm_", "fp8_grouped_gemm", "mx_gemm", "mx_grouped_gemm", "nvfp4_gemm", "nvfp4_grouped_gemm",
+)  # fmt: skip
 
 
 def promised(op, change):
