@@ -1828,6 +1828,65 @@ def an_amax_of_any_dtype(c):
     return {"tensor_amax": c.tensor_amax.float()}
 
 
+# ---- nvfp4_quantize_stochastic, nvfp4_quantize_groups, hadamard_16
+
+
+def bytes_like(x):
+    return torch.arange(x.numel(), dtype=torch.int32).mul(97).bitwise_and(255).to(U8).view(x.shape)
+
+
+@before("nvfp4_quantize_stochastic", "arithmetic", lambda: (x := rand(4, 64), bytes_like(x)))
+def the_complement_of_the_byte(c):
+    return c.random.dtype == U8 and {"random": 255 - c.random}
+
+
+@before("nvfp4_quantize_stochastic", "option", lambda: (rand(4, 64), torch.tensor([2**40 + 3, 5])))
+def the_high_word_of_the_seed_is_dropped(c):
+    return c.random.dtype == torch.int64 and {"random": torch.stack([c.random[0] & 0xFFFFFFFF, c.random[1]])}
+
+
+@before("nvfp4_quantize_stochastic", "option", lambda: (rand(4, 64), torch.tensor([3, 5])))
+def seed_and_offset_exchanged(c):
+    return c.random.dtype == torch.int64 and {"random": c.random.flip(0)}
+
+
+@after("nvfp4_quantize_stochastic", "arithmetic", lambda: (rand(4, 64), torch.zeros(4, 64, dtype=U8)))
+def codes_to_nearest(out, c):
+    qdata = right.nvfp4_quantize(c.x, c.tensor_amax, axis=c.axis)[0]
+    return qdata, *out[1:]
+
+
+@before("nvfp4_quantize_groups", "special", lambda: (rand(40, 32), ends(10, 40)))
+def one_amax_for_all_groups(c):
+    whole = c.tensor_amax is None and c.x.numel() and len(c.offs)
+    return whole and {"tensor_amax": c.x.float().abs().amax().expand(len(c.offs))}
+
+
+@before("nvfp4_quantize_groups", "option", lambda: (rand(400, 32), ends(100, 400)), pad_to=256)
+def groups_padded_to_128_always(c):
+    return {"pad_to": 128}
+
+
+@after("nvfp4_quantize_groups", "return", lambda: (rand(40, 32), ends(10, 40)))
+def tensor_scales_are_divisors(out, c):
+    return *out[:2], out[2].reciprocal(), *out[3:]
+
+
+@before("hadamard_16", "option", lambda: (rand(4, 32),))
+def no_signs(c):
+    return {"signs": 0}
+
+
+@before("hadamard_16", "option", lambda: (rand(4, 32),))
+def the_first_sign_is_the_highest_bit(c):
+    return {"signs": int(f"{c.signs:016b}"[::-1], 2)}
+
+
+@after("hadamard_16", "arithmetic", lambda: (rand(4, 32),))
+def the_transform_is_not_divided(out, c):
+    return 4 * out
+
+
 # ---- nvfp4_dequantize
 
 
