@@ -254,6 +254,13 @@ ALSO += [
     {"experts": 9, "cols": 256, "random strides": "one expert repeated", **_BYTES},
     {"experts": 9, "rows": 48, "cols": 4128, "axis": -1, "random strides": "one expert repeated", **_BYTES},
     {"experts": 9, "rows": 4128, "cols": 48, "random strides": "one expert repeated", **_BYTES},
+    {"experts": 9, "rows": 48, "cols": 4128, "random strides": "one row repeated", **_BYTES},
+    {"experts": 9, "strides": "one expert repeated", "random strides": "rows apart", **_BYTES},
+    {"experts": 9, "rows": 0, **_GIVEN},
+    {"rows": 4128, "cols": 48, "random strides": "column-major", **_BYTES},
+    {"experts": 9, "strides": "one expert repeated", "random strides": "experts inside the rows", **_BYTES},
+    {"experts": 9, "strides": "row-major", "random strides": "experts inside the rows", **_BYTES},
+    {"experts": 9, "cols": 256, "random strides": "one row repeated", **_BYTES},
     {"experts": 33, "random strides": "column-major", "amax": "its own", "amax strides": "apart", **_BYTES},
     {"experts": 9, "strides": "one expert repeated", "values": "finite", **_GIVEN},
 ]

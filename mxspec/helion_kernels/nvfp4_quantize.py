@@ -111,7 +111,8 @@ def quantized(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch. `random` holds a byte for each element, by which its code is rounded, or a seed and an offset."""
     amax = largest_magnitudes(x) if tensor_amax is None else tensor_amax
-    drawn, strides = "", (0, 0, 0)
+    drawn = ""
+    strides: tuple[int, ...] = (0, 0, 0)
     if random is not None:
         drawn = "bytes" if random.dtype == torch.uint8 else "seed"
         strides = (0, 0, random.stride(0)) if drawn == "seed" else (0, *random.stride())[-3:]
