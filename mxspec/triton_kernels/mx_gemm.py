@@ -6,10 +6,13 @@ The first two are for Hopper. `blackwell/mx_matmul.py` is for Blackwell and bloc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mxspec.triton_kernels.blackwell import mx_matmul as blackwell
+from mxspec.triton_kernels.common.launch import capability
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.mx.by_memory import by_weights, mx_bf16, pays
 from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
@@ -17,7 +20,7 @@ from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_matmul
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
-__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "mx_gemm", "note"]
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "mx_gemm", "note", "supports"]
 
 # The race against cuBLAS in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: no GPU has run the
 # tiles, nor the kernel with TMA, which `auto` takes on sm_100 for blocked scales. Both were compiled and interpreted.
@@ -30,6 +33,13 @@ PTX = {
 }
 
 
+def supports(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, **_: Any) -> str | None:
+    # Triton 3.7 fails to compile `tiles/mx_weights.py` for sm_100.
+    if a.dtype == torch.bfloat16 and capability(a.device) == (10, 0):
+        return "multiplies bfloat16 by e2m1 on Hopper, not on Blackwell"
+    return None
+
+
 def mx_gemm(
     a: Tensor,
     a_scale: Tensor | None,
@@ -39,7 +49,8 @@ def mx_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
-    if b.dtype == torch.float4_e2m1fn_x2:
+    packed = b.dtype == torch.float4_e2m1fn_x2
+    if packed and capability(a.device) != (10, 0):
         if a.numel() and b.numel():
             return by_weights(a, a_scale, b, b_scale, out_dtype, scale_layout)
         return torch.zeros((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
@@ -49,7 +60,7 @@ def mx_gemm(
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
-    if blackwell.reads(a, a_scale, b, b_scale, out, scale_layout):
+    if not packed and blackwell.reads(a, a_scale, b, b_scale, out, scale_layout):
         blackwell.mx_sm100(a, a_scale, b, b_scale, out)
         return out
     # `mx_sm90` runs a separate kernel that turns its second operand into bf16. So the operand with fewer rows comes

@@ -113,6 +113,8 @@ def _scaled_sums(
     B: tl.constexpr = "e2m1" if b.dtype.element_ty == tl.uint8 else B_FP8
     A_BYTES: tl.constexpr = 64 if A == "e2m1" else 128
     B_BYTES: tl.constexpr = 64 if B == "e2m1" else 128
+    A_ZERO: tl.constexpr = 0 if A == "e2m1" else 0.0
+    B_ZERO: tl.constexpr = 0 if B == "e2m1" else 0.0
     a_k, b_k, c = tl.arange(0, A_BYTES), tl.arange(0, B_BYTES), tl.arange(0, 4)
     if BLOCKED:
         a_stride_c, b_stride_c = 1, 1
@@ -122,8 +124,8 @@ def _scaled_sums(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, blocks, 4):
         in_c = (c < blocks - first)[None, :]
-        x = tl.load(a_at, mask=in_a[:, None] & (a_k < (blocks - first) * (A_BYTES // 4))[None, :], other=0)
-        w = tl.load(b_at, mask=in_b[:, None] & (b_k < (blocks - first) * (B_BYTES // 4))[None, :], other=0)
+        x = tl.load(a_at, mask=in_a[:, None] & (a_k < (blocks - first) * (A_BYTES // 4))[None, :], other=A_ZERO)
+        w = tl.load(b_at, mask=in_b[:, None] & (b_k < (blocks - first) * (B_BYTES // 4))[None, :], other=B_ZERO)
         of_x = tl.load(a_scale_at, mask=in_a[:, None] & in_c, other=127)
         of_w = tl.load(b_scale_at, mask=in_b[:, None] & in_c, other=127)
         acc = tl.dot_scaled(x, of_x, A, w.T, of_w, B, acc)
