@@ -37,7 +37,7 @@ _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 # The multiplication has no .ftz, which would lose the subnormals. Both formats are converted by way of fp16, which
 # holds the values of all their codes.
 PTX = (
-    r"ld\.global\.(v[24]\.)?b32",
+    r"ld\.global\.(v[24]\.)?b32|ld\.global\.b16",
     r"st\.global\.v4\.b32",
     r"cvt\.rn\.f16x2\.e[45]m[32]x2|cvt\.f32\.f16",
     r"mul\.(rn\.)?f32",

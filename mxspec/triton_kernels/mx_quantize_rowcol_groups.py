@@ -21,12 +21,14 @@ __all__ = ["PTX", "RANK", "mx_quantize_rowcol_groups", "note", "supports"]
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run; rates: benchmarks/results/decisions.md
 PTX = (
     r"ld\.global\.v4\.b32",
-    r"st\.global\.v[24]\.b32",
+    r"st\.global\.v[24]\.b32|0f40C00000",
     r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
-)  # 6, of e2m1
+)  # e2m1 has a minimum with 6, and stores fewer bytes
 
 
-def supports(x: Tensor, offs: Tensor, **_: Any) -> str | None:
+def supports(x: Tensor, offs: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
+    if element(elem_dtype) == E2M1 and x.dtype == torch.float32:
+        return "quantizes bfloat16 and float16 to e2m1, not float32, for which its tile spills registers"
     return mx_columns.supports(x)
 
 
