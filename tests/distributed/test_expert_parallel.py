@@ -589,6 +589,8 @@ def test_a_wire_without_codes_and_an_unknown_option_are_refused():
         ValueError, match="wire_reference: wire='codes' sends the codes of the recipe, and bf16 has none"
     ):
         wire_reference(torch.ones(1, 32), "bf16")
+    with pytest.raises(ValueError, match="wire='codes' sends codes of mxfp8 and fp8_128, not of nvfp4; needs 'values'"):
+        wire_reference(torch.ones(1, 32), "nvfp4")
     with pytest.raises(ValueError, match="unknown wire 'fp8'; needs one of values, codes"):
         ExpertParallel(wire="fp8")
     with pytest.raises(ValueError, match="unknown gradients 'average'; needs one of mean, sum"):
