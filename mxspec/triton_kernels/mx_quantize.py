@@ -40,7 +40,8 @@ _HOPPER = {
     "blocked": {"BLOCKS": 64, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# FP8; or a minimum with 6 for e2m1, which stores fewer bytes; or FP6, which an addition rounds and which is stored in words of 16 bits
+# FP8; or a minimum with 6 for e2m1, which stores fewer bytes; or FP6, which an addition rounds and which is stored in
+# words of 16 bits
 PTX = (
     r"ld\.global\.v4\.b32",
     r"st\.global\.(v4\.b32|b16)|0f40C00000",
