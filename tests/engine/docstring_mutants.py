@@ -1878,7 +1878,7 @@ def no_signs(c):
 
 
 @before("hadamard_16", "option", lambda: (rand(4, 32),))
-def the_first_sign_is_the_highest_bit(c):
+def the_sign_of_the_first_element_is_the_highest_bit(c):
     return {"signs": int(f"{c.signs:016b}"[::-1], 2)}
 
 
