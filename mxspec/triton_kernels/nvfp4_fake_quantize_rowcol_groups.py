@@ -1,8 +1,9 @@
 """nvfp4_fake_quantize_rowcol_groups in Triton: one launch finds the magnitudes of the groups, one writes the values.
 
-A program owns 16 rows of one padded group, and COLS columns. A thread holds 4 columns with all of their 16 rows: the
-transform, the blocks of columns and the random bytes of both directions need no other thread, and 4 threads find the
-magnitude of a row's block by shuffles. Both results are row-major like x, so no value passes through shared memory.
+A program owns 16 rows of one padded group, and COLS columns. A thread holds 4 columns (2 with random bytes) with all of
+their 16 rows: the transform, the blocks of columns and the random bytes of both directions need no other thread, and 4
+threads (or 8) find the magnitude of a row's block by shuffles. Both results are row-major like x, so no value passes
+through shared memory.
 
 A first launch sets the magnitudes to 0, for the atomic maxima of the second.
 """
@@ -23,10 +24,11 @@ from mxspec.triton_kernels.common.runs import load16, store16
 
 # Compiled, not run: no GPU has timed it. It has a rank because a layer calls the op.
 RANK = {(9, 0): 1, (10, 0): 1}
-_HOPPER = {"COLS": 256, "num_warps": 2}
+# With random bytes, 2 warps keep 16 bytes of registers in local memory under Triton 3.8 and 3.9.
+_HOPPER = {"nearest": {"COLS": 256, "num_warps": 2}, "stochastic": {"COLS": 256, "num_warps": 4}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _CLEARED = 1024  # magnitudes that a program of the first launch sets to 0
-PTX = (r"(red|atom)\.global\..*max", r"st\.global\.v2\.b32", r"cvt\.rn\.bf16x2\.f32")
+PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
 
 
 @triton.jit
@@ -109,11 +111,12 @@ def _nvfp4_fake_quantize_rowcol_groups(
             byte = random_bytes(random, stride_random, n, 0)
         out = values_of(values, b, h, up, wrong, byte, narrow)
         store16(rows, K, out.reshape(shape), inside, left)
+        # The caches hold the elements until here, and the registers do not.
+        loaded = _loaded(x, token, left, k, K, stride_m, stride_k, WIDE)
+        values = widened(loaded)
         if SIGNS is not None:
             values = widened(transformed(values, SIGNS).to(loaded.dtype))
             _, h, up, wrong = of_matrix(tl.load(found + G + group).to(tl.float32, bitcast=True))
-        elif random is not None:  # the registers do not hold the values until here, and the caches do
-            values = widened(_loaded(x, token, left, k, K, stride_m, stride_k, WIDE))
         b = tl.max(tl.abs(values), axis=1)[:, None]
         if random is not None:
             byte = random_bytes(random, stride_random, n, 1)
@@ -140,20 +143,22 @@ def nvfp4_fake_quantize_rowcol_groups(
     signs: int | None = None,
     check_offs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (M, K), G, config = x.shape, offs.shape[0], launch.for_device(CONFIGS, x.device)
+    (M, K), G, configs = x.shape, offs.shape[0], launch.for_device(CONFIGS, x.device)
     R = padded_rows(M, G, 16)
     rows, columns = (x.new_empty((n, K), dtype=torch.bfloat16) for n in (M, R))
     row_scale, column_scale = (x.new_empty((G,), dtype=torch.float32) for _ in range(2))
     start, end = (offs.new_empty((G,)) for _ in range(2))
     if R:
         found = x.new_empty((2 * G,), dtype=torch.int32)
-        grid = launch.grid(max(1, -(-K // config["COLS"])), R // 16)
+        for_values = configs["nearest" if random is None else "stochastic"]
+        across = [max(1, -(-K // config["COLS"])) for config in (configs["nearest"], for_values)]
+        grids = [launch.grid(programs, R // 16) for programs in across]
         given = signs, 16 * x.stride(0) >= 2**31, chunk(G)
         sizes = K, *x.stride(), G, offs.stride(0)
         _clear[(max(1, -(-2 * G // _CLEARED)),)](found, 2 * G, _CLEARED, num_warps=4, **launch.UNFUSED)
-        _largest[grid](x, found, offs, start, end, M, *sizes, *given, **config, **launch.UNFUSED)
-        _nvfp4_fake_quantize_rowcol_groups[grid](
+        _largest[grids[0]](x, found, offs, start, end, M, *sizes, *given, **configs["nearest"], **launch.UNFUSED)
+        _nvfp4_fake_quantize_rowcol_groups[grids[1]](
             x, found, rows, columns, row_scale, column_scale, offs, random, M, R // 16, *sizes,
-            0 if random is None else random.stride(0), *given, **config, **launch.UNFUSED,
+            0 if random is None else random.stride(0), *given, **for_values, **launch.UNFUSED,
         )  # fmt: skip
     return rows, row_scale, columns, column_scale, start, end
