@@ -62,8 +62,11 @@ def reads(
     for t, scale in ((a, a_scale), (b, b_scale)):
         if scale is not None:
             continue
-        # A group of tokens that begins anywhere begins at a multiple of 16 bytes only if a token is a row.
         if not _tma_reads(t) or (grouped == "K" and not turned(t)):
+            return False
+        # TMA can begin only at a multiple of 16 bytes. At any other place it dies of an illegal instruction. A group
+        # of tokens begins anywhere. So each token must be a row in memory: here for "M", above for "K".
+        if grouped == "M" and t is a and turned(t):
             return False
         # TMA reads 64 rows of a transpose at a time. The last of them must not belong to the next expert.
         if t.ndim == 3 and t.shape[0] > 1 and turned(t) and t.shape[-1] % 64:
