@@ -15,7 +15,7 @@ from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 
 __all__ = ["BATCH_INVARIANT", "PTX", "RANK", "nvfp4_gemm"]
 
-# The first kernels of a new op. No GPU has run them yet. All were compiled, and the tiles were interpreted.
+# Beside torch.mm on an H100: benchmarks/results/decisions.md. Blackwell: compiled and interpreted, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 BATCH_INVARIANT = True
 PTX = nvfp4_matmul.PTX
