@@ -13,8 +13,8 @@ The factor of this one product is a bf16 number up to the scale byte 132, a scal
 For a larger scale the factor is Inf, so the sums are not finite, and the program computes them again with two products
 for a weight. Those are exact for every byte. Byte 255 gives NaN there.
 
-So every weight is exactly its value, and a sum is taken over steps of 16 columns of K in ascending order, as cuBLAS
-does it. The bits of a row depend neither on the number of rows nor on the tile.
+So every weight is exactly its value, and a sum is taken over steps of 16 columns of K in ascending order, as
+`hopper/nvfp4/gemm.py` does it. The bits of a row depend neither on the number of rows nor on the tile.
 """
 
 from __future__ import annotations
@@ -190,9 +190,11 @@ def mx_weights(
     K is not 0. `options` override fields of the tile. Returns the compiled kernel.
     """
     (M, K), N, blocked = x.shape, b.shape[0], scale_layout == "blocked"
-    config = {**config_for(M, x.device), **options}
-    codes, tile = b.view(torch.uint8), (config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"])
+    codes = b.view(torch.uint8)
     described = _described(x) and _described(codes)
+    # Without TMA, the pointers of 128 tokens need more registers than there are.
+    config = {**config_for(M if described else min(M, 64), x.device), **options}
+    tile = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     x_at: Any = x
     w_at: Any = codes
     if described:

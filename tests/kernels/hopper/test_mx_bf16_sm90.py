@@ -1,8 +1,12 @@
-"""MX matmuls by way of bf16 values: values that bf16 lacks, tiles computed again, and when this way is taken."""
+"""MX matmuls by way of bf16 values: values that bf16 lacks, tiles computed again, and when this way is taken.
+
+Also `mx_gemm` by e2m1 weights, whose large outputs go this way.
+"""
 
 import pytest
 import torch
 
+import mxspec
 from mxspec import check, dispatch
 from mxspec.cases import mx_gemm as dense
 from mxspec.cases import mx_grouped_gemm as grouped
@@ -15,7 +19,7 @@ from mxspec.reference.common.matmul import MIN_SQNR_DB, values
 pytest.importorskip("triton")
 
 from mxspec.triton_kernels.hopper.mx import by_memory as kernel
-from tests.helpers import INTERPRETED, runs_kernels
+from tests.helpers import INTERPRETED, on_hopper, runs_kernels
 
 on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 compiles = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
@@ -91,6 +95,20 @@ def test_flags_say_which_scales_lead_out_of_bf16(dtype):
     assert flags[-1] == 0
     same = (got.double() == exact) | (got.isnan() & exact.isnan())
     assert (same | needed).all()
+
+
+@runs_kernels
+@pytest.mark.parametrize("up", [1 / 4, 1 / 16])  # of tokens, of weights
+def test_a_part_of_e2m1_is_exact_under_every_scale(up):
+    device = check.default_device()
+    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(256)[:, None].expand(-1, 16).contiguous()
+    scale = torch.arange(256, dtype=torch.uint8, device=device).repeat_interleave(256)[:, None]
+    codes, scale = codes.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e8m0fnu)
+    flags = torch.zeros(1 + 256 * 256, dtype=torch.int32, device=device)
+    got, exact = kernel.bf16_values(codes, scale, "plain", flags, 1, up=up), values(codes, scale)
+    assert not flags.any()
+    assert torch.equal(got.double().nan_to_num(), (exact * up).nan_to_num())
+    assert torch.equal(got.isnan(), exact.isnan())
 
 
 @runs_kernels
@@ -179,6 +197,53 @@ def test_large_outputs_take_this_way():
     # There are too many weights for the tokens.
     assert taken("mx_grouped_gemm", (128 * 64, 64), (33, 1024, 64)) == itself
     assert taken("mx_grouped_gemm", (128 * 64, 64), (4, 1026, 64)) == {"_tiles"}  # TMA cannot write such rows, either
+
+
+def weights(N, K, device="meta"):
+    bytes_of = [torch.randint(low, high, shape, dtype=torch.uint8) for low, high, shape in (
+        (0, 256, (N, K // 2)), (110, 125, (N, K // 32)))]  # fmt: skip
+    codes, scale = (t.to(device) for t in bytes_of)
+    return codes.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e8m0fnu)
+
+
+def taken_by_weights(M, N, K, stride=None, codes=False):
+    a, a_scale = torch.empty(M, stride or K, dtype=torch.bfloat16, device="meta")[:, :K], None
+    if codes:
+        a, a_scale = mxspec.mx_quantize(a)
+    run = dispatch.kernel_module("mx_gemm", "triton").mx_gemm
+    code = compile_call(run, a, a_scale, *weights(N, K), target="sm90")
+    assert not problems(code, (), (), edge=False)
+    return {c.kernel for c in code}
+
+
+@compiles
+def test_large_outputs_of_e2m1_weights_are_multiplied_in_gluon():
+    """cuBLAS sums some of them in another order than the kernels of few rows."""
+    by_values = {"_bf16_values", "nvfp4_gemm_sm90"}
+    assert taken_by_weights(128 * 24, 128 * 11, 512) == by_values
+    assert taken_by_weights(128 * 24, 128 * 11, 512, codes=True) == by_values | {"_prepare", "_flagged_tiles"}
+    for few in ((256, 50304, 512), (128 * 24, 128 * 10, 512), (128 * 24, 128 * 11 + 2, 512)):
+        assert taken_by_weights(*few) == {"mx_weights_sm90"}  # TMA cannot write the last one's rows
+    assert taken_by_weights(128 * 24, 128 * 11, 512, stride=516) == {"_mx_weights"}  # nor read these tokens
+
+
+@on_hopper
+@pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
+@pytest.mark.parametrize("of_a", ["bfloat16", "e4m3fn", "e2m1"])
+def test_few_rows_have_the_bits_of_many(of_a, out_dtype):
+    K, N = 2048, 8192
+    b, b_scale = weights(N, K, "cuda")
+    b_scale.view(torch.uint8)[:5, 3] = torch.tensor([0, 132, 133, 254, 255])  # both ends, and the largest first factor
+    x = torch.randn(4096, K, device="cuda").bfloat16()
+    a = (x, None) if of_a == "bfloat16" else mxspec.mx_quantize(x, elem_dtype=of_a)
+
+    def rows(M):
+        few = [t if t is None else t[:M] for t in a]
+        return mxspec.mx_gemm(*few, b, b_scale, out_dtype=out_dtype, backend="triton").view(torch.uint8)
+
+    many = rows(4096)
+    for M in (1, 16, 17, 64, 128, 256, 300):
+        assert torch.equal(rows(M), many[:M]), M
 
 
 @compiles

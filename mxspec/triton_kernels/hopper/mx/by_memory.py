@@ -32,13 +32,15 @@ from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid, proce
 from mxspec.triton_kernels.common.numerics import scale_value
 from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
 from mxspec.triton_kernels.hopper.mx.launch_weights import mx_weights_on_hopper, reads
+from mxspec.triton_kernels.hopper.nvfp4.launch import nvfp4_sm90
+from mxspec.triton_kernels.hopper.nvfp4.launch import reads as multiplies_values
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
-from mxspec.triton_kernels.tiles.mx_weights import mx_weights
+from mxspec.triton_kernels.tiles.mx_weights import UNSHIFT, mx_weights
 
 E2M1 = torch.float4_e2m1fn_x2
 # By code format: the first and the last scale byte under which every code becomes 0, a normal bf16 number, Inf or NaN.
-# The smallest code is 2^-9 or 2^-16. The largest is just below 2^9 or 2^16. A quarter of a value of e2m1 is exact under
-# every scale: it is a bf16 number also if it is subnormal.
+# The smallest code is 2^-9 or 2^-16. The largest is just below 2^9 or 2^16. A quarter or a sixteenth of a value of e2m1
+# is exact under every scale: it is a bf16 number also if it is subnormal.
 EXACT = {torch.float8_e4m3fn: (10, 246), torch.float8_e5m2: (17, 239), E2M1: (0, 254)}
 VALUES = {"BLOCKS": 64, "num_warps": 4}  # as in mx_dequantize
 # From this many waves of tiles of 128 x 128 on, the output is large. For smaller outputs, and for few rows, cuBLAS may
@@ -116,9 +118,10 @@ def _bf16_values(
 
 
 def bf16_values(
-    codes: Tensor, scale: Tensor, scale_layout: str, flags: Tensor, first_flag: int, plan: Tensor | None = None
-) -> Tensor:
-    """The bf16 values of codes `(R, K)` or `(E, R, K)`. Of e2m1 codes, whose rows have half as many bytes, a quarter.
+    codes: Tensor, scale: Tensor, scale_layout: str, flags: Tensor, first_flag: int, plan: Tensor | None = None,
+    up: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """`up` times the bf16 values of codes `(R, K)` or `(E, R, K)`. Rows of e2m1 codes have half as many bytes.
 
     The kernel raises the flags from `first_flag` on. There is one flag for each row. The rows of each tile of 128 rows
     have 128 flags.
@@ -126,9 +129,9 @@ def bf16_values(
     `plan` holds the first row and the end of each tile of 128 rows, if the rows are in token groups.
     """
     *lead, R, K = codes.shape
-    up, exact, blocked = 1.0, EXACT[codes.dtype], scale_layout == "blocked"
+    exact, blocked = EXACT[codes.dtype], scale_layout == "blocked"
     if codes.dtype == E2M1:
-        K, up, codes = 2 * K, 0.25, codes.view(torch.uint8)
+        K, codes = 2 * K, codes.view(torch.uint8)
     C = K // MX_BLOCK_SIZE
     out = torch.empty((*lead, R, K), dtype=torch.bfloat16, device=codes.device)
     tiles = -(-R // 128)
@@ -165,9 +168,11 @@ def by_weights(
     """`mx_gemm` by e2m1 weights, on any GPU. Each operand has at least one element.
 
     If a holds codes, a kernel writes its bf16 values first. For a large output on Hopper, another kernel writes the
-    values of the weights.
+    values of the weights, and the Gluon matmul of bf16 values multiplies them. Its sums are those of `mx_weights`: of
+    the same numbers, in the same order. cuBLAS sums some of these outputs in another order.
     """
     M, N, on, up, flags = a.shape[0], b.shape[0], a.device, 1.0, None
+    out = torch.empty((M, N), dtype=out_dtype, device=on)
     row_tiles = -(-M // 128)
     if a.dtype == torch.bfloat16 or a_scale is None:
         x = a
@@ -175,17 +180,14 @@ def by_weights(
         flags = b.new_empty(1 + 128 * (row_tiles + -(-N // 128)), dtype=torch.int32)
         programs = -(-flags.numel() // 128)
         _prepare[(programs,)](flags, flags.numel(), None, 0, None, 0, 1, M, None, chunk(1), **UNFUSED)
-        x = bf16_values(a, a_scale, scale_layout, flags, 1)
         up = 4.0 if a.dtype == E2M1 else 1.0
-    if pays(M, N, on):
+        x = bf16_values(a, a_scale, scale_layout, flags, 1, up=1 / up)
+    # The kernel writes the values of the weights as bfloat16 rows that follow each other, which TMA reads.
+    if pays(M, N, on) and multiplies_values(x, None, x, None, out):
         unused = b.new_empty(1 + 128 * -(-N // 128), dtype=torch.int32) if flags is None else flags
-        w = bf16_values(b, b_scale, scale_layout, unused, 1)  # it raises no flag
-        if out_dtype == torch.bfloat16:
-            out = torch.addmm(x.new_empty(1, 1), x, w.t(), beta=0, alpha=4 * up)
-        else:
-            out = torch.mm(x, w.t(), out_dtype=out_dtype).mul_(4 * up)
+        w = bf16_values(b, b_scale, scale_layout, unused, 1, up=1 / UNSHIFT)  # it raises no flag
+        nvfp4_sm90(x, None, w, None, out, up=up * UNSHIFT)
     else:
-        out = torch.empty((M, N), dtype=out_dtype, device=on)
         multiply = mx_weights_on_hopper if reads(x, b, b_scale, scale_layout) else mx_weights
         multiply(x, b, b_scale, out, scale_layout, up)
     if flags is not None and a_scale is not None and a.dtype != E2M1:

@@ -1,5 +1,7 @@
 """NVFP4 matmuls on Hopper, in Gluon: a matmul of bfloat16 values that multiplies each sum by the tensor scales.
 
+`mx_gemm` by e2m1 weights calls it, too, with a number of the launch in place of the tensor scales.
+
 A persistent program computes blocks of 128 rows of the output. The kernel is a ring of shared-memory stages, and each
 stage holds 64 columns of K of both operands.
 
@@ -58,18 +60,22 @@ class Tiles:
 
 @aggregate
 class Numbers:
-    """The tensor scales of a and b: one for each expert, or one."""
+    """The tensor scales of a and b: one for each expert, or one. Without them, UP is in their place."""
 
-    a: gl.tensor
+    a: Value
     a_stride: Value
-    b: gl.tensor
+    b: Value
     b_stride: Value
+    UP: gl.constexpr
 
     @gluon.jit
     def product(self, expert, there):
         """The product of both. Rows of no group have no tensor scale and give 0."""
-        of_a = gl.load(self.a + expert * self.a_stride, mask=there, other=0.0)
-        return of_a * gl.load(self.b + expert * self.b_stride, mask=there, other=0.0)
+        if self.UP is None:
+            of_a = gl.load(self.a + expert * self.a_stride, mask=there, other=0.0)
+            return of_a * gl.load(self.b + expert * self.b_stride, mask=there, other=0.0)
+        else:
+            return self.UP
 
 
 @gluon.jit
@@ -205,7 +211,7 @@ def nvfp4_gemm_sm90(
     a, b, out_desc, out, numbers, blocks,
     A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, GROUPED: gl.constexpr, UNIT: gl.constexpr,
     BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, BUFFERS: gl.constexpr, SWIZZLE: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, UP: gl.constexpr = None,
 ):  # fmt: skip
     """`numbers` and `blocks` hold the fields of `Numbers` and the first fields of `Scheduler`, in order.
 
@@ -225,7 +231,7 @@ def nvfp4_gemm_sm90(
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, 64, WIDTH], out_desc.layout)
     scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=1)
     output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS, CHUNKS=128 // WIDTH, ACCUMULATE=False)
-    of_groups = Numbers(*numbers)
+    of_groups = Numbers(*numbers, UP)
     pipeline = make_pipeline(NUM_STAGES, 1, 2)
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
     gl.warp_specialize(

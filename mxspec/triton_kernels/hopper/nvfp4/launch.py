@@ -105,12 +105,12 @@ def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
 
 
 def nvfp4_sm90(
-    a: Tensor, a_number: Tensor, b: Tensor, b_number: Tensor, out: Tensor,
-    *, offs: Tensor | None = None, grouped: str = "", unit: int = 1, **options: Any,
+    a: Tensor, a_number: Tensor | None, b: Tensor, b_number: Tensor | None, out: Tensor,
+    *, offs: Tensor | None = None, grouped: str = "", unit: int = 1, up: float = 1.0, **options: Any,
 ) -> Any:  # fmt: skip
     """`nvfp4_tiles` of bfloat16 values, by TMA and Hopper's tensor cores. Returns the compiled kernel.
 
-    A group of K begins at a multiple of `unit`. `options` override fields of the tile.
+    A group of K begins at a multiple of `unit`. Without tensor scales, each sum is multiplied by `up`. `options` override fields of the tile.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     row_tiles = -(-M // 128)
@@ -142,11 +142,12 @@ def nvfp4_sm90(
     def launch() -> Any:
         return nvfp4_gemm_sm90[(min(tiles, programs),)](
             *operands, rows, out, numbers, blocks,
-            A_TURNED=a_turned, B_TURNED=b_turned, GROUPED=grouped, UNIT=unit, **config, num_warps=4, **FUSED,
+            A_TURNED=a_turned, B_TURNED=b_turned, GROUPED=grouped, UNIT=unit,
+            UP=up if a_number is None else None, **config, num_warps=4, **FUSED,
         )  # fmt: skip
 
     return with_scratch(launch, a.device) if grouped == "K" else launch()
 
 
-def _of_groups(number: Tensor) -> tuple[Tensor, int]:
-    return number, number.stride(0) if number.ndim else 0
+def _of_groups(number: Tensor | None) -> tuple[Tensor | None, int]:
+    return number, 0 if number is None or not number.ndim else number.stride(0)
