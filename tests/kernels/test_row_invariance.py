@@ -74,6 +74,17 @@ def weights() -> Tensor:
 Run = Callable[..., list[Tensor]]  # takes a place and a backend, and returns what must not depend on the place
 
 
+def _amax() -> Tensor:
+    return torch.tensor(4.0, device=DEVICE)
+
+
+def nvfp4_values(x: Tensor) -> Tensor:
+    """The values of NVFP4 codes, in bfloat16 and in units of the tensor scale."""
+    amax = _amax().repeat(len(x)) if x.ndim == 3 else _amax()
+    q, scale, _ = mxspec.nvfp4_quantize(x, amax, backend="reference")
+    return mxspec.nvfp4_dequantize(q, scale, torch.ones_like(amax), backend="reference")
+
+
 def _of_rows(*results: Tensor, at: int) -> list[Tensor]:
     return [t[at : at + ROWS] for t in results]
 
@@ -127,6 +138,33 @@ def mx_grouped_gemm_blocked(place: Place, backend: str) -> list[Tensor]:
     b = mxspec.mx_quantize(weights(), scale_layout="blocked", backend="reference")
     out = mxspec.mx_grouped_gemm(a, a_scale, *b, end, backend=backend)
     return _of_rows(out, at=int(start[1]) + place.left)
+
+
+def nvfp4_gemm(place: Place, backend: str) -> list[Tensor]:
+    """The amax is given, because the other rows would change it, and with it the codes."""
+    a = mxspec.nvfp4_quantize(place.rows(K), _amax(), backend="reference")
+    b = mxspec.nvfp4_quantize(weights()[1], backend="reference")
+    return _of_rows(mxspec.nvfp4_gemm(*a, *b, backend=backend), at=place.at)
+
+
+def nvfp4_gemm_of_values(place: Place, backend: str) -> list[Tensor]:
+    b = mxspec.nvfp4_quantize(weights()[1], backend="reference")
+    of = nvfp4_values(place.rows(K)), None, _amax(), *b
+    return _of_rows(mxspec.nvfp4_gemm(*of, backend=backend), at=place.at)
+
+
+def nvfp4_grouped_gemm(place: Place, backend: str) -> list[Tensor]:
+    a, a_scale, number = mxspec.nvfp4_quantize(place.rows(K), _amax(), backend="reference")
+    b = mxspec.nvfp4_quantize(weights(), backend="reference")
+    of = a, a_scale, number.repeat(3), *b, place.offs
+    return _of_rows(mxspec.nvfp4_grouped_gemm(*of, scale_layout="plain", backend=backend), at=place.at)
+
+
+def nvfp4_grouped_gemm_of_values(place: Place, backend: str) -> list[Tensor]:
+    a, b, number = nvfp4_values(place.rows(K)), nvfp4_values(weights()), _amax().repeat(3)
+    return _of_rows(
+        mxspec.nvfp4_grouped_gemm(a, None, number, b, None, number, place.offs, backend=backend), at=place.at
+    )
 
 
 def mx_quantize(place: Place, backend: str) -> list[Tensor]:
@@ -185,6 +223,7 @@ OF_ROWS: list[Run] = [
     swiglu_backward_fp8_quantize_rowcol_groups_rows, clamped_swiglu_fp8_quantize_rowcol_groups_rows,
     clamped_swiglu_backward_fp8_quantize_rowcol_groups_rows, fp8_grouped_gemm_of_messages,
     fp8_gemm, fp8_gemm_of_rows, fp8_grouped_gemm, mx_gemm, mx_grouped_gemm_plain, mx_grouped_gemm_blocked, mx_quantize,
+    nvfp4_gemm, nvfp4_gemm_of_values, nvfp4_grouped_gemm, nvfp4_grouped_gemm_of_values,
     fp8_quantize_1x128, mx_quantize_groups_rows, mx_fake_quantize_rowcol_groups_rows, fp8_quantize_rowcol_groups_rows,
     swiglu_fp8_quantize_rowcol_groups_rows,
 ]  # fmt: skip
@@ -275,11 +314,39 @@ def mx_grouped_gemm_wgrad(place: Place, backend: str) -> list[Tensor]:
     return [mxspec.mx_grouped_gemm_wgrad(*features, made[0][3], backend=backend)[1]]
 
 
+def _column_codes(place: Place, width: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Codes along the tokens of each group, padded to whole blocks of 16 tokens, and their scales along the tokens."""
+    parts = [
+        mxspec.nvfp4_quantize(
+            torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 16)), _amax(), axis=-2, backend="reference"
+        )
+        for x in place.rows(width, seed).tensor_split(place.offs.tolist()[:-1])
+    ]
+    codes = torch.cat([q.mT.contiguous().view(torch.uint8) for q, _, _ in parts], -1)
+    scale = torch.cat([s.view(torch.uint8) for _, s, _ in parts], -1)
+    return codes.view(torch.float4_e2m1fn_x2).mT, scale.view(torch.float8_e4m3fn)
+
+
+def nvfp4_grouped_gemm_wgrad(place: Place, backend: str) -> list[Tensor]:
+    number = _amax().repeat(3)
+    dy, x = (_column_codes(place, width, seed) for width, seed in ((N, 0), (K, 50)))
+    padded = ends(*((place.offs.diff(prepend=place.offs.new_zeros(1)) + 15) // 16 * 16).cumsum(0).tolist()).to(DEVICE)
+    of = *dy, number, *x, number, padded
+    return [mxspec.nvfp4_grouped_gemm_wgrad(*of, scale_layout="plain", backend=backend)[1]]
+
+
+def nvfp4_grouped_gemm_wgrad_of_values(place: Place, backend: str) -> list[Tensor]:
+    number = _amax().repeat(3)
+    dy, x = (nvfp4_values(place.rows(width, seed)) for width, seed in ((N, 0), (K, 50)))
+    of = dy, None, number, x, None, number, place.offs
+    return [mxspec.nvfp4_grouped_gemm_wgrad(*of, backend=backend)[1]]
+
+
 OF_GROUPS: list[Run] = [
     fp8_requantize_k_groups, mx_requantize_groups, swiglu_backward_fp8_quantize_rowcol_groups_columns,
     fp8_quantize_k_groups, fp8_quantize_rowcol_groups_columns, swiglu_fp8_quantize_rowcol_groups_columns,
     mx_quantize_groups_columns, mx_fake_quantize_rowcol_groups_columns, fp8_grouped_gemm_wgrad, fp8_grouped_gemm_wgrad_,
-    mx_grouped_gemm_wgrad,
+    mx_grouped_gemm_wgrad, nvfp4_grouped_gemm_wgrad, nvfp4_grouped_gemm_wgrad_of_values,
 ]  # fmt: skip
 
 
