@@ -239,6 +239,8 @@ ALSO += [
     {**_CODES, "a values": "zeros", "b_scale strides": "one column repeated"},
     {**_CODES, "a_scale strides": "one row repeated", "b_scale strides": "row-major", "M": 48, "N": 48, "K": 48},
     {"a kind": "values", "a values": "finite", "b kind": "codes", "b_scale strides": "rows apart"},
+    {**_VALUES, "M": 1, "N": 384, "K": 4128},
+    {**_VALUES, "b values": "Inf", "b strides": "one row repeated", "N": 48, "K": 48},
 ]
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",))
 ROWS_TAKEN = taken_rows.of_matmul

@@ -260,6 +260,12 @@ ALSO: list[Choice] = [
     {"a kind": "values", "a values": "finite", "N": 0},
     {"b kind": "codes", "b_scale strides": "rows apart", "groups": "all to one"},
     {"b kind": "codes", "b_scale strides": "columns apart", "offs": "dense", "groups": "inner empty"},
+    {"b kind": "codes", "b_scale strides": "column-major", "groups": "all to one"},
+    {"a kind": "codes", "a_scale strides": "row-major", "b kind": "codes", "b_scale strides": "one row repeated"},
+    {"a kind": "codes", "a_scale values": "extreme", "M": 1, "groups": "one", "rest": False},
+    {"a kind": "values", "b kind": "values", "M": 1041, "N": 48, "K": 1056, "groups": "one"},
+    {"a kind": "values", "b kind": "values", "M": 48, "N": 384, "K": 4128, "groups": "one"},
+    {"a kind": "values", "b kind": "values", "M": 48, "N": 1, "K": 4128, "groups": "three hundred"},
 ]
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, _blind, implied=("none",), decisive=("scale_layout",))
 TOKENS = "a.rows"

@@ -241,8 +241,8 @@ def _make(choice: Choice) -> tuple[Any, ...]:
     found: list[Any] = []
     for i, (name, rows) in enumerate((("dy", N), ("x", K))):
         one: Operand = made(choice, name, (rows, M), i)
-        if E:  # if no token is in a group, the first half keep other values, which must not count either
-            poison(choice, name, one, int(offs[-1]) or M // 2 // NVFP4_BLOCK_SIZE * NVFP4_BLOCK_SIZE, across=True)
+        if E:  # if no token is in a group, more than half keep other values, which must not count either
+            poison(choice, name, one, int(offs[-1]) or round_up(M // 2 + 1, NVFP4_BLOCK_SIZE), across=True)
         t, scale = lay(choice, name, one, layout, _tiled(offs))
         begins = choice[f"{name}_tensor_scale begins"]
         found += (
@@ -267,7 +267,7 @@ DIMENSIONS: dict[str, Any] = {
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs": (False, True)}
 _VALUES = {"dy kind": "values", "x kind": "values"}
 ALSO: list[Choice] = [
-    {**_VALUES, "dy values": "Inf", "M": 1, "N": 48},
+    {**_VALUES, "dy values": "Inf", "M": 1, "N": 48, "groups": "one", "rest": False},
     {**_VALUES, "dy values": "finite", "N": 384},
     {**_VALUES, "x values": "Inf", "N": 384},
     {**_VALUES, "dy values": "Inf", "groups": "all empty", "M": 48},
@@ -276,6 +276,25 @@ ALSO: list[Choice] = [
     {**_VALUES, "dy values": "finite", "dy strides": "row-major", "M": 161},
     {**_VALUES, "dy values": "finite", "K": 0},
     {**_VALUES, "M": 4128, "K": 384},
+    {**_VALUES, "dy values": "Inf", "M": 48, "N": 48, "K": 4128, "groups": "one", "rest": False},
+    {**_VALUES, "x values": "Inf", "M": 48, "K": 48, "groups": "all empty"},
+    {**_VALUES, "x values": "Inf", "M": 384, "N": 48, "K": 1, "groups": "forty", "rest": False},
+    {**_VALUES, "M": 1056, "N": 1041, "K": 48, "groups": "one"},
+    {**_VALUES, "dy strides": "one row repeated", "groups": "singles"},
+    {**_VALUES, "x strides": "row-major", "M": 161, "N": 48, "K": 48, "groups": "singles"},
+    {**_VALUES, "M": 1, "N": 48, "K": 48, "groups": "forty", "offs": "dense", "rest": False},
+    {**_VALUES, "x values": "Inf", "M": 48, "N": 48, "K": 48, "groups": "no group", "rest": True},
+    {"dy kind": "codes", "dy_scale values": "extreme", "M": 384, "N": 1, "K": 48, "groups": "inner empty"},
+    {"x kind": "codes", "x_scale values": "extreme", "M": 384, "N": 48, "K": 1, "groups": "inner empty"},
+    {"dy kind": "codes", "dy_scale strides": "rows apart", "offs": "dense", "groups": "inner empty"},
+    {**_VALUES, "N": 0, "groups": "singles"},
+    {**_VALUES, "M": 48, "N": 1, "K": 4128, "groups": "singles"},
+    {**_VALUES, "M": 48, "N": 384, "K": 48, "groups": "singles"},
+    {**_VALUES, "M": 1056, "N": 48, "K": 1041, "groups": "one"},
+    {**_VALUES, "M": 384, "N": 48, "K": 48, "groups": "one offset repeated", "rest": False},
+    {"dy kind": "codes", "dy_scale values": "extreme", "M": 384, "N": 48, "groups": "inner empty", "rest": True},
+    {"dy kind": "codes", "dy_scale values": "extreme", "M": 384, "N": 48, "groups": "all empty", "rest": True},
+    {"dy kind": "codes", "dy_scale strides": "column-major", "offs": "dense", "groups": "inner empty"},
     {"dy kind": "values", "dy values": "Inf", "x kind": "codes", "x values": "zeros"},
     {"dy kind": "values", "dy values": "finite", "x kind": "codes", "x_scale strides": "one row repeated"},
     {"dy kind": "codes", "dy_scale strides": "one row repeated", "x kind": "values", "x values": "finite"},
