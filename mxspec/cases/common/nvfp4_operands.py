@@ -224,14 +224,18 @@ def impossible(first: str, second: str, rows: str = "rows", cols: str = "cols") 
     """
     name = f"({first}|{second})"
     of_values = r"(?:[+-]Inf|NaN|values)"
-    of_codes = r"(?:-0|subnormal|largest|row of zeros|dtype float4_e2m1fn_x2)"
-    turned = "column-major" if cols == "cols" else "row-major"
+    of_codes = r"(?:subnormal|largest|dtype float4_e2m1fn_x2)"
+    if cols == "cols":
+        turned = name + r"\.strides column-major \| \1(?:_scale\..*|\." + of_codes + ".*)", "codes have one order"
+    else:
+        across = r"\.strides row-major \| \1_scale\.strides (?:column-major|one row repeated|rows apart)"
+        turned = name + across, "codes are row-major in one column alone, and its scale is one row"
     return (
         (name + r"\.dtype float4_e2m1fn_x2 \| \1\." + of_values + " .*", "codes have no NaN and no Inf"),
         (name + r"\.dtype bfloat16 \| \1\." + of_codes + " .*", "a fact of codes"),
         (name + r"\." + of_values + r" .* \| \1\." + of_codes + ".*", "a fact of values and a fact of codes"),
         (name + r"\.(?:dtype bfloat16|" + of_values + r" .*) \| \1_scale\..*", "values have no scale"),
-        (name + rf"\.strides {turned} \| \1(?:_scale\..*|\." + of_codes + ".*)", "codes have one order"),
+        turned,
         (
             name + rf"\.{cols} (?:= 1|odd) \| {name[:-1]})(?:_scale\..*|\." + of_codes + ".*)",
             "with codes, the size is a multiple of 16",
@@ -246,9 +250,12 @@ def impossible_groups(first: str, second: str, codes_of: str = "") -> tuple[tupl
     found = (
         (r"offs\.groups = 0 \| \w+_tensor_scale\..*", "there is no number"),
         (r"offs\.groups = 1 \| \w+_tensor_scale\.strides .*", "one number has no stride"),
-        (rf"{first}\.rows = 0 \| {scale}\.zero somewhere", "blocked scales of no tokens are padding alone"),
+        (
+            rf"{first}\.rows = 0 \| {scale if codes_of else first + '_scale'}\.zero somewhere",
+            "blocked scales of no tokens are padding alone",
+        ),
     )
-    of_codes = r"(?:-0|subnormal|largest|row of zeros|dtype float4_e2m1fn_x2)"
+    of_codes = r"(?:subnormal|largest|dtype float4_e2m1fn_x2)"
     along = (
         rf"offs\.some group of one token \| (?:{codes_of})(?:_scale\..*|\.{of_codes}.*)",
         "groups of codes have multiples of 16 tokens",
