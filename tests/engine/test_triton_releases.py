@@ -101,7 +101,7 @@ def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str) -> 
     release is tested on a GPU, where the same files run all tiles. For Blackwell, the compiler makes barriers and a
     pipeline, so each release may make others.
     """
-    names = "fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "nvfp4_gemm"
+    names = "fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "mx_weights", "nvfp4_gemm"
     hopper = [f"tests/kernels/hopper/test_{name}_sm90.py" for name in names]
     files = [*([] if version == OLDEST else hopper), "tests/kernels/blackwell/test_mx_matmul_sm100.py"]
     chosen = "test_mx_matmul_sm100 or (without_spilling and not bfloat16)"

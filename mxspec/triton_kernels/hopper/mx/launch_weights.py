@@ -17,8 +17,13 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.mx.weights import mx_weights_sm90
     from mxspec.triton_kernels.hopper.names import shared_layout
 
-# By the largest number of rows of a. No GPU has run these tiles.
-TILES = {16: {"BLOCK_M": 16, "STAGES": 6}, 32: {"BLOCK_M": 32, "STAGES": 6}, 64: {"BLOCK_M": 64, "STAGES": 4}}
+# By the largest number of rows of a.
+TILES = {
+    16: {"BLOCK_M": 16, "BLOCK_N": 64, "STEP": 256, "STAGES": 4},
+    32: {"BLOCK_M": 32, "BLOCK_N": 64, "STEP": 256, "STAGES": 4},
+    64: {"BLOCK_M": 64, "BLOCK_N": 64, "STEP": 256, "STAGES": 3},
+    128: {"BLOCK_M": 128, "BLOCK_N": 64, "STEP": 128, "STAGES": 5},
+}
 
 
 def reads(x: Tensor, b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
@@ -44,14 +49,13 @@ def mx_weights_on_hopper(
     """`mx_weights` by the Gluon kernel. `options` override fields of the tile. Returns the compiled kernel."""
     (M, K), N, blocked = x.shape, b.shape[0], scale_layout == "blocked"
     config = {**tile_for(M), **options}
-    BLOCK_M = config.pop("BLOCK_M")
-
+    BLOCK_M, BLOCK_N, STEP = (config.pop(name) for name in ("BLOCK_M", "BLOCK_N", "STEP"))
     stride_r, stride_w = (128 * -(-K // 128), 128) if blocked else (b_scale.stride(0) // 4, 1)
     descriptors = (
-        TensorDescriptor.from_tensor(x, [BLOCK_M, 256], shared_layout(128, 16)),
-        TensorDescriptor.from_tensor(b.view(torch.uint8), [64, 128], shared_layout(128, 8)),
+        TensorDescriptor.from_tensor(x, [BLOCK_M, STEP], shared_layout(128, 16)),
+        TensorDescriptor.from_tensor(b.view(torch.uint8), [BLOCK_N, STEP // 2], shared_layout(STEP // 2, 8)),
     )
-    return mx_weights_sm90[(-(-N // 64) * -(-M // BLOCK_M),)](
+    return mx_weights_sm90[(-(-N // BLOCK_N) * -(-M // BLOCK_M),)](
         *descriptors, b_scale.view(torch.int32), stride_r, stride_w, out, N, M, N, K,
-        UP=up * UNSHIFT, BLOCKED=blocked, **config, num_warps=4, **FUSED,
+        UP=up * UNSHIFT, BLOCKED=blocked, **config, num_warps=BLOCK_N // 16, **FUSED,
     )  # fmt: skip

@@ -1,11 +1,13 @@
 """bfloat16 by MXFP4 weights on Hopper, in Gluon: `tiles/mx_weights.py`, with matmuls that run while codes are turned.
 
-A program has 64 rows of weights. TMA fills a ring of stages, each with 256 columns of K of the codes and of the tokens.
-While the tensor cores multiply a stage, the same warps turn the codes of the next stage into bf16 registers. Plain
-Triton does not compile this order: it waits for each instruction of the tensor cores.
+A program has 64 or 128 rows of weights, 64 for each warpgroup. TMA fills a ring of stages, each with 128 or 256 columns
+of K of the codes and of the tokens. While the tensor cores multiply a stage, the same warps turn the codes of the next
+stage into bf16 registers. Plain Triton does not compile this order: it waits for each instruction of the tensor cores.
 
 The scales of two stages are loaded one pair of stages ahead, into registers.
 """
+
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,9 +32,45 @@ _DECODED_TWICE = gl.constexpr(
 )
 
 
+@gluon.constexpr_function
+def _layout(row: list[list[int]], thread: list[list[int]], shape: list[int]) -> Any:
+    """The layout of the tensor cores' first operand.
+
+    `row` and `thread` are the bases of the registers and of the threads of a row. 16 rows belong to one warp. A thread has two of them, 8 rows apart.
+    """
+
+    def down(rows: int) -> list[int]:
+        return [rows, *[0] * (len(shape) - 1)]
+
+    warps = [down(rows) for rows in (16, 32, 64) if rows < shape[0]]
+    return gl.DistributedLinearLayout(
+        [*row, down(8)] if len(shape) == 3 else [down(8), *row], [*thread, down(1), down(2), down(4)], warps, [], shape
+    )
+
+
+@gluon.constexpr_function
+def _of_codes(BLOCK_N: int, STEP: int) -> Any:
+    """Bytes `(BLOCK_N, STEP / 2)`: a thread has the bytes of its own pairs of columns of the tensor cores' operand."""
+    return _layout([[0, n] for n in (4, 8, 16, 32, 64) if n < STEP // 2], [[0, 1], [0, 2]], [BLOCK_N, STEP // 2])
+
+
+@gluon.constexpr_function
+def _of_blocks(BLOCK_N: int, STEP: int) -> Any:
+    """The same bytes as `(BLOCK_N, STEP / 32, 16)`: one row for each block."""
+    row = [[0, 0, 4], [0, 0, 8], *([0, n, 0] for n in (1, 2, 4) if n < STEP // 32)]
+    return _layout(row, [[0, 0, 1], [0, 0, 2]], [BLOCK_N, STEP // 32, 16])
+
+
+@gluon.constexpr_function
+def _of_words(BLOCK_N: int, STEP: int) -> Any:
+    """Scale bytes `(BLOCK_N, STEP / 128, 4)`. Four threads have the same."""
+    row = [[0, 0, 1], [0, 0, 2], *([0, n, 0] for n in (1,) if n < STEP // 128)]
+    return _layout(row, [[0, 0, 0], [0, 0, 0]], [BLOCK_N, STEP // 128, 4])
+
+
 @aggregate
 class Ring:
-    """The stages: tokens `(STAGES, BLOCK_M, 256)`, codes `(STAGES, 64, 128)`, and a barrier for each."""
+    """The stages: tokens `(STAGES, BLOCK_M, STEP)`, codes `(STAGES, BLOCK_N, STEP / 2)`, and a barrier for each."""
 
     x_desc: tma.tensor_descriptor
     w_desc: tma.tensor_descriptor
@@ -48,9 +86,10 @@ class Ring:
         """Let TMA read a step of K. `count` counts the fills of the program. Past K, TMA reads zeros."""
         stage = count % self.STAGES
         bar = self.full.index(stage)
-        mbarrier.expect(bar, 64 * 128 + 2 * 256 * self.x.shape[1], pred=there)
-        async_load(self.x_desc, [self.top, step * 256], bar, self.x.index(stage), pred=there)
-        async_load(self.w_desc, [self.left, step * 128], bar, self.w.index(stage), pred=there)
+        STEP: gl.constexpr = self.x.shape[2]
+        mbarrier.expect(bar, self.w.shape[1] * (STEP // 2) + 2 * STEP * self.x.shape[1], pred=there)
+        async_load(self.x_desc, [self.top, step * STEP], bar, self.x.index(stage), pred=there)
+        async_load(self.w_desc, [self.left, step * (STEP // 2)], bar, self.w.index(stage), pred=there)
 
     @gluon.jit
     def wait(self, count):
@@ -59,18 +98,19 @@ class Ring:
 
 @aggregate
 class Scales:
-    """The scale bytes of the 64 rows in memory, as words of 4 bytes: pointers to the first word of each row."""
+    """The scale bytes of the rows in memory, as words of 4 bytes: pointers to the first word of each row."""
 
     at: gl.tensor
     there: gl.tensor
     step: Value  # from the scales of 128 columns to the next
     words: Value  # in a row
+    OF_STEP: gl.constexpr  # words
 
     @gluon.jit
     def load(self, step):
-        """Two words for each row: the scale bytes of 256 columns. Past K, the bytes are 0."""
+        """The words of a step of K for each row. Past K, the bytes are 0."""
         layout: gl.constexpr = self.at.type.layout.parent
-        word = step * 2 + gl.arange(0, 2, gl.SliceLayout(0, layout))
+        word = step * self.OF_STEP + gl.arange(0, self.OF_STEP, gl.SliceLayout(0, layout))
         at = gl.expand_dims(self.at, 1) + gl.expand_dims(word.to(gl.int64) * self.step, 0)
         there = gl.expand_dims(self.there, 1) & gl.expand_dims(word < self.words, 0)
         return gl.load(at, mask=there, other=0)
@@ -78,36 +118,31 @@ class Scales:
 
 @gluon.jit
 def _values(codes, words, operand: gl.constexpr, TWICE: gl.constexpr):
-    """The values of 64 rows of a stage, in the registers in which the tensor cores read them.
+    """The values of the weights of a stage, in the registers in which the tensor cores read them.
 
     A thread reads the bytes of its own pairs of columns. So no exchange between threads is needed.
     """
-    read: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [64, 128],
-    )  # fmt: skip
-    by_block: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0], [8, 0, 0]],
-        [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]], [], [64, 8, 16],
-    )  # fmt: skip
+    BLOCK_N: gl.constexpr = codes.shape[0]
+    STEP: gl.constexpr = 2 * codes.shape[1]
+    read: gl.constexpr = _of_codes(BLOCK_N, STEP)
+    by_block: gl.constexpr = _of_blocks(BLOCK_N, STEP)
     by_word: gl.constexpr = words.type.layout.parent
     number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, by_word)))
     shift = gl.expand_dims(gl.expand_dims(number, 0), 1) * 8
-    byte = ((gl.expand_dims(words, 2) >> shift) & 255).reshape([64, 8])
+    byte = ((gl.expand_dims(words, 2) >> shift) & 255).reshape([BLOCK_N, STEP // 32])
     if TWICE:  # 2^(byte - 131), up to 2^-127 subnormal
         factor = gl.where(byte < 5, 4 << byte, (byte - 4) << 7)
         factor = gl.where(byte == 255, 0x7FC0, factor) * 0x10001
     else:  # 2^(byte - 5), or Inf from byte 133 on
         factor = gl.minimum(byte, 133) * 0x800080 + 0x3D003D00
     factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(2, by_block)), 2)
-    factor = gl.convert_layout(factor.broadcast_to(64, 8, 16).reshape([64, 128]), read)
+    factor = gl.convert_layout(factor.broadcast_to(BLOCK_N, STEP // 32, 16).reshape([BLOCK_N, STEP // 2]), read)
     text: gl.constexpr = _DECODED_TWICE if TWICE else _DECODED
     even, odd = gl.inline_asm_elementwise(
         text, "=h,=h,r,r", [codes.load(read).to(gl.int32), factor], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
         pack=1,
     )  # fmt: skip
-    return gl.convert_layout(gl.join(even, odd).reshape([64, 256]), operand, assert_trivial=True)
+    return gl.convert_layout(gl.join(even, odd).reshape([BLOCK_N, STEP]), operand, assert_trivial=True)
 
 
 @gluon.jit
@@ -125,7 +160,7 @@ def _step(values, acc, ring, scale, step, steps, operand: gl.constexpr):
 
 @gluon.jit
 def _sums(ring, scales, steps, acc, operand: gl.constexpr):
-    """The sums of a tile, `(64, BLOCK_M)`, over an even number of steps.
+    """The sums of a tile, `(BLOCK_N, BLOCK_M)`, over an even number of steps.
 
     One more step is filled and turned, whose codes are past K.
     """
@@ -164,8 +199,10 @@ def mx_weights_sm90(
 ):  # fmt: skip
     """Scales are words of 4 bytes. `stride_r` is the stride of a row, or of a row of tiles if BLOCKED."""
     BLOCK_M: gl.constexpr = x_desc.block_shape[0]
-    n_tiles = gl.cdiv(N, 64)
-    left, top = gl.program_id(0) % n_tiles * 64, gl.program_id(0) // n_tiles * BLOCK_M
+    STEP: gl.constexpr = x_desc.block_shape[1]
+    BLOCK_N: gl.constexpr = w_desc.block_shape[0]
+    n_tiles = gl.cdiv(N, BLOCK_N)
+    left, top = gl.program_id(0) % n_tiles * BLOCK_N, gl.program_id(0) // n_tiles * BLOCK_M
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -173,22 +210,20 @@ def mx_weights_sm90(
     barrier()
     ring = Ring(
         x_desc, w_desc,
-        gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, 256], x_desc.layout),
-        gl.allocate_shared_memory(w_desc.dtype, [STAGES, 64, 128], w_desc.layout),
+        gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, STEP], x_desc.layout),
+        gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, STEP // 2], w_desc.layout),
         full, top, left, STAGES,
     )  # fmt: skip
-    by_word: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [8, 0, 0]],
-        [[0, 0, 0], [0, 0, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]], [], [64, 2, 4],
-    )  # fmt: skip
-    n = left + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, by_word)))
+    by_word: gl.constexpr = _of_words(BLOCK_N, STEP)
+    n = left + gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(2, by_word)))
     of_row = (n // 128).to(gl.int64) * stride_r + (n % 32 * 4 + n % 128 // 32) if BLOCKED else n.to(gl.int64) * stride_r
-    scales = Scales(scale + of_row, n < N, stride_w, K // 128)
-    steps = gl.cdiv(K, 512) * 2
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_M, 16])
+    scales = Scales(scale + of_row, n < N, stride_w, K // 128, STEP // 128)
+    steps = gl.cdiv(K, 2 * STEP) * 2
+    mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[BLOCK_N // 16, 1], instr_shape=[16, BLOCK_M, 16]
+    )  # fmt: skip
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    zeros = gl.zeros([64, BLOCK_M], gl.float32, mma)
+    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
     acc = _sums(ring, scales, steps, zeros, operand)
     is_finite = (acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
     if gl.max(gl.max((is_finite == 0).to(gl.int32), 1), 0) != 0:
@@ -196,7 +231,7 @@ def mx_weights_sm90(
         acc = gl.where(is_finite, acc, again)
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-    at_n = gl.expand_dims(left + gl.arange(0, 64, rows), 1)
+    at_n = gl.expand_dims(left + gl.arange(0, BLOCK_N, rows), 1)
     m = gl.expand_dims(top + gl.arange(0, BLOCK_M, columns), 0)
     at = out + m.to(gl.int64) * out_stride + at_n
     gl.store(at, (acc * UP).to(out.dtype.element_ty), mask=(m < M) & (at_n < N))

@@ -110,7 +110,8 @@ def nvfp4_sm90(
 ) -> Any:  # fmt: skip
     """`nvfp4_tiles` of bfloat16 values, by TMA and Hopper's tensor cores. Returns the compiled kernel.
 
-    A group of K begins at a multiple of `unit`. Without tensor scales, each sum is multiplied by `up`. `options` override fields of the tile.
+    A group of K begins at a multiple of `unit`. Without tensor scales, each sum is multiplied by `up`. `options`
+    override fields of the tile.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
     row_tiles = -(-M // 128)
