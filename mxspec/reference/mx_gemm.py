@@ -112,7 +112,8 @@ def mx_gemm(
         depend on the other rows or on their number. For this, the rows of the codes and of the output must begin at
         multiples of 16 bytes. There are two exceptions, in Triton on Hopper, in which the last bits may depend on the
         size of the output: elements whose row of a or of b has a scale byte below 10 or above 246 (e5m2: below 17 or
-        above 239), and sums near the ends of fp32's range: subnormal sums, and sums from 2^120 on (e5m2: 2^108).
+        above 239), and sums near the ends of fp32's range: subnormal sums, and sums from 2^120 on (e5m2: 2^108). If b
+        is e2m1, only the scale bytes of an e4m3 or e5m2 a make an exception.
 
     Special values: a NaN code, a NaN in bfloat16 or byte 255 in a makes its output row NaN; in b, its output column.
         e2m1 has no NaN. Byte 0 is 2^-127, and 448 * 2^127 times 2^-127 is 448: a product that is finite stays finite.

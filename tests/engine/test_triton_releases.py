@@ -137,8 +137,8 @@ def test_every_launch_says_whether_sums_are_fused(monkeypatch):
     with fake_gpu("sm90"), mock.patch.object(JITFunction, "run", run):
         limits.copy(torch.empty(64, device="meta"))
         limits.bare_cast(torch.empty(64, device="meta"))
-    sums = {"fp8_gemm_sm90", "mx_gemm_sm90", "nvfp4_gemm_sm90"}
-    sums |= {"_tiles", "_marked_tiles", "_flagged_tiles", "mx_matmul_sm100"}
+    sums = {"fp8_gemm_sm90", "mx_gemm_sm90", "_tiles", "_marked_tiles", "_flagged_tiles", "mx_matmul_sm100"}
+    sums |= {"nvfp4_gemm_sm90", "mx_weights_sm90", "_mx_weights"}
     assert said.keys() >= {*sums, "mx_values", "_bf16_values", "_prepare", "_bare_cast", "_copy"}
     assert {name: {name in sums} for name in said} == said
 

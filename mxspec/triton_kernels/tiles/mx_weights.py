@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mxspec.triton_kernels.common.launch import FUSED, for_device
 
-# By the largest number of rows of a. No GPU has run these tiles.
+# By the largest number of rows of a. On Blackwell no GPU has run these tiles.
 _HOPPER = {
     16: {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 4},
     32: {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 4},

@@ -36,7 +36,8 @@ _DECODED_TWICE = gl.constexpr(
 def _layout(row: list[list[int]], thread: list[list[int]], shape: list[int]) -> Any:
     """The layout of the tensor cores' first operand.
 
-    `row` and `thread` are the bases of the registers and of the threads of a row. 16 rows belong to one warp. A thread has two of them, 8 rows apart.
+    `row` and `thread` are the bases of the registers and of the threads of a row. 16 rows belong to one warp. A thread
+    has two of them, 8 rows apart.
     """
 
     def down(rows: int) -> list[int]:
