@@ -11,11 +11,11 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import MX_BLOCK_SIZE, element
 from mxspec.helion_kernels.common import numerics
 from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels.common.launch import config, extent, launch
-from mxspec.helion_kernels.common.numerics import scale_value
+from mxspec.helion_kernels.common.numerics import code_values, per_byte, scale_value
 
 RANK = {(9, 0): 2, (10, 0): 2}  # Rates on an H200: benchmarks/results/decisions.md
 # Block sizes count scales, except for `turned`. Only these configurations were measured. Blackwell: compiled, not run.
@@ -30,17 +30,22 @@ CONFIGS = {
     "tall": {(9, 0): _TALL, (10, 0): _TALL},  # blocked, more than 65535 row tiles or experts
     "turned": {(9, 0): _TURNED, (10, 0): _TURNED},  # axis -2: along (E, rows, blocks) of the transpose
 }
-# The multiplication has no .ftz, which would lose the subnormals.
-PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.f16x2\.e[45]m[32]x2", r"mul\.(rn\.)?f32")
+# The multiplication has no .ftz, which would lose the subnormals. e2m1 is read in shorter words.
+PTX = (
+    r"ld\.global\.(v[24]\.)?b32|ld\.global\.b16",
+    r"st\.global\.v4\.b32",
+    r"cvt\.rn\.f16x2\.e[45]m[32]x2|cvt\.f32\.f16",
+    r"mul\.(rn\.)?f32",
+)
 
 
 def supports(qdata: Tensor, scale: Tensor, *, elem_dtype: torch.dtype | str | None = None, **_: Any) -> str | None:
-    return numerics.supports(qdata.dtype if elem_dtype is None else elem_dtype)
+    return numerics.supports(qdata.dtype if elem_dtype is None else elem_dtype, packed=True)
 
 
 def _flat(qdata: Tensor, scale: Tensor, out: Tensor) -> None:
     for blocks in hl.tile(scale.size(0)):
-        value = qdata[blocks, :].to(torch.float32) * scale_value(scale[blocks]).unsqueeze(-1)
+        value = code_values(qdata[blocks, :]) * scale_value(scale[blocks]).unsqueeze(-1)
         out[blocks, :] = value.to(out.dtype)
 
 
@@ -57,12 +62,13 @@ def _strided(
     for e, row, byte in hl.tile(scale.shape):
         matrix = e.index[:, None, None, None]
         r, c = _row_and_block(row.index[None, :, None, None], byte.index[None, None, :, None], blocked)
-        k = hl.arange(32)[None, None, None, :]
-        source = matrix * stride_e + r * stride_r + c * stride_c + k * stride_k
-        valid = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(source.size())
-        q = hl.load(qdata, [source], extra_mask=valid)
-        value = q.to(torch.float32) * scale_value(scale[e, row, byte]).unsqueeze(-1)
-        hl.store(out, [((matrix * R + r) * C + c) * 32 + k], value.to(out.dtype), extra_mask=valid)
+        held = hl.arange(32 // per_byte(qdata.dtype))[None, None, None, :]
+        source = matrix * stride_e + r * stride_r + c * stride_c + held * stride_k
+        valid = (matrix < scale.size(0)) & (r < R) & (c < C)
+        q = hl.load(qdata, [source], extra_mask=valid.expand(source.size()))
+        value = code_values(q) * scale_value(scale[e, row, byte]).unsqueeze(-1)
+        target = ((matrix * R + r) * C + c) * 32 + hl.arange(32)[None, None, None, :]
+        hl.store(out, [target], value.to(out.dtype), extra_mask=valid.expand(target.size()))
 
 
 def _turned(
@@ -74,13 +80,15 @@ def _turned(
     for e, row, block in hl.tile([E, R, C]):
         matrix, r, c = e.index[:, None, None, None], row.index[None, :, None, None], block.index[None, None, :, None]
         k = c * 32 + hl.arange(32)[None, None, None, :]
-        q = hl.load(qdata, [matrix * stride_e + r * stride_r + k * stride_k])
+        size = 32 // per_byte(qdata.dtype)
+        held = c * size + hl.arange(size)[None, None, None, :]
+        q = hl.load(qdata, [matrix * stride_e + r * stride_r + held * stride_k])
         if blocked:
             byte = (r >> 7) * 512 * col_tiles + (c >> 2) * 512 + (r & 31) * 16 + ((r >> 5) & 3) * 4 + (c & 3)
             place = matrix * scale_stride_e + byte * scale_stride_c
         else:
             place = matrix * scale_stride_e + r * scale_stride_r + c * scale_stride_c
-        value = (q.to(torch.float32) * scale_value(hl.load(scale, [place]))).to(out.dtype)
+        value = (code_values(q) * scale_value(hl.load(scale, [place]))).to(out.dtype)
         target = (matrix * C * 32 + k) * R + r
         hl.store(out, [target.permute(0, 2, 3, 1)], value.permute(0, 2, 3, 1))
 
@@ -94,13 +102,18 @@ def mx_dequantize(
     scale_layout: str = "plain",
     elem_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
-    out = torch.empty(qdata.shape, dtype=out_dtype, device=qdata.device)
+    fmt = element(qdata.dtype)
+    sizes = [fmt.per_byte * n if d - qdata.ndim == axis else n for d, n in enumerate(qdata.shape)]
+    out = torch.empty(sizes, dtype=out_dtype, device=qdata.device)
     if not out.numel():
         return out
     blocked = scale_layout == "blocked"
-    q, bytes_ = qdata if axis == -1 else qdata.mT, scale.view(torch.uint8)
-    *lead, R, K = q.shape
-    C = K // MX_BLOCK_SIZE
+    q, bytes_ = qdata.view(fmt.storage_dtype), scale.view(torch.uint8)
+    if axis == -2:
+        q = q.mT
+    held = MX_BLOCK_SIZE // fmt.per_byte  # the elements of q in a block
+    *lead, R, width = q.shape
+    C = width // held
     E, stride_e, scale_stride_e = (lead[0], q.stride(0), scale.stride(0)) if lead else (1, 0, 0)
     stride_r, stride_k = q.stride()[-2:]
     row_tiles, col_tiles = blocked_shape(R, C)
@@ -112,13 +125,13 @@ def mx_dequantize(
         launch(_turned, CONFIGS["turned"], *codes, scales, *scale_strides, col_tiles, out.view(-1), blocked)
     elif not blocked and E * R * C > 1 and q.is_contiguous() and scale.is_contiguous():
         # Not for a single block: Helion does not mask along a dimension of 1.
-        blocks = (-1, MX_BLOCK_SIZE)
-        launch(_flat, CONFIGS["flat"], q.view(blocks), bytes_.view(-1), out.view(blocks))
+        values = out.view(-1, MX_BLOCK_SIZE)
+        launch(_flat, CONFIGS["flat"], q.view(-1, held), bytes_.view(-1), values)
     else:
         shape = (E, row_tiles, 512 * col_tiles) if blocked else (E, R, C)
         inner = (512 * col_tiles * scale.stride(-1), scale.stride(-1)) if blocked else scale.stride()[-2:]
         scales = bytes_.as_strided(shape, (scale_stride_e, *inner))
         layout = "strided" if not blocked else "blocked" if max(E, row_tiles) < 65536 else "tall"
-        strides = (stride_e, stride_r, MX_BLOCK_SIZE * stride_k, stride_k)
+        strides = (stride_e, stride_r, held * stride_k, stride_k)
         launch(_strided, CONFIGS[layout], flat, *strides, R, C, scales, out.view(-1), blocked)
     return out

@@ -18,9 +18,11 @@ from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_c
 from mxspec.helion_kernels.common.launch import config, extent, launch
 from mxspec.helion_kernels.common.numerics import (
     magnitude_bits,
+    packed_cast,
+    per_byte,
     reciprocal_scale,
-    saturating_cast,
     shared_exponent,
+    stored,
     widened,
 )
 from mxspec.helion_kernels.tiles.mx_columns import mx_tile
@@ -38,18 +40,22 @@ CONFIGS = {
     "blocked": {(9, 0): _BLOCKED, (10, 0): _BLOCKED},  # along (E, row tiles, bytes of a row of tiles)
     "tall": {(9, 0): _TALL, (10, 0): _TALL},  # blocked, more than 65535 row tiles or experts
 }
-PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+PTX = (
+    r"ld\.global\.v4\.b32",
+    r"st\.global\.v4\.b32|0f40C00000",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+)  # e2m1 has a minimum with 6, and stores fewer bytes
 
 
 def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype)
+    return numerics.supports(elem_dtype, packed=True)
 
 
 def quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
-    """The codes and the scale bytes of a tile whose last dimension is a block."""
-    fmt, wide = element(elem_dtype), widened(values)
+    """The stored codes and the scale bytes of a tile whose last dimension is a block."""
+    fmt, wide = stored(elem_dtype), widened(values)
     byte = shared_exponent(magnitude_bits(wide).amax(-1), fmt, scaling, values.dtype)
-    codes = saturating_cast(wide * reciprocal_scale(byte).unsqueeze(-1), fmt)
+    codes = packed_cast(wide * reciprocal_scale(byte).unsqueeze(-1), fmt)
     return codes, byte.to(torch.uint8)
 
 
@@ -74,11 +80,13 @@ def _strided(
     for e, row, byte in hl.tile(scale.shape):
         matrix = e.index[:, None, None, None]
         r, c = _row_and_block(row.index[None, :, None, None], byte.index[None, None, :, None], blocked)
-        k = hl.arange(32)[None, None, None, :]
+        k, held = hl.arange(32)[None, None, None, :], 32 // per_byte(qdata.dtype)
         source = matrix * stride_e + r * stride_r + c * stride_c + k * stride_k
         valid = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(source.size())
         codes, scale_byte = quantize_tile(hl.load(x, [source], extra_mask=valid), qdata.dtype, scaling)
-        hl.store(qdata, [((matrix * R + r) * C + c) * 32 + k], codes, extra_mask=valid)
+        place = ((matrix * R + r) * C + c) * held + hl.arange(held)[None, None, None, :]
+        owned = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(place.size())
+        hl.store(qdata, [place], codes, extra_mask=owned)
         scale[e, row, byte] = scale_byte
 
 
@@ -98,15 +106,15 @@ def mx_quantize(
             qdata, scale = mx_quantize(x.mT, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
         return qdata.mT, scale
     *lead, R, K = x.shape
-    C = K // MX_BLOCK_SIZE
+    C, fmt = K // MX_BLOCK_SIZE, element(elem_dtype)
     row_tiles, col_tiles = blocked_shape(R, C)
     blocked = scale_layout == "blocked"
     shape = (512 * row_tiles * col_tiles,) if blocked else (R, C)
-    qdata = torch.empty(x.shape, dtype=element(elem_dtype).dtype, device=x.device)
+    qdata = torch.empty(*lead, R, K // fmt.per_byte, dtype=fmt.storage_dtype, device=x.device)
     scale = torch.empty(*lead, *shape, dtype=torch.uint8, device=x.device)
     # Not for a single block: Helion does not mask along a dimension of 1.
     if scale.numel() > 1 and not blocked and x.is_contiguous():
-        blocks, codes = x.view(-1, MX_BLOCK_SIZE), qdata.view(-1, MX_BLOCK_SIZE)
+        blocks, codes = x.view(-1, MX_BLOCK_SIZE), qdata.view(-1, MX_BLOCK_SIZE // fmt.per_byte)
         launch(_flat, CONFIGS["flat"], blocks, codes, scale.view(-1), scaling)
     elif scale.numel():
         E, stride_e = (lead[0], x.stride(0)) if lead else (1, 0)
@@ -116,4 +124,4 @@ def mx_quantize(
         strides = (stride_e, stride_r, MX_BLOCK_SIZE * stride_k, stride_k)
         flat = x.as_strided((extent(x),), (1,))
         launch(_strided, CONFIGS[layout], flat, *strides, R, C, qdata.view(-1), rows, scaling, blocked)
-    return qdata, scale.view(torch.float8_e8m0fnu)
+    return fmt.as_codes(qdata), scale.view(torch.float8_e8m0fnu)

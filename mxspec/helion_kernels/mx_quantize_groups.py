@@ -29,7 +29,7 @@ from mxspec.helion_kernels.common.groups import (
     tokens_of,
 )
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
-from mxspec.helion_kernels.common.numerics import scale_value, widened
+from mxspec.helion_kernels.common.numerics import per_byte, scale_value, widened
 from mxspec.helion_kernels.common.runs import load_run
 from mxspec.helion_kernels.mx_quantize import quantize_tile
 from mxspec.helion_kernels.tiles.mx_columns import TILES, column_codes, column_scale, tile_index
@@ -44,7 +44,11 @@ RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run
 # The race by benchmarks/tune.py against mx_quantize of padded tokens: benchmarks/results/decisions.md.
 _HOPPER = Part(64, 2)
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-PTX = (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+PTX = (
+    r"ld\.global\.v4\.b32",
+    r"st\.global\.v4\.b32|0f40C00000",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+)  # e2m1 has a minimum with 6, and stores fewer bytes
 
 
 # `tokens_2` is the number of tokens plus 2, so that it is never 1. Triton would make a constant of a 1, and ptxas 12.8
@@ -76,7 +80,9 @@ def _rows(
         values = hl.load(x, [source], extra_mask=there.unsqueeze(1).expand(blocks, 32))
         codes, byte = quantize_tile(values, qdata.dtype, scaling)
         owned = (row < R) & (c < C)
-        hl.store(qdata, [row.unsqueeze(1) * (C * 32) + k], codes, extra_mask=owned.unsqueeze(1).expand(blocks, 32))
+        held = 32 // per_byte(qdata.dtype)
+        of_block = (row * C + c).unsqueeze(1) * held + hl.arange(held).unsqueeze(0)
+        hl.store(qdata, [of_block], codes, extra_mask=owned.unsqueeze(1).expand(blocks, held))
         if blocked:  # the scales have up to G rows of tiles more than the codes
             place = (row_tile + hl.arange(1)) * col_tiles * 512 + byte_in_row
             hl.store(scale, [place], byte, extra_mask=byte_in_row < col_tiles * 512)
@@ -110,7 +116,8 @@ def _columns(
 ) -> None:  # fmt: skip
     # With `codes`, the name of their format, x holds codes along the rows. Their values are quantized, rounded to
     # bfloat16 with `bf16`.
-    C = R // 32  # computed on the host, so that Triton keeps its divisible-by-16 specialization
+    # Computed on the host, so that Triton keeps its divisible-by-16 specialization.
+    C, width = R // 32, R // per_byte(qdata.dtype)
     k_tiles = (K + 127) // 128
     runs = 128 // run
     for k_tile, m_tile in hl.grid([col_programs, row_tiles]):
@@ -141,7 +148,7 @@ def _columns(
             values = load_run(x, token, stride_m, k * stride_k, k < K, run, left=left)
             wide = widened(values).reshape(runs, 1, cols, run)
             byte = column_scale(wide, qdata.dtype, scaling, x.dtype)
-        byte = column_codes(wide, byte, qdata, 0, m_tile, k_tile, R, K, False)
+        byte = column_codes(wide, byte, qdata, 0, m_tile, k_tile, width, K, False)
         if blocked:  # cols is 128. (c, k // 32, k % 32) -> (k % 32, k // 32, c)
             size = torch.div(stop - first + (alignment - 1), alignment, rounding_mode="trunc") * (alignment // 128)
             place, owned = grouped_tile(tile, k_tile, group, begin >> 7, size, G, k_tiles, row_tiles)
@@ -153,7 +160,7 @@ def _columns(
 
 
 def supports(x: Tensor, offs: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype)
+    return numerics.supports(elem_dtype, packed=True)
 
 
 def mx_quantize_groups(
@@ -181,10 +188,10 @@ def groups(
     start, end = (offs.new_empty(G) for _ in range(2))
     col_tiles = -(-K // 128)
     if axis == -2:
-        qdata = x.new_empty((K, R), dtype=fmt.dtype)
+        qdata = x.new_empty((K, R // fmt.per_byte), dtype=fmt.storage_dtype)
         shape = (128 * col_tiles, rows // 32) if blocked else (K, R // 32)
     else:
-        qdata = x.new_empty((R, K), dtype=fmt.dtype)
+        qdata = x.new_empty((R, K // fmt.per_byte), dtype=fmt.storage_dtype)
         shape = (rows, 4 * col_tiles) if blocked else (R, K // 32)
     scale = x.new_empty(shape, dtype=torch.uint8)
     source, of_groups = (flat(x), *x.stride(), M + 2), (flat(offs), offs.stride(0), G, flat(start), flat(end))
@@ -208,4 +215,5 @@ def groups(
             *source, K // 32, flat(qdata), R, flat(scale), col_tiles, *of_groups, row_tiles, programs,
             *constants, part.blocks,
         )  # fmt: skip
+    qdata = fmt.as_codes(qdata)
     return (qdata.mT if axis == -2 else qdata), scale.view(torch.float8_e8m0fnu), start, end

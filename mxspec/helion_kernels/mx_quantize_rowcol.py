@@ -12,12 +12,16 @@ from mxspec.helion_kernels.common import numerics
 from mxspec.helion_kernels.tiles.mx_columns import mx_tile
 
 RANK = {(9, 0): 2, (10, 0): 2}  # second after Triton: benchmarks/results/decisions.md
-# Loads are 8 bytes wide if tiles reach past x.
-PTX = (r"ld\.global\.v[24]\.b32", r"st\.global\.v4\.b32", r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32")
+# Loads are 8 bytes wide if tiles reach past x. e2m1 has a minimum with 6, and stores fewer bytes.
+PTX = (
+    r"ld\.global\.v[24]\.b32",
+    r"st\.global\.v4\.b32|0f40C00000",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+)
 
 
 def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype)
+    return numerics.supports(elem_dtype, packed=True)
 
 
 def mx_quantize_rowcol(

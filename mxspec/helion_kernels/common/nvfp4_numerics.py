@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN, NVFP4_LARGEST
+from mxspec.helion_kernels.common.numerics import e2m1_code, e2m1_pairs, in_pairs
 
 _REF = os.environ.get("HELION_INTERPRET") == "1"
 _OF_H, _OF_B, _OF_X = 2.0**-12, 7 / 64, 21 / 32
@@ -123,30 +124,14 @@ def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor, byte: Tenso
         magnitude = torch.where(d == 0, 0.0, n / d)
     else:
         magnitude = hl.triton_kernel(_MAGNITUDE, args=(n, s, A), output_like=n)
-    magnitude = magnitude.clamp(max=6.0)
-    # e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
-    # e * 2^22 therefore rounds to steps, and has their number in its last bits. The code is 2 * log2(e) more, and 2
-    # steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
-    e = (magnitude.view(torch.int32) & 0x7F800000).clamp(min=0x3F800000)
-    if byte is None:
-        steps = (magnitude + (e + ((22 << 23) + 2)).view(torch.float32)).view(torch.int32)
-    else:  # the magnitude is a number of 256ths of a step, cut off; 2^(9 - log2(e)) has the bits (263 << 23) - e
-        parts = (magnitude * (((263 << 23) - 2**32) - e).view(torch.float32)).to(torch.int32)
-        steps = ((parts + byte) >> 8) + 2
-    code = ((steps + (e >> 22)) & 7) | ((x.view(torch.int32) >> 28) & 8)
-    code = torch.where(wrong.unsqueeze(2), 7, code)
-    even, odd = hl.split(code.reshape(code.shape[0], code.shape[1], 8, 2))
-    return (even | (odd << 4)).to(torch.uint8)
+    return in_pairs(torch.where(wrong.unsqueeze(2), 7, e2m1_code(magnitude.clamp(max=6.0), x, byte)))
 
 
 def values_of_pairs(q: Tensor, s: Tensor, T: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of packed codes `(rows, cols, 8)` under scales `(rows, cols)`: `(rows, cols, 16)`.
 
-    The bits of a code become the upper bits of an fp16, which is the value times 2^-14, also if it is subnormal. The
-    product with s * 2^14 is exact.
+    The product of a code's value times 2^-14 with s * 2^14 is exact.
     """
-    pairs, s = q.to(torch.int32), s.to(torch.float32).unsqueeze(2) * 16384.0
-    even = ((pairs & 7) << 9 | (pairs & 8) << 12).to(torch.int16).view(torch.float16).to(torch.float32)
-    odd = ((pairs & 0x70) << 5 | (pairs & 0x80) << 8).to(torch.int16).view(torch.float16).to(torch.float32)
-    T = T.unsqueeze(2)
+    even, odd = e2m1_pairs(q)
+    s, T = s.to(torch.float32).unsqueeze(2) * 16384.0, T.unsqueeze(2)
     return hl.join((even * s * T).to(dtype), (odd * s * T).to(dtype)).reshape(q.shape[0], q.shape[1], 16)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import helion.language as hl
 from torch import Tensor
 
-from mxspec.formats import element
-from mxspec.helion_kernels.common.numerics import saturating_cast
+from mxspec.helion_kernels.common.numerics import packed_cast, stored
 
 
 def dimension(size: int, dim: int, dims: int) -> Tensor:
@@ -52,7 +51,7 @@ def store_run(
     """
     if run == 1:
         there = mask if left is None else left > i if mask is None else mask & (left > i)
-        hl.store(qdata, [place], saturating_cast(values, element(qdata.dtype)), extra_mask=there)
+        hl.store(qdata, [place], packed_cast(values, stored(qdata.dtype)), extra_mask=there)
         return
     even, odd = hl.split(values)
     store_run(qdata, place, 2 * stride, even, mask, run // 2, left, 2 * step, i)

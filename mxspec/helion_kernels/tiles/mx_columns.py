@@ -25,14 +25,16 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.formats import ElementFormat, element
+from mxspec.formats import ElementFormat
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.launch import extent, for_device, launch, on_grid
 from mxspec.helion_kernels.common.numerics import (
     magnitude_bits,
+    packed_cast,
+    per_byte,
     reciprocal_scale,
-    saturating_cast,
     shared_exponent,
+    stored,
     widened,
 )
 from mxspec.helion_kernels.common.runs import load_run, store_run
@@ -64,27 +66,31 @@ def by_block(wide: Tensor) -> Tensor:
 def column_scale(wide: Tensor, elem_dtype: torch.dtype, scaling: str, dtype: torch.dtype) -> Tensor:
     """The 32x1 scale bytes of a tile, int32: `(blocks, parts, part)`."""
     largest = magnitude_bits(by_block(wide)).amax(-1).amax(1)
-    return shared_exponent(largest, element(elem_dtype), scaling, dtype)
+    return shared_exponent(largest, stored(elem_dtype), scaling, dtype)
 
 
 def column_codes(
-    wide: Tensor, byte: Tensor, qdata: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int, even: bool
+    wide: Tensor, byte: Tensor, qdata: Tensor, e: int, m_tile: int, k_tile: int, width: int, K: int, even: bool
 ) -> Tensor:
-    """Store the 32x1 codes. Returns the scale bytes as uint8, `(blocks, cols)`."""
+    """Store the 32x1 codes. Returns the scale bytes as uint8, `(blocks, cols)`.
+
+    width: the elements of qdata that hold the codes of a column.
+    """
     blocks, _runs, parts, part, _run = by_block(wide).shape
-    rows, cols = blocks * 32, parts * part
+    fmt, cols = stored(qdata.dtype), parts * part
+    rows = blocks * 32 // fmt.per_byte  # as they are stored
     factor = reciprocal_scale(byte).unsqueeze(1).unsqueeze(4)
-    codes = saturating_cast(by_block(wide) * factor, element(qdata.dtype)).permute(2, 3, 0, 1, 4).reshape(cols, rows)
+    codes = packed_cast(by_block(wide) * factor, fmt).permute(2, 3, 0, 1, 4).reshape(cols, rows)
     m, k = (m_tile * rows + hl.arange(rows)).unsqueeze(0), (k_tile * cols + hl.arange(cols)).unsqueeze(1)
-    hl.store(qdata, [(e * K + k) * M + m], codes, extra_mask=None if even else (k < K) & (m < M))
+    hl.store(qdata, [(e * K + k) * width + m], codes, extra_mask=None if even else (k < K) & (m < width))
     return byte.to(torch.uint8).reshape(blocks, cols)
 
 
 def _columns(
-    wide: Tensor, byte: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int,
+    wide: Tensor, byte: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, width: int, K: int,
     C: int, blocked: bool, even: bool,
 ) -> None:  # fmt: skip
-    byte = column_codes(wide, byte, qdata, e, m_tile, k_tile, M, K, even)
+    byte = column_codes(wide, byte, qdata, e, m_tile, k_tile, width, K, even)
     blocks, cols = byte.shape
     if blocked:  # cols is 128. (c // 4, c % 4, k // 32, k % 32) -> (c // 4, k % 32, k // 32, c % 4)
         byte = byte.reshape(blocks // 4, 4, 4, 32).permute(0, 3, 2, 1).reshape(blocks * 128)
@@ -97,18 +103,21 @@ def _columns(
 
 
 def store_rows(
-    wide: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, M: int, K: int, C: int,
+    wide: Tensor, qdata: Tensor, scale: Tensor, e: int, m_tile: int, k_tile: int, M: int, width: int, C: int,
     row_tiles: int, scaling: str, dtype: torch.dtype, blocked: bool, even: bool,
 ) -> None:  # fmt: skip
-    """Store the 1x32 codes and scale bytes of a tile. `row_tiles` counts the rows of tiles of blocked scales."""
-    (runs, parts, part, run), fmt = wide.shape, element(qdata.dtype)
+    """Store the 1x32 codes and scale bytes of a tile.
+
+    `width` counts the elements of qdata in a row, and `row_tiles` the rows of tiles of blocked scales.
+    """
+    (runs, parts, part, run), fmt = wide.shape, stored(qdata.dtype)
     rows, cols = runs * run, parts * part
     values = wide.reshape(runs, parts, part // 32, 32, run)
     byte = shared_exponent(magnitude_bits(values).amax(3), fmt, scaling, dtype)
     values = (values * reciprocal_scale(byte).unsqueeze(3)).reshape(runs, parts, part, 2, 2, 2)  # run is 8
-    m, k = tile_index(m_tile, k_tile, runs, parts, part, run)
-    inside = None if even else (m < M) & (k < K)
-    store_run(qdata, (e * M + m) * K + k, K, values, inside, run)
+    m, k = tile_index(m_tile, k_tile, runs, parts, part // fmt.per_byte, run)  # k counts elements of qdata
+    inside = None if even else (m < M) & (k < width)
+    store_run(qdata, (e * M + m) * width + k, width, values, inside, run)
     byte = byte.to(torch.uint8).permute(0, 3, 1, 2).reshape(rows, cols // 32)
     if blocked:  # (r // 128, r % 128 // 32, r % 32, c) -> (r // 128, r % 32, r % 128 // 32, c)
         byte = byte.reshape(rows // 128, 4, 32, 4).permute(0, 2, 1, 3).reshape(rows // 128, 512)
@@ -140,6 +149,7 @@ def _mx_tile(
 ) -> None:  # fmt: skip
     # Computed on the host, so that Triton keeps its divisible-by-16 specialization.
     m_blocks, k_blocks = M // 32, K // 32
+    m_width, k_width = M // per_byte(q_col.dtype), K // per_byte(q_col.dtype)
     runs, parts, bit = rows // run, cols // part, strip.bit_length() - 1
     # x and the results are flat, so only the mask of an access limits what it touches.
     for e, k_strip, i in hl.grid([E, strips, (M + rows - 1) // rows * strip]):
@@ -151,9 +161,10 @@ def _mx_tile(
         byte = column_scale(wide, q_col.dtype, scaling, x.dtype)
         if with_rows:  # after both maxima, so that the magnitudes free their registers
             store_rows(
-                wide, q_row, s_row, e, m_tile, k_tile, M, K, k_blocks, (M + 127) // 128, scaling, x.dtype, blocked, even
-            )
-        _columns(wide, byte, q_col, s_col, e, m_tile, k_tile, M, K, m_blocks, blocked, even)
+                wide, q_row, s_row, e, m_tile, k_tile, M, k_width, k_blocks, (M + 127) // 128, scaling, x.dtype,
+                blocked, even,
+            )  # fmt: skip
+        _columns(wide, byte, q_col, s_col, e, m_tile, k_tile, m_width, K, m_blocks, blocked, even)
 
 
 def mx_tile(
@@ -172,7 +183,8 @@ def mx_tile(
     def outputs(R: int, C: int) -> tuple[Tensor, Tensor]:
         row_tiles, col_tiles = blocked_shape(R, C // 32)
         scale_shape = (512 * row_tiles * col_tiles,) if blocked else (R, C // 32)
-        return x.new_empty((*lead, R, C), dtype=fmt.dtype), x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
+        qdata = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.storage_dtype)
+        return qdata, x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
 
     k_tiles = -(-K // cols)
     strip = math.gcd(k_tiles, 8) if with_rows else 1  # 8 tiles write whole sectors of plain scales
@@ -191,5 +203,5 @@ def mx_tile(
             scaling, blocked, with_rows, M % rows == 0 and K % cols == 0, strip,
             rows, cols, part, run,
         )  # fmt: skip
-    columns = q_col, s_col.view(torch.float8_e8m0fnu)
-    return (q_row, s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
+    columns = fmt.as_codes(q_col), s_col.view(torch.float8_e8m0fnu)
+    return (fmt.as_codes(q_row), s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
