@@ -218,7 +218,7 @@ def taken_by_weights(M, N, K, stride=None, codes=False):
 
 @compiles
 def test_large_outputs_of_e2m1_weights_are_multiplied_in_gluon():
-    """cuBLAS sums some of them in another order than the kernels of few rows."""
+    """cuBLAS may sum in another order than the kernels of few rows."""
     by_values = {"_bf16_values", "nvfp4_gemm_sm90"}
     assert taken_by_weights(128 * 24, 128 * 11, 512) == by_values
     assert taken_by_weights(128 * 24, 128 * 11, 512, codes=True) == by_values | {"_prepare", "_flagged_tiles"}

@@ -169,7 +169,7 @@ def by_weights(
 
     If a holds codes, a kernel writes its bf16 values first. For a large output on Hopper, another kernel writes the
     values of the weights, and the Gluon matmul of bf16 values multiplies them. Its sums are those of `mx_weights`: of
-    the same numbers, in the same order. cuBLAS sums some of these outputs in another order.
+    the same numbers, in the same order. cuBLAS may sum in another order.
     """
     M, N, on, up, flags = a.shape[0], b.shape[0], a.device, 1.0, None
     out = torch.empty((M, N), dtype=out_dtype, device=on)
