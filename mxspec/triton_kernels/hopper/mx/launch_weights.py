@@ -22,8 +22,8 @@ if releases.refusal() is None:
 TILES = {
     16: {"BLOCK_M": 16, "BLOCK_N": 64, "STEP": 256, "STAGES": 4},
     32: {"BLOCK_M": 32, "BLOCK_N": 64, "STEP": 256, "STAGES": 4},
-    64: {"BLOCK_M": 64, "BLOCK_N": 64, "STEP": 256, "STAGES": 3},
-    128: {"BLOCK_M": 128, "BLOCK_N": 64, "STEP": 128, "STAGES": 5},
+    64: {"BLOCK_M": 64, "BLOCK_N": 64, "STEP": 128, "STAGES": 4},
+    128: {"BLOCK_M": 128, "BLOCK_N": 64, "STEP": 128, "STAGES": 3},
 }
 
 
