@@ -20,7 +20,8 @@ from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.to_blocked import blocked_bytes
 from mxspec.spec import spec
 
-A_DTYPES = (*BY_DTYPE, torch.bfloat16)
+B_DTYPES = (*FP8_DTYPES, torch.float4_e2m1fn_x2)
+A_DTYPES = (*B_DTYPES, torch.bfloat16)
 
 
 def check_args(
@@ -34,7 +35,7 @@ def check_args(
 ) -> None:
     op = "mx_gemm"
     checks.tensor_dtype(op, "a", a, A_DTYPES)
-    checks.tensor_dtype(op, "b", b, BY_DTYPE)
+    checks.tensor_dtype(op, "b", b, B_DTYPES)
     packed = b.dtype == E2M1.dtype
     if not packed and a.dtype in (E2M1.dtype, torch.bfloat16):
         raise TypeError(

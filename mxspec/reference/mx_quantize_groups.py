@@ -11,7 +11,6 @@ from torch import Tensor
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE, SCALINGS
 from mxspec.reference.common import checks
 from mxspec.reference.common.groups import padded_rows
-from mxspec.reference.mx_quantize import ELEM_CHOICES as WITH_E2M1
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.pad_token_groups import pad_token_groups
 from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
@@ -19,6 +18,7 @@ from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
 from mxspec.spec import per_element, spec
 
 ELEM_CHOICES = (*FP8_DTYPES, "e4m3fn", "e5m2")  # for ops that do not take e2m1
+WITH_E2M1 = (*ELEM_CHOICES, torch.float4_e2m1fn_x2, "e2m1")
 
 
 def check_args(

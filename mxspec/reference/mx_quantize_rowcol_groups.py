@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.mx_quantize import ELEM_CHOICES
-from mxspec.reference.mx_quantize_groups import check_groups, mx_quantize_groups
+from mxspec.reference.mx_quantize_groups import WITH_E2M1, check_groups, mx_quantize_groups
 from mxspec.spec import per_element, spec
 
 
@@ -28,7 +27,7 @@ def check_args(
     checks.tensor_dtype(op, "x", x, checks.FLOAT_DTYPES)
     checks.rank(op, "x", x, (2,))
     checks.multiple(op, "K", x.shape[1], MX_BLOCK_SIZE)
-    check_groups(op, ("x", x), offs, pad_to, elem_dtype, scaling, scale_layout, check_offs, ELEM_CHOICES)
+    check_groups(op, ("x", x), offs, pad_to, elem_dtype, scaling, scale_layout, check_offs, WITH_E2M1)
 
 
 @spec(

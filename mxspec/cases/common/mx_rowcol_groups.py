@@ -16,9 +16,9 @@ from mxspec.cases.common.rowcol_groups import Make, with_offs
 from mxspec.cases.common.space import given
 from mxspec.cases.common.token_groups import grouped, offs_of
 from mxspec.formats import SCALINGS
-from mxspec.reference.mx_quantize import ELEM_CHOICES as EVERY_FORMAT
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.mx_quantize_groups import ELEM_CHOICES
+from mxspec.reference.mx_quantize_groups import WITH_E2M1 as PACKED_TOO
 from mxspec.spec import Case
 
 
@@ -86,4 +86,4 @@ OPTIONS = {
     "scale_layout": SCALE_LAYOUTS,
     "check_offs": (False, True),
 }
-WITH_E2M1 = {**OPTIONS, "elem_dtype": EVERY_FORMAT}
+WITH_E2M1 = {**OPTIONS, "elem_dtype": PACKED_TOO}
