@@ -5,7 +5,8 @@
 The text is the text of `train_char_model.py`. The model predicts a character from the CONTEXT characters before it. It
 has an embedding, a Linear, layers of EXPERTS experts, and a Linear. In each layer a router takes TOP experts for each
 token. `mxspec.nn.convert` makes the Linears and experts train by the recipe. The modules that it leaves out stay
-bfloat16, and are printed.
+bfloat16, and are printed. The recipes of NVFP4 convert the experts alone: NVIDIA's recipe, too, leaves the first and the
+last layers.
 
 With several processes, each process has a part of the experts and a part of each batch. FSDP2 shards the other layers:
 
@@ -105,7 +106,8 @@ def shard(net: nn.Module, wire: str) -> None:
 def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0, wire: str | None = None) -> Outcome:
     """Train by a recipe. With a wire, train on several ranks, each with a part of the experts and of the batch."""
     device, net = characters.device, model(seed).to(characters.device)
-    report = convert(net, recipe, experts_per_token=TOP)
+    only_experts = (lambda layer, name: isinstance(layer, GroupedExperts)) if "nvfp4" in recipe else None
+    report = convert(net, recipe, only_experts, experts_per_token=TOP)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if wire else (0, 1)
     if wire:
         shard(net, wire)

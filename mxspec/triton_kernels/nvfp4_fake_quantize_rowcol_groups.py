@@ -22,7 +22,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import of_matrix
 from mxspec.triton_kernels.common.nvfp4_values import random_bytes, transformed, values_of
 from mxspec.triton_kernels.common.runs import load16, store16
 
-# Compiled, not run: no GPU has timed it. It has a rank because a layer calls the op.
+# An H100 ran and timed it (benchmarks/results/decisions.md). Its bytes were compared in the interpreter.
 RANK = {(9, 0): 1, (10, 0): 1}
 # With random bytes, 2 warps keep 16 bytes of registers in local memory under Triton 3.8 and 3.9.
 _HOPPER = {"nearest": {"COLS": 256, "num_warps": 2}, "stochastic": {"COLS": 256, "num_warps": 4}}

@@ -67,7 +67,7 @@ def test_every_op_that_is_judged_byte_for_byte_has_vectors(published):
             assert too_much or "invalid" in c["flags"], (op, c)
         assert sum(bool(t["flags"]) for t in tests) * 4 >= len(tests), op
         assert all((t["result"] == "invalid") == ("invalid" in t["flags"]) for t in tests)
-    assert sum(path.stat().st_size for path in folder.iterdir()) < 250e6
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 6.25e6 * len(manifests)
 
 
 def accepts(op, option, value):
@@ -100,7 +100,7 @@ def test_every_scaling_and_element_format_that_an_op_takes_is_there(published):
 # test or its bytes changed: pin the new digest, and raise VERSION if a release has the old digest. It was computed with
 # torch 2.13 and safetensors 0.8, with and without vector instructions. If another release of either gives other bytes,
 # `export` breaks its promise; find the reason first.
-PUBLISHED = (3, "2d641cd2e9b5f5c74ff2909c97fff9632bdc0dd87d8e8456d88a71316719fcd9")
+PUBLISHED = (3, "8cdf4ca43b3f6985e489379fd60954dc98508bb440b109f0d20451f8d7ebf240")
 
 
 def test_what_is_published_under_a_version_stays(published):
