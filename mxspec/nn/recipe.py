@@ -45,9 +45,9 @@ class Recipe:
             two. Values that were quantized once in blocks along the features are then quantized along the tokens
             without another loss, except for elements that only one of the two scales makes subnormal.
         hadamard: for nvfp4, whether both operands of wgrad are transformed along the tokens by `hadamard_16` before
-            they are quantized. The two transforms cancel in the sum over the tokens.
+            they are quantized. The two transforms cancel in the sum over the tokens. None is True for nvfp4.
         stochastic_rounding: for nvfp4, whether the codes of gradients are rounded stochastically. Each backward draws
-            from PyTorch's generator of the device, which `torch.manual_seed` sets.
+            from PyTorch's generator of the device, which `torch.manual_seed` sets. None is True for nvfp4.
 
     Raises:
         TypeError: grad_dtype is not one of the two dtypes, or wgrad_bf16, save_weight_codes, hadamard or
@@ -72,8 +72,8 @@ class Recipe:
     wgrad_bf16: bool = False
     save_weight_codes: bool = True
     scale_format: str = "fp32"
-    hadamard: bool = False
-    stochastic_rounding: bool = False
+    hadamard: bool | None = None
+    stochastic_rounding: bool | None = None
 
     def __post_init__(self) -> None:
         options = ("format", SIZE_MULTIPLES), ("scaling", SCALINGS), ("scale_format", FP8_SCALE_FORMATS)
@@ -82,6 +82,9 @@ class Recipe:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
         if self.grad_dtype not in FP8_DTYPES:
             raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, FP8_DTYPES))}")
+        for what in ("hadamard", "stochastic_rounding"):
+            if getattr(self, what) is None:
+                object.__setattr__(self, what, self.format == "nvfp4")
         for what in ("wgrad_bf16", "save_weight_codes", "hadamard", "stochastic_rounding"):
             if not isinstance(flag := getattr(self, what), bool):
                 raise TypeError(f"Recipe: {what} = {flag!r}; needs True or False")
@@ -106,10 +109,10 @@ RECIPES = {
     "mxfp8_rceil_wgrad_bf16": Recipe(wgrad_bf16=True),
     "fp8_128": Recipe("fp8_128"),
     "fp8_128_pow2": Recipe("fp8_128", scale_format="pow2"),
-    "nvfp4": Recipe("nvfp4", hadamard=True, stochastic_rounding=True),
-    "nvfp4_no_hadamard": Recipe("nvfp4", stochastic_rounding=True),
-    "nvfp4_nearest": Recipe("nvfp4", hadamard=True),
-    "nvfp4_nearest_no_hadamard": Recipe("nvfp4"),
+    "nvfp4": Recipe("nvfp4"),
+    "nvfp4_no_hadamard": Recipe("nvfp4", hadamard=False),
+    "nvfp4_nearest": Recipe("nvfp4", stochastic_rounding=False),
+    "nvfp4_nearest_no_hadamard": Recipe("nvfp4", hadamard=False, stochastic_rounding=False),
     "bf16": Recipe("bf16"),
 }
 
