@@ -5,8 +5,7 @@
 The text is the text of `train_char_model.py`. The model predicts a character from the CONTEXT characters before it. It
 has an embedding, a Linear, layers of EXPERTS experts, and a Linear. In each layer a router takes TOP experts for each
 token. `mxspec.nn.convert` makes the Linears and experts train by the recipe. The modules that it leaves out stay
-bfloat16, and are printed. The recipes of NVFP4 convert the experts alone: NVIDIA's recipe, too, leaves the first and the
-last layers.
+bfloat16, and are printed. The recipes of NVFP4 convert the experts alone. NVIDIA's recipe, too, leaves some layers.
 
 With several processes, each process has a part of the experts and a part of each batch. FSDP2 shards the other layers:
 
