@@ -1,7 +1,7 @@
 """The codes of FP6 in Triton: rounding by one fp32 addition, and four codes in three bytes.
 
-A GPU before Blackwell has no instruction that converts to FP6. An H100 ran this code, but its bytes were compared in the
-interpreter only.
+A GPU before Blackwell has no instruction that converts to FP6. An H100 ran this code, but its bytes were compared in
+the interpreter only.
 """
 
 from __future__ import annotations
