@@ -75,8 +75,8 @@ def cases() -> Iterator[Case]:
     yield refused("int32", torch.zeros(4, 32, dtype=torch.int32), TypeError, "torch.int32")
     yield refused("float64", torch.zeros(4, 32, dtype=torch.float64), TypeError, "torch.float64")
     yield refused("axis 0", x, ValueError, "axis = 0", axis=0)
-    yield refused("17 signs", x, ValueError, "signs = 65536; needs 16 bits", signs=65536)
-    yield refused("negative signs", x, ValueError, "signs = -1; needs a size >= 0", signs=-1)
+    yield refused("17 signs", x, ValueError, "signs = 0x10000; needs a mask of 16 bits", signs=65536)
+    yield refused("negative signs", x, ValueError, "signs = -0x1; needs a mask of 16 bits", signs=-1)
     yield refused("signs as a float", x, TypeError, "signs = 1.0; needs an integer", signs=1.0)
     yield refused("signs as True", x, TypeError, "signs = True; needs an integer", signs=True)
 

@@ -131,7 +131,7 @@ def cases() -> Iterator[Case]:
     yield refused("a seed alone", ValueError, "random has shape (1,); needs (2,)", x, offs, seed[:1])
     yield refused("random elsewhere", ValueError, "one device", x, offs, seed.to("meta"))
     yield refused("signs of 17 bits", ValueError, "signs = 0x10000; needs a mask of 16 bits", signs=0x10000)
-    yield refused("negative signs", ValueError, "signs = -1", signs=-1)
+    yield refused("negative signs", ValueError, "signs = -0x1; needs a mask of 16 bits", signs=-1)
     yield refused("signs a float", TypeError, "signs = 1.0; needs an integer", signs=1.0)
     yield refused("offs that decrease", ValueError, "offs[1] = 5 after 45", x, offs.flip(0), check_offs=True)
     yield refused("offs past M", ValueError, "offs[-1] = 51 is past M = 50", x, offs + 6, check_offs=True)

@@ -101,7 +101,7 @@ def codes_of(layer: QuantizesWeights) -> list[Blocks]:
 
 def begins_a_block(part: Part) -> bool:
     """Whether the first row of a quantized tensor is the first row of a block."""
-    if part.layer is None or part.rows is None:
+    if part.layer is None or part.rows is None or part.layer.recipe.format not in SCHEME_OF:
         return True
     return bool(part.rows.start % SCHEMES[SCHEME_OF[part.layer.recipe.format]].block[0] == 0)
 

@@ -46,6 +46,11 @@ def format_of(model: nn.Module, to: str) -> str:
             "save: no layer of the model computes with codes. Call mxspec.nn.convert(model, recipe) first, or write a "
             "plain checkpoint and use mxspec.checkpoint.convert."
         )
+    if "nvfp4" in formats:
+        raise CheckpointError(
+            f"save: {formats['nvfp4']!r} has the recipe nvfp4, which multiplies values of squares of 16 x 16. No "
+            "family stores these. Write a plain checkpoint, and call mxspec.checkpoint.convert to quantize it."
+        )
     if len(formats) > 1:
         first = ", ".join(f"{name!r} has {form}" for form, name in formats.items())
         raise CheckpointError(

@@ -169,4 +169,9 @@ def _of_part(part: Part, latest: dict[QuantizesWeights, list[Blocks]]) -> Weight
 
     if layer is None or not live.begins_a_block(part):
         return Weight(tuple(x.shape), x.dtype, None, rows)
+    if layer.recipe.format not in live.SCHEME_OF:
+        raise CheckpointError(
+            f"verify: {part.name} has the recipe {layer.recipe.format}, and no file stores what its layer multiplies. "
+            "Compare a plain checkpoint of the model."
+        )
     return Weight(tuple(x.shape), x.dtype, None, rows, live.SCHEME_OF[layer.recipe.format], codes)

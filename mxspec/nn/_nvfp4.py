@@ -50,7 +50,7 @@ class NVFP4Values(Format):
 
     def gradients(self, gradient: Tensor, offs: Tensor | None, along_features: bool, along_tokens: bool) -> Tokens:
         random = None
-        if self.recipe.stochastic_rounding:
+        if self.recipe.stochastic_rounding is not False:
             # A seed and an offset from the generator of the device. The host does not read them.
             random = torch.randint(2**62, (2,), dtype=torch.int64, device=gradient.device)
         return self._tokens(gradient, offs, random, along_features, along_tokens)
@@ -58,7 +58,7 @@ class NVFP4Values(Format):
     def _tokens(
         self, x: Tensor, offs: Tensor | None, random: Tensor | None, along_features: bool, along_tokens: bool
     ) -> Tokens:
-        signs = SIGNS if self.recipe.hadamard else None
+        signs = SIGNS if self.recipe.hadamard is not False else None
         groups = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device) if offs is None else offs
         op = mxspec.nvfp4_fake_quantize_rowcol_groups
         rows, row_scale, columns, column_scale, _, end = op(x, groups, random, signs=signs, backend=self.backend)

@@ -152,7 +152,9 @@ class GroupedExperts(SeparableExperts, QuantizedExperts):
         offs: `(E,)` int32 on x's device, the exclusive end of each expert's tokens. The last end is at most M.
         Returns `(M, dim)` in x's dtype. Rows from `offs[-1]` on are 0.
 
-    Special values: as for `mx_grouped_gemm` and `fp8_grouped_gemm`: a NaN stays with its expert.
+    Special values: as for `mx_grouped_gemm` and `fp8_grouped_gemm`: a NaN stays with its expert. With the recipe nvfp4,
+        a NaN of a token makes all tokens of its expert NaN, because they share a tensor scale. The values of offs are
+        not checked: ends out of order give results without meaning.
 
     Raises:
         TypeError: an argument is not a tensor, or has another dtype.

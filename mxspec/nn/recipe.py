@@ -59,7 +59,7 @@ class Recipe:
         >>> from dataclasses import replace
         >>> replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
         Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False, save_weight_codes=True,
-        scale_format='fp32', hadamard=False, stochastic_rounding=False)
+        scale_format='fp32', hadamard=None, stochastic_rounding=None)
 
     Source: OCP MX v1.0, section 6.3 (floor); NVIDIA, "Recipes for Pre-training LLMs with MXFP8", 2025 (rceil, e4m3 for
         gradients too); DeepSeek-V3 technical report, section 3.3 (fp8_128); NVIDIA, "Pretraining Large Language Models
@@ -78,15 +78,13 @@ class Recipe:
     def __post_init__(self) -> None:
         options = ("format", SIZE_MULTIPLES), ("scaling", SCALINGS), ("scale_format", FP8_SCALE_FORMATS)
         for what, known in options:
-            if (value := getattr(self, what)) not in known:
+            if not isinstance(value := getattr(self, what), str) or value not in known:
                 raise ValueError(f"Recipe: unknown {what} {value!r}; needs one of {', '.join(known)}")
         if self.grad_dtype not in FP8_DTYPES:
             raise TypeError(f"Recipe: grad_dtype = {self.grad_dtype}; needs {' or '.join(map(str, FP8_DTYPES))}")
-        for what in ("hadamard", "stochastic_rounding"):
-            if getattr(self, what) is None:
-                object.__setattr__(self, what, self.format == "nvfp4")
         for what in ("wgrad_bf16", "save_weight_codes", "hadamard", "stochastic_rounding"):
-            if not isinstance(flag := getattr(self, what), bool):
+            flag = getattr(self, what)
+            if not isinstance(flag, bool) and not (flag is None and what in ("hadamard", "stochastic_rounding")):
                 raise TypeError(f"Recipe: {what} = {flag!r}; needs True or False")
         of_mx = self.scaling, self.grad_dtype, self.wgrad_bf16
         if self.format != "mxfp8" and of_mx != ("rceil", torch.float8_e4m3fn, False):
@@ -95,7 +93,7 @@ class Recipe:
             )
         if self.format != "fp8_128" and self.scale_format != "fp32":
             raise ValueError(f"Recipe: {self.format} has no scale_format. Leave it out, or use fp8_128.")
-        if self.format != "nvfp4" and (self.hadamard or self.stochastic_rounding):
+        if self.format != "nvfp4" and (self.hadamard, self.stochastic_rounding) != (None, None):
             raise ValueError(
                 f"Recipe: {self.format} has no hadamard or stochastic_rounding. Leave them out, or use nvfp4."
             )

@@ -19,9 +19,15 @@ def check_args(x: Tensor, *, axis: int = -1, signs: int = SIGNS) -> None:
     checks.choice(op, "axis", axis, (-1, -2))
     name = "K" if axis == -1 else "M" if x.ndim == 2 else "N"
     checks.multiple(op, name, x.shape[axis], SIZE, of="")
-    checks.size(op, "signs", signs)
-    if signs >= 2**SIZE:
-        raise ValueError(f"{op}: signs = {signs}; needs 16 bits, so less than {2**SIZE}")
+    check_signs(op, signs)
+
+
+def check_signs(op: str, signs: int, more: str = "") -> None:
+    """Check a mask of the signs of 16 elements."""
+    if isinstance(signs, bool) or not isinstance(signs, int):
+        raise TypeError(f"{op}: signs = {signs!r}; needs an integer, a mask of 16 bits{more}")
+    if not 0 <= signs < 2**SIZE:
+        raise ValueError(f"{op}: signs = {signs:#x}; needs a mask of 16 bits{more}")
 
 
 @spec(check_args=check_args, flops=per_element(5))  # four stages and a factor; a sign is no operation

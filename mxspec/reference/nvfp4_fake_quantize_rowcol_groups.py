@@ -10,7 +10,7 @@ from mxspec.reference.common import checks
 from mxspec.reference.common.groups import group_of_tokens, padded_rows
 from mxspec.reference.common.nvfp4_numerics import magnitude, tensor_scale
 from mxspec.reference.common.philox import bytes_of_blocks
-from mxspec.reference.hadamard_16 import hadamard_16
+from mxspec.reference.hadamard_16 import check_signs, hadamard_16
 from mxspec.reference.nvfp4_dequantize import nvfp4_dequantize
 from mxspec.reference.nvfp4_quantize import nvfp4_quantize
 from mxspec.reference.nvfp4_quantize_stochastic import nvfp4_quantize_stochastic
@@ -37,9 +37,7 @@ def check_args(
         checks.shape(op, "random", random, (2,), "for a seed and an offset")
         checks.same_device(op, ("x", x), ("random", random))
     if signs is not None:
-        checks.size(op, "signs", signs)
-        if signs >= 1 << 16:
-            raise ValueError(f"{op}: signs = {signs:#x}; needs a mask of 16 bits, or None for no transform")
+        check_signs(op, signs, ", or None for no transform")
     checks.fits_int32(op, f"the padded rows of {offs.shape[0]} groups", padded_rows(x.shape[0], offs.shape[0], 16))
     if checks.flag(op, "check_offs", check_offs):
         checks.offs_in_order(op, offs, "M", x.shape[0])
@@ -93,7 +91,8 @@ def nvfp4_fake_quantize_rowcol_groups(
         The values have 6 significant bits at most, so bfloat16 holds them exactly.
 
     Special values: as for `nvfp4_quantize` and `nvfp4_dequantize` with a tensor scale of 1. A NaN or an Inf of a group
-        makes both of its tensor scales NaN, and all its values in both directions.
+        makes both of its tensor scales NaN, and all its values in both directions. The transform may make numbers of
+        float16 four times as large: if one overflows, the column scale and the columns of the group are NaN.
 
     Raises:
         TypeError: x, offs, random or signs has a type that is not listed above.

@@ -92,7 +92,7 @@ def nvfp4_grouped_gemm(
             plain scale, contiguous.
         b_tensor_scale: as a_tensor_scale: one number for each expert.
         offs: `(E,)` int32 on a's device: the exclusive end of each group, of any alignment. The ends never decrease,
-            and the last is at most M.
+            and the last is at most M. For codes of `nvfp4_quantize_groups` these are its `end`.
         out_dtype: torch.bfloat16 or torch.float32.
         scale_layout: `blocked` or `plain`, for both scales.
         check_offs: True reads offs on the host, which waits for the device, and raises if offs is not in order. False

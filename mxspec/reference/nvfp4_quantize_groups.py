@@ -94,6 +94,7 @@ def nvfp4_quantize_groups(
           blocks without a token are 0, except in a group of NaN, where they are 0x7F.
         - tensor_scale: `(G,)` float32: T of each group.
         - start, end: `(G,)` int32. Group g and its padding take the rows from `start[g]` up to, but without, `end[g]`.
+          A grouped matmul of qdata takes `end` as its offs.
 
     Special values: as for `nvfp4_quantize`. Padding never changes a scale, because a zero is never larger than the
         tokens of its block. A group whose A is NaN, Inf or negative is a group of NaN.

@@ -15,7 +15,7 @@ import mxspec
 from mxspec import checkpoint, dispatch
 from mxspec.checkpoint import CheckpointError, Problem, convert, inspect, save, verify
 from mxspec.checkpoint import save as save_function
-from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, Recipe, cache_weights
+from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, NVFP4Linear, Recipe, cache_weights
 from mxspec.nn import convert as convert_layers
 
 FAMILIES = {
@@ -334,6 +334,9 @@ def test_models_that_cannot_be_saved_get_an_error_that_says_what_to_do(tmp_path)
         save(nn.Linear(64, 32), out, to="mxfp8")
     with pytest.raises(CheckpointError, match=r"no layer of the model computes with codes"):
         save(GroupedExperts(2, 64, 64, "bf16"), out, to="mxfp8")
+    of_nvfp4 = nn.Sequential(NVFP4Linear(64, 32))
+    with pytest.raises(CheckpointError, match=r"'0' has the recipe nvfp4, .* Write a plain checkpoint, and call"):
+        save(of_nvfp4, out, to="ct_nvfp4")
     mixed = nn.Sequential(linear, Float8BlockwiseLinear(128, 128))
     with pytest.raises(CheckpointError, match=r"'0' has mxfp8, '1' has fp8_128. A checkpoint has one: convert all"):
         save(mixed, out, to="mxfp8")

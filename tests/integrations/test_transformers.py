@@ -30,6 +30,7 @@ from mxspec.nn import (
     convert,
     fp8_grouped_mm,
     mx_grouped_mm,
+    nvfp4_grouped_mm,
     watch,
 )
 from mxspec.nn.experts import QuantizedExperts
@@ -143,7 +144,8 @@ def by_hand(
     if shared:
         out = HandGptOss(layer, recipe)(tokens, offs, ids)
     elif layer.is_transposed:
-        mm = fp8_grouped_mm if recipe_of(recipe, "the test").format == "fp8_128" else mx_grouped_mm
+        products = {"fp8_128": fp8_grouped_mm, "nvfp4": nvfp4_grouped_mm}
+        mm = products.get(recipe_of(recipe, "the test").format, mx_grouped_mm)
         chosen = nn.functional.one_hot(ids, E).to(x.dtype)
         gate_up = mm(tokens, layer.gate_up_proj.mT, offs, recipe) + chosen @ layer.gate_up_proj_bias
         gate, up = gate_up[:, ::2].clamp(max=layer.limit), gate_up[:, 1::2].clamp(-layer.limit, layer.limit)

@@ -68,7 +68,7 @@ def weight_of(w: torch.Tensor) -> torch.Tensor:
 def by_hand(x, w, dy, recipe, state=None):
     """The output and the gradients of one group, in fp64."""
     along = None if state is None else state + torch.tensor([0, 1], device=state.device)
-    wgrad = columns_of(dy, along, recipe.hadamard).mT @ columns_of(x, None, recipe.hadamard)
+    wgrad = columns_of(dy, along, recipe.hadamard is not False).mT @ columns_of(x, None, recipe.hadamard is not False)
     return rows_of(x, None) @ weight_of(w).mT, rows_of(dy, state) @ weight_of(w), wgrad
 
 
@@ -83,7 +83,7 @@ def call(dtype=BF16, M=61, seed=0):
 def state_of(seed: int, recipe) -> torch.Tensor | None:
     """The seed and the offset that a backward draws after this seed."""
     torch.manual_seed(seed)
-    return torch.randint(2**62, (2,), device=DEVICE) if recipe.stochastic_rounding else None
+    return torch.randint(2**62, (2,), device=DEVICE) if recipe.stochastic_rounding is not False else None
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)

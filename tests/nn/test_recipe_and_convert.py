@@ -25,12 +25,18 @@ def test_the_named_recipes():
         "bf16": ("bf16", "rceil", torch.float8_e4m3fn, False),
     }
     assert {name: (r.hadamard, r.stochastic_rounding) for name, r in RECIPES.items() if r.format == "nvfp4"} == {
-        "nvfp4": (True, True),
-        "nvfp4_no_hadamard": (False, True),
-        "nvfp4_nearest": (True, False),
+        "nvfp4": (None, None),
+        "nvfp4_no_hadamard": (False, None),
+        "nvfp4_nearest": (None, False),
         "nvfp4_nearest_no_hadamard": (False, False),
     }
     assert {name for name, recipe in RECIPES.items() if recipe.scale_format == "pow2"} == {"fp8_128_pow2"}
+
+
+def test_a_recipe_of_another_format_is_the_named_one():
+    """`None` follows the format, so `replace` does not carry what another format has."""
+    assert replace(RECIPES["mxfp8_rceil"], format="nvfp4") == RECIPES["nvfp4"] == Recipe("nvfp4")
+    assert replace(RECIPES["nvfp4"], format="mxfp8") == RECIPES["mxfp8_rceil"]
 
 
 def test_a_recipe_is_frozen_and_checked():

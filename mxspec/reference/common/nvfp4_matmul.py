@@ -35,7 +35,7 @@ def check_operands(op: str, *operands: Operand, ranks: tuple[int, int], tensor_s
             raise TypeError(f"{op}: {name}_scale is a {type(scale).__name__}; needs None, because {name} holds values")
         checks.tensor_dtype(op, f"{name}_tensor_scale", tensor_scale, (torch.float32,))
         checks.same_device(op, first, (f"{name}_tensor_scale", tensor_scale))
-        because = "one number for each group" if tensor_scales else "one number"
+        because = "for a tensor scale: " + ("one number for each group" if tensor_scales else "one number")
         checks.shape(op, f"{name}_tensor_scale", tensor_scale, tensor_scales, because)
 
 
