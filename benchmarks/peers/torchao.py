@@ -141,9 +141,11 @@ def mx_dequantize_compiled(
     axis: int = -1,
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
+    elem_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
+    need(elem_dtype in (None, qdata.dtype), "to_dtype reads the element format from qdata")
     need((axis, scale_layout) == (-1, "plain"), "to_dtype gives row-major outputs for axis -1 and plain scales only")
     call = _compiled(to_dtype, qdata.shape, qdata.dtype, out_dtype)
     out = call(_large(qdata), scale.view(-1, scale.shape[-1]), qdata.dtype, MX_BLOCK_SIZE, out_dtype)
@@ -158,9 +160,11 @@ def mx_dequantize_triton(
     axis: int = -1,
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
+    elem_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     from torchao.prototype.mx_formats import kernels
 
+    need(elem_dtype in (None, qdata.dtype), "reads the element format from qdata")
     need((axis, scale_layout) == (-1, "plain"), "takes axis -1 and plain scales only")
     need(qdata.dtype == torch.float8_e4m3fn and qdata.ndim == 2, "takes 2-D e4m3fn only")
     need(qdata.is_contiguous() and scale.is_contiguous(), "takes row-major inputs only")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.bytes import MATRIX, made
+from mxspec.cases.common.bytes import SCALES, made
 from mxspec.cases.common.quantizers import (
     EXPERTS,
     EXPERTS_PAST_A_GRID,
@@ -56,7 +56,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         yield Case("x".join(map(str, shape)), given(torch.randint, 0, 256, shape, dtype=torch.uint8))
 
 
-DIMENSIONS = {**MATRIX, "experts": EXPERTS, "strides": (*STRIDES, *EXPERT_STRIDES)}
+DIMENSIONS = {**SCALES, "experts": EXPERTS, "strides": (*STRIDES, *EXPERT_STRIDES)}
 SPACE = Space(
     DIMENSIONS,
     lambda choice: (made(choice),),

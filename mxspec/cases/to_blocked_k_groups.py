@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.bytes import MATRIX, made
+from mxspec.cases.common.bytes import SCALES, made
 from mxspec.cases.common.groups import ARRANGED, GROUPS, groups_fit, in_groups_of_three, offsets
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, fits
@@ -65,7 +65,7 @@ def _possible(choice: Choice) -> bool:
 ALSO = [{"cols" if name == "rows" else name: value for name, value in part.items()} for part in ARRANGED]
 ALSO.append({"cols": 1, "groups": "forty", "offs": "dense"})
 SPACE = Space(
-    {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
+    {"rows": SCALES["rows"], "cols": SCALES["cols"], **GROUPS, **SCALES},
     _make,
     {"check_offs": (False, True)},
     _possible,

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.bytes import MATRIX, made
+from mxspec.cases.common.bytes import SCALES, made
 from mxspec.cases.common.groups import ARRANGED, BEYOND, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.pairwise import Choice
@@ -66,7 +66,7 @@ def _possible(choice: Choice) -> bool:
 
 
 SPACE = Space(
-    {"rows": MATRIX["rows"], "cols": MATRIX["cols"], **GROUPS, **MATRIX},
+    {"rows": SCALES["rows"], "cols": SCALES["cols"], **GROUPS, **SCALES},
     _make,
     {"check_offs": (False, True)},
     _possible,

@@ -51,7 +51,7 @@ BY_NAME = {"e4m3fn": E4M3FN, "e5m2": E5M2, "e2m3": E2M3, "e3m2": E3M2, "e2m1": E
 BY_DTYPE = {fmt.dtype: fmt for fmt in BY_NAME.values() if fmt.dtype != torch.uint8}
 NAN = np.uint32(0x7FC00000).view(np.float32)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-BYTES = (torch.float8_e8m0fnu, torch.uint8)
+BYTES = (torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.uint8)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -585,7 +585,7 @@ def nvfp4_fake_quantize_rowcol_groups(
                 codes, scale, T = nvfp4_quantize(matrix, axis=axis)
             else:
                 codes, scale, T = nvfp4_quantize_stochastic(matrix, torch.from_numpy(byte[way][place]), axis=axis)
-            values = nvfp4_dequantize(codes, scale, torch.ones(()), axis=axis)
+            values = nvfp4_dequantize(codes, scale, torch.from_numpy(np.ones((), np.float32)), axis=axis)
             scales[way].append(T)
             if way:
                 columns[place] = values
@@ -593,8 +593,8 @@ def nvfp4_fake_quantize_rowcol_groups(
                 rows[begin:end] = values[: end - begin]
         begin = end
         places.append(place.stop)
-    row_scale, column_scale = (torch.stack(s) if s else x.new_zeros((0,), dtype=torch.float32) for s in scales)
-    start, stop = (torch.tensor(p, dtype=torch.int32) for p in (places[:-1], places[1:]))
+    row_scale, column_scale = (torch.from_numpy(np.array([float(T) for T in s], np.float32)) for s in scales)
+    start, stop = int32(places[:-1]), int32(places[1:])
     return rows, row_scale, columns, column_scale, start, stop
 
 

@@ -20,6 +20,7 @@ MATRIX: dict[str, Any] = {
     "begins": BEGINS,
     "dtype": (torch.uint8, torch.float8_e8m0fnu),
 }
+SCALES = {**MATRIX, "dtype": (*MATRIX["dtype"], torch.float8_e4m3fn)}
 
 
 def made(choice: Choice) -> Tensor:
