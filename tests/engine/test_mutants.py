@@ -91,7 +91,7 @@ TRITON = [
         ("first expert only", "x += e * stride_e + row_tile", "x += row_tile"),
         ("stale padding of scales", "owned = row_tile < tl.cdiv(R, 128)", "owned = in_matrix")),
     *mutants("mx_quantize", "96x160, axis -2, plain", "tiles.mx_columns",
-        ("runs of rows exchanged", ".permute(2, 3, 0, 1, 4)", ".permute(2, 3, 1, 0, 4)")),
+        ("runs of rows exchanged", "(2, 3, 0, 1, 4).reshape(COLS, ROWS)", "(2, 3, 1, 0, 4).reshape(COLS, ROWS)")),
     *mutants("mx_quantize", "3x160x32, axis -2, plain", "tiles.mx_columns",
         ("scales along the wrong axis",
          "m0 // 32 + (k[:, None] * M32 + c[None, :])", "m0 // 32 + (c[None, :] * K + k[:, None])")),
