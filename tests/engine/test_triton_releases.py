@@ -167,7 +167,10 @@ def test_under_an_unknown_release_matmuls_are_plain_tiles():
     run = subprocess.run([sys.executable, "-c", UNKNOWN], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     *kernels_of_ops, hopper, blackwell = run.stdout.splitlines()
-    assert kernels_of_ops == 3 * ["{'_tiles'}"]
+    assert len(kernels_of_ops) == 3
+    for kernels_of_op in kernels_of_ops:  # e2m1 weights have plain kernels of their own
+        assert "'_tiles'" in kernels_of_op
+        assert "sm90" not in kernels_of_op
     known = ", ".join(releases.COMPILED_UNDER)
     assert hopper == f"by plain tiles: the Gluon kernels are compiled under Triton {known}, and this is 3.99.0"
     assert blackwell == "None"
