@@ -116,8 +116,7 @@ def nvfp4_gemm(
     C = a.shape[1] * per_byte(a) // NVFP4_BLOCK_SIZE
     if scale_layout == "blocked":
         a_scale, b_scale = (
-            None if s is None else from_blocked(s.view(torch.uint8), t.shape[0], C).view(s.dtype)
-            for s, t in ((a_scale, a), (b_scale, b))
+            None if s is None else from_blocked(s, t.shape[0], C) for s, t in ((a_scale, a), (b_scale, b))
         )
     T = a_tensor_scale * b_tensor_scale  # one rounding to fp32
     return round_once(values(a, a_scale) @ values(b, b_scale).t() * T.double(), out_dtype)

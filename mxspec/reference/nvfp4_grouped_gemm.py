@@ -133,7 +133,7 @@ def nvfp4_grouped_gemm(
         if a_scale is not None:
             a_scale = from_blocked_m_groups(a_scale, offs, M, C)
         if b_scale is not None:
-            b_scale = from_blocked(b_scale.view(torch.uint8), N, C).view(b_scale.dtype)
+            b_scale = from_blocked(b_scale, N, C)
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
     T = (a_tensor_scale * b_tensor_scale).double()  # one rounding to fp32
     product = torch.zeros(M, N, dtype=torch.float64, device=a.device)

@@ -83,7 +83,7 @@ def _nvfp4_quantize(
     BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
     random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
 ):  # fmt: skip
-    # random: see nvfp4_quantize_stochastic. Of a seed and an offset, random_k is the stride.
+    # random: see nvfp4_quantize_stochastic. If it is a seed and an offset, random_k is their stride.
     i = tl.arange(0, BLOCKS)
     j, pair = tl.arange(0, 8), tl.arange(0, 8)
     e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1 below 2^22 rows, and folds away

@@ -539,16 +539,8 @@ def hadamard_16(x: Any, *, axis: Any = -1, signs: Any = 0xD7E8) -> Tensor:
 
 def philox_bytes(random: Any, more: int, blocks: int) -> np.ndarray:
     """NVFP4-32: 16 bytes of Philox4x32-10 for each block, `(blocks, 16)`, from a seed and an offset plus `more`."""
-    seed, offset = (int(number) % 2**64 for number in random.tolist())
-    offset = (offset + more) % 2**64
-    n, low = np.arange(blocks, dtype=np.uint64), np.uint64(2**32 - 1)
-    c = [np.full_like(n, offset % 2**32), np.full_like(n, offset >> 32), n & low, n >> np.uint64(32)]
-    k = [seed % 2**32, seed >> 32]
-    for _ in range(10):
-        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        high_a, high_b = a >> np.uint64(32), b >> np.uint64(32)
-        c = [high_b ^ c[1] ^ np.uint64(k[0]), b & low, high_a ^ c[3] ^ np.uint64(k[1]), a & low]
-        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    seed, offset = random.tolist()
+    c = philox(seed, offset + more, np.arange(blocks, dtype=np.uint64))
     return np.stack(c, -1).astype("<u4").view(np.uint8)
 
 
