@@ -133,7 +133,8 @@ def _cases_of(fmt: ElementFormat) -> Iterator[Case]:
     for axis in (-1, -2):
         kw, end = {"axis": axis, **elem}, f", {fmt.name}, axis {axis}"
         yield Case(f"one block{end}", given(random_normal, *((1, 32) if axis == -1 else (32, 1))), kw, flags={"edge"})
-        yield Case(f"ragged{end}", given(random_normal, *((301, 416) if axis == -1 else (416, 301))), kw)
+        flags = {"edge"} if axis == -2 else set()  # the rows of 301 elements begin between wide loads
+        yield Case(f"ragged{end}", given(random_normal, *((301, 416) if axis == -1 else (416, 301))), kw, flags=flags)
         yield Case(f"transposed input{end}", lambda: (random_normal(96, 160).mT,), kw)
         yield Case(f"every second column{end}", lambda: (random_normal(96, 320)[:, ::2],), kw)
         yield Case(f"empty{end}", given(torch.zeros, 0, 0), kw, flags={"edge"})

@@ -81,7 +81,7 @@ def refused() -> Iterator[Case]:
     yield case("a bf16 tensor scale", TypeError, "a_tensor_scale has dtype torch.bfloat16", Ta=Ta.bfloat16())
     yield case("fp16 out", TypeError, "out_dtype = torch.float16", out_dtype=torch.float16)
     yield case("3-D b", ValueError, "b has shape (1, 200, 32); needs a 2-D tensor", b=b[None])
-    yield case("a tensor scale (1,)", ValueError, "b_tensor_scale has shape (1,); needs () one number", Tb=Tb[None])
+    yield case("a tensor scale (1,)", ValueError, "b_tensor_scale has shape (1,); needs () for", Tb=Tb[None])
     yield case("K = 24", ValueError, "K = 24 is not a multiple of block_size 16", a[:, :12], b=b[:, :12])
     yield case(
         "K = 40 of values", ValueError, "K = 40 is not a multiple of block_size 16", values[:, :40], of_values,

@@ -26,10 +26,11 @@ __all__ = ["BATCH_INVARIANT", "PTX", "RANK", "mx_gemm", "note", "supports"]
 # tiles, nor the kernel with TMA, which `auto` takes on sm_100 for blocked scales. Both were compiled and interpreted.
 RANK = {(9, 0): 1, (10, 0): 1}
 BATCH_INVARIANT = releases.refusal() is None  # without Gluon, the tiles sum in another order than cuBLAS
-# Weights in e2m1 become bf16, and products of bf16 have no scales.
+# If one operand is e2m1 or bf16, both become bf16 on Hopper, and products of bf16 have no scales. Blackwell has an
+# instruction for e2m1 by e2m1.
 PTX = {
     "sm90": tuple(rf"{regex}|wgmma\.mma_async.*\.f32\.bf16\.bf16" for regex in mx_matmul.PTX["sm90"]),
-    "sm100": tuple(rf"{regex}|tcgen05\.mma.*\.kind::f16" for regex in mx_matmul.PTX["sm100"]),
+    "sm100": tuple(rf"{regex}|tcgen05\.mma.*\.kind::(f16|mxf4\.block_scale)" for regex in mx_matmul.PTX["sm100"]),
 }
 
 

@@ -25,7 +25,12 @@ from mxspec.triton_kernels.common.runs import load16, store16
 # An H100 ran and timed it (benchmarks/results/decisions.md). Its bytes were compared in the interpreter.
 RANK = {(9, 0): 1, (10, 0): 1}
 # With random bytes, 2 warps keep 16 bytes of registers in local memory under Triton 3.8 and 3.9.
-_HOPPER = {"nearest": {"COLS": 256, "num_warps": 2}, "stochastic": {"COLS": 256, "num_warps": 4}}
+# If the elements of a row lie apart, each load has an address of its own, and those take registers too.
+_HOPPER = {
+    "nearest": {"COLS": 256, "num_warps": 2},
+    "stochastic": {"COLS": 256, "num_warps": 4},
+    "apart": {"COLS": 128, "num_warps": 4},
+}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _CLEARED = 1024  # magnitudes that a program of the first launch sets to 0
 PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
@@ -150,15 +155,17 @@ def nvfp4_fake_quantize_rowcol_groups(
     start, end = (offs.new_empty((G,)) for _ in range(2))
     if R:
         found = x.new_empty((2 * G,), dtype=torch.int32)
-        for_values = configs["nearest" if random is None else "stochastic"]
-        across = [max(1, -(-K // config["COLS"])) for config in (configs["nearest"], for_values)]
-        grids = [launch.grid(programs, R // 16) for programs in across]
-        given = signs, 16 * x.stride(0) >= 2**31, chunk(G)
-        sizes = K, *x.stride(), G, offs.stride(0)
+        strides = x.stride() if K else (0, 0)  # without columns, PyTorch makes both strides 1
+        is_apart = strides[1] != 1
+        of_amax = configs["apart" if is_apart else "nearest"]
+        of_values = configs["apart" if is_apart else "nearest" if random is None else "stochastic"]
+        grids = [launch.grid(max(1, -(-K // config["COLS"])), R // 16) for config in (of_amax, of_values)]
+        given = signs, 16 * strides[0] >= 2**31, chunk(G)
+        sizes = K, *strides, G, offs.stride(0)
         _clear[(max(1, -(-2 * G // _CLEARED)),)](found, 2 * G, _CLEARED, num_warps=4, **launch.UNFUSED)
-        _largest[grids[0]](x, found, offs, start, end, M, *sizes, *given, **configs["nearest"], **launch.UNFUSED)
+        _largest[grids[0]](x, found, offs, start, end, M, *sizes, *given, **of_amax, **launch.UNFUSED)
         _nvfp4_fake_quantize_rowcol_groups[grids[1]](
             x, found, rows, columns, row_scale, column_scale, offs, random, M, R // 16, *sizes,
-            0 if random is None else random.stride(0), *given, **for_values, **launch.UNFUSED,
+            0 if random is None else random.stride(0), *given, **of_values, **launch.UNFUSED,
         )  # fmt: skip
     return rows, row_scale, columns, column_scale, start, end

@@ -180,7 +180,8 @@ def _unstorable(reference: Reference[..., Any], case: Case, args: tuple[Any, ...
             return "two numbers in a tensor without a dimension, which a file of F4 cannot hold"
         if not isinstance(arg, (Tensor, int, float)):
             return f"a {type(arg).__name__} for a tensor"
-    if any(isinstance(value, float) and takes == "int" for value, takes in _with_annotations(reference, case, args)):
+    given = _with_annotations(reference, case, args)
+    if any(isinstance(value, float) and "int" in takes.split(" | ") for value, takes in given):
         return "a float for an integer, which JSON cannot distinguish from an integer"
     return None
 

@@ -214,8 +214,9 @@ def test_a_compiled_graph_quantizes_the_saved_weight_in_its_backward(made, recip
 def test_the_operator_of_compiled_graphs(kind, turned):
     w = torch.randn(E, N, K, device=DEVICE, dtype=BF16)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = w, w.new_empty(1), kind, "floor", "pow2", turned  # a kind reads the rule of its format
-    torch.library.opcheck(_formats._QUANTIZE_AFTER, arguments, test_utils=tests)
+    rules = "floor" if "mxfp8" in kind else "rceil", "pow2" if "fp8_128" in kind else "fp32"
+    arguments = w, w.new_empty(1), kind, *rules, turned
+    torch.library.opcheck(torch.ops.mxspec_nn.quantize_after.default, arguments, test_utils=tests)
 
 
 @each_layer

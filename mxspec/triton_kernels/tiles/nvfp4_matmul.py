@@ -183,11 +183,13 @@ def nvfp4_tiles(
     across = 512 * -(-K // (4 * NVFP4_BLOCK_SIZE))  # the bytes of a row of tiles; for K-groups programs find their own
 
     def of(t: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
+        # Without elements, PyTorch makes both strides 1. Triton fails to compile codes whose rows are 1 apart.
+        strides = t.stride() if t.numel() else (0,) * t.ndim
         if scale is None:
-            return t, *t.stride(), None, *(0,) * t.ndim
+            return t, *strides, None, *(0,) * t.ndim
         lead = (scale.stride(0),) if t.ndim == 3 else ()
         return (
-            t.view(torch.uint8), *t.stride(), scale.view(torch.uint8),
+            t.view(torch.uint8), *strides, scale.view(torch.uint8),
             *lead, *((across, 1) if blocked else scale.stride()[-2:]),
         )  # fmt: skip
 
