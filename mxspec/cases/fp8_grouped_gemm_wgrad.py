@@ -107,7 +107,7 @@ def refused() -> Iterator[tuple[str, Arguments, type[Exception], str, dict[str, 
     yield case("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D tensor", offs=offs[None])
     yield case("fewer tokens of x", ValueError, "needs (72, 512) for dy (40, 512)", x=x[:, :384].contiguous())
     short = (t[:, :400].contiguous() for t in (dy, x))
-    yield case("R = 400", ValueError, "R = 400 is not a multiple of block_size 128", next(short), x=next(short))
+    yield case("R = 400", ValueError, "R = 400 is not a multiple of 128, the block size", next(short), x=next(short))
     yield case("a scale of too few", ValueError, "dy_scale has shape (40, 3); needs (40, 4)", dy_scale=dy_scale[:, :3])
     turned = {"match": "dy has strides (1, 40); needs a contiguous tensor", "dy": dy.t().contiguous().t()}
     yield case("dy token-major", ValueError, **turned)

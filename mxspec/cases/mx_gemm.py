@@ -135,7 +135,7 @@ def refused() -> Iterator[Case]:
     yield case("a uint8 scale", TypeError, "a_scale has dtype torch.uint8; needs torch.float8_e8m0fnu", a_scale=uint8)
     yield case("fp16 out", TypeError, "out_dtype = torch.float16", out_dtype=torch.float16)
     yield case("3-D b", ValueError, "b has shape (1, 200, 64); needs a 2-D tensor", b=b[None])
-    yield case("K = 48", ValueError, "K = 48 is not a multiple of block_size 32", a[:, :48], b=b[:, :48])
+    yield case("K = 48", ValueError, "K = 48 is not a multiple of 32, the block size", a[:, :48], b=b[:, :48])
     yield case("another K", ValueError, "b has shape (200, 32); needs (200, 64) for a (6, 64)", b=b[:, :32])
     yield case("a not K-major", ValueError, "a has strides (1, 6); needs K-major", a.t().contiguous().t())
     yield case("b not K-major", ValueError, "b has strides (1, 200); needs K-major", b=b.t().contiguous().t())

@@ -107,7 +107,7 @@ def refused() -> Iterator[Case]:
     yield case("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D tensor", offs=offs[None])
     yield case("an offs too few", ValueError, "offs has shape (2,); needs (3,) for 3 experts", offs=offs[:2])
     yield case("another K", ValueError, "needs (3, 40, 32) for a (50, 32)", a[:, :32])
-    yield case("K = 48", ValueError, "K = 48 is not a multiple of block_size 32", a[:, :48], b=b[..., :48])
+    yield case("K = 48", ValueError, "K = 48 is not a multiple of 32, the block size", a[:, :48], b=b[..., :48])
     yield case("b not K-major", ValueError, "b has strides (2560, 1, 40); needs K-major", b=b.mT.contiguous().mT)
     yield case(
         "a scale of too few rows", ValueError, "needs (434, 4) (blocked) for codes (50, 64)", a_scale=a_scale[9:]

@@ -101,7 +101,7 @@ def refused() -> Iterator[Case]:
     yield case("3-D dy", ValueError, "dy has shape (1, 128, 40); needs a 2-D tensor", dy[None])
     yield case("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D tensor", offs=offs[None])
     yield case("fewer tokens of x", ValueError, "needs (128, 72) for dy (128, 40)", x=x[:96])
-    yield case("M = 80", ValueError, "M = 80 is not a multiple of block_size 32", dy[:80], x=x[:80])
+    yield case("M = 80", ValueError, "M = 80 is not a multiple of 32, the block size", dy[:80], x=x[:80])
     yield case("dy row-major", ValueError, "dy has strides (40, 1); needs column-major", dy.contiguous())
     yield case("x row-major", ValueError, "x has strides (72, 1); needs column-major", x=x.contiguous())
     yield case("scales of too many groups", ValueError, "needs (128, 12) (blocked) for", offs=offs[:2])

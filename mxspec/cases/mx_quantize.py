@@ -96,7 +96,7 @@ def cases() -> Iterator[Case]:
         return Case(name, these(x), kwargs, raises=error, match=match)
 
     x = torch.zeros(64, 64)
-    yield refused("K = 100", torch.zeros(4, 100), ValueError, "K = 100 is not a multiple of block_size 32")
+    yield refused("K = 100", torch.zeros(4, 100), ValueError, "K = 100 is not a multiple of 32, the block size")
     yield refused("M = 100", torch.zeros(100, 32), ValueError, "M = 100 is not a multiple", axis=-2)
     yield refused("1-D", torch.zeros(64), ValueError, "2-D or 3-D")
     yield refused("4-D", torch.zeros(1, 1, 1, 32), ValueError, "2-D or 3-D")

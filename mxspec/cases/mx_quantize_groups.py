@@ -80,7 +80,7 @@ def cases() -> Iterator[Case]:
     def refused(name, error, match, x=x, offs=offs, **kwargs):
         return Case(name, these(x, offs), kwargs, raises=error, match=match)
 
-    yield refused("K = 100", ValueError, "K = 100 is not a multiple of block_size 32", torch.zeros(50, 100))
+    yield refused("K = 100", ValueError, "K = 100 is not a multiple of 32, the block size", torch.zeros(50, 100))
     yield refused("float64", TypeError, "torch.float64", x.double())
     yield refused("3-D", ValueError, "2-D", x[None])
     yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())

@@ -62,8 +62,8 @@ def cases() -> Iterator[Case]:
         return Case(name, these(x), kwargs, raises=error, match=match)
 
     x = torch.zeros(64, 64)
-    yield refused("K = 100", torch.zeros(64, 100), ValueError, "K = 100 is not a multiple of block_size 32")
-    yield refused("M = 100", torch.zeros(100, 64), ValueError, "M = 100 is not a multiple of block_size 32")
+    yield refused("K = 100", torch.zeros(64, 100), ValueError, "K = 100 is not a multiple of 32, the block size")
+    yield refused("M = 100", torch.zeros(100, 64), ValueError, "M = 100 is not a multiple of 32, the block size")
     yield refused("1-D", torch.zeros(64), ValueError, "2-D or 3-D")
     yield refused("float64", x.double(), TypeError, "torch.float64")
     yield refused("sparse", x.to_sparse(), ValueError, "torch.sparse_coo")

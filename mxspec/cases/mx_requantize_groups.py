@@ -117,7 +117,7 @@ def cases() -> Iterator[Case]:
     yield refused("bf16 codes", TypeError, "qdata has dtype torch.bfloat16", q.bfloat16())
     yield refused("uint8 scale", TypeError, "scale has dtype torch.uint8", s=s.view(torch.uint8))
     yield refused("3-D", ValueError, "2-D", q[None], s[None])
-    yield refused("K = 48", ValueError, "K = 48 is not a multiple of block_size 32", q[:, :48])
+    yield refused("K = 48", ValueError, "K = 48 is not a multiple of 32, the block size", q[:, :48])
     yield refused("a scale too few", ValueError, "scale has shape (50, 1); needs (50, 2)", s=s[:, :1])
     blocked = torch.zeros(512, dtype=torch.uint8).view(E8M0)
     yield refused("blocked scales", ValueError, "needs (50, 2) (plain)", s=blocked)

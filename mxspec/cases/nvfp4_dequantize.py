@@ -95,7 +95,7 @@ def cases() -> Iterator[Case]:
         ("fp16 out", ok, {"out_dtype": torch.float16}, TypeError, "float16"),
         ("mixed devices", (q, s, t.to("meta")), {}, ValueError, "needs one device"),
         ("axis 1", ok, {"axis": 1}, ValueError, "axis = 1"),
-        ("24 elements in 12 bytes", (packed, s, t), {}, ValueError, "K = 24 is not a multiple of block_size 16"),
+        ("24 elements in 12 bytes", (packed, s, t), {}, ValueError, "12 bytes along K; needs a multiple of 8"),
     ]
     for name, args, options, error, match in refused:
         yield Case(name, these(*args), options, raises=error, match=match)

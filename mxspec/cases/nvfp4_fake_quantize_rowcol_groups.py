@@ -121,7 +121,7 @@ def cases() -> Iterator[Case]:
     def refused(name: str, error: type[Exception], match: str, *args: Any, **kwargs: Any) -> Case:
         return Case(name, these(*(args or (x, offs))), kwargs, raises=error, match=match)
 
-    yield refused("K = 100", ValueError, "K = 100 is not a multiple of block_size 16", torch.zeros(50, 100), offs)
+    yield refused("K = 100", ValueError, "K = 100 is not a multiple of 16, the block size", torch.zeros(50, 100), offs)
     yield refused("float64", TypeError, "torch.float64", x.double(), offs)
     yield refused("3-D", ValueError, "2-D", x[None], offs)
     yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", x, offs.long())

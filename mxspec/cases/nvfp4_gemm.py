@@ -82,9 +82,9 @@ def refused() -> Iterator[Case]:
     yield case("fp16 out", TypeError, "out_dtype = torch.float16", out_dtype=torch.float16)
     yield case("3-D b", ValueError, "b has shape (1, 200, 32); needs a 2-D tensor", b=b[None])
     yield case("a tensor scale (1,)", ValueError, "b_tensor_scale has shape (1,); needs () for", Tb=Tb[None])
-    yield case("K = 24", ValueError, "K = 24 is not a multiple of block_size 16", a[:, :12], b=b[:, :12])
+    yield case("K = 24", ValueError, "K = 24 is not a multiple of 16, the block size", a[:, :12], b=b[:, :12])
     yield case(
-        "K = 40 of values", ValueError, "K = 40 is not a multiple of block_size 16", values[:, :40], of_values,
+        "K = 40 of values", ValueError, "K = 40 is not a multiple of 16, the block size", values[:, :40], of_values,
         b=b[:, :20],
     )  # fmt: skip
     yield case("another K", ValueError, "b has shape (200, 16); needs (200, 32) for a (6, 32)", b=b[:, :16])

@@ -108,7 +108,7 @@ def refused() -> Iterator[Case]:
     yield case("an offs too few", ValueError, "a_tensor_scale has shape (3,); needs (2,) for", offs=offs[:2])
     yield case("one tensor scale", ValueError, "a_tensor_scale has shape (); needs (3,)", Ta=Ta[0])
     yield case("another K", ValueError, "needs (3, 40, 16) for a (50, 16), 3 groups and K = 32", a[:, :16])
-    yield case("K = 24", ValueError, "K = 24 is not a multiple of block_size 16", a[:, :12], b=b[..., :12])
+    yield case("K = 24", ValueError, "K = 24 is not a multiple of 16, the block size", a[:, :12], b=b[..., :12])
     turned = b.view(torch.uint8).mT.contiguous().mT.view(b.dtype)
     yield case("b not K-major", ValueError, "b has strides (1280, 1, 40); needs K-major", b=turned)
     yield case(

@@ -108,7 +108,7 @@ def refused() -> Iterator[Case]:
     yield case("3-D dy", ValueError, "dy has shape (1, 64, 40); needs a 2-D tensor", dy[None])
     yield case("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D tensor", offs=offs[None])
     yield case("fewer tokens of x", ValueError, "needs (64, 72) for dy (64, 40) and M = 128", x=x[:48])
-    yield case("M = 72", ValueError, "M = 72 is not a multiple of block_size 16", dy[:36], x=x[:36])
+    yield case("M = 72", ValueError, "M = 72 is not a multiple of 16, the block size", dy[:36], x=x[:36])
     rows = dy.view(torch.uint8).contiguous().view(dy.dtype)
     yield case("dy row-major", ValueError, "dy has strides (40, 1); needs column-major", rows)
     yield case("a tensor scale too few", ValueError, "x_tensor_scale has shape (2,); needs (3,)", Tx=Tx[:2])

@@ -109,7 +109,7 @@ def cases() -> Iterator[Case]:
         return Case(name, these(*args), kwargs, raises=error, match=match)
 
     x = torch.zeros(32, 64)
-    yield refused("K = 100", (torch.zeros(4, 100),), ValueError, "K = 100 is not a multiple of block_size 16")
+    yield refused("K = 100", (torch.zeros(4, 100),), ValueError, "K = 100 is not a multiple of 16, the block size")
     yield refused("M = 100", (torch.zeros(100, 32),), ValueError, "M = 100 is not a multiple", axis=-2)
     yield refused("N = 100", (torch.zeros(2, 100, 32),), ValueError, "N = 100 is not a multiple", block="16x16")
     yield refused("1-D", (torch.zeros(64),), ValueError, "2-D or 3-D")

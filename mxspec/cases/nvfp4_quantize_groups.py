@@ -98,7 +98,7 @@ def cases() -> Iterator[Case]:
     def refused(name, error, match, x=x, offs=offs, amax=None, **kwargs):
         return Case(name, these(x, offs, *([] if amax is None else [amax])), kwargs, raises=error, match=match)
 
-    yield refused("K = 100", ValueError, "K = 100 is not a multiple of block_size 16", torch.zeros(50, 100))
+    yield refused("K = 100", ValueError, "K = 100 is not a multiple of 16, the block size", torch.zeros(50, 100))
     yield refused("float64", TypeError, "torch.float64", x.double())
     yield refused("3-D", ValueError, "2-D", x[None])
     yield refused("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())

@@ -109,7 +109,7 @@ def cases() -> Iterator[Case]:
     def refused(name, args, error, match, **kwargs):
         return Case(name, these(*args), kwargs, raises=error, match=match)
 
-    yield refused("K = 100", (torch.zeros(4, 100), pair), ValueError, "K = 100 is not a multiple of block_size 16")
+    yield refused("K = 100", (torch.zeros(4, 100), pair), ValueError, "K = 100 is not a multiple of 16, the block size")
     yield refused("M = 100", (torch.zeros(100, 32), pair), ValueError, "M = 100 is not a multiple", axis=-2)
     yield refused("1-D", (torch.zeros(64), pair), ValueError, "2-D or 3-D")
     yield refused("int32", (x.int(), pair), TypeError, "x has dtype torch.int32")

@@ -24,6 +24,7 @@ from mxspec.checkpoint.targets import SQUARE, TARGETS
 from mxspec.checkpoint.units import PLAIN_DTYPES, Unit, units
 from mxspec.checkpoint.work import Options, Work
 from mxspec.checkpoint.writing import fill_shard
+from mxspec.formats import MX_BLOCK_SIZE
 
 SHOWN = 4  # missing files that an error names
 SMALLEST = 16  # rows and columns of the matrices of a stack; kernels of convolutions are smaller
@@ -137,6 +138,12 @@ def convert(
         missing = [s for s in shards if not state.has(s)]
         raise OSError(f"convert: {error}; missing in {target}: {', '.join(missing)}") from error
     more = []
+    uneven = [u for u in found if _is_matrix(checkpoint, u, to) and _has_part_of_a_block(u, to)]
+    if uneven := [u for u in uneven if _wanted(u, include, exclude, plain_source)]:
+        more.append(
+            f"{counted(len(uneven), 'weight', 'are')} copied, the first is {uneven[0].codes}: K = "
+            f"{uneven[0].shape[-1]} is no multiple of {MX_BLOCK_SIZE}, the block size of {to}"
+        )
     if stacks:
         more.append(
             f"{counted(len(stacks), 'stack of matrices', 'are')} copied, the first is {stacks[0].codes}: {to} has no "
@@ -211,13 +218,10 @@ def _work(
         if keep and scheme == "nvfp4":
             return work_nvfp4.changed(checkpoint, unit, options, shared)
         return work.changed(checkpoint, unit, options) if keep else work.dequantized(checkpoint, unit)
-    fits = unit.packed if TARGETS[options.to].packed else unit.codes.endswith(".weight") and len(unit.shape) == 2
-    if scheme and fits and _wanted(unit, include, exclude, plain_source):
-        whole = scheme == SQUARE or unit.shape[-1] % 32 == 0
-        plain = checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES
-        if plain and scheme == "nvfp4":
+    if scheme and _is_matrix(checkpoint, unit, options.to) and _wanted(unit, include, exclude, plain_source):
+        if scheme == "nvfp4":
             return work_nvfp4.quantized(checkpoint, unit, options, shared)
-        if whole and plain:
+        if not _has_part_of_a_block(unit, options.to):
             return work.quantized(checkpoint, unit, options)
     return work.copied(checkpoint, unit)
 
@@ -226,6 +230,17 @@ def _wanted(unit: Unit, include: Sequence[str], exclude: Sequence[str], plain_so
     """Whether the globs choose a plain weight."""
     chosen = _matches(unit, include) if include else plain_source and not _matches(unit, NEVER)
     return chosen and not _matches(unit, exclude)
+
+
+def _is_matrix(checkpoint: Checkpoint, unit: Unit, to: str) -> bool:
+    """Whether a plain tensor is a weight that the family has names for."""
+    fits = unit.packed if TARGETS[to].packed else unit.codes.endswith(".weight") and len(unit.shape) == 2
+    return fits and unit.scheme is None and checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES
+
+
+def _has_part_of_a_block(unit: Unit, to: str) -> bool:
+    """Whether K is no multiple of the MX block. FP8 blocks may be shorter, and `work_nvfp4` refuses such a K."""
+    return TARGETS[to].scheme not in (None, SQUARE, "nvfp4") and unit.shape[-1] % MX_BLOCK_SIZE != 0
 
 
 def _is_stack(checkpoint: Checkpoint, unit: Unit, to: str) -> bool:

@@ -45,7 +45,10 @@ def explain(name: str, *args: Any, backend: str | None = None, **kwargs: Any) ->
     """
     asked = known(backend, "explain") if backend else current_backend()
     signature = inspect.signature(reference(name))
-    bound = signature.bind(*args, **kwargs)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain: {name}: {error}; needs the arguments of a call of {name}") from None
     args, kwargs = bound.args, bound.kwargs
     for flag in annotated(signature, "bool"):
         checks.boolean(name, flag, kwargs.get(flag, False))

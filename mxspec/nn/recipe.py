@@ -25,7 +25,15 @@ SIZE_MULTIPLES = {
 }
 
 
-@dataclass(frozen=True)
+# The options that one format alone has
+_OPTIONS = {
+    "mxfp8": ("scaling", "grad_dtype", "wgrad_bf16"),
+    "fp8_128": ("scale_format",),
+    "nvfp4": ("hadamard", "stochastic_rounding"),
+}
+
+
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """How a layer trains in low precision. `RECIPES` has the named recipes; `dataclasses.replace` makes variants.
 
@@ -58,8 +66,7 @@ class Recipe:
     Example:
         >>> from dataclasses import replace
         >>> replace(RECIPES["mxfp8_rceil"], grad_dtype=torch.float8_e5m2)
-        Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False, save_weight_codes=True,
-        scale_format='fp32', hadamard=None, stochastic_rounding=None)
+        Recipe(format='mxfp8', scaling='rceil', grad_dtype=torch.float8_e5m2, wgrad_bf16=False, save_weight_codes=True)
 
     Source: OCP MX v1.0, section 6.3 (floor); NVIDIA, "Recipes for Pre-training LLMs with MXFP8", 2025 (rceil, e4m3 for
         gradients too); DeepSeek-V3 technical report, section 3.3 (fp8_128); NVIDIA, "Pretraining Large Language Models
@@ -99,6 +106,11 @@ class Recipe:
             )
         if self.format == "bf16" and not self.save_weight_codes:
             raise ValueError("Recipe: bf16 has no save_weight_codes, because it quantizes no weight. Leave it out.")
+
+    def __repr__(self) -> str:
+        """The format and the options that it has."""
+        shown = ["format", *_OPTIONS.get(self.format, ()), *(["save_weight_codes"] if self.format != "bf16" else [])]
+        return f"Recipe({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
 RECIPES = {

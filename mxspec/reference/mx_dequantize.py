@@ -41,7 +41,7 @@ def check_args(
         raise TypeError(
             f"{op}: qdata has dtype {qdata.dtype}; elem_dtype = {elem_dtype!r} needs {fmt.dtype or torch.uint8}"
         )
-    checks.multiple(op, "K" if axis == -1 else "M", fmt.held(qdata.shape[axis]), MX_BLOCK_SIZE)
+    checks.whole_blocks(op, "K" if axis == -1 else "M", qdata.shape[axis], MX_BLOCK_SIZE, fmt.bits)
     *lead, R, C = scale_shape(qdata, axis, fmt)
     needed = (*lead, R, C) if scale_layout == "plain" else (*lead, blocked_bytes(R, C))
     checks.shape(op, "scale", scale, needed, f"for qdata {tuple(qdata.shape)}, axis {axis}, {scale_layout}")

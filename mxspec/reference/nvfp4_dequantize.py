@@ -34,7 +34,7 @@ def check_args(
     checks.choice(op, "axis", axis, (-1, -2))
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     checks.choice(op, "scale_layout", scale_layout, SCALE_LAYOUTS)
-    checks.multiple(op, "K" if axis == -1 else "M", 2 * qdata.shape[axis], NVFP4_BLOCK_SIZE)
+    checks.whole_blocks(op, "K" if axis == -1 else "M", qdata.shape[axis], NVFP4_BLOCK_SIZE, bits=4)
     *lead, R, C = scale_shape(qdata, axis)
     needed = (*lead, R, C) if scale_layout == "plain" else (*lead, blocked_bytes(R, C))
     checks.shape(op, "scale", scale, needed, f"for qdata {tuple(qdata.shape)}, axis {axis}, {scale_layout}")

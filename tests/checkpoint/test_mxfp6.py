@@ -116,3 +116,16 @@ def test_a_byte_more_in_a_row_is_refused(folder):
     save_file(tensors, out / "model.safetensors")
     with pytest.raises(CheckpointError, match="is not a scheme that convert knows"):
         convert(out, folder.parent / "b", to="bf16")
+
+
+@pytest.mark.parametrize("to", ["ct_mxfp4", "ct_mxfp6", "mxfp8"])
+def test_a_weight_with_a_part_of_a_block_is_copied_and_named(tmp_path, to):
+    (tmp_path / "plain").mkdir()
+    odd = "model.layers.0.mlp.down_proj.weight"
+    weights = {f"{Q}.weight": plain(torch.bfloat16), odd: plain(torch.bfloat16)[:, :144].contiguous()}
+    save_file(weights, tmp_path / "plain" / "model.safetensors")
+    (tmp_path / "plain" / "config.json").write_text('{"model_type": "llama"}')
+    manifest = convert(tmp_path / "plain", tmp_path / "out", to=to)
+    named = f"1 weight is copied, the first is {odd}: K = 144 is no multiple of 32, the block size of {to}"
+    assert named in manifest["warnings"]
+    assert load_file(tmp_path / "out" / "model.safetensors")[odd].equal(weights[odd])

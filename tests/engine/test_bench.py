@@ -392,7 +392,7 @@ def test_a_shape_that_the_contract_refuses_is_reported(tmp_path):
     work, not_timed = cli.cases_of(options, cli.shapes_of(options.shapes, ()), False, None)
     assert [case.name for _, case, _ in work] == ["4x64, plain"]
     assert list(not_timed) == ["mx_dequantize, 4x33, plain"]
-    assert "K = 33 is not a multiple of block_size 32" in not_timed["mx_dequantize, 4x33, plain"]
+    assert "qdata has 33 bytes along K" in not_timed["mx_dequantize, 4x33, plain"]
 
 
 # --- the record and its tables ----------------------------------------------------------------------------------

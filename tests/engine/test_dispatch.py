@@ -417,6 +417,8 @@ def test_explain_names_every_other_backend():
     assert raising.backend is None
     assert raising.reasons["triton"] == "has no kernel for from_blocked"
     assert str(raising).startswith("from_blocked: 'triton' raises")
+    with pytest.raises(TypeError, match="explain: mx_quantize: missing a required argument: 'x'; needs the arguments"):
+        mxspec.explain("mx_quantize")
 
 
 def test_a_misspelt_argument_names_the_op():

@@ -307,7 +307,7 @@ def test_what_must_be_rejected_and_what_is_not_answered(answered):
     assert answered.judged()["K = 100"].status == "missing"
     answered.outputs[f"{refused}.qdata"] = torch.zeros(4, 100)
     assert answered.judged()["K = 100"].message == (
-        "accepted what must be refused: K = 100 is not a multiple of block_size 32"
+        "accepted what must be refused: K = 100 is not a multiple of 32, the block size"
     )
     block = number(answered, "one block")
     del answered.outputs[f"{block}.qdata"], answered.outputs[f"{block}.scale"]

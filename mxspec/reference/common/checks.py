@@ -50,11 +50,21 @@ def rank(op: str, name: str, tensor: Tensor, allowed: Collection[int]) -> None:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; needs a {needs} tensor")
 
 
-def multiple(op: str, name: str, size: int, number: int, of: str = "block_size ") -> None:
+def multiple(op: str, name: str, size: int, number: int, of: str = ", the block size") -> None:
     if size % number:
         raise ValueError(
-            f"{op}: {name} = {size} is not a multiple of {of}{number}; "
+            f"{op}: {name} = {size} is not a multiple of {number}{of}; "
             f"pad with torch.nn.functional.pad to {size + -size % number}"
+        )
+
+
+def whole_blocks(op: str, along: str, stored: int, block: int, bits: int) -> None:
+    """Check how many bytes of codes of so many bits qdata stores along a dimension."""
+    unit = block * bits // 8
+    if stored % unit:
+        raise ValueError(
+            f"{op}: qdata has {stored} bytes along {along}; needs a multiple of {unit}, "
+            f"the bytes of a block of {block} elements"
         )
 
 
