@@ -89,8 +89,8 @@ def cases() -> Iterator[Case]:
         yield Case(f"no columns, axis {axis}", partial(args, [3, 4], 7, 0), kw, flags=EDGE)
         yield Case(f"no columns, amax given, axis {axis}", partial(with_amax, [3, 4], 7, 0), kw, flags=EDGE)
         yield Case(f"checked, axis {axis}", partial(args, [30, 10], 41, 64), {"check_offs": True, **kw})
-        large = these(random_normal(1, 2048).expand(2**20 + 256, 2048), offs_of([2**20 + 256]))
-        yield Case(f"2^31 elements and more, axis {axis}", large, kw, flags={"large"})
+        large = these(random_normal(1, 2048).expand(2**20 + 256, 2048), offs_of([2**20 + 256]), torch.tensor([3.0]))
+        yield Case(f"2^31 elements and more, amax given, axis {axis}", large, kw, flags={"large"})
     yield Case("odd K, axis -2", partial(args, [30, 200], 230, 333), {"axis": -2}, flags=EDGE)
 
     x, offs = args([5, 0, 40], 50, 64)

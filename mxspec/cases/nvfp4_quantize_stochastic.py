@@ -98,7 +98,8 @@ def cases() -> Iterator[Case]:
     yield Case("no rows", these(torch.zeros(0, 64), torch.tensor([1, 2])), flags=EDGE)
     empty = these(torch.zeros(4, 0), torch.zeros(4, 0, dtype=torch.uint8))
     yield Case("no columns", empty, {"scale_layout": "blocked"}, flags=EDGE)
-    large = these(random_normal(1, 2048).expand(2**20 + 256, 2048), torch.tensor([1, 2]))
+    row = random_normal(1, 2048), torch.arange(2048).to(torch.uint8)[None]
+    large = these(*(t.expand(2**20 + 256, 2048) for t in row))
     for axis, layout in product((-1, -2), SCALE_LAYOUTS):
         kw = {"axis": axis, "scale_layout": layout}
         yield Case(f"2^31 elements and more, axis {axis}, {layout}", large, kw, flags={"large"})

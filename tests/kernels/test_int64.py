@@ -89,9 +89,9 @@ def shortened(t, length, rows):
     """The first rows of `length` rows. Blocked scales are flat: the row tiles that hold these rows. Scales of 128x128
     blocks have a row for 128 rows.
 
-    A bias has no tokens, so it stays.
+    A bias has no tokens, so it stays, and so does the magnitude of the only group.
     """
-    if not isinstance(t, torch.Tensor):
+    if not isinstance(t, torch.Tensor) or (t.shape == (1,) and t.dtype == torch.float32):
         return t
     if t.dtype == torch.int32:  # the only group, with all of the rows
         return t.new_full((1,), rows) if int(t) == length else t
