@@ -19,18 +19,21 @@ from mxspec.triton_kernels.common import launch
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows, tokens_left
 from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import of_matrix
-from mxspec.triton_kernels.common.nvfp4_values import random_bytes, transformed, values_of
+from mxspec.triton_kernels.common.nvfp4_values import (
+    narrow_values_of,
+    of_group,
+    random_bytes,
+    transformed,
+    transformed_sums,
+    values_of,
+)
 from mxspec.triton_kernels.common.runs import load16, store16
 
 # An H100 ran and timed it (benchmarks/results/decisions.md). Its bytes were compared in the interpreter.
 RANK = {(9, 0): 1, (10, 0): 1}
-# With random bytes, 2 warps keep 16 bytes of registers in local memory under Triton 3.8 and 3.9.
-# If the elements of a row lie apart, each load has an address of its own, and those take registers too.
-_HOPPER = {
-    "nearest": {"COLS": 256, "num_warps": 2},
-    "stochastic": {"COLS": 256, "num_warps": 4},
-    "apart": {"COLS": 128, "num_warps": 4},
-}
+# "large": with random bytes, fp16 and fp32 take more registers. So do elements of a row that lie apart: each has an
+# address.
+_HOPPER = {"small": {"COLS": 256, "num_warps": 2}, "large": {"COLS": 128, "num_warps": 4}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _CLEARED = 1024  # magnitudes that a program of the first launch sets to 0
 PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
@@ -78,8 +81,9 @@ def _largest(
         wide = widened(values)
         tl.atomic_max(found + group, tl.max(tl.max(magnitude_bits(wide), axis=1), axis=0), sem="relaxed")
         if SIGNS is not None:
-            bits = tl.max(tl.max(magnitude_bits(transformed(wide, SIGNS)), axis=1), axis=0)
-            # The largest rounded magnitude is the largest magnitude, rounded.
+            # The largest product is that of the largest sum. The largest rounded one is the largest one, rounded.
+            bits = tl.max(tl.max(magnitude_bits(transformed_sums(wide, SIGNS)), axis=1), axis=0)
+            bits = magnitude_bits(bits.to(tl.float32, bitcast=True) * 0.25)
             rounded = bits.to(tl.float32, bitcast=True).to(values.dtype).to(tl.float32).to(tl.int32, bitcast=True)
             tl.atomic_max(found + G + group, tl.where(bits < 0x7F800000, rounded, bits), sem="relaxed")
 
@@ -99,7 +103,7 @@ def _nvfp4_fake_quantize_rowcol_groups(
             for_columns = tl.load(found + of_columns + g, mask=g < G, other=0).to(tl.float32, bitcast=True)
             _store_scales(row_scale, for_rows, g, G)
             _store_scales(column_scale, for_columns, g, G)
-    inside, narrow = k < K, x.dtype.element_ty != tl.float32
+    inside = k < K
     rows += token.to(tl.int64) * K + k
     columns += tile.to(tl.int64) * 16 * K + k
     exists = inside & (tile < tiles)
@@ -108,29 +112,51 @@ def _nvfp4_fake_quantize_rowcol_groups(
         loaded = _loaded(x, token, left, k, K, stride_m, stride_k, WIDE)
         values, byte = widened(loaded), None
         n = tile.to(tl.int64) * K + k
-        _, h, up, wrong = of_matrix(tl.load(found + group).to(tl.float32, bitcast=True))
-        # A float maximum may lose a NaN. But a NaN makes its whole group NaN, by way of the group's magnitude.
-        b = tl.max(tl.abs(values).reshape(COLS // 16, 16, 16), axis=1)
-        b = tl.broadcast_to(b[:, None, :], (COLS // 16, 16, 16)).reshape(COLS, 16)
         if random is not None:
             byte = random_bytes(random, stride_random, n, 0)
-        out = values_of(values, b, h, up, wrong, byte, narrow)
+        out = _values(values, tl.load(found + group), byte, x.dtype.element_ty, True)
         store16(rows, K, out.reshape(shape), inside, left)
         # The caches hold the elements until here, and the registers do not.
         loaded = _loaded(x, token, left, k, K, stride_m, stride_k, WIDE)
         values = widened(loaded)
         if SIGNS is not None:
             values = widened(transformed(values, SIGNS).to(loaded.dtype))
-            _, h, up, wrong = of_matrix(tl.load(found + G + group).to(tl.float32, bitcast=True))
-        b = tl.max(tl.abs(values), axis=1)[:, None]
         if random is not None:
             byte = random_bytes(random, stride_random, n, 1)
-        out = values_of(values, b, h, up, wrong, byte, narrow)
+        out = _values(values, tl.load(found + of_columns + group), byte, x.dtype.element_ty, False)
         store16(columns, K, out.reshape(shape), exists, None)
     else:  # rows that belong to no group
         zero = tl.zeros(shape, tl.float32)
         store16(rows, K, zero, inside, left)
         store16(columns, K, zero, exists, None)
+
+
+@triton.jit
+def _largest_of_blocks(values, ROWS: tl.constexpr):
+    """The largest magnitude of each element's block, of 16 columns of a row or of 16 rows of a column.
+
+    A float maximum may lose a NaN. But a NaN makes its whole group NaN, by way of the group's magnitude.
+    """
+    COLS: tl.constexpr = values.shape[0]
+    if ROWS:
+        b = tl.max(tl.abs(values).reshape(COLS // 16, 16, 16), axis=1)
+        return tl.broadcast_to(b[:, None, :], (COLS // 16, 16, 16)).reshape(COLS, 16)
+    else:
+        return tl.max(tl.abs(values), axis=1)[:, None]
+
+
+@triton.jit
+def _values(values, found, byte, dtype: tl.constexpr, ROWS: tl.constexpr):
+    """The values of the codes of 16 rows, which were widened from a dtype."""
+    amax = found.to(tl.float32, bitcast=True)
+    if dtype == tl.float32:
+        _, h, up, wrong = of_matrix(amax)
+        return values_of(values, _largest_of_blocks(values, ROWS), h, up, wrong, byte, False)
+    else:
+        d, reciprocal, up = of_group(amax)
+        if up != 1.0:  # rare, so that most tiles take no product
+            values = values * up
+        return narrow_values_of(values, _largest_of_blocks(values, ROWS), d, reciprocal, byte, dtype == tl.bfloat16)
 
 
 @triton.jit
@@ -157,8 +183,9 @@ def nvfp4_fake_quantize_rowcol_groups(
         found = x.new_empty((2 * G,), dtype=torch.int32)
         strides = x.stride() if K else (0, 0)  # without columns, PyTorch makes both strides 1
         is_apart = strides[1] != 1
-        of_amax = configs["apart" if is_apart else "nearest"]
-        of_values = configs["apart" if is_apart else "nearest" if random is None else "stochastic"]
+        of_amax = configs["large" if is_apart else "small"]
+        is_large = is_apart or (random is not None and x.dtype != torch.bfloat16)
+        of_values = configs["large" if is_large else "small"]
         grids = [launch.grid(max(1, -(-K // config["COLS"])), R // 16) for config in (of_amax, of_values)]
         given = signs, 16 * strides[0] >= 2**31, chunk(G)
         sizes = K, *strides, G, offs.stride(0)

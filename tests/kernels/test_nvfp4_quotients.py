@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from mxspec.triton_kernels.common.nvfp4_numerics import quotient, reciprocal_of
+from mxspec.triton_kernels.common.nvfp4_values import nearest_of_narrow, reciprocal_of_scale, stochastic
 
 DEVICE = check.default_device()
 MANTISSAS = torch.arange(2**23)
@@ -82,3 +83,89 @@ def test_other_exponents_give_the_same(exponent):
 def test_a_numerator_of_inf_stays_inf_and_of_zero_stays_zero():
     n = torch.tensor([torch.inf, 0.0, 2.0**127], device=DEVICE)
     assert quotients(n, torch.full_like(n, 2.0**-60)).tolist() == [torch.inf, 0.0, torch.inf]
+
+
+TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@triton.jit
+def _narrow(x, s, d, byte, out, count, FEW: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x, s = tl.load(x + i, mask=i < count, other=0.0), tl.load(s + i, mask=i < count, other=1.0)
+    d = tl.load(d + i, mask=i < count, other=1.0)
+    r = reciprocal_of(d)
+    if byte is None:
+        value = nearest_of_narrow(x, reciprocal_of_scale(s) * (r * 0.65625))
+    else:
+        q = tl.minimum(quotient(x * 0.65625, -(s * d), reciprocal_of_scale(s) * r, None), 6.0)
+        value = stochastic(q, tl.load(byte + i, mask=i < count, other=0), FEW)
+    tl.store(out + i, value, mask=i < count)
+
+
+def narrow(x, s, d, byte=None, few=False):
+    out = torch.empty_like(x)
+    _narrow[(-(-x.numel() // BLOCK),)](x, s, d, byte, out, x.numel(), few, BLOCK, enable_fp_fusion=False)
+    return out
+
+
+def beside_quotients(dtype, quotients, every=1):
+    """Numbers of a dtype, with the scales and the group magnitudes for which they lie beside quotients, or on them.
+
+    Any two that differ only by powers of two behave in the same way, so the magnitudes lie between 1 and 2.
+    """
+    bits = 8 if dtype == torch.bfloat16 else 11
+    amax = 1 + torch.arange(0, 2 ** (bits - 1), every) * 2.0 ** (1 - bits)
+    grid = torch.meshgrid(amax, torch.arange(8, 16) / 8, quotients, indexing="ij")
+    amax, scale, tie = (t.reshape(-1).float() for t in grid)
+    exact = tie.double() * scale * amax * 32 / 21
+    unit = torch.exp2(torch.floor(torch.log2(exact)) + 1 - bits)
+    numbers = torch.stack([(torch.floor(exact / unit) + step) * unit for step in (-1, 0, 1, 2)])
+    numbers = numbers.to(dtype).float()  # the last two may round to one
+    return (numbers, *(t.expand_as(numbers) for t in (scale, amax, tie)))
+
+
+@DTYPES
+def test_every_narrow_number_beside_a_tie(dtype):
+    x, s, d, _ = (t.reshape(-1).contiguous() for t in beside_quotients(dtype, torch.tensor(TIES)))
+    y = (x * 0.65625) / (s * d)  # both products are exact
+    above = (y[:, None] > torch.tensor(TIES)).sum(1)
+    tie = (y[:, None] == torch.tensor(TIES)).any(1)
+    assert tie.any()
+    code = above + (tie & (above % 2 == 1))  # to the even code
+    assert torch.equal(narrow(*(t.to(DEVICE) for t in (x, s, d))).cpu(), E2M1[code])
+    assert torch.equal(narrow(*(t.to(DEVICE) for t in (-x, s, d))).cpu(), -E2M1[code])
+
+
+@DTYPES
+@pytest.mark.parametrize("few", [True, False])
+def test_narrow_numbers_beside_the_256ths_of_a_step(dtype, few):
+    if few and dtype == torch.float16:
+        pytest.skip("the shorter sum is for bfloat16")
+    parts = torch.cat([torch.arange(1, 1024) / 512, torch.arange(512, 1024) / 256, torch.arange(512, 768) / 128])
+    every = 1 if DEVICE.type == "cuda" else 32 if dtype == torch.bfloat16 else 256
+    x, s, d, at = (t.reshape(-1).contiguous() for t in beside_quotients(dtype, parts, every))
+    y = ((x * 0.65625) / (s * d)).clamp(max=6)
+    low = torch.searchsorted(E2M1, y, right=True).clamp(max=7) - 1
+    step = E2M1[low + 1] - E2M1[low]
+    lowest = torch.searchsorted(E2M1, at, right=True).clamp(max=7) - 1
+    part = ((at - E2M1[lowest]) / (E2M1[lowest + 1] - E2M1[lowest]) * 256).int()
+    byte = (256 - part) & 0xFF  # with this byte, a quotient becomes the larger code from `at` on
+    larger = torch.floor(256 * (y - E2M1[low]) / step).int() + byte >= 256
+    expected = torch.where(larger, E2M1[low + 1], E2M1[low])
+    got = narrow(*(t.to(DEVICE) for t in (x, s, d, byte)), few)
+    assert torch.equal(got.cpu(), expected)
+
+
+def test_reciprocals_of_all_scales():
+    s = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    out = torch.empty_like(s, device=DEVICE)
+    _reciprocals[(1,)](s.to(DEVICE), out, 126, 128, enable_fp_fusion=False)
+    assert (out.cpu().double() * s.double() - 1).abs().max() < 2.0**-23
+
+
+@triton.jit
+def _reciprocals(s, out, count, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, reciprocal_of_scale(tl.load(s + i, mask=i < count, other=1.0)), mask=i < count)

@@ -1,4 +1,4 @@
-"""The random bytes of a block: Triton's own Philox gives the words of the reference."""
+"""The random bytes of a block: the words of Philox in Triton are those of the reference."""
 
 import pytest
 import torch

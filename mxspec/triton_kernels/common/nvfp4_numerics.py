@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxspec.formats import NVFP4_LARGEST
 from mxspec.triton_kernels.common.launch import capability
+from mxspec.triton_kernels.common.philox import philox
 
 _LARGEST = tl.constexpr(NVFP4_LARGEST)
 _OF_H, _OF_B, _OF_X = tl.constexpr(2.0**-12), tl.constexpr(7 / 64), tl.constexpr(21 / 32)
@@ -158,8 +159,8 @@ def random_words(state, stride, number):
 
     number: the number of each block, int32. The high word of the number is 0, because `supports` limits the elements.
     """
-    seed, offset = tl.load(state), tl.load(state + stride)
-    return tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), number.to(tl.uint32, bitcast=True), 0)
+    low = number.to(tl.uint32, bitcast=True)
+    return philox(state, stride, 0, low, low * 0)
 
 
 @triton.jit

@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels.common.nvfp4_numerics import block_scale, divisor, quotient
+from mxspec.triton_kernels.common.nvfp4_numerics import block_scale, divisor, of_matrix, quotient, reciprocal_of
+from mxspec.triton_kernels.common.philox import philox
 
-_OF_X = tl.constexpr(21 / 32)
+_OF_B, _OF_X = tl.constexpr(7 / 64), tl.constexpr(21 / 32)
 
 
 @triton.jit
@@ -22,21 +23,23 @@ def _sums(v):
 
 
 @triton.jit
-def transformed(v, SIGNS: tl.constexpr):
-    """`hadamard_16` of the 16 fp32 numbers of each row of v, before it is rounded: `(columns, 16)`."""
+def transformed_sums(v, SIGNS: tl.constexpr):
+    """4 times `transformed`."""
     negated = ((SIGNS >> tl.arange(0, 16)) & 1) << 31
     v = (v.to(tl.int32, bitcast=True) ^ negated[None, :]).to(tl.float32, bitcast=True)
-    v = _sums(_sums(_sums(_sums(v.reshape(v.shape[0], 2, 2, 2, 2))))).reshape(v.shape)
-    return v * 0.25
+    return _sums(_sums(_sums(_sums(v.reshape(v.shape[0], 2, 2, 2, 2))))).reshape(v.shape)
+
+
+@triton.jit
+def transformed(v, SIGNS: tl.constexpr):
+    """`hadamard_16` of the 16 fp32 numbers of each row of v, before it is rounded: `(columns, 16)`."""
+    return transformed_sums(v, SIGNS) * 0.25
 
 
 @triton.jit
 def random_bytes(random, stride, n, STREAM: tl.constexpr):
     """16 bytes for each number of n, as int32: `(columns, 16)`. The offset counts from STREAM on."""
-    seed, offset = tl.load(random), tl.load(random + stride) + STREAM
-    low, high = (offset & 0xFFFFFFFF).to(tl.uint32), (offset >> 32).to(tl.uint32)
-    word = n.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, word * 0 + low, word * 0 + high, word, (n >> 32).to(tl.uint32))
+    w0, w1, w2, w3 = philox(random, stride, STREAM, n.to(tl.uint32), (n >> 32).to(tl.uint32))
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(n.shape[0], 4)
     return ((words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF).to(tl.int32).reshape(n.shape[0], 16)
 
@@ -52,18 +55,93 @@ def _nearest(magnitude):
 
 
 @triton.jit
-def _stochastic(magnitude, byte):
+def _as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power_of_two(x, LEAST: tl.constexpr):
+    """The power of two below |x|, at least the float with the bits LEAST. Inf for Inf and NaN."""
+    return _as_float(tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, LEAST))
+
+
+@triton.jit
+def of_group(amax):
+    """`(d, reciprocal, up)` of a group: d is `h * up`. The reciprocal is 0 if d is 0.
+
+    It is NaN if the magnitude is wrong. The NaN becomes the scale of each block, and then each value.
+    """
+    _, h, up, wrong = of_matrix(amax)
+    d = h * up
+    reciprocal = tl.where(d == 0, 0.0, reciprocal_of(d))
+    return d, tl.where(wrong, float("nan"), reciprocal), up
+
+
+@triton.jit
+def _scale_of(b, d, reciprocal):
+    """The e4m3 scales of blocks with the largest magnitudes b, in fp32. None is larger than 448."""
+    s = quotient(b * _OF_B, -d, reciprocal, None)
+    e = _power_of_two(s, 0x3C800000)  # at least 2^-6. Scales in a binade are steps of e / 8 apart
+    return tl.fma(e, -(2.0**20), tl.fma(e, 2.0**20, s))
+
+
+@triton.jit
+def reciprocal_of_scale(s):
+    """`1 / s`, wrong by less than 2^-23 of it. A scale of 0 counts as 2^-9, its next: all values of its block are 0."""
+    s = tl.maximum(s, 2.0**-9)
+    r = _as_float(0x7EF311C7 - s.to(tl.int32, bitcast=True))  # wrong by up to an eighth. Each step squares the error
+    r = tl.fma(tl.fma(-s, r, 1.0), r, r)
+    r = tl.fma(tl.fma(-s, r, 1.0), r, r)
+    return tl.fma(tl.fma(-s, r, 1.0), r, r)
+
+
+@triton.jit
+def nearest_of_narrow(x, r):
+    """`x * r` rounded to e2m1, with its sign or as +0.
+
+    An exact quotient that is no tie is 2^-17.4 or more away from every tie, because x and the group's magnitude have 11
+    bits. So the product is first rounded to a multiple of 2^-17: if the exact quotient is a tie, this gives the tie.
+    """
+    q = tl.clamp(tl.fma(x, r, 96.0) - 96.0, -6.0, 6.0)
+    e = _power_of_two(q, 0x3F800000)  # Values in a binade are steps of e / 2 apart
+    return tl.fma(e, -1.5 * 2.0**22, tl.fma(e, 1.5 * 2.0**22, q))
+
+
+@triton.jit
+def stochastic(magnitude, byte, FEW: tl.constexpr):
     """Magnitudes of at most 6 rounded to e2m1 by a random byte for each.
 
     The byte is added to the 8 bits below the only mantissa bit that e2m1 keeps, and these bits are cut off. Magnitudes
     below 1 are subnormal: if they are increased by 1, the same bits are cut off. This sum must not be rounded up to a
     number with other bits. So 2^-24 less is added: half of the last bit. The sum of a number with 9 bits is then a tie,
     which becomes even, and the sum of a number just below becomes smaller.
+
+    FEW: the magnitudes are those of bfloat16 numbers. If such a magnitude is below 1 and is no 512th, it is 2^-21.4 or
+    more away from every 512th. So the sum with 1 may be rounded.
     """
     small = magnitude < 1.0
-    more = tl.maximum(magnitude + tl.where(small, 1.0 - 2.0**-24, 0.0), 1.0)
+    one = tl.where(small, 1.0, 0.0)
+    more = magnitude + one if FEW else tl.maximum(magnitude + tl.where(small, 1.0 - 2.0**-24, 0.0), 1.0)
     bits = more.to(tl.int32, bitcast=True) + (byte << 14)
-    return (bits & -0x400000).to(tl.float32, bitcast=True) - tl.where(small, 1.0, 0.0)
+    return _as_float(bits & -0x400000) - one
+
+
+@triton.jit
+def narrow_values_of(x, b, d, reciprocal, byte, FEW: tl.constexpr):
+    """As `values_of`, with fewer instructions, for x of a narrow dtype that is widened and multiplied by `up`.
+
+    FEW: the dtype is bfloat16, whose numbers have 8 bits. up, d and reciprocal are those of `of_group`.
+    """
+    s = _scale_of(b, d, reciprocal)
+    r = reciprocal_of_scale(s)
+    if byte is None:
+        magnitude = nearest_of_narrow(x, r * (reciprocal * _OF_X))
+    else:
+        n = tl.abs(x) * _OF_X
+        q = tl.minimum(quotient(n, -(tl.maximum(s, 2.0**-9) * d), r * reciprocal, None), 6.0)
+        magnitude = stochastic(q, byte, FEW)
+    value = (magnitude * s).to(tl.int32, bitcast=True)
+    return _as_float(value | (x.to(tl.int32, bitcast=True) & -0x80000000))
 
 
 @triton.jit
@@ -76,8 +154,6 @@ def values_of(x, b, h, up, wrong, byte, NARROW: tl.constexpr):
     minus_d, reciprocal = divisor(s, h, up, wrong)
     n = tl.abs(x) * (_OF_X * up) if NARROW else tl.abs(x) * _OF_X * up
     magnitude = tl.minimum(quotient(n, minus_d, reciprocal, None), 6.0)
-    magnitude = _nearest(magnitude) if byte is None else _stochastic(magnitude, byte)
+    magnitude = _nearest(magnitude) if byte is None else stochastic(magnitude, byte, False)
     value = magnitude * tl.where(wrong, float("nan"), s.to(tl.float32))
-    return (value.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(
-        tl.float32, bitcast=True
-    )
+    return _as_float(value.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
