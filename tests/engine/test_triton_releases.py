@@ -38,7 +38,7 @@ ROOT = Path(mxspec.__file__).parents[1]
 FOLDER = Path(os.environ.get("MXSPEC_TRITONS") or ROOT / ".venv")
 OTHERS = re.findall(r"^OTHER_TRITONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
 PINNED = re.findall(r"^triton==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
-OLDEST, *_, NEWEST = OTHERS
+OLDEST, *BETWEEN, NEWEST = OTHERS
 TRITON_OPS = [op for op, backend in kernels() if backend == "triton"]
 TARGET = "sm90"  # those releases are used on sm_90; only one kernel is compiled for sm_100 under them
 
@@ -93,7 +93,7 @@ def test_machine_code(version: str, cover: int) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("version", OTHERS)
+@pytest.mark.parametrize("version", [OLDEST, *(BETWEEN if COMPLETE else ()), NEWEST])
 def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str) -> None:
     """The tests of files that know more than the ops' cases, in one process, because its imports take seconds.
 
