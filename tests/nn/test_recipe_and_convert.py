@@ -368,3 +368,12 @@ def test_what_cannot_be_converted():
     assert convert(half, "mxfp8_rceil").left == {
         "0": "MXLinear: parameters have dtype torch.float16; needs torch.bfloat16 or torch.float32"
     }
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_recipe_prints_what_makes_it_again(recipe):
+    shown = repr(recipe)
+    assert eval(shown, {"Recipe": Recipe, "torch": torch}) == recipe
+    assert ("scaling" in shown, "scale_format" in shown, "hadamard" in shown) == tuple(
+        recipe.format == f for f in ("mxfp8", "fp8_128", "nvfp4")
+    )
