@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from mxspec.triton_kernels.common.nvfp4_numerics import quotient, reciprocal_of
-from mxspec.triton_kernels.common.nvfp4_values import nearest_of_narrow, reciprocal_of_scale, stochastic
+from mxspec.triton_kernels.common.nvfp4_values import nearest_of_narrow, reciprocal_of_scale, scale_of, stochastic
 
 DEVICE = check.default_device()
 MANTISSAS = torch.arange(2**23)
@@ -144,7 +144,7 @@ def test_narrow_numbers_beside_the_256ths_of_a_step(dtype, few):
     if few and dtype == torch.float16:
         pytest.skip("the shorter sum is for bfloat16")
     parts = torch.cat([torch.arange(1, 1024) / 512, torch.arange(512, 1024) / 256, torch.arange(512, 768) / 128])
-    every = 1 if DEVICE.type == "cuda" else 32 if dtype == torch.bfloat16 else 256
+    every = 1 if DEVICE.type == "cuda" or dtype == torch.bfloat16 else 32
     x, s, d, at = (t.reshape(-1).contiguous() for t in beside_quotients(dtype, parts, every))
     y = ((x * 0.65625) / (s * d)).clamp(max=6)
     low = torch.searchsorted(E2M1, y, right=True).clamp(max=7) - 1
@@ -156,6 +156,26 @@ def test_narrow_numbers_beside_the_256ths_of_a_step(dtype, few):
     expected = torch.where(larger, E2M1[low + 1], E2M1[low])
     got = narrow(*(t.to(DEVICE) for t in (x, s, d, byte)), few)
     assert torch.equal(got.cpu(), expected)
+
+
+@triton.jit
+def _scales(b, d, out, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.load(d + i, mask=i < count, other=1.0)
+    tl.store(out + i, scale_of(tl.load(b + i, mask=i < count, other=0.0), d, reciprocal_of(d)), mask=i < count)
+
+
+@pytest.mark.parametrize("exponent", range(-20, 1))
+def test_the_scale_of_every_bfloat16_magnitude(exponent):
+    """The magnitudes of blocks and of groups have 8 bits. Scales go from 0 to 448, with all ties."""
+    mantissas = 1 + torch.arange(128) / 128
+    b, amax = (t.reshape(-1).contiguous() for t in torch.meshgrid(mantissas, mantissas, indexing="ij"))
+    b = b[keep := b * 2.0**exponent <= amax].to(DEVICE) * 2.0**exponent
+    d = amax[keep].to(DEVICE) * 2.0**-12
+    out = torch.empty_like(b)
+    _scales[(-(-b.numel() // BLOCK),)](b, d, out, b.numel(), BLOCK, enable_fp_fusion=False)
+    expected = (b.double() * 7 / 64 / d.double()).float()  # rounded beside no tie: a quotient of 11 by 8 bits
+    assert torch.equal(out.cpu(), expected.cpu().to(torch.float8_e4m3fn).float())
 
 
 def test_reciprocals_of_all_scales():

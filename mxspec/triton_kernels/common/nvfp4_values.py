@@ -78,7 +78,7 @@ def of_group(amax):
 
 
 @triton.jit
-def _scale_of(b, d, reciprocal):
+def scale_of(b, d, reciprocal):
     """The e4m3 scales of blocks with the largest magnitudes b, in fp32. None is larger than 448."""
     s = quotient(b * _OF_B, -d, reciprocal, None)
     e = _power_of_two(s, 0x3C800000)  # at least 2^-6. Scales in a binade are steps of e / 8 apart
@@ -132,7 +132,7 @@ def narrow_values_of(x, b, d, reciprocal, byte, FEW: tl.constexpr):
 
     FEW: the dtype is bfloat16, whose numbers have 8 bits. up, d and reciprocal are those of `of_group`.
     """
-    s = _scale_of(b, d, reciprocal)
+    s = scale_of(b, d, reciprocal)
     r = reciprocal_of_scale(s)
     if byte is None:
         magnitude = nearest_of_narrow(x, r * (reciprocal * _OF_X))
