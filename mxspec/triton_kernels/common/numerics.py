@@ -97,17 +97,28 @@ def saturating_cast(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def e2m1_code(x):
-    """The e2m1 codes of fp32, int32: rounded to nearest, ties to even, and saturated. NaN gives 7.
+def as_float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_code_of(magnitude):
+    """The e2m1 code of a magnitude, int32: rounded to nearest, ties to even, and saturated. NaN gives any number.
 
     e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
     e * 2^22 therefore rounds to steps, and has their number in its last bits. The code is 2 * log2(e) more.
     """
-    magnitude = tl.minimum(tl.abs(x), 6.0)
+    magnitude = tl.minimum(magnitude, 6.0)
     e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    # 2 steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
-    steps = (magnitude + (e + ((22 << 23) + 2)).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    code = ((steps + (e >> 22)) & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+    # e more are 2 steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
+    steps = tl.fma(as_float(e), 2.0**22 + 1, magnitude).to(tl.int32, bitcast=True)
+    return (steps + (e >> 22)) & 7
+
+
+@triton.jit
+def e2m1_code(x):
+    """The e2m1 codes of fp32, int32. NaN gives 7."""
+    code = e2m1_code_of(tl.abs(x)) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
     return tl.where(x == x, code, 7)
 
 

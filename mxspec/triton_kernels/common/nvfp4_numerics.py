@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxspec.formats import NVFP4_LARGEST
 from mxspec.triton_kernels.common.launch import capability
+from mxspec.triton_kernels.common.numerics import as_float, e2m1_code_of
 from mxspec.triton_kernels.common.philox import philox
 
 _LARGEST = tl.constexpr(NVFP4_LARGEST)
@@ -48,11 +49,6 @@ def random_of(random: Tensor | None) -> dict[str, Any]:
 
 
 @triton.jit
-def _as_float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def of_matrix(amax):
     """`(A, h, up, wrong)` of a matrix: up is a power of two, and wrong says that amax is NaN, Inf or negative.
 
@@ -61,7 +57,7 @@ def of_matrix(amax):
     bits = amax.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -0x80000000, 0, bits)
     wrong = (bits < 0) | (bits >= 0x7F800000)
-    A = tl.where(wrong, 0.0, _as_float(bits))
+    A = tl.where(wrong, 0.0, as_float(bits))
     return A, A * _OF_H, tl.where(A < _SMALL, _UP, 1.0), wrong
 
 
@@ -111,7 +107,7 @@ def block_scale(bits, h, up, wrong):
 
     A scale that is NaN is given as 0, so that the codes of its block are numbers.
     """
-    b, d = _as_float(bits) * _OF_B, h * up
+    b, d = as_float(bits) * _OF_B, h * up
     s = tl.minimum(quotient(b * up, -d, reciprocal_of(d), 512.0), 448.0)
     wrong = wrong | (bits >= 0x7F800000)
     return tl.where(wrong | (bits == 0) | (h == 0), 0.0, s).to(tl.float8e4nv), wrong
@@ -142,18 +138,6 @@ def magnitudes(x, minus_d, reciprocal, up, NARROW: tl.constexpr, BOUNDED: tl.con
 
 
 @triton.jit
-def _code(magnitude):
-    """The e2m1 code of a magnitude, rounded to nearest, ties to even, and saturated: int32. NaN gives any number."""
-    magnitude = tl.minimum(magnitude, 6.0)
-    # e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
-    # e * 2^22 therefore rounds to steps, and has their number in its last bits. The code is 2 * log2(e) more.
-    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    # 2 steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
-    steps = (magnitude + _as_float(e + ((22 << 23) + 2))).to(tl.int32, bitcast=True)
-    return (steps + (e >> 22)) & 7
-
-
-@triton.jit
 def random_words(state, stride, number):
     """Four random words for each block, by Philox4x32-10. `state` holds a seed and an offset, in int64.
 
@@ -180,7 +164,7 @@ def _drawn_code(magnitude, byte):
     y = tl.minimum(magnitude, 6.0)
     e = y.to(tl.int32, bitcast=True) & 0x7F800000
     e = tl.maximum(e, 0x3F800000)
-    parts = (y * _as_float(-e + _PARTS)).to(tl.int32)
+    parts = (y * as_float(-e + _PARTS)).to(tl.int32)
     return (((parts + byte) >> 8) + (e >> 22) + 2) & 7
 
 
@@ -205,11 +189,11 @@ def packed_codes(magnitude, x, wrong, byte, CONVERTS: tl.constexpr):
         return _packed(_drawn_code(magnitude, byte), sign, wrong)
     elif CONVERTS:
         pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005  # see above
-        signed = _as_float(magnitude.to(tl.int32, bitcast=True) | sign)
+        signed = as_float(magnitude.to(tl.int32, bitcast=True) | sign)
         even, odd = tl.split(signed.reshape(pairs))
         return tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
     else:
-        return _packed(_code(magnitude), sign, wrong)
+        return _packed(e2m1_code_of(magnitude), sign, wrong)
 
 
 @triton.jit

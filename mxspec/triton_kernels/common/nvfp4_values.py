@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mxspec.triton_kernels.common.numerics import as_float
 from mxspec.triton_kernels.common.nvfp4_numerics import block_scale, divisor, of_matrix, quotient, reciprocal_of
 from mxspec.triton_kernels.common.philox import philox
 
@@ -47,22 +48,14 @@ def random_bytes(random, stride, n, STREAM: tl.constexpr):
 @triton.jit
 def _nearest(magnitude):
     """Magnitudes of at most 6 rounded to e2m1, ties to even."""
-    # e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
-    # e * 2^22 rounds to such steps.
-    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    large = (e + (22 << 23)).to(tl.float32, bitcast=True)
-    return magnitude + large - large
-
-
-@triton.jit
-def _as_float(bits):
-    return bits.to(tl.float32, bitcast=True)
+    e = _power_of_two(magnitude, 0x3F800000)  # codes in a binade are steps of e / 2 apart
+    return tl.fma(e, -(2.0**22), tl.fma(e, 2.0**22, magnitude))
 
 
 @triton.jit
 def _power_of_two(x, LEAST: tl.constexpr):
     """The power of two below |x|, at least the float with the bits LEAST. Inf for Inf and NaN."""
-    return _as_float(tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, LEAST))
+    return as_float(tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, LEAST))
 
 
 @triton.jit
@@ -89,7 +82,7 @@ def scale_of(b, d, reciprocal):
 def reciprocal_of_scale(s):
     """`1 / s`, wrong by less than 2^-23 of it. A scale of 0 counts as 2^-9, its next: all values of its block are 0."""
     s = tl.maximum(s, 2.0**-9)
-    r = _as_float(0x7EF311C7 - s.to(tl.int32, bitcast=True))  # wrong by up to an eighth. Each step squares the error
+    r = as_float(0x7EF311C7 - s.to(tl.int32, bitcast=True))  # wrong by up to an eighth. Each step squares the error
     r = tl.fma(tl.fma(-s, r, 1.0), r, r)
     r = tl.fma(tl.fma(-s, r, 1.0), r, r)
     return tl.fma(tl.fma(-s, r, 1.0), r, r)
@@ -123,7 +116,7 @@ def stochastic(magnitude, byte, FEW: tl.constexpr):
     one = tl.where(small, 1.0, 0.0)
     more = magnitude + one if FEW else tl.maximum(magnitude + tl.where(small, 1.0 - 2.0**-24, 0.0), 1.0)
     bits = more.to(tl.int32, bitcast=True) + (byte << 14)
-    return _as_float(bits & -0x400000) - one
+    return as_float(bits & -0x400000) - one
 
 
 @triton.jit
@@ -141,7 +134,7 @@ def narrow_values_of(x, b, d, reciprocal, byte, FEW: tl.constexpr):
         q = tl.minimum(quotient(n, -(tl.maximum(s, 2.0**-9) * d), r * reciprocal, None), 6.0)
         magnitude = stochastic(q, byte, FEW)
     value = (magnitude * s).to(tl.int32, bitcast=True)
-    return _as_float(value | (x.to(tl.int32, bitcast=True) & -0x80000000))
+    return as_float(value | (x.to(tl.int32, bitcast=True) & -0x80000000))
 
 
 @triton.jit
@@ -156,4 +149,4 @@ def values_of(x, b, h, up, wrong, byte, NARROW: tl.constexpr):
     magnitude = tl.minimum(quotient(n, minus_d, reciprocal, None), 6.0)
     magnitude = _nearest(magnitude) if byte is None else stochastic(magnitude, byte, False)
     value = magnitude * tl.where(wrong, float("nan"), s.to(tl.float32))
-    return _as_float(value.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
+    return as_float(value.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
