@@ -1,6 +1,6 @@
 """nvfp4_fake_quantize_rowcol_groups in Triton: one launch finds the magnitudes of the groups, one writes the values.
 
-A program owns 16 rows of one padded group, and COLS columns. A thread holds 4 columns (2 with random bytes) with all of
+A program owns 16 rows of one padded group, and COLS columns. A thread holds 4 columns (2 under "large") with all of
 their 16 rows: the transform, the blocks of columns and the random bytes of both directions need no other thread, and 4
 threads (or 8) find the magnitude of a row's block by shuffles. Both results are row-major like x, so no value passes
 through shared memory.
