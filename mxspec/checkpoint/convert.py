@@ -138,8 +138,11 @@ def convert(
         missing = [s for s in shards if not state.has(s)]
         raise OSError(f"convert: {error}; missing in {target}: {', '.join(missing)}") from error
     more = []
-    uneven = [u for u in found if _is_matrix(checkpoint, u, to) and _has_part_of_a_block(u, to)]
-    if uneven := [u for u in uneven if _wanted(u, include, exclude, plain_source)]:
+    uneven = [
+        u for u in found
+        if _is_matrix(checkpoint, u, to) and _has_part_of_a_block(u, to) and _wanted(u, include, exclude, plain_source)
+    ]  # fmt: skip
+    if uneven:
         more.append(
             f"{counted(len(uneven), 'weight', 'are')} copied, the first is {uneven[0].codes}: K = "
             f"{uneven[0].shape[-1]} is no multiple of {MX_BLOCK_SIZE}, the block size of {to}"

@@ -93,17 +93,11 @@ class Recipe:
             flag = getattr(self, what)
             if not isinstance(flag, bool) and not (flag is None and what in ("hadamard", "stochastic_rounding")):
                 raise TypeError(f"Recipe: {what} = {flag!r}; needs True or False")
-        of_mx = self.scaling, self.grad_dtype, self.wgrad_bf16
-        if self.format != "mxfp8" and of_mx != ("rceil", torch.float8_e4m3fn, False):
-            raise ValueError(
-                f"Recipe: {self.format} has no scaling, grad_dtype or wgrad_bf16. Leave them out, or use mxfp8."
-            )
-        if self.format != "fp8_128" and self.scale_format != "fp32":
-            raise ValueError(f"Recipe: {self.format} has no scale_format. Leave it out, or use fp8_128.")
-        if self.format != "nvfp4" and (self.hadamard, self.stochastic_rounding) != (None, None):
-            raise ValueError(
-                f"Recipe: {self.format} has no hadamard or stochastic_rounding. Leave them out, or use nvfp4."
-            )
+        for format, names in _OPTIONS.items():
+            if self.format != format and any(getattr(self, name) != getattr(Recipe, name) for name in names):
+                *first, last = names
+                listed, them = (f"{', '.join(first)} or {last}", "them") if first else (last, "it")
+                raise ValueError(f"Recipe: {self.format} has no {listed}. Leave {them} out, or use {format}.")
         if self.format == "bf16" and not self.save_weight_codes:
             raise ValueError("Recipe: bf16 has no save_weight_codes, because it quantizes no weight. Leave it out.")
 

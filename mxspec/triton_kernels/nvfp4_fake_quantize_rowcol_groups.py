@@ -151,7 +151,7 @@ def _values(values, found, byte, dtype: tl.constexpr, ROWS: tl.constexpr):
     amax = found.to(tl.float32, bitcast=True)
     if dtype == tl.float32:
         _, h, up, wrong = of_matrix(amax)
-        return values_of(values, _largest_of_blocks(values, ROWS), h, up, wrong, byte, False)
+        return values_of(values, _largest_of_blocks(values, ROWS), h, up, wrong, byte)
     else:
         d, reciprocal, up = of_group(amax)
         if up != 1.0:  # rare, so that most tiles take no product

@@ -20,7 +20,7 @@ from mxspec.triton_kernels.common.numerics import as_float, e2m1_code_of
 from mxspec.triton_kernels.common.philox import philox
 
 _LARGEST = tl.constexpr(NVFP4_LARGEST)
-_OF_H, _OF_B, _OF_X = tl.constexpr(2.0**-12), tl.constexpr(7 / 64), tl.constexpr(21 / 32)
+_OF_H, OF_B, OF_X = tl.constexpr(2.0**-12), tl.constexpr(7 / 64), tl.constexpr(21 / 32)
 # If A is smaller, both numbers of a quotient are multiplied by 2^100. The remainder of a division is then exact.
 _SMALL, _UP = tl.constexpr(2.0**-72), tl.constexpr(2.0**100)
 _PARTS = tl.constexpr((263 << 23) - 2**32)  # 2^(9 - e) has the bits (263 << 23) - bits of 2^e
@@ -107,7 +107,7 @@ def block_scale(bits, h, up, wrong):
 
     A scale that is NaN is given as 0, so that the codes of its block are numbers.
     """
-    b, d = as_float(bits) * _OF_B, h * up
+    b, d = as_float(bits) * OF_B, h * up
     s = tl.minimum(quotient(b * up, -d, reciprocal_of(d), 512.0), 448.0)
     wrong = wrong | (bits >= 0x7F800000)
     return tl.where(wrong | (bits == 0) | (h == 0), 0.0, s).to(tl.float8e4nv), wrong
@@ -133,7 +133,7 @@ def magnitudes(x, minus_d, reciprocal, up, NARROW: tl.constexpr, BOUNDED: tl.con
     NARROW: x is a widened bfloat16 or float16, so that its product with 21/32 is exact. BOUNDED: no element of x is
     larger than A, so no quotient is Inf.
     """
-    n = tl.abs(x) * (_OF_X * up) if NARROW else tl.abs(x) * _OF_X * up
+    n = tl.abs(x) * (OF_X * up) if NARROW else tl.abs(x) * OF_X * up
     return quotient(n, tl.expand_dims(minus_d, -1), tl.expand_dims(reciprocal, -1), None if BOUNDED else 8.0)
 
 

@@ -10,10 +10,16 @@ import triton
 import triton.language as tl
 
 from mxspec.triton_kernels.common.numerics import as_float
-from mxspec.triton_kernels.common.nvfp4_numerics import block_scale, divisor, of_matrix, quotient, reciprocal_of
+from mxspec.triton_kernels.common.nvfp4_numerics import (
+    OF_B,
+    OF_X,
+    block_scale,
+    divisor,
+    of_matrix,
+    quotient,
+    reciprocal_of,
+)
 from mxspec.triton_kernels.common.philox import philox
-
-_OF_B, _OF_X = tl.constexpr(7 / 64), tl.constexpr(21 / 32)
 
 
 @triton.jit
@@ -73,7 +79,7 @@ def of_group(amax):
 @triton.jit
 def scale_of(b, d, reciprocal):
     """The e4m3 scales of blocks with the largest magnitudes b, in fp32. None is larger than 448."""
-    s = quotient(b * _OF_B, -d, reciprocal, None)
+    s = quotient(b * OF_B, -d, reciprocal, None)
     e = _power_of_two(s, 0x3C800000)  # at least 2^-6. Scales in a binade are steps of e / 8 apart
     return tl.fma(e, -(2.0**20), tl.fma(e, 2.0**20, s))
 
@@ -128,9 +134,9 @@ def narrow_values_of(x, b, d, reciprocal, byte, FEW: tl.constexpr):
     s = scale_of(b, d, reciprocal)
     r = reciprocal_of_scale(s)
     if byte is None:
-        magnitude = nearest_of_narrow(x, r * (reciprocal * _OF_X))
+        magnitude = nearest_of_narrow(x, r * (reciprocal * OF_X))
     else:
-        n = tl.abs(x) * _OF_X
+        n = tl.abs(x) * OF_X
         q = tl.minimum(quotient(n, -(tl.maximum(s, 2.0**-9) * d), r * reciprocal, None), 6.0)
         magnitude = stochastic(q, byte, FEW)
     value = (magnitude * s).to(tl.int32, bitcast=True)
@@ -138,14 +144,14 @@ def narrow_values_of(x, b, d, reciprocal, byte, FEW: tl.constexpr):
 
 
 @triton.jit
-def values_of(x, b, h, up, wrong, byte, NARROW: tl.constexpr):
+def values_of(x, b, h, up, wrong, byte):
     """The values `q * s` of x, in fp32. b has the magnitude of each element's block, in a shape that broadcasts.
 
     byte: None rounds to nearest even. The others are as for `nvfp4_numerics`.
     """
     s, wrong = block_scale(b.to(tl.int32, bitcast=True), h, up, wrong)
     minus_d, reciprocal = divisor(s, h, up, wrong)
-    n = tl.abs(x) * (_OF_X * up) if NARROW else tl.abs(x) * _OF_X * up
+    n = tl.abs(x) * OF_X * up
     magnitude = tl.minimum(quotient(n, minus_d, reciprocal, None), 6.0)
     magnitude = _nearest(magnitude) if byte is None else stochastic(magnitude, byte, False)
     value = magnitude * tl.where(wrong, float("nan"), s.to(tl.float32))
