@@ -39,11 +39,13 @@ class Operand(NamedTuple):
 class Tokens(NamedTuple):
     """Activations or gradients, quantized along the features (rows) and along the tokens (columns).
 
-    A direction that no matmul reads is None.
+    A direction that no matmul reads is None. `random` is the seed and the offset of stochastic rounding, if there is
+    any. Only a watch reads it, to count the same codes.
     """
 
     rows: Operand | None
     columns: Operand | None
+    random: Tensor | None = None
 
 
 class Weight(NamedTuple):

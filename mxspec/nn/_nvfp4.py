@@ -55,18 +55,23 @@ class NVFP4Values(Format):
             random = torch.randint(2**62, (2,), dtype=torch.int64, device=gradient.device)
         return self._tokens(gradient, offs, random, along_features, along_tokens)
 
+    @property
+    def signs(self) -> int | None:
+        """The signs of the transform of both operands of wgrad. None if the recipe has no transform."""
+        return SIGNS if self.recipe.hadamard is not False else None
+
     def _tokens(
         self, x: Tensor, offs: Tensor | None, random: Tensor | None, along_features: bool, along_tokens: bool
     ) -> Tokens:
-        signs = SIGNS if self.recipe.hadamard is not False else None
         groups = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device) if offs is None else offs
         op = mxspec.nvfp4_fake_quantize_rowcol_groups
-        rows, row_scale, columns, column_scale, _, end = op(x, groups, random, signs=signs, backend=self.backend)
+        rows, row_scale, columns, column_scale, _, end = op(x, groups, random, signs=self.signs, backend=self.backend)
         if offs is None:
             row_scale, column_scale = row_scale[0], column_scale[0]
         return Tokens(
             Operand(rows, row_scale) if along_features else None,
             Operand(columns, column_scale, end=end) if along_tokens else None,
+            random,
         )
 
     def gemm(

@@ -72,7 +72,7 @@ class _Product(torch.autograd.Function):
         for_wgrad = wgrad and not by.recipe.wgrad_bf16
         # If one read makes both directions, it does so here. Else the codes for wgrad are made after dgrad, so that
         # the codes of both directions are never in memory at once.
-        rows, columns = by.gradients(grad_out, offs, dgrad, for_wgrad and by.reads_once(offs))
+        rows, columns, random = by.gradients(grad_out, offs, dgrad, for_wgrad and by.reads_once(offs))
         if dgrad:
             if ctx.saves_w:
                 w_t, scale_t = by.saved_weight(w_t, ctx.transposed, rows.codes)
@@ -90,6 +90,6 @@ class _Product(torch.autograd.Function):
             a, b = (x, grad_out) if ctx.transposed else (grad_out, x)
             grad_w = wgrad_bf16(a.bfloat16(), b.bfloat16(), offs).to(ctx.w_dtype)
         if ctx.watch is not None:
-            ctx.watch.gradient(lambda: grad_out, offs, dgrad, for_wgrad)
+            ctx.watch.gradient(lambda: grad_out, offs, dgrad, for_wgrad, random)
             ctx.watch.activation(lambda: x, offs, False, for_wgrad and codes is None)
         return grad_x, grad_w, None, None, None, None, None

@@ -48,7 +48,7 @@ class _SwigluExperts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert tokens.rows is not None
         gate_up = by.gemm(tokens.rows, of_gate_up.codes, of_gate_up.scale, offs, x.shape[0], x.dtype)
-        rows, columns = by.swiglu(gate_up, offs) if bias is None else by.clamped_swiglu(gate_up, bias, offs)
+        rows, columns, _ = by.swiglu(gate_up, offs) if bias is None else by.clamped_swiglu(gate_up, bias, offs)
         assert rows is not None
         assert columns is not None
         out = by.gemm(rows, of_down.codes, of_down.scale, offs, x.shape[0], x.dtype)
@@ -100,8 +100,8 @@ class _SwigluExperts(torch.autograd.Function):
         if grad_out is None:
             return (None,) * 10
         inner = dgrad or wgrad or bgrad
-        grad_x = grad_w = grad_w_down = grad_bias = grad_hidden = None
-        rows, columns = by.gradients(grad_out, offs, inner, wgrad_down)
+        grad_x = grad_w = grad_w_down = grad_bias = grad_hidden = random_inner = None
+        rows, columns, random = by.gradients(grad_out, offs, inner, wgrad_down)
         if inner:
             if ctx.saves_weights:
                 down_t, down_scale_t = by.saved_weight(down_t, ctx.transposed, rows.codes)
@@ -111,14 +111,15 @@ class _SwigluExperts(torch.autograd.Function):
             grad_w_down = _wgrad(ctx, columns, Operand(codes, scale), offs, dtype_down)
         rows = columns = None  # free the memory
         if inner and bias is None:
-            rows, columns = by.swiglu_backward(gate_up, grad_hidden, offs)
+            rows, columns, random_inner = by.swiglu_backward(gate_up, grad_hidden, offs)
         elif inner:
-            rows, columns = by.clamped_swiglu_backward(gate_up, bias, grad_hidden, offs)
+            rows, columns, _ = by.clamped_swiglu_backward(gate_up, bias, grad_hidden, offs)
         if ctx.watch is not None:
             first, second = ctx.watch
-            second.gradient(lambda: grad_out, offs, inner, wgrad_down)
+            second.gradient(lambda: grad_out, offs, inner, wgrad_down, random)
             if bias is None:
-                first.gradient(lambda: _swiglu_backward(gate_up, grad_hidden), offs, dgrad, wgrad)
+                gradient = lambda: _swiglu_backward(gate_up, grad_hidden)  # noqa: E731
+                first.gradient(gradient, offs, dgrad, wgrad, random_inner)
             else:
                 first.gradient(lambda: _clamped_backward(gate_up, bias, grad_hidden, offs), offs, dgrad, wgrad)
         grad_hidden = None

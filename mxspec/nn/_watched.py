@@ -109,30 +109,37 @@ class Matmul:
         matmuls = {"forward": for_forward, "wgrad": for_wgrad}
         self._count_tokens("activation", matmuls, x, offs, torch.float8_e4m3fn)
 
-    def gradient(self, grad: Callable[[], Tensor], offs: Tensor | None, for_dgrad: bool, for_wgrad: bool) -> None:
-        """Count the gradient of the output in the directions asked for. `grad` returns it."""
+    def gradient(
+        self, grad: Callable[[], Tensor], offs: Tensor | None, for_dgrad: bool, for_wgrad: bool,
+        random: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Count the gradient of the output in the directions asked for. `grad` returns it.
+
+        random: the seed and the offset by which the backward rounded it stochastically.
+        """
         matmuls = {"dgrad": for_dgrad, "wgrad": for_wgrad}
-        self._count_tokens("gradient", matmuls, grad, offs, self.by.recipe.grad_dtype)
+        self._count_tokens("gradient", matmuls, grad, offs, self.by.recipe.grad_dtype, random)
 
     def weight(self, w: Tensor, for_dgrad: bool, transposed: bool) -> None:
         axes = {"forward": -2 if transposed else -1, "dgrad": -1 if transposed else -2}
         if not for_dgrad:
             del axes["dgrad"]
-        if self.by.recipe.format == "fp8_128":  # the codes of a square serve both matmuls
+        if self.by.recipe.format != "mxfp8":  # the codes of a square serve both matmuls
             axes = {", ".join(axes): -1}
         for matmul, axis in axes.items():
             self._add("weight", matmul, w, partial(count_weight, self.by, w, axis))
 
     def _count_tokens(
-        self, tensor: str, matmuls: dict[str, bool], make: Callable[[], Tensor], offs: Tensor | None, dtype: torch.dtype
-    ) -> None:
+        self, tensor: str, matmuls: dict[str, bool], make: Callable[[], Tensor], offs: Tensor | None,
+        dtype: torch.dtype, random: Tensor | None = None,
+    ) -> None:  # fmt: skip
         if not any(matmuls.values()) or not self._logs():
             return
         with torch.no_grad():
             x = make()
         for matmul, asked in matmuls.items():
             if asked:
-                self._add(tensor, matmul, x, partial(count_tokens, self.by, x, offs, dtype, matmul == "wgrad"))
+                self._add(tensor, matmul, x, partial(count_tokens, self.by, x, offs, dtype, matmul == "wgrad", random))
 
     def _logs(self) -> list[Log]:
         return [log for log in open_logs if self.forward.call.module in log.names]

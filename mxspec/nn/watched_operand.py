@@ -22,16 +22,20 @@ class WatchedOperand:
             of the weight), or `forward, dgrad` if the same codes serve both. The blocks lie along the dimension that
             the matmul sums over.
         calls: how often the operand was quantized.
-        elements: the number of elements, without padding, and without rows that belong to no token group.
+        elements: the number of elements, without padding, and without rows that belong to no token group. With the
+            transform of nvfp4, wgrad reads 16 transformed tokens in each block. All of them count, also where padding
+            filled the block before the transform.
         saturated: elements whose code has the largest magnitude of the format, and whose own magnitude is larger than
-            the largest representable value of their block, `max * scale`. For fp8_128 it must be larger by a factor
-            of more than `1 + 2^-22`, because the scale itself is rounded.
+            the largest representable value of their block, `max * scale`. For fp8_128 and nvfp4 it must be larger by
+            a factor of more than `1 + 2^-22`, because the scale itself is rounded.
         underflowed: elements that are not zero and whose code is zero.
         blocks: the number of blocks that hold at least one element besides padding.
         zero_blocks: blocks whose elements are all zero.
-        nonfinite_blocks: blocks with a NaN or an Inf. All codes of such a block are NaN.
+        nonfinite_blocks: blocks with a NaN or an Inf. All codes of such a block are NaN. For nvfp4, these are all
+            blocks of a matrix or of a token group with a NaN or an Inf, because they share a tensor scale.
         scale_min, scale_max: the smallest and the largest scale of the blocks that are neither zero nor nonfinite; NaN
-            if there is no such block. An element is read back as `code * scale`.
+            if there is no such block. An element is read back as `code * scale`. For nvfp4, this scale is the product
+            of the block's scale and the tensor scale. It is 0 if the block's scale rounds to 0.
         sqnr_db: `10 log10(sum x^2 / sum (q - x)^2)` in float64, with q the element that is read back. The sums go over
             the sampled rows of all calls, without nonfinite blocks. `inf` if no sampled element changed; NaN if all
             sampled elements are zero. The sample is every s-th row of the operand as its matmul reads it, from row 0

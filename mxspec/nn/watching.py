@@ -31,12 +31,13 @@ def watch(model: nn.Module) -> WatchReport:
     device only when the user asks for the numbers: with `rows`, `worst`, `table`, `draw` or `print`. The results of the
     layers stay the same bits.
 
-    The layers are `MXLinear`, `Float8BlockwiseLinear`, `GroupedExperts` and layers of other libraries that `convert`
-    changed. `mx_grouped_mm` and `fp8_grouped_mm` count for the module of the model in whose forward they run.
-    `unwatched` lists every other module that has a weight.
+    The layers are `MXLinear`, `Float8BlockwiseLinear`, `NVFP4Linear`, `GroupedExperts` and layers of other libraries
+    that `convert` changed. `mx_grouped_mm`, `fp8_grouped_mm` and `nvfp4_grouped_mm` count for the module of the model
+    in whose forward they run. `unwatched` lists every other module that has a weight.
 
     - The watch quantizes each tensor a second time, with plain scales. It gets the same codes and scales as the matmul.
       So steps in the block take longer. Outside of a block, a layer only checks whether a block is open.
+    - Gradients of nvfp4 count with the random bytes of their backward. The watch draws nothing from the generator.
     - With fp8_128 and bfloat16 tokens, `GroupedExperts` writes neither SwiGLU's result nor its gradient. The watch
       computes them again, by PyTorch's ops. The bits are the same, except for gates of -87.5, -88 and -88.5: for
       these gates the op gives zero, and the watch counts results around 1e-37.

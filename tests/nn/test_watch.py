@@ -23,6 +23,7 @@ from mxspec.nn import (
     Float8BlockwiseLinear,
     GroupedExperts,
     MXLinear,
+    NVFP4Linear,
     WatchedOperand,
     _counters,
     _formats,
@@ -60,6 +61,11 @@ MAKE = {
     "GroupedExperts fp8 fused": lambda: experts("fp8_128", torch.bfloat16),
     "mx_grouped_mm": lambda: Grouped("mx_grouped_mm"),
     "fp8_grouped_mm": lambda: Grouped("fp8_grouped_mm"),
+    "NVFP4Linear": lambda: NVFP4Linear(128, 128, device=DEVICE),
+    "NVFP4Linear nearest": lambda: NVFP4Linear(128, 128, device=DEVICE, recipe="nvfp4_nearest_no_hadamard"),
+    "GroupedExperts nvfp4": lambda: experts("nvfp4"),
+    "GroupedExperts nvfp4 fused": lambda: experts("nvfp4_no_hadamard", torch.bfloat16),
+    "nvfp4_grouped_mm": lambda: Grouped("nvfp4_grouped_mm"),
 }
 each_layer = pytest.mark.parametrize("made", MAKE)
 M = 100  # tokens; the last 10 belong to no group
@@ -184,6 +190,86 @@ def test_golden_squares_of_a_weight():
     assert (row.scale_min, row.scale_max) == (2, 2)
 
 
+def test_golden_the_two_scales_of_nvfp4():
+    x = torch.zeros(4, 16)
+    x[0, 0] = 2688  # the tensor scale is 1, and the scale of this block 448
+    x[1, :6] = torch.tensor([6.0, 0.25, 0.26, -0.2, 2.3, -0.0])  # scale 1; read back as 6, 0, 0.5, 0, 2
+    x[2, 0] = 6.375  # 1.0625 is a tie of e4m3, and 1 is the even scale; the code 6 is read back as 6
+    row = of_one_forward(NVFP4Linear(16, 16, device=DEVICE), x)
+    assert (row.elements, row.saturated, row.underflowed) == (64, 1, 2)
+    assert (row.blocks, row.zero_blocks, row.nonfinite_blocks) == (4, 1, 0)
+    assert (row.scale_min, row.scale_max) == (1, 448)
+    noise = 0.25**2 + 0.24**2 + 0.2**2 + 0.3**2 + 0.375**2
+    assert row.sqnr_db == pytest.approx(10 * math.log10(x.double().square().sum().item() / noise), abs=1e-6)
+    x[0, 0] = 2688 * 3  # the tensor scale is 3; a block of amax 6 has the scale 0.34375 * 3
+    row = of_one_forward(NVFP4Linear(16, 16, device=DEVICE), x[:2])
+    assert (row.scale_min, row.scale_max) == (0.34375 * 3, 448 * 3)
+    x[1] *= 2.0**-12  # its scale rounds to 0, so all of its numbers are read back as 0
+    row = of_one_forward(NVFP4Linear(16, 16, device=DEVICE), x[:2])
+    assert (row.underflowed, row.scale_min) == (5, 0)
+    x[3, 15] = torch.nan
+    row = of_one_forward(NVFP4Linear(16, 16, device=DEVICE), x)
+    assert (row.blocks, row.nonfinite_blocks, row.underflowed) == (4, 4, 0)  # all blocks share the tensor scale
+
+
+def test_golden_nvfp4_squares_of_a_weight():
+    layer = NVFP4Linear(32, 32, bias=False, device=DEVICE)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[0, 0], layer.weight[15, 15], layer.weight[16, 0] = 2688, 100, 12
+    with watch(layer) as seen:
+        layer(torch.ones(1, 32, device=DEVICE, requires_grad=True))
+    row = by_operand(seen)["weight", "weight", "forward, dgrad"]
+    assert (row.elements, row.saturated, row.underflowed) == (32 * 32, 0, 1)  # 100 is less than a quarter of 448
+    assert (row.blocks, row.zero_blocks) == (4, 2)
+    assert (row.scale_min, row.scale_max) == (2, 448)
+
+
+def test_golden_the_transform_of_nvfp4():
+    """One token and 15 rows of padding. The transform makes 16 elements of plus or minus 2 from an 8."""
+    for recipe, elements, zeros, scale in [
+        ("nvfp4_nearest", 16, 15, 2 / 6),
+        ("nvfp4_nearest_no_hadamard", 1, 15, 8 / 6),
+    ]:
+        layer = NVFP4Linear(16, 16, device=DEVICE, recipe=recipe)
+        x = torch.zeros(1, 16, device=DEVICE, requires_grad=True)
+        with torch.no_grad():
+            x[0, 3] = 8
+        with watch(layer) as seen:
+            layer(x).sum().backward()
+        rows = by_operand(seen)
+        row = rows["weight", "activation", "wgrad"]
+        assert (row.elements, row.blocks, row.zero_blocks) == (16 * elements, 16, zeros)
+        assert (row.scale_min, row.scale_max) == pytest.approx((scale, scale))
+        row = rows["weight", "gradient", "dgrad"]
+        assert (row.elements, row.blocks, row.scale_max) == (16, 1, pytest.approx(1 / 6))
+
+
+def test_stochastic_gradients_count_the_codes_of_the_backward():
+    """0.1 becomes 0.5 or 0, and only the bytes of the backward say which."""
+    layer = NVFP4Linear(16, 1024, bias=False, device=DEVICE, recipe="nvfp4_no_hadamard")
+    gradient = torch.full((16, 1024), 0.1, device=DEVICE)
+    gradient[:, ::16] = 6.0
+    x, counts = torch.ones(16, 16, device=DEVICE, requires_grad=True), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        random = torch.randint(2**62, (2,), device=DEVICE)
+        ends = torch.tensor([16], dtype=torch.int32, device=DEVICE)
+        values = mxspec.nvfp4_fake_quantize_rowcol_groups(gradient, ends, random, backend="reference")[0]
+        torch.manual_seed(seed)
+        with watch(layer) as seen:
+            layer(x).backward(gradient)
+        row = by_operand(seen)["weight", "gradient", "dgrad"]
+        assert row.underflowed == (values == 0).sum().item()
+        counts.append(row.underflowed)
+    assert counts[0] == counts[1] != counts[2]
+    share = counts[0] / (16 * 960)
+    assert 0.75 < share < 0.85  # 51 of 256 bytes round 0.1 up
+    # Each 0.1 becomes 0.5 with the probability 0.2: a noise of 0.04 beside a signal of 0.01, and 6 is exact.
+    signal, noise = 64 * 36 + 960 * 0.01, 960 * 0.04
+    assert row.sqnr_db == pytest.approx(10 * math.log10(signal / noise), abs=0.5)
+
+
 def test_fp8_never_saturates_by_the_rounding_of_its_scale():
     x = torch.zeros(128, 128)
     x[:, 0] = 1 + torch.arange(128) / 128  # each mantissa of bfloat16 is an amax
@@ -224,12 +310,14 @@ def test_the_layers_own_codes_have_as_many_zeros(made, monkeypatch):
     own, counted = [], []
 
     def nonzero_codes(codes: Tensor) -> int:
+        if codes.dtype == torch.bfloat16:  # the values of nvfp4
+            return int(codes.count_nonzero())
         return int(codes.view(torch.uint8).bitwise_and(0x7F).count_nonzero())
 
     def noting(method):
         def noted(*args):
             out = method(*args)
-            parts = [part for part in out if part] if isinstance(out, _formats.Tokens) else [out]
+            parts = [part for part in out[:2] if part] if isinstance(out, _formats.Tokens) else [out]
             own.extend(nonzero_codes(part.codes) for part in parts)
             if isinstance(out, _formats.Weight) and isinstance(args[0], _formats.MX):
                 own.append(nonzero_codes(out.codes_t))
@@ -244,6 +332,8 @@ def test_the_layers_own_codes_have_as_many_zeros(made, monkeypatch):
     for kind in (_formats.MX, _formats.FP8Blocks):
         for name in ("weight", "tokens", "swiglu", "swiglu_backward"):
             monkeypatch.setattr(kind, name, noting(getattr(kind, name)))
+    for name in ("weight", "_tokens"):
+        monkeypatch.setattr(_formats.NVFP4Values, name, noting(getattr(_formats.NVFP4Values, name)))
     monkeypatch.setattr(_counters, "_add_blocks", add_blocks)
     with watch(layer) as seen:
         step(layer, inputs)
@@ -276,6 +366,27 @@ def test_rows_of_no_group_count_nothing():
     assert (row.elements, row.blocks) == (90 * 128, 90)
     row = seen[0]["w_gate_up", "activation", "wgrad"]
     assert (row.elements, row.blocks) == (90 * 128, 2 * 128)  # 7 and 83 tokens: one block each
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_groups_of_nvfp4_count_their_own_blocks(hadamard):
+    layer = experts("nvfp4" if hadamard else "nvfp4_no_hadamard")
+    _, (x, ends) = layer_and_tokens("GroupedExperts nvfp4")
+    seen = []
+    for first, rest in ((1.0, 0.0), (1.0, torch.nan), (torch.nan, 0.0)):
+        with torch.no_grad():
+            x[3], x[90:] = first, rest
+        with watch(layer) as counted:
+            layer(x, ends)[:90].sum().backward()
+        seen.append({(r.weight, r.tensor, r.matmul): r for r in counted.rows() if r.tensor == "activation"})
+    assert seen[0] == seen[1]
+    row, bad = (of["w_gate_up", "activation", "forward"] for of in seen[1:])
+    assert (row.elements, row.blocks, row.nonfinite_blocks) == (90 * 128, 90 * 8, 0)
+    assert (bad.blocks, bad.nonfinite_blocks) == (90 * 8, 7 * 8)  # the 7 tokens of the first group
+    row, bad = (of["w_gate_up", "activation", "wgrad"] for of in seen[1:])
+    padded = 16 + 96  # 7 and 83 tokens
+    assert (row.elements, row.blocks) == ((padded if hadamard else 90) * 128, padded // 16 * 128)
+    assert (bad.blocks, bad.nonfinite_blocks) == (padded // 16 * 128, 128)
 
 
 # --- the host never waits -------------------------------------------------------------------------------------------
@@ -318,7 +429,7 @@ def test_a_watch_reads_no_value_in_the_forward_and_backward(made):
     assert seen.rows()
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8_floor", "fp8_128"])
+@pytest.mark.parametrize("recipe", ["mxfp8_floor", "fp8_128", "nvfp4", "nvfp4_nearest_no_hadamard"])
 def test_counting_needs_no_values(recipe):
     """A tensor on the meta device raises when it is read."""
     by = _formats.format_of(RECIPES[recipe], "reference", "test")
@@ -367,6 +478,10 @@ def operands(seen: low.WatchReport) -> list[str]:
             "Float8BlockwiseLinear",
             "activation forward, activation wgrad, weight forward+dgrad, gradient dgrad, gradient wgrad",
         ),
+        (
+            "NVFP4Linear",
+            "activation forward, activation wgrad, weight forward+dgrad, gradient dgrad, gradient wgrad",
+        ),
     ],
 )  # fmt: skip
 def test_the_operands_of_a_linear(made, expected):
@@ -378,7 +493,11 @@ def test_the_operands_of_a_linear(made, expected):
     assert operands(seen) == said
 
 
-@pytest.mark.parametrize("made", ["GroupedExperts mxfp8", "GroupedExperts fp8", "GroupedExperts fp8 fused"])
+@pytest.mark.parametrize(
+    "made",
+    ["GroupedExperts mxfp8", "GroupedExperts fp8", "GroupedExperts fp8 fused", "GroupedExperts nvfp4",
+     "GroupedExperts nvfp4 fused"],
+)  # fmt: skip
 def test_the_operands_of_experts(made):
     layer, inputs = layer_and_tokens(made)
     model = nn.ModuleDict({"experts": layer})
@@ -417,7 +536,7 @@ def test_the_gradient_of_a_layer_with_frozen_weights_and_the_weight_of_a_first_l
     assert {row.matmul for row in seen.rows()} == {"forward"}
 
 
-@pytest.mark.parametrize("function", ["mx_grouped_mm", "fp8_grouped_mm"])
+@pytest.mark.parametrize("function", ["mx_grouped_mm", "fp8_grouped_mm", "nvfp4_grouped_mm"])
 def test_a_function_counts_for_the_module_that_calls_it(function):
     layer, inputs = layer_and_tokens(function)
     model = nn.ModuleDict({"theirs": nn.Sequential(), "moe": layer})
