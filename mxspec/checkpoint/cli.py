@@ -107,7 +107,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--to", required=True, choices=tuple(TARGETS), help="the family to write")
     scales_help = "fp32 or ue8m0 (powers of two) for FP8 blocks; ue8m0 for MX families; e4m3 for NVFP4"
     sub.add_argument("--scales", choices=("fp32", "ue8m0", "e4m3"), help=scales_help)
-    rule_help = "the rule that quantizes plain weights: a peer of mxspec.rules, or contract (the default), mxspec's own"
+    rule_help = (
+        "the rule that quantizes plain weights: contract (the default), mxspec's own, or a peer of mxspec.rules that "
+        "quantizes to the family's format. For another name, the error lists these rules"
+    )
     sub.add_argument("--rule", default="contract", help=rule_help)
     sub.add_argument("--include", action="append", default=[], metavar="GLOB", help="quantize only these tensors")
     sub.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="do not quantize these tensors")

@@ -19,6 +19,7 @@ from mxspec.checkpoint.fused import Shared
 from mxspec.checkpoint.pairs import counted
 from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.resume import Progress, source_digest
+from mxspec.checkpoint.schemes import rules_that_do
 from mxspec.checkpoint.shards import ShardWriter
 from mxspec.checkpoint.targets import SQUARE, TARGETS
 from mxspec.checkpoint.units import PLAIN_DTYPES, Unit, units
@@ -192,9 +193,12 @@ def _checked(to: str, scales: str | None, rule: str, allow_lossy: bool) -> Optio
     scales = scales or having[0]
     if scheme:
         try:
-            work.quantizer(scheme, rule, scales)(torch.zeros(1, 128, dtype=torch.bfloat16))
+            work.quantizer(scheme, rule, scales)(torch.ones(1, 128, dtype=torch.bfloat16))
         except NotImplementedError as error:
-            raise ValueError(f"convert: {rule} does not quantize to {to} with scales {scales}: {error}") from error
+            raise ValueError(
+                f"convert: {rule} does not quantize to {to} with scales {scales}: {error}. "
+                f"{rules_that_do(scheme, scales)}"
+            ) from error
     return Options(to, scales, rule, allow_lossy)
 
 

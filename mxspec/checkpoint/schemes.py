@@ -6,6 +6,7 @@ is `(N, K)`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -126,12 +127,9 @@ def quantizer(scheme: str, rule: str, scales: str) -> Any:
     """
     chosen = SCHEMES[scheme]
     if rule != CONTRACT and rule not in rules.peers():
-        raise ValueError(f"convert: no rule is named {rule!r}; there are {CONTRACT}, {', '.join(rules.peers())}")
-    having = [peer for peer in rules.peers() if hasattr(getattr(rules, peer), chosen.op)]
-    if rule != CONTRACT and rule not in having:
-        raise ValueError(
-            f"convert: the rule {rule!r} does not quantize to {scheme}; {CONTRACT}, {', '.join(having)} do"
-        )
+        raise ValueError(f"convert: no rule is named {rule!r}. {rules_that_do(scheme, scales)}")
+    if rule != CONTRACT and not hasattr(getattr(rules, rule), chosen.op):
+        raise ValueError(f"convert: the rule {rule!r} does not quantize to {scheme}. {rules_that_do(scheme, scales)}")
     function = dispatch.reference(chosen.op) if rule == CONTRACT else getattr(getattr(rules, rule), chosen.op)
     if scheme == "nvfp4":
         return nvfp4.quantizer(function, rule)
@@ -150,6 +148,20 @@ def quantizer(scheme: str, rule: str, scales: str) -> Any:
         return codes, scale if scheme == "fp8_128x128" else scale.view(torch.uint8)
 
     return quantize
+
+
+def rules_that_do(scheme: str, scales: str) -> str:
+    """A sentence that names the rules that quantize to a scheme, for error texts.
+
+    A library may have a function of the op, and refuse the scheme's elements or scales. So each rule quantizes a block.
+    """
+    having, block = [], torch.ones(1, FP8_BLOCK_SIZE, dtype=torch.bfloat16)
+    for rule in (CONTRACT, *rules.peers()):
+        if rule == CONTRACT or hasattr(getattr(rules, rule), SCHEMES[scheme].op):
+            with contextlib.suppress(NotImplementedError, ValueError, TypeError):
+                quantizer(scheme, rule, scales)(block)
+                having.append(rule)
+    return f"Rules that quantize to {scheme} with {scales} scales: {', '.join(having)}"
 
 
 def strips(rows: int) -> Iterator[slice]:

@@ -253,6 +253,23 @@ def test_refusals(plain, tmp_path, options, error, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_error_lists_the_rules_that_quantize_to_the_family(plain, tmp_path):
+    """A rule may have the family's op and not its elements or scales: torchao's mx_quantize has no e2m3."""
+    listed = {}
+    for to, scales in (("ct_mxfp6", None), ("mxfp8", None), ("ct_fp8_block", "ue8m0"), ("ct_nvfp4", None)):
+        refused = "torchao" if to == "ct_mxfp6" else "compressed_tensors" if to == "ct_fp8_block" else "nobody"
+        with pytest.raises(ValueError, match=r"\. Rules that quantize to \w+ with \w+ scales: contract, ") as caught:
+            convert(plain, tmp_path / to, to=to, scales=scales, rule=refused)
+        listed[to] = str(caught.value).rpartition(": ")[2].split(", ")
+        for rule in listed[to]:  # each can be asked for
+            convert(plain, tmp_path / f"{to} {rule}", to=to, scales=scales, rule=rule)
+        others = {"contract", *rules.peers()} - set(listed[to])
+        for rule in others:
+            with pytest.raises(ValueError, match=f"{rule}.* does not quantize to"):
+                convert(plain, tmp_path / to, to=to, scales=scales, rule=rule)
+    assert listed["ct_mxfp6"] == ["contract", "compressed_tensors", "gfloat", "ocp"]
+
+
 def test_places_that_are_refused(plain, tmp_path):
     for place in (plain, plain / "out", plain / ".." / "plain"):
         with pytest.raises(CheckpointError, match="lies inside it"):
