@@ -8,12 +8,18 @@ from torch import Tensor
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def as_autocast(x: Tensor) -> Tensor:
+def as_autocast(name: str, x: Tensor) -> Tensor:
     """Under autocast, cast x as `nn.Linear` casts its input: every floating-point dtype except float64."""
     kind = x.device.type
     casts = x.dtype.is_floating_point and x.dtype != torch.float64
     if casts and kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):  # the meta device has no autocast
-        return x.to(torch.get_autocast_dtype(kind))
+        dtype = torch.get_autocast_dtype(kind)
+        if dtype not in DTYPES:
+            raise TypeError(
+                f"{name}: torch.autocast casts the input from {x.dtype} to {dtype}; needs an autocast to "
+                f"torch.bfloat16: torch.autocast({kind!r}, dtype=torch.bfloat16)"
+            )
+        return x.to(dtype)
     return x
 
 

@@ -67,7 +67,7 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         name = type(self).__name__
         check_tensors(name, input=input)
-        x = as_autocast(input)
+        x = as_autocast(name, input)
         check_parameters(name, self.weight.dtype)  # the user may have called `half()` after the constructor
         check_input(name, x, self.in_features)
         check_devices(name, x, weight=self.weight, bias=self.bias)

@@ -50,7 +50,7 @@ class QuantizedExperts(QuantizesWeights):
         """The tokens x, after autocast. Raises if x is not of shape `(M, width)`, or a dtype or device does not fit."""
         name = type(self).__name__
         check_tensors(name, x=x, **others)
-        x = as_autocast(x)
+        x = as_autocast(name, x)
         self.check_weights()
         check_input(name, x, width)
         if x.ndim != 2:

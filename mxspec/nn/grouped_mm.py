@@ -135,7 +135,7 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
     name = _NAMES[format]
     found = recipe_of(recipe, name)
     check_tensors(name, x=x, w=w, offs=offs)
-    x = as_autocast(x)
+    x = as_autocast(name, x)
     if found.format not in (format, "bf16"):
         raise ValueError(
             f"{name}: the recipe's format is {found.format}; needs {format} or bf16. "

@@ -130,3 +130,28 @@ def test_a_linear_whose_weight_has_other_features_than_it_says():
     with pytest.raises(ValueError, match=words):
         MXLinear.from_linear(linear)
     assert "its features say" in convert(nn.Sequential(linear), "mxfp8_rceil").left["0"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_autocast_to_float16_is_named(recipe):
+    """The message says what was cast to what, and which autocast is needed."""
+    functions = {"mxfp8": mx_grouped_mm, "fp8_128": fp8_grouped_mm, "nvfp4": nvfp4_grouped_mm, "bf16": mx_grouped_mm}
+    linears = {"mxfp8": MXLinear, "fp8_128": Float8BlockwiseLinear, "nvfp4": NVFP4Linear}
+    function, linear = functions[RECIPES[recipe].format], linears.get(RECIPES[recipe].format)
+    experts, w = GroupedExperts(2, W, W, recipe), torch.ones(2, W, W)
+    calls = {
+        "GroupedExperts": lambda t: experts(t, OFFS),
+        function.__name__: lambda t: function(t, w, OFFS, recipe),
+    }
+    if linear is not None:
+        calls[linear.__name__] = linear(W, W, recipe=recipe)
+    for name, call in calls.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            words = re.escape(
+                f"{name}: torch.autocast casts the input from {dtype} to torch.float16; needs an autocast to "
+                "torch.bfloat16: torch.autocast('cpu', dtype=torch.bfloat16)"
+            )
+            with torch.autocast("cpu", torch.float16), pytest.raises(TypeError, match=words):
+                call(x().to(dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert call(x()).dtype == torch.bfloat16
