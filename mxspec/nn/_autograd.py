@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 import mxspec
@@ -93,6 +94,8 @@ def kept(ctx: Any) -> tuple[Any, ...]:
     """The tensors that `keep` saved in the forward, or in the forward's second run."""
     *tensors, run_by = ctx.saved_tensors
     if torch.compiler.is_compiling() or type(run_by) is not Tensor:  # a fake tensor has no value
+        return tuple(tensors)
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):  # inside a FakeTensorMode, no tensor may be read
         return tuple(tensors)
     if (again := _CHOICES[int(run_by)]) != ctx.backend:
         raise RuntimeError(

@@ -159,5 +159,7 @@ def _grouped_mm(format: str, x: Tensor, w: Tensor, offs: Tensor, recipe: Recipe 
 def check_offs(name: str, offs: Tensor, experts: int) -> None:
     if offs.dtype != torch.int32:
         raise TypeError(f"{name}: offs has dtype {offs.dtype}; needs torch.int32")
-    if offs.shape != (experts,) or not experts:
+    if not experts:
+        raise ValueError(f"{name}: w has 0 experts; needs at least 1")
+    if offs.shape != (experts,):
         raise ValueError(f"{name}: offs has shape {tuple(offs.shape)}; needs ({experts},) for {experts} experts")

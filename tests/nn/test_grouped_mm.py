@@ -238,7 +238,7 @@ def test_autocast_casts_the_tokens(recipe):
         (lambda x, w, o: (x, w[:, :40], o), ValueError, "N = 40 must be a multiple of 32"),
         (lambda x, w, o: (x[:, :40], w[..., :40], o), ValueError, "K = 40 must be a multiple of 32"),
         (lambda x, w, o: (x, w, o[:1]), ValueError, r"offs has shape \(1,\); needs \(2,\) for 2 experts"),
-        (lambda x, w, o: (x, w[:0], o[:0]), ValueError, "for 0 experts"),
+        (lambda x, w, o: (x, w[:0], o[:0]), ValueError, "w has 0 experts; needs at least 1"),
         (lambda x, w, o: (x, w, o.long()), TypeError, "offs has dtype torch.int64; needs torch.int32"),
         (lambda x, w, o: (x, w, o.to("meta")), ValueError, "offs is on meta"),
         (lambda x, w, o: (x.half(), w, o), TypeError, "input has dtype torch.float16"),

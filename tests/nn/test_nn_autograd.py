@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import mxspec
 from mxspec import nn as low
 from mxspec.check import default_device, sqnr_db
-from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, checkpoint_context
+from mxspec.nn import RECIPES, Float8BlockwiseLinear, GroupedExperts, MXLinear, NVFP4Linear, checkpoint_context
 
 DEVICE = default_device()
 M, WIDTH = 8, 128
@@ -53,6 +54,9 @@ MAKE = {
     "mx_grouped_mm": lambda: Grouped("mx_grouped_mm", "mxfp8_rceil"),
     "mx_grouped_mm bf16": lambda: Grouped("mx_grouped_mm", "bf16"),
     "fp8_grouped_mm": lambda: Grouped("fp8_grouped_mm", "fp8_128"),
+    "NVFP4Linear": lambda: NVFP4Linear(WIDTH, WIDTH, device=DEVICE, recipe="nvfp4_nearest"),
+    "GroupedExperts nvfp4": lambda: Experts(2, WIDTH, WIDTH, "nvfp4_nearest", device=DEVICE),
+    "nvfp4_grouped_mm": lambda: Grouped("nvfp4_grouped_mm", "nvfp4_nearest"),
     "Float8BlockwiseLinear saves its weight": lambda: Float8BlockwiseLinear(
         WIDTH, WIDTH, device=DEVICE, recipe=SAVES_WEIGHTS["fp8_128"]
     ),
@@ -171,6 +175,20 @@ def test_compiled_pytorch_refuses(made):
         gradient.square().sum().backward()
 
 
+@each_layer
+def test_a_step_in_fake_tensor_mode_has_the_shapes_of_a_step(made):
+    """The backward compares the backends of two forwards, and no tensor may be read in this mode."""
+    with FakeTensorMode():
+        module, x = layer(made), torch.empty(M, WIDTH, device=DEVICE, requires_grad=True)
+        ends = torch.empty(2, dtype=torch.int32, device=DEVICE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "offs", lambda: ends)
+            out = module(x)
+        out.sum().backward()
+        assert (out.shape, x.grad.shape) == ((M, WIDTH), (M, WIDTH))
+        assert all(p.grad.shape == p.shape for p in module.parameters())
+
+
 # --- checkpointing -----------------------------------------------------------------------------------------------
 
 LOW = [made for made in MAKE if "bf16" not in made]
@@ -181,6 +199,10 @@ QUANTIZERS = [
     "fp8_quantize_rowcol_groups",
     "swiglu_fp8_quantize_rowcol_groups",
     "fp8_gemm",
+    "nvfp4_fake_quantize_rowcol_groups",
+    "nvfp4_gemm",
+    "nvfp4_grouped_gemm",
+    "nvfp4_grouped_gemm_wgrad",
 ]
 
 

@@ -155,3 +155,9 @@ def test_autocast_to_float16_is_named(recipe):
                 call(x().to(dtype))
         with torch.autocast("cpu", torch.bfloat16):
             assert call(x()).dtype == torch.bfloat16
+
+
+def test_a_function_without_experts():
+    for function in (mx_grouped_mm, fp8_grouped_mm, nvfp4_grouped_mm):
+        with pytest.raises(ValueError, match=f"{function.__name__}: w has 0 experts; needs at least 1"):
+            function(x(), torch.ones(0, W, W), OFFS[:0])
