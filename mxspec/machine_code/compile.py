@@ -62,6 +62,7 @@ class Result:
 def problems(code: Sequence[MachineCode], regexes: Sequence[str], args: Sequence[Any], edge: bool) -> list[str]:
     """The problems with the machine code of one case."""
     found = [f"{c.kernel} keeps {c.local_bytes} bytes a thread in local memory" for c in code if c.local_bytes]
+    found += [f"{c.kernel} lacks {c.dropped_matmuls} matmuls of its PTX" for c in code if c.dropped_matmuls]
     if not code and not edge:
         found.append("launches nothing")
     elif is_searched(args, edge):

@@ -24,6 +24,7 @@ class MachineCode:
     load_bytes: int  # the widest access to global memory by one thread
     store_bytes: int
     has_sum_of_product: bool  # outside of matrix instructions
+    dropped_matmuls: int  # Hopper's: how many of the PTX are not in the machine code
     instructions: tuple[str, ...]  # the instructions that convert to narrow floats, multiply matrices or copy tiles
     ptx: str = field(repr=False)
 
@@ -52,6 +53,19 @@ def _has_sum_of_product(llir: str) -> bool:
     return False
 
 
+def _dropped_matmuls(ptx: str, cubin: bytes) -> int:
+    """How many `wgmma` of the PTX the assembler left out.
+
+    `ptxas` has left out matmuls whose sums a kernel selected where earlier sums were not finite. In the machine code, a
+    matmul without operands stands for the matmuls that are missing.
+    """
+    asked = len(re.findall(r"\bwgmma\.mma_async", ptx))
+    if not asked:
+        return 0
+    given = re.findall(r"GMMA\.\S+ (?!RZ, gdesc\[URZ\], RZ\b)", dumped(cubin, "--dump-sass"))
+    return max(asked - len(given), 0)
+
+
 _measured: dict[str, MachineCode] = {}
 
 
@@ -74,6 +88,7 @@ def measure(kernel: Any, target: str) -> MachineCode:
         _measured[kernel.hash] = MachineCode(
             kernel.metadata.name, target, most["REG"], most["STACK"] + most["LOCAL"], kernel.metadata.shared,
             _widest("ld", ptx), _widest("st", ptx), _has_sum_of_product(kernel.asm["llir"]),
+            _dropped_matmuls(ptx, kernel.asm["cubin"]),
             tuple(sorted(set(_INSTRUCTION.findall(ptx)))), ptx,
         )  # fmt: skip
     return _measured[kernel.hash]

@@ -25,7 +25,7 @@ def nvfp4_tensor_scale(A):
 """
 # If A is below 2^-72, both numbers of a quotient are multiplied by 2^100. The remainder of a division is then exact. A
 # reciprocal is corrected by a step of Newton's method. The first product of a quotient is limited, because the
-# remainder of an Inf would be NaN.
+# remainder of an Inf would be NaN. If d is 0, n is multiplied by 0, because with 2^100 it might become Inf.
 _SCALE = f"""
 @triton.jit
 def nvfp4_scale(b, A):
@@ -40,7 +40,8 @@ _MAGNITUDE = f"""
 @triton.jit
 def nvfp4_magnitude(n, s, A):
     up = tl.where(A < {2.0**-72}, {2.0**100}, 1.0)
-    n, d = n * up, s * (A * {_OF_H}) * up
+    d = s * (A * {_OF_H}) * up
+    n = n * tl.where(d == 0, 0.0, up)
     r = 1.0 / d
     r = tl.where(d == 0, 0.0, tl.fma(tl.fma(-r, d, 1.0), r, r))
     q = tl.minimum(n * r, 8.0)

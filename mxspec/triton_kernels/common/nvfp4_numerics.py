@@ -131,8 +131,10 @@ def magnitudes(x, minus_d, reciprocal, up, NARROW: tl.constexpr, BOUNDED: tl.con
     """The numbers whose casts are the codes, without their signs. x has one dimension more: the elements of a block.
 
     NARROW: x is a widened bfloat16 or float16, so that its product with 21/32 is exact. BOUNDED: no element of x is
-    larger than A, so no quotient is Inf.
+    larger than A, so no quotient is Inf. Otherwise x is multiplied by 0 if d is 0: with up, it might become Inf.
     """
+    if not BOUNDED:
+        up = tl.expand_dims(tl.where(minus_d == 0, 0.0, up), -1)
     n = tl.abs(x) * (OF_X * up) if NARROW else tl.abs(x) * OF_X * up
     return quotient(n, tl.expand_dims(minus_d, -1), tl.expand_dims(reciprocal, -1), None if BOUNDED else 8.0)
 

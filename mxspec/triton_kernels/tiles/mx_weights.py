@@ -37,6 +37,7 @@ _HOPPER = {
     128: {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_BY_POINTERS = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64}
 UNSHIFT = 16.0
 _DECODED = tl.constexpr(
     "{ .reg .b32 t, s; mul.lo.u32 t, $2, 0x40040; mul.lo.u32 s, $2, 0x1001000; and.b32 s, s, 0x80008000;"
@@ -103,7 +104,7 @@ def _plus_step(
         tokens = tl.load(x + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=in_x, other=0.0)
         codes = tl.load(w + n.to(tl.int64)[:, None] * w_stride + pair[None, :], mask=in_w, other=0)
     if BLOCKED:
-        scale += first // 128 * 512
+        scale += first // 128 * 512 + first % 128 // 32
         offset = c // 4 * 512 + c % 4
     else:
         scale += tl.cast(first // 32, tl.int64) * scale_stride_c
@@ -161,11 +162,10 @@ def _mx_weights(
         TAIL, False, ASM, DESCRIBED, BLOCKED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
     if tl.max(tl.max((_is_finite(acc) == 0).to(tl.int32), 1), 0) != 0:
-        again = _sums(
+        acc = _sums(
             x, x_stride, w, w_stride, scale, scale_stride_c, top, left, M, N, K,
             TAIL, True, ASM, DESCRIBED, BLOCKED, BLOCK_M, BLOCK_N, BLOCK_K, 1,
         )  # fmt: skip
-        acc = tl.where(_is_finite(acc), acc, again)
     at = out + m.to(tl.int64)[None, :] * out_stride + n[:, None]
     tl.store(at, (acc * UP).to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
@@ -192,8 +192,8 @@ def mx_weights(
     (M, K), N, blocked = x.shape, b.shape[0], scale_layout == "blocked"
     codes = b.view(torch.uint8)
     described = _described(x) and _described(codes)
-    # Without TMA, the pointers of 128 tokens need more registers than there are.
-    config = {**config_for(M if described else min(M, 64), x.device), **options}
+    # Without TMA, pointers take registers. So few tokens and few columns of K are loaded at a time.
+    config = {**config_for(M, x.device), **({} if described else _BY_POINTERS), **options}
     tile = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     x_at: Any = x
     w_at: Any = codes
