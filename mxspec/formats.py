@@ -202,13 +202,15 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exponent_rule(fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> tuple[int, int, int]:
-    """A scaling rule as integer arithmetic on the fp32 bits of amax, for every format but int8.
+    """A scaling rule as integer arithmetic on the fp32 bits of amax.
 
-    The E8M0 byte is the exponent field of `bits + added` minus `emax`, at least 0. The addition rounds up if it carries
-    into the exponent field. rceil rounds amax / max up to a power of two: the byte rises by 1 exactly if the mantissa
-    of amax exceeds the mantissa of max. There is one exception. A quotient just above 2^-127 is itself rounded down to
-    2^-127, so the byte of its amax is 0. Among the input dtypes, only fp32 can hold this amax. int8 has the emax 0, so
-    its rceil also looks at subnormal amaxes, which have another form, and its byte needs an upper limit of 254.
+    The E8M0 byte is the exponent field of `bits + added` minus `emax`, at least 0. For int8, whose emax is 0, it is
+    also at most 254. The addition rounds up if it carries into the exponent field. rceil rounds amax / max up to a
+    power of two: the byte rises by 1 exactly if the mantissa of amax exceeds the mantissa of max.
+
+    rceil has an exception, at the smallest scale. A quotient just above 2^-127 is itself rounded down to 2^-127, so the
+    byte of its amax is 0. Among the input dtypes, only fp32 can hold this amax. int8 has another exception, because its
+    amaxes at the smallest scale are subnormal: the byte is 0 up to 127/64 * 2^-127. float16 cannot hold these amaxes.
 
     Args:
         fmt: the element format.
@@ -216,12 +218,16 @@ def exponent_rule(fmt: ElementFormat, scaling: str, dtype: torch.dtype) -> tuple
         dtype: the dtype of the tensor that is quantized.
 
     Returns:
-        `(emax, added, exception)`: the number to subtract, the number to add, and the bits of the amax whose byte is 0,
-        or -1 if there is no such amax.
+        `(emax, added, exception)`: the number to subtract, the number to add, and the bits of the largest amax whose
+        byte is 0 by an exception, or -1 if there is no such amax. The bytes of all smaller amaxes are 0, too.
     """
     max_mantissa = int((fmt.max / 2.0**fmt.emax - 1) * 2**23)
     added = {"floor": 0, "even": 1 << (22 - fmt.mantissa_bits), "ceil": 0x7FFFFF, "rceil": 0x7FFFFF - max_mantissa}
-    exception = (fmt.emax << 23) + max_mantissa + 1 if scaling == "rceil" and dtype == torch.float32 else -1
+    exception = -1
+    if scaling == "rceil" and fmt == INT8 and dtype != torch.float16:
+        exception = fp32_bits(fmt.max * 2.0**-127)
+    elif scaling == "rceil" and fmt != INT8 and dtype == torch.float32:
+        exception = (fmt.emax << 23) + max_mantissa + 1
     return fmt.emax, added[scaling], exception
 
 

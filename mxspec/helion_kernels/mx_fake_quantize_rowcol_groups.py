@@ -36,7 +36,7 @@ def _byte(bits: Tensor, elem: str, scaling: str, dtype: torch.dtype) -> Tensor:
 
 def _read_back(wide: Tensor, byte: Tensor, elem: str) -> Tensor:
     """The bfloat16 values of the codes of blocks, whose scale bytes are `byte`."""
-    code = saturating_cast(wide * reciprocal_scale(byte), element(elem))
+    code = saturating_cast(wide * reciprocal_scale(byte, element(elem)), element(elem))
     return (code.to(torch.float32) * scale_value(byte)).to(torch.bfloat16)
 
 

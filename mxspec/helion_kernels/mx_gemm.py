@@ -1,37 +1,41 @@
-"""mx_gemm in Helion: on Hopper a matmul of bf16 values (tiles/mx_by_memory.py), on Blackwell a matmul of the codes."""
+"""mx_gemm in Helion: on Hopper a matmul of bf16 values (tiles/mx_by_memory.py), on Blackwell a matmul of the codes.
+
+Weights in e2m1 are read as codes on both, block by block, because four bits an element are the least bytes. The sum of
+each block is scaled in fp32, so no scale needs an exception.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
+from mxspec.formats import E2M1, MX_BLOCK_SIZE, element
 from mxspec.helion_kernels.common.blocked import blocked_shape
-from mxspec.helion_kernels.common.launch import config, launch
+from mxspec.helion_kernels.common.launch import config, flat, launch
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
 from mxspec.helion_kernels.tiles.mx_by_memory import FIRST_FLAG, bf16_values, matmul_config, mend
-from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
+from mxspec.helion_kernels.tiles.mx_matmul import (
+    multiplied,
+    multiplied_by_packed,
+    scale_arguments,
+    scale_place,
+    step_for,
+)
 
 # Rates: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 BATCH_INVARIANT = True
-PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
+PTX = {"sm90": (mx_by_memory.PTX,), "sm100": (rf"{mx_matmul.PTX['sm100'][0]}|tcgen05\.mma.*\.kind::f16",)}
 # Programs run down eight tiles of M, then along N, so that programs that run at the same time share rows of a and b.
 _SCALED = config([128, 128], 8, num_stages=4, l2_groupings=[8])
 CONFIGS = {
     "large": {(9, 0): matmul_config([128, 256, 64], 8, 3), (10, 0): _SCALED},
     "at most 64 rows": {(9, 0): matmul_config([64, 64, 128], 4, 4, persistent=False), (10, 0): _SCALED},
 }
-
-
-def supports(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, **_: Any) -> str | None:
-    for name, t in (("a", a), ("b", b)):
-        if t.dtype not in FP8_DTYPES:
-            return f"multiplies e4m3fn and e5m2 codes, and {name} has dtype {t.dtype}"
-    return None
+# For b in e2m1. No other tile was tried, and none was timed.
+_PACKED = config([64, 128], 4, num_stages=3, l2_groupings=[8])
+PACKED = {(9, 0): _PACKED, (10, 0): _PACKED}
 
 
 def _of_values(x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -61,21 +65,51 @@ def _mx_gemm(
         out[m, n] = acc.to(out.dtype)
 
 
+def _by_packed(
+    a: Tensor, a_stride: int, a_scale: Tensor, a_stride_r: int, a_stride_c: int,
+    b: Tensor, b_stride: int, b_scale: Tensor, b_stride_r: int, b_stride_c: int,
+    C: int, col_tiles: int, out: Tensor, blocked: hl.constexpr, held: hl.constexpr, with_scale: hl.constexpr,
+) -> None:  # fmt: skip
+    # held: the elements of a in a block. a and b are flat, because ref mode masks an access by one index tensor only.
+    for m, n in hl.tile(out.size()):
+        acc = hl.zeros([m, n], dtype=torch.float32)
+        for k in hl.tile(C, block_size=1):
+            c = (k.id + hl.arange(1)).unsqueeze(0)
+            row, col = m.index.unsqueeze(1), n.index.unsqueeze(1)
+            of_a = hl.load(a, [row * a_stride + (k.id * held + hl.arange(held)).unsqueeze(0)])
+            of_b = hl.load(b, [col * b_stride + (k.id * 16 + hl.arange(16)).unsqueeze(0)])
+            a_at = scale_place(row, c, a_stride_r, a_stride_c, col_tiles, blocked)
+            b_at = scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
+            byte = hl.load(a_scale, [a_at]) if with_scale else None
+            acc = multiplied_by_packed(acc, of_a, byte, of_b, hl.load(b_scale, [b_at]))
+        out[m, n] = acc.to(out.dtype)
+
+
 def mx_gemm(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     b: Tensor,
     b_scale: Tensor,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
-    (M, K), N, blocked = a.shape, b.shape[0], scale_layout == "blocked"
+    M, N, K, blocked = a.shape[0], b.shape[0], b.shape[1] * element(b.dtype).per_byte, scale_layout == "blocked"
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
     if not K:
         return out.zero_()
+    if b.dtype == E2M1.dtype:
+        codes, C = a.view(torch.uint8) if a.dtype == E2M1.dtype else a, K // MX_BLOCK_SIZE
+        of_a = (flat(b_scale.view(torch.uint8)), 0, 0) if a_scale is None else scale_arguments(a_scale, blocked)
+        launch(
+            _by_packed, PACKED, flat(codes), a.stride(0), *of_a, flat(b.view(torch.uint8)), b.stride(0),
+            *scale_arguments(b_scale, blocked), C, blocked_shape(1, C)[1], out, blocked,
+            codes.shape[1] // C, a_scale is not None,
+        )  # fmt: skip
+        return out
+    assert a_scale is not None  # only bfloat16 has no scales
     configs = CONFIGS["at most 64 rows" if M <= 64 else "large"]
     if step_for(a.device) != MX_BLOCK_SIZE:
         launch(

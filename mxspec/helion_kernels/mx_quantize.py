@@ -6,25 +6,26 @@ the kernel for blocks along the columns.
 
 from __future__ import annotations
 
-from typing import Any
-
 import helion.language as hl
 import torch
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE, element
-from mxspec.helion_kernels.common import numerics
 from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels.common.launch import config, extent, launch
 from mxspec.helion_kernels.common.numerics import (
+    FP6_WORDS,
+    fp6_thirds,
+    held,
     magnitude_bits,
     packed_cast,
-    per_byte,
     reciprocal_scale,
     shared_exponent,
     stored,
     widened,
+    written,
 )
+from mxspec.helion_kernels.common.runs import dimension
 from mxspec.helion_kernels.tiles.mx_columns import mx_tile
 
 # Second: as fast as Triton's, but a call takes more host time (benchmarks/results/decisions.md).
@@ -42,25 +43,38 @@ CONFIGS = {
 }
 PTX = (
     r"ld\.global\.v4\.b32",
-    r"st\.global\.v4\.b32|0f40C00000",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
-)  # e2m1 has a minimum with 6, and stores fewer bytes
+    r"st\.global\.(v4\.b32|b16)|0f40C00000",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40F00000|41E00000|3FFE0000)",
+)  # e2m1, FP6 and int8 have a minimum with the largest value. The narrower codes are stored in shorter words
 
 
-def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype, packed=True)
+def scaled_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
+    """The elements before they are rounded, and the scale bytes, of a tile whose last dimension is a block."""
+    fmt, wide = stored(elem_dtype), widened(values)
+    byte = shared_exponent(magnitude_bits(wide).amax(-1), fmt, scaling, values.dtype)
+    return wide * reciprocal_scale(byte, fmt).unsqueeze(-1), byte.to(torch.uint8)
 
 
 def quantize_tile(values: Tensor, elem_dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
     """The stored codes and the scale bytes of a tile whose last dimension is a block."""
-    fmt, wide = stored(elem_dtype), widened(values)
-    byte = shared_exponent(magnitude_bits(wide).amax(-1), fmt, scaling, values.dtype)
-    codes = packed_cast(wide * reciprocal_scale(byte).unsqueeze(-1), fmt)
-    return codes, byte.to(torch.uint8)
+    elements, byte = scaled_tile(values, elem_dtype, scaling)
+    return packed_cast(elements, stored(elem_dtype)), byte
 
 
 def _row_and_block(row: Tensor, byte: Tensor, blocked: bool) -> tuple[Tensor, Tensor]:
     return blocked_to_row_col(row, byte) if blocked else (row, byte)
+
+
+def _store_codes(qdata: Tensor, block: Tensor, elements: Tensor, there: Tensor) -> None:
+    """Round and store the elements of blocks with these numbers."""
+    size, fmt = held(qdata.dtype, 32), stored(qdata.dtype)
+    if qdata.dtype in FP6_WORDS:
+        place = block * size + 3 * dimension(4, 3, 4)
+        for i, third in enumerate(fp6_thirds(elements, fmt)):
+            hl.store(qdata, [place + i], third, extra_mask=there.expand(place.size()))
+    else:
+        place = block * size + dimension(size, 3, 4)
+        hl.store(qdata, [place], packed_cast(elements, fmt), extra_mask=there.expand(place.size()))
 
 
 def _flat(x: Tensor, qdata: Tensor, scale: Tensor, scaling: hl.constexpr) -> None:
@@ -80,13 +94,11 @@ def _strided(
     for e, row, byte in hl.tile(scale.shape):
         matrix = e.index[:, None, None, None]
         r, c = _row_and_block(row.index[None, :, None, None], byte.index[None, None, :, None], blocked)
-        k, held = hl.arange(32)[None, None, None, :], 32 // per_byte(qdata.dtype)
+        k = hl.arange(32)[None, None, None, :]
         source = matrix * stride_e + r * stride_r + c * stride_c + k * stride_k
         valid = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(source.size())
-        codes, scale_byte = quantize_tile(hl.load(x, [source], extra_mask=valid), qdata.dtype, scaling)
-        place = ((matrix * R + r) * C + c) * held + hl.arange(held)[None, None, None, :]
-        owned = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(place.size())
-        hl.store(qdata, [place], codes, extra_mask=owned)
+        elements, scale_byte = scaled_tile(hl.load(x, [source], extra_mask=valid), qdata.dtype, scaling)
+        _store_codes(qdata, (matrix * R + r) * C + c, elements, (matrix < scale.size(0)) & (r < R) & (c < C))
         scale[e, row, byte] = scale_byte
 
 
@@ -110,11 +122,12 @@ def mx_quantize(
     row_tiles, col_tiles = blocked_shape(R, C)
     blocked = scale_layout == "blocked"
     shape = (512 * row_tiles * col_tiles,) if blocked else (R, C)
-    qdata = torch.empty(*lead, R, K // fmt.per_byte, dtype=fmt.storage_dtype, device=x.device)
+    qdata = written(x, (*lead, R, K), fmt)
     scale = torch.empty(*lead, *shape, dtype=torch.uint8, device=x.device)
-    # Not for a single block: Helion does not mask along a dimension of 1.
-    if scale.numel() > 1 and not blocked and x.is_contiguous():
-        blocks, codes = x.view(-1, MX_BLOCK_SIZE), qdata.view(-1, MX_BLOCK_SIZE // fmt.per_byte)
+    # Not for a single block: Helion does not mask along a dimension of 1. Not for FP6: a block has 12 words, and the
+    # size of a tile is a power of two.
+    if scale.numel() > 1 and not blocked and x.is_contiguous() and qdata.dtype not in FP6_WORDS:
+        blocks, codes = x.view(-1, MX_BLOCK_SIZE), qdata.view(-1, held(qdata.dtype, MX_BLOCK_SIZE))
         launch(_flat, CONFIGS["flat"], blocks, codes, scale.view(-1), scaling)
     elif scale.numel():
         E, stride_e = (lead[0], x.stride(0)) if lead else (1, 0)
@@ -124,4 +137,4 @@ def mx_quantize(
         strides = (stride_e, stride_r, MX_BLOCK_SIZE * stride_k, stride_k)
         flat = x.as_strided((extent(x),), (1,))
         launch(_strided, CONFIGS[layout], flat, *strides, R, C, qdata.view(-1), rows, scaling, blocked)
-    return fmt.as_codes(qdata), scale.view(torch.float8_e8m0fnu)
+    return fmt.as_codes(qdata.view(fmt.storage_dtype)), scale.view(torch.float8_e8m0fnu)

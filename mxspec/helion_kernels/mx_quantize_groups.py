@@ -10,14 +10,13 @@ tests the masks.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import helion.language as hl
 import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.helion_kernels.common import numerics
 from mxspec.helion_kernels.common.blocked import blocked_to_row_col
 from mxspec.helion_kernels.common.groups import (
     chunk,
@@ -29,7 +28,7 @@ from mxspec.helion_kernels.common.groups import (
     tokens_of,
 )
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
-from mxspec.helion_kernels.common.numerics import per_byte, scale_value, widened
+from mxspec.helion_kernels.common.numerics import held, scale_value, widened
 from mxspec.helion_kernels.common.runs import load_run
 from mxspec.helion_kernels.mx_quantize import quantize_tile
 from mxspec.helion_kernels.tiles.mx_columns import TILES, column_codes, column_scale, tile_index
@@ -80,9 +79,9 @@ def _rows(
         values = hl.load(x, [source], extra_mask=there.unsqueeze(1).expand(blocks, 32))
         codes, byte = quantize_tile(values, qdata.dtype, scaling)
         owned = (row < R) & (c < C)
-        held = 32 // per_byte(qdata.dtype)
-        of_block = (row * C + c).unsqueeze(1) * held + hl.arange(held).unsqueeze(0)
-        hl.store(qdata, [of_block], codes, extra_mask=owned.unsqueeze(1).expand(blocks, held))
+        size = held(qdata.dtype, 32)
+        of_block = (row * C + c).unsqueeze(1) * size + hl.arange(size).unsqueeze(0)
+        hl.store(qdata, [of_block], codes, extra_mask=owned.unsqueeze(1).expand(blocks, size))
         if blocked:  # the scales have up to G rows of tiles more than the codes
             place = (row_tile + hl.arange(1)) * col_tiles * 512 + byte_in_row
             hl.store(scale, [place], byte, extra_mask=byte_in_row < col_tiles * 512)
@@ -117,7 +116,7 @@ def _columns(
     # With `codes`, the name of their format, x holds codes along the rows. Their values are quantized, rounded to
     # bfloat16 with `bf16`.
     # Computed on the host, so that Triton keeps its divisible-by-16 specialization.
-    C, width = R // 32, R // per_byte(qdata.dtype)
+    C, width = R // 32, held(qdata.dtype, R)
     k_tiles = (K + 127) // 128
     runs = 128 // run
     for k_tile, m_tile in hl.grid([col_programs, row_tiles]):
@@ -157,10 +156,6 @@ def _columns(
         else:
             row, c = k.reshape(cols, 1), (m_tile * 4 + hl.arange(4)).unsqueeze(0)
             hl.store(scale, [row * C + c], byte.permute(1, 0), extra_mask=(row < K) & (c < C))
-
-
-def supports(x: Tensor, offs: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype, packed=True)
 
 
 def mx_quantize_groups(

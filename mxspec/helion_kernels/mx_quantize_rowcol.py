@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.helion_kernels.common import numerics
 from mxspec.helion_kernels.tiles.mx_columns import mx_tile
 
 RANK = {(9, 0): 2, (10, 0): 2}  # second after Triton: benchmarks/results/decisions.md
-# Loads are 8 bytes wide if tiles reach past x. e2m1 has a minimum with 6, and stores fewer bytes.
+# Loads are 8 bytes wide if tiles reach past x. e2m1, FP6 and int8 have a minimum with the largest value. The narrower
+# codes are stored in shorter words.
 PTX = (
     r"ld\.global\.v[24]\.b32",
-    r"st\.global\.v4\.b32|0f40C00000",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+    r"st\.global\.(v4\.b32|b16)|0f40C00000",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40F00000|41E00000|3FFE0000)",
 )
-
-
-def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype, packed=True)
 
 
 def mx_quantize_rowcol(

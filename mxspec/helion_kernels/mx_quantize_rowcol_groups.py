@@ -15,7 +15,7 @@ RANK = {(9, 0): 2, (10, 0): 2}  # Blackwell: compiled, not run; rates: benchmark
 
 
 def supports(x: Tensor, offs: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype)
+    return numerics.takes_fp8(elem_dtype)
 
 
 def mx_quantize_rowcol_groups(

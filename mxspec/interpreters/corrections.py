@@ -6,6 +6,7 @@ The following was found in Triton 3.6 to 3.9, in `triton/runtime/interpreter.py`
 - Its float conversion breaks ties away from even, and widens bfloat16 subnormals, Inf and NaN wrongly.
 - Its matmul multiplies the bits of bfloat16 numbers as integers.
 - Its fused multiply-add rounds twice.
+- Before Triton 3.8, its minimum and maximum of a NaN and a number are NaN. On a GPU they are the number.
 - Its comparisons return the type of the operands. Triton 3.9 then refuses a comparison of two numbers as a mask.
 - Triton 3.6 uses an array of one element as a number, which numpy 2.4 refuses.
 - It computes with numpy. Numpy warns about Inf and NaN, and a GPU does not.
@@ -64,6 +65,12 @@ def correct(interpreter: Any) -> None:
         values = fused_multiply_add(x.data, y.data, z.data) if x.data.dtype == np.float32 else x.data * y.data + z.data
         return interpreter.TensorHandle(values, z.dtype.scalar)
 
+    def create_minnumf(self: Any, lhs: Any, rhs: Any) -> Any:
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_maxnumf(self: Any, lhs: Any, rhs: Any) -> Any:
+        return self.binary_op(lhs, rhs, np.fmax)
+
     def comparing(create: Any) -> Any:
         def compare(self: Any, lhs: Any, rhs: Any) -> Any:
             return interpreter.TensorHandle(create(self, lhs, rhs).data, interpreter.tl.int1)
@@ -78,6 +85,8 @@ def correct(interpreter: Any) -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter.InterpreterBuilder.create_fma = create_fma
+    interpreter.InterpreterBuilder.create_minnumf = create_minnumf
+    interpreter.InterpreterBuilder.create_maxnumf = create_maxnumf
     for name, create in vars(interpreter.InterpreterBuilder).copy().items():
         if name.startswith(("create_icmp", "create_fcmp")):
             setattr(interpreter.InterpreterBuilder, name, comparing(create))

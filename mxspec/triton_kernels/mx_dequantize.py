@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE, element
-from mxspec.triton_kernels.common import numerics
+from mxspec.triton_kernels.common import fp6, numerics
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import scale_value
@@ -34,21 +34,17 @@ _HOPPER = {
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
-# The multiplication has no .ftz, which would lose the subnormals. Both formats are converted by way of fp16, which
-# holds the values of all their codes.
+# The multiplication has no .ftz, which would lose the subnormals. The floats are converted by way of fp16, which holds
+# the values of all their codes. FP6 is read in single bytes, because a tensor may begin at any byte.
 PTX = (
-    r"ld\.global\.(v[24]\.)?b32|ld\.global\.b16",
+    r"ld\.global\.(v[24]\.)?b32|ld\.global\.b(8|16)",
     r"st\.global\.v4\.b32",
-    r"cvt\.rn\.f16x2\.e[45]m[32]x2|cvt\.f32\.f16",
+    r"cvt\.rn\.f16x2\.e[45]m[32]x2|cvt\.f32\.f16|cvt\.rn\.f32\.s",
     r"mul\.(rn\.)?f32",
 )
 
 
-def supports(
-    qdata: Tensor, scale: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str | None = None, **_: Any
-) -> str | None:
-    if reason := numerics.supports(qdata.dtype if elem_dtype is None else elem_dtype, packed=True):
-        return reason
+def supports(qdata: Tensor, scale: Tensor, *, axis: int = -1, **_: Any) -> str | None:
     if qdata.numel() > 2**35:
         return f"counts blocks in 32 bits, so qdata may have up to 2^35 elements; it has {qdata.numel()}"
     if qdata.shape[axis] >= 2**29:
@@ -59,25 +55,35 @@ def supports(
     return None
 
 
+@triton.constexpr_function
+def bytes_of_block(dtype, fp6):
+    return 24 if fp6 else 16 if dtype == tl.uint8 else 32  # e2m1 has two codes in a byte
+
+
 @triton.jit
-def code_values(q):
-    """The values of codes in fp32. A byte of e2m1 gives two values."""
-    return values_of_pairs(q, 1.0, 1.0, tl.float32) if q.dtype == tl.uint8 else q.to(tl.float32)
+def _codes(at, stride, mask, FP6: tl.constexpr):
+    """The values of the codes at these pointers, in fp32. A byte of e2m1 gives two values, three of FP6 give four."""
+    if FP6:
+        return fp6.values(fp6.load_words(at, stride, mask), FP6)
+    else:
+        q = tl.load(at, mask=mask)
+        return values_of_pairs(q, 1.0, 1.0, tl.float32) if q.dtype == tl.uint8 else numerics.code_values(q)
 
 
 @triton.jit
 def _mx_dequantize(
     qdata, scale, out,
     R, C, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c, row_groups,
-    LAYOUT: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+    FP6: tl.constexpr, LAYOUT: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     # A thread reads as many codes at once as make 16 bytes of output. By default, Triton would read 16 codes at once
     # and then exchange them through shared memory, because a thread stores 16 bytes.
     at_once: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
     i = tl.arange(0, BLOCKS)
     j = tl.max_contiguous(tl.arange(0, 32), at_once)
-    BYTES: tl.constexpr = 16 if qdata.dtype.element_ty == tl.uint8 else 32  # e2m1 has two codes in a byte
-    of_block = tl.max_contiguous(tl.arange(0, BYTES), at_once * BYTES // 32)
+    BYTES: tl.constexpr = bytes_of_block(qdata.dtype.element_ty, FP6)
+    # For FP6, a pointer is that of three bytes with four codes.
+    of_block = tl.arange(0, 8) * 3 if FP6 else tl.max_contiguous(tl.arange(0, BYTES), at_once * BYTES // 32)
     # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
         # Codes and scales are contiguous: byte n scales the 32 codes at 32 * n, and no division is needed.
@@ -117,29 +123,30 @@ def _mx_dequantize(
         scale += e * scale_stride_e
         scale += (row_tile * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS) * scale_stride_c
 
-    q = tl.load(qdata + q_offset, mask=in_matrix[:, None])
+    q = _codes(qdata + q_offset, stride_k, in_matrix[:, None], FP6)
     byte = tl.load(scale + scale_offset, mask=in_matrix).to(tl.int32)
-    value = code_values(q) * scale_value(byte)[:, None]
+    value = q * scale_value(byte)[:, None]
     tl.store(out + out_offset, value.to(out.dtype.element_ty), mask=in_matrix[:, None])
 
 
 @triton.jit
-def _values(codes, scale, in_rows, in_cols, in_blocks):
+def _values(codes, stride, scale, in_rows, in_cols, in_blocks, FP6: tl.constexpr):
     """The values of blocks in fp32.
 
-    `codes` are pointers `(rows, bytes)`, and `scale` are pointers `(rows, blocks)`.
+    `codes` are pointers `(rows, bytes)`, or for FP6 pointers to the first of three bytes. `scale` are pointers
+    `(rows, blocks)`.
     """
     value = scale_value(tl.load(scale, mask=in_rows[:, None] & in_blocks[None, :]).to(tl.int32))
     value = tl.broadcast_to(value[:, :, None], (scale.shape[0], scale.shape[1], 32))
     value = value.reshape(scale.shape[0], scale.shape[1] * 32)
-    return code_values(tl.load(codes, mask=in_rows[:, None] & in_cols[None, :])) * value
+    return _codes(codes, stride, in_rows[:, None] & in_cols[None, :], FP6) * value
 
 
 @triton.jit
 def _mx_dequantize_turned(
     qdata, scale, out,
     R, C, stride_e, stride_r, stride_k, scale_stride_e, scale_stride_r, scale_stride_c, row_programs, col_programs,
-    BLOCKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    FP6: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     # Rows and blocks are rows and blocks of the transpose. Programs run along a row of it first, then down, then to the
     # next expert, so that neighbouring programs share sectors of plain scales.
@@ -147,8 +154,8 @@ def _mx_dequantize_turned(
     first_r = tl.program_id(0) // col_programs % row_programs * ROWS
     e = (tl.program_id(0) // col_programs // row_programs).to(tl.int64)
     r, c, k = tl.arange(0, ROWS // 4) * 4, tl.arange(0, BLOCKS), tl.arange(0, BLOCKS * 32)
-    BYTES: tl.constexpr = 16 if qdata.dtype.element_ty == tl.uint8 else 32  # e2m1 has two codes in a byte
-    of_row = tl.arange(0, BLOCKS * BYTES)
+    BYTES: tl.constexpr = bytes_of_block(qdata.dtype.element_ty, FP6)
+    of_row = tl.arange(0, BLOCKS * 8) * 3 if FP6 else tl.arange(0, BLOCKS * BYTES)
     qdata += e * stride_e + first_r.to(tl.int64) * stride_r + first_c.to(tl.int64) * BYTES * stride_k
     codes = qdata + (r.to(tl.int64)[:, None] * stride_r + of_row.to(tl.int64)[None, :] * stride_k)
     scale += e * scale_stride_e
@@ -167,10 +174,10 @@ def _mx_dequantize_turned(
     step = tl.cast(stride_r, tl.int64)
     rows, in_bytes, in_blocks = R - first_r, first_c * BYTES + of_row < C * BYTES, first_c + c < C
     in_cols = first_c * 32 + k < C * 32
-    x0 = _values(codes, scales, r < rows, in_bytes, in_blocks)
-    x1 = _values(codes + step, scales + scale_step, r + 1 < rows, in_bytes, in_blocks)
-    x2 = _values(codes + 2 * step, scales + 2 * scale_step, r + 2 < rows, in_bytes, in_blocks)
-    x3 = _values(codes + 3 * step, scales + 3 * scale_step, r + 3 < rows, in_bytes, in_blocks)
+    x0 = _values(codes, stride_k, scales, r < rows, in_bytes, in_blocks, FP6)
+    x1 = _values(codes + step, stride_k, scales + scale_step, r + 1 < rows, in_bytes, in_blocks, FP6)
+    x2 = _values(codes + 2 * step, stride_k, scales + 2 * scale_step, r + 2 < rows, in_bytes, in_blocks, FP6)
+    x3 = _values(codes + 3 * step, stride_k, scales + 3 * scale_step, r + 3 < rows, in_bytes, in_blocks, FP6)
     x = tl.join(tl.join(x0, x2), tl.join(x1, x3)).to(out.dtype.element_ty)  # (r // 4, k, r % 4 // 2, r % 2)
     x = x.permute(1, 0, 2, 3).reshape(BLOCKS * 32, ROWS)
     n = tl.arange(0, ROWS)
@@ -187,19 +194,18 @@ def mx_dequantize(
     scale_layout: str = "plain",
     elem_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
-    per_byte = element(qdata.dtype).per_byte
+    fmt = element(qdata.dtype if elem_dtype is None else elem_dtype)
     shape = list(qdata.shape)
-    shape[axis] *= per_byte
+    shape[axis] = fmt.held(shape[axis])
     out = torch.empty(shape, dtype=out_dtype, device=qdata.device)
     if not out.numel():
         return out
     blocked = scale_layout == "blocked"
     q = qdata if axis == -1 else qdata.mT
-    if per_byte > 1:
+    if fmt.bits < 8:
         q = q.view(torch.uint8)
-    *lead, R, K = q.shape
-    K *= per_byte
-    C, E = K // MX_BLOCK_SIZE, lead[0] if lead else 1
+    *lead, R, stored = q.shape
+    C, E = fmt.held(stored) // MX_BLOCK_SIZE, lead[0] if lead else 1
     stride_e, scale_stride_e = (q.stride(0), scale.stride(0)) if lead else (0, 0)
     scale_stride_r = 0 if blocked else scale.stride(-2)
     strides = (stride_e, *q.stride()[-2:], scale_stride_e, scale_stride_r, scale.stride(-1))
@@ -208,7 +214,9 @@ def mx_dequantize(
         config = for_device(CONFIGS, q.device)["turned" if out_dtype == torch.bfloat16 else "turned_fp32"]
         row_programs, col_programs = -(-R // config["ROWS"]), -(-C // config["BLOCKS"])
         grid = (row_programs * col_programs * E, 1, 1)
-        _mx_dequantize_turned[grid](*args, R, C, *strides, row_programs, col_programs, blocked, **config, **UNFUSED)
+        _mx_dequantize_turned[grid](
+            *args, R, C, *strides, row_programs, col_programs, fp6.mantissa_bits(fmt), blocked, **config, **UNFUSED
+        )
         return out
     contiguous = q.is_contiguous() and scale.is_contiguous()
     layout = "blocked" if blocked else "flat" if contiguous else "strided"
@@ -223,5 +231,8 @@ def mx_dequantize(
         row_tiles, col_tiles = blocked_shape(R, C)
         row_groups = -(-row_tiles // _ROW_TILES)
         grid = (col_tiles * 512 // blocks, min(row_tiles, _ROW_TILES), E * row_groups)
-    _mx_dequantize[grid](*args, R, C, *strides, row_groups, layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED)
+    _mx_dequantize[grid](
+        *args, R, C, *strides, row_groups, fp6.mantissa_bits(fmt), layout, even, ROW_TILES=_ROW_TILES, **config,
+        **UNFUSED,
+    )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import element, exponent_rule
-from mxspec.triton_kernels.common import fp6, numerics
+from mxspec.triton_kernels.common import fp6
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import (
@@ -40,23 +40,12 @@ _HOPPER = {
     "blocked": {"BLOCKS": 64, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# FP8; or a minimum with 6 for e2m1, which stores fewer bytes; or FP6, which an addition rounds and which is stored in
-# words of 16 bits
-PTX = (
-    r"ld\.global\.v4\.b32",
-    r"st\.global\.(v4\.b32|b16)|0f40C00000",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000|add(\.rn)?\.f32",
-)
+PTX = mx_columns.PTX
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
-def supports(x: Tensor, *, axis: int = -1, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    is_fp6 = element(elem_dtype) in fp6.FORMATS
-    if not is_fp6 and (reason := numerics.supports(elem_dtype, packed=True)):
-        return reason
+def supports(x: Tensor, *, axis: int = -1, **_: Any) -> str | None:
     if axis == -2:
-        if not _is_transposed(x) and is_fp6:
-            return "writes FP6 along dimensions whose elements lie side by side; here they lie a row apart"
         if not _is_transposed(x):
             return mx_columns.supports(x)
         x = x.mT
@@ -82,12 +71,12 @@ def _mx_quantize(
     x, qdata, scale,
     R, C, stride_e, stride_r, stride_k, row_groups,
     EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
+    FP6: tl.constexpr,
     LAYOUT: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    # The elements of qdata in a block: codes of FP8, pairs of e2m1, or words of FP6.
+    # The elements of qdata in a block: codes of FP8 and int8, pairs of e2m1, or words of FP6.
     PACKED: tl.constexpr = qdata.dtype.element_ty == tl.uint8
-    SIZE: tl.constexpr = fp6.SHORTS if MANTISSA else 16 if PACKED else 32
+    SIZE: tl.constexpr = fp6.SHORTS if FP6 else 16 if PACKED else 32
     i = tl.arange(0, BLOCKS)
     j = tl.arange(0, 32)
     of_block = tl.arange(0, 16 if PACKED else 32)
@@ -133,9 +122,9 @@ def _mx_quantize(
 
     values = widened(tl.load(x + x_offset, mask=in_matrix[:, None], other=0))
     byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-    scaled = values * reciprocal_scale(byte)[:, None]
-    if MANTISSA:
-        fp6.store_blocks(qdata, place, fp6.encoded(scaled, MANTISSA, BIAS, LARGEST), in_matrix, BLOCKS)
+    scaled = values * reciprocal_scale(byte, EMAX)[:, None]
+    if FP6:
+        fp6.store_blocks(qdata, place, fp6.encoded(scaled, FP6), in_matrix)
     else:
         q = in_pairs(e2m1_code(scaled)) if PACKED else saturating_cast(scaled, qdata.dtype.element_ty)
         tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
@@ -159,9 +148,8 @@ def mx_quantize(
         return qdata.mT, scale
     *lead, R, K = x.shape
     C, E = K // 32, lead[0] if lead else 1
-    constants = fp6.constants(fmt)
     if fmt in fp6.FORMATS:
-        qdata = x.new_empty((*lead, R, C * fp6.SHORTS.value), dtype=torch.int16)
+        qdata = fp6.empty(x, (*lead, R, K), torch.int16)
     else:
         qdata = x.new_empty((*lead, R, K // fmt.per_byte), dtype=fmt.storage_dtype)
     row_groups, even = 1, False
@@ -184,7 +172,7 @@ def mx_quantize(
     if scale.numel():
         _mx_quantize[grid](
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
-            *exponent_rule(fmt, scaling, x.dtype), *constants, layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED,
+            *exponent_rule(fmt, scaling, x.dtype), fp6.mantissa_bits(fmt), layout, even, ROW_TILES=_ROW_TILES,
+            **config, **UNFUSED,
         )  # fmt: skip
-    qdata = qdata.view(torch.uint8) if fmt in fp6.FORMATS else fmt.as_codes(qdata)
-    return qdata, scale.view(torch.float8_e8m0fnu)
+    return fmt.as_codes(qdata.view(fmt.storage_dtype)), scale.view(torch.float8_e8m0fnu)

@@ -80,7 +80,7 @@ def _mx_quantize_groups(
     source = (token.to(tl.int64) * stride_m)[:, None] + k.to(tl.int64) * stride_k
     values = widened(tl.load(x + source, mask=there[:, None], other=0))
     byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-    q = values * reciprocal_scale(byte)[:, None]
+    q = values * reciprocal_scale(byte, EMAX)[:, None]
     q = in_pairs(e2m1_code(q)) if PACKED else saturating_cast(q, qdata.dtype.element_ty)
     owned = (row < R) & (c < C)
     tl.store(qdata + (row.to(tl.int64) * (C * BYTES))[:, None] + of_row, q, mask=owned[:, None])

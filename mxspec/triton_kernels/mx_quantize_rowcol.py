@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.triton_kernels.common import numerics
 from mxspec.triton_kernels.tiles import mx_columns
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-PTX = (
-    r"ld\.global\.v4\.b32",
-    r"st\.global\.v4\.b32|0f40C00000",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
-)  # e2m1 has a minimum with 6, and stores fewer bytes
+PTX = mx_columns.PTX
 
 
-def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    return numerics.supports(elem_dtype, packed=True) or mx_columns.supports(x)
+def supports(x: Tensor, **_: Any) -> str | None:
+    return mx_columns.supports(x)
 
 
 def mx_quantize_rowcol(

@@ -11,31 +11,38 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.formats import E2M1, E4M3FN, E5M2, ElementFormat, element, exponent_rule
+from mxspec.formats import E2M1, E2M3, E3M2, FP8_DTYPES, INT8, ElementFormat, element, exponent_rule
 
 # Ref mode uses torch's cast instead of the hardware's saturating conversion, and that cast gives Inf in e5m2.
 _CLAMP = os.environ.get("HELION_INTERPRET") == "1"
 
 
-def supports(elem_dtype: torch.dtype | str, packed: bool = False) -> str | None:
-    """Why the kernels cannot write or read an element format, or None. They are tested for these formats.
-
-    packed: whether they take e2m1, too.
-    """
+def takes_fp8(elem_dtype: torch.dtype | str) -> str | None:
+    """Why a kernel that writes FP8 only cannot write an element format, or None."""
     fmt = element(elem_dtype)
-    if fmt in (E4M3FN, E5M2) or (packed and fmt == E2M1):
-        return None
-    return f"takes e4m3fn{', e5m2 and e2m1' if packed else ' and e5m2'} elements, not {fmt.name}"
+    return None if fmt.dtype in FP8_DTYPES else f"takes e4m3fn and e5m2 elements, not {fmt.name}"
+
+
+# A kernel that writes codes knows their format by the dtype of the tensor. FP6 is written in words of 16 bits.
+_STORED = {torch.uint8: E2M1, torch.int16: E2M3, torch.uint16: E3M2}
+_WRITTEN = {fmt: dtype for dtype, fmt in _STORED.items()}
+FP6_WORDS = (torch.int16, torch.uint16)
 
 
 def stored(dtype: torch.dtype) -> ElementFormat:
-    """The format of the codes in a tensor of this dtype, inside a kernel. There, pairs of e2m1 are uint8."""
-    return E2M1 if dtype == torch.uint8 else element(dtype)
+    """The format of the codes in a tensor of this dtype, inside a kernel that writes them."""
+    return _STORED.get(dtype) or element(dtype)
 
 
-def per_byte(dtype: torch.dtype) -> int:
-    """The codes in an element of a tensor of this dtype, inside a kernel. Helion's kernels do not read a format."""
-    return stored(dtype).per_byte
+def written(x: Tensor, shape: tuple[int, ...], fmt: ElementFormat) -> Tensor:
+    """Memory for codes of this shape. The kernel knows the format by the dtype."""
+    dtype = _WRITTEN.get(fmt, fmt.storage_dtype)
+    return torch.empty((*shape[:-1], held(dtype, shape[-1])), dtype=dtype, device=x.device)
+
+
+def held(dtype: torch.dtype, size: int) -> int:
+    """The elements of a tensor of this dtype that hold `size` codes."""
+    return size * stored(dtype).bits // (8 * dtype.itemsize)
 
 
 def widened(x: Tensor) -> Tensor:
@@ -61,17 +68,23 @@ def shared_exponent(amax_bits: Tensor, fmt: ElementFormat, scaling: str, dtype: 
     """The E8M0 byte, as int32, of a block of `dtype` whose amax has these fp32 bits. It is 255 for Inf and NaN."""
     emax, added, exception = exponent_rule(fmt, scaling, dtype)
     byte = (((amax_bits + added) >> 23) - emax).clamp(min=0)
+    if fmt == INT8:
+        byte = byte.clamp(max=254)
     if exception >= 0:
-        byte = torch.where(amax_bits == exception, 0, byte)
+        byte = torch.where(amax_bits <= exception, 0, byte)
     return torch.where(amax_bits < 0x7F800000, byte, 255)
 
 
-def reciprocal_scale(byte: Tensor) -> Tensor:
+def reciprocal_scale(byte: Tensor, fmt: ElementFormat) -> Tensor:
     """`2^(127 - byte)` as fp32. Byte 255 gives NaN.
 
-    Byte 254 would have a subnormal reciprocal, but it does not occur: an fp32 exponent field minus emax is at most 253.
+    Byte 254 has a subnormal reciprocal, 2^-127. It occurs only in int8, whose emax is 0: an fp32 exponent field minus
+    emax is otherwise at most 253.
     """
-    return torch.where(byte == 255, 0x7FC00000, (254 - byte) << 23).view(torch.float32)
+    bits = torch.where(byte == 255, 0x7FC00000, (254 - byte) << 23)
+    if fmt == INT8:
+        bits = bits.clamp(min=0x400000)
+    return bits.view(torch.float32)
 
 
 def scale_value(byte: Tensor) -> Tensor:
@@ -100,8 +113,11 @@ def saturating_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
 def packed_cast(x: Tensor, fmt: ElementFormat) -> Tensor:
     """`saturating_cast`, with the codes as they are stored: two codes of e2m1 in a byte.
 
-    A NaN becomes the code 7 of e2m1.
+    A NaN becomes the code of the largest value in e2m1 and int8.
     """
+    if fmt == INT8:  # the sum with 1.5 * 2^17 rounds to 64ths, and its last bits are their number
+        code = (x.clamp(-fmt.max, fmt.max) + 1.5 * 2**17).view(torch.int32)
+        return torch.where(x == x, code, 127).to(torch.int8)
     if fmt != E2M1:
         return saturating_cast(x, fmt)
     return in_pairs(torch.where(x == x, e2m1_code(x.abs().clamp(max=6.0), x), 7))
@@ -124,6 +140,44 @@ def e2m1_code(magnitude: Tensor, sign: Tensor, byte: Tensor | None = None) -> Te
     return ((steps + (e >> 22)) & 7) | ((sign.view(torch.int32) >> 28) & 8)
 
 
+def fp6_thirds(x: Tensor, fmt: ElementFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of eight neighbours along the last dimension as three words of 16 bits.
+
+    A NaN becomes the code of the largest value. The codes are computed as in `e2m1_code`: the sum of a magnitude and
+    `e * 2^(23 - mantissa bits)` has the number of steps in its last bits. The exponent field of e, shifted, is the rest
+    of the code and a constant, which an even number of more steps cancels.
+    """
+    m = fmt.mantissa_bits
+    more = ((fmt.bias - 128) << m) & 31
+    magnitude = x.abs().clamp(max=fmt.max)
+    e = (magnitude.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
+    steps = (magnitude + (e + (((23 - m) << 23) + more)).view(torch.float32)).view(torch.int32)
+    code = ((steps + (e >> (23 - m))) & 31) | ((x.view(torch.int32) >> 26) & 32)
+    code = torch.where(x == x, code, 31)
+    even, odd = hl.split(code.reshape(*code.shape[:-1], code.shape[-1] // 2, 2))
+    pairs = even | (odd << 6)
+    even, odd = hl.split(pairs.reshape(*code.shape[:-1], code.shape[-1] // 4, 2))
+    words = even | (odd << 12)
+    low, high = hl.split(words.reshape(*code.shape[:-1], code.shape[-1] // 8, 2))
+    dtype = _WRITTEN[fmt]
+    return low.to(dtype), ((low >> 16) | (high << 8)).to(dtype), (high >> 8).to(dtype)
+
+
+def fp6_values(words: Tensor, fmt: ElementFormat) -> Tensor:
+    """The values of the four codes in each 24-bit word as fp32, along the last dimension.
+
+    The bits of a code become the upper bits of an fp16, which is the value times a power of two, also if it is
+    subnormal.
+    """
+
+    def values(code: Tensor) -> Tensor:
+        half = (code & 31) << (10 - fmt.mantissa_bits) | (code & 32) << 10
+        return half.to(torch.int16).view(torch.float16).to(torch.float32) * 2.0 ** (15 - fmt.bias)
+
+    v0, v1, v2, v3 = values(words), values(words >> 6), values(words >> 12), values(words >> 18)
+    return hl.join(hl.join(v0, v2), hl.join(v1, v3)).reshape(*words.shape[:-1], words.shape[-1] * 4)
+
+
 def in_pairs(code: Tensor) -> Tensor:
     """Neighbours along the last dimension in a byte, the first in the low half."""
     even, odd = hl.split(code.reshape(*code.shape[:-1], code.shape[-1] // 2, 2))
@@ -143,6 +197,8 @@ def e2m1_pairs(pairs: Tensor) -> tuple[Tensor, Tensor]:
 
 def code_values(q: Tensor) -> Tensor:
     """The values of codes as fp32. A byte of e2m1 gives two values, along the last dimension."""
+    if q.dtype == torch.int8:
+        return q.to(torch.float32) * INT8.smallest_subnormal
     if q.dtype != torch.uint8:
         return q.to(torch.float32)
     even, odd = e2m1_pairs(q)

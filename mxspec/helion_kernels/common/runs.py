@@ -8,7 +8,7 @@ from __future__ import annotations
 import helion.language as hl
 from torch import Tensor
 
-from mxspec.helion_kernels.common.numerics import packed_cast, stored
+from mxspec.helion_kernels.common.numerics import FP6_WORDS, fp6_thirds, packed_cast, stored
 
 
 def dimension(size: int, dim: int, dims: int) -> Tensor:
@@ -47,11 +47,15 @@ def store_run(
     """Cast and store `run` rows of each group, along last dimensions of 2.
 
     The cast comes last, because its instruction converts a pair of values. An earlier cast would pair two rows instead
-    of two columns. With `left`, only that many rows exist.
+    of two columns. FP6 casts 8 columns to three words. With `left`, only that many rows exist.
     """
     if run == 1:
         there = mask if left is None else left > i if mask is None else mask & (left > i)
-        hl.store(qdata, [place], packed_cast(values, stored(qdata.dtype)), extra_mask=there)
+        if qdata.dtype in FP6_WORDS:
+            for i, third in enumerate(fp6_thirds(values, stored(qdata.dtype))):
+                hl.store(qdata, [place + i], third, extra_mask=there)
+        else:
+            hl.store(qdata, [place], packed_cast(values, stored(qdata.dtype)), extra_mask=there)
         return
     even, odd = hl.split(values)
     store_run(qdata, place, 2 * stride, even, mask, run // 2, left, 2 * step, i)

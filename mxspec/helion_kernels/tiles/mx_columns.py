@@ -29,13 +29,16 @@ from mxspec.formats import ElementFormat
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.launch import extent, for_device, launch, on_grid
 from mxspec.helion_kernels.common.numerics import (
+    FP6_WORDS,
+    fp6_thirds,
+    held,
     magnitude_bits,
     packed_cast,
-    per_byte,
     reciprocal_scale,
     shared_exponent,
     stored,
     widened,
+    written,
 )
 from mxspec.helion_kernels.common.runs import load_run, store_run
 
@@ -78,10 +81,18 @@ def column_codes(
     """
     blocks, _runs, parts, part, _run = by_block(wide).shape
     fmt, cols = stored(qdata.dtype), parts * part
-    rows = blocks * 32 // fmt.per_byte  # as they are stored
-    factor = reciprocal_scale(byte).unsqueeze(1).unsqueeze(4)
-    codes = packed_cast(by_block(wide) * factor, fmt).permute(2, 3, 0, 1, 4).reshape(cols, rows)
-    m, k = (m_tile * rows + hl.arange(rows)).unsqueeze(0), (k_tile * cols + hl.arange(cols)).unsqueeze(1)
+    rows = held(qdata.dtype, blocks * 32)  # as they are stored
+    values = by_block(wide) * reciprocal_scale(byte, fmt).unsqueeze(1).unsqueeze(4)
+    k = (k_tile * cols + hl.arange(cols)).unsqueeze(1)
+    if qdata.dtype in FP6_WORDS:  # eight rows are three words
+        m = (m_tile * rows + 3 * hl.arange(blocks * 4)).unsqueeze(0)
+        owned = None if even else (k < K) & (m < width)
+        for i, third in enumerate(fp6_thirds(values, fmt)):
+            words = third.permute(2, 3, 0, 1, 4).reshape(cols, blocks * 4)
+            hl.store(qdata, [(e * K + k) * width + m + i], words, extra_mask=owned)
+        return byte.to(torch.uint8).reshape(blocks, cols)
+    codes = packed_cast(values, fmt).permute(2, 3, 0, 1, 4).reshape(cols, rows)
+    m = (m_tile * rows + hl.arange(rows)).unsqueeze(0)
     hl.store(qdata, [(e * K + k) * width + m], codes, extra_mask=None if even else (k < K) & (m < width))
     return byte.to(torch.uint8).reshape(blocks, cols)
 
@@ -114,8 +125,12 @@ def store_rows(
     rows, cols = runs * run, parts * part
     values = wide.reshape(runs, parts, part // 32, 32, run)
     byte = shared_exponent(magnitude_bits(values).amax(3), fmt, scaling, dtype)
-    values = (values * reciprocal_scale(byte).unsqueeze(3)).reshape(runs, parts, part, 2, 2, 2)  # run is 8
-    m, k = tile_index(m_tile, k_tile, runs, parts, part // fmt.per_byte, run)  # k counts elements of qdata
+    values = (values * reciprocal_scale(byte, fmt).unsqueeze(3)).reshape(runs, parts, part, 2, 2, 2)  # run is 8
+    if qdata.dtype in FP6_WORDS:  # eight columns are three words
+        m, k = tile_index(m_tile, k_tile, runs, parts, part // 8, run)
+        k = 3 * k
+    else:
+        m, k = tile_index(m_tile, k_tile, runs, parts, held(qdata.dtype, part), run)  # k counts elements of qdata
     inside = None if even else (m < M) & (k < width)
     store_run(qdata, (e * M + m) * width + k, width, values, inside, run)
     byte = byte.to(torch.uint8).permute(0, 3, 1, 2).reshape(rows, cols // 32)
@@ -149,7 +164,7 @@ def _mx_tile(
 ) -> None:  # fmt: skip
     # Computed on the host, so that Triton keeps its divisible-by-16 specialization.
     m_blocks, k_blocks = M // 32, K // 32
-    m_width, k_width = M // per_byte(q_col.dtype), K // per_byte(q_col.dtype)
+    m_width, k_width = held(q_col.dtype, M), held(q_col.dtype, K)
     runs, parts, bit = rows // run, cols // part, strip.bit_length() - 1
     # x and the results are flat, so only the mask of an access limits what it touches.
     for e, k_strip, i in hl.grid([E, strips, (M + rows - 1) // rows * strip]):
@@ -183,8 +198,7 @@ def mx_tile(
     def outputs(R: int, C: int) -> tuple[Tensor, Tensor]:
         row_tiles, col_tiles = blocked_shape(R, C // 32)
         scale_shape = (512 * row_tiles * col_tiles,) if blocked else (R, C // 32)
-        qdata = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.storage_dtype)
-        return qdata, x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
+        return written(x, (*lead, R, C), fmt), x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
 
     k_tiles = -(-K // cols)
     strip = math.gcd(k_tiles, 8) if with_rows else 1  # 8 tiles write whole sectors of plain scales
@@ -203,5 +217,6 @@ def mx_tile(
             scaling, blocked, with_rows, M % rows == 0 and K % cols == 0, strip,
             rows, cols, part, run,
         )  # fmt: skip
-    columns = fmt.as_codes(q_col), s_col.view(torch.float8_e8m0fnu)
-    return (fmt.as_codes(q_row), s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
+    q_row, q_col = (fmt.as_codes(q.view(fmt.storage_dtype)) for q in (q_row, q_col))
+    columns = q_col, s_col.view(torch.float8_e8m0fnu)
+    return (q_row, s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.helion_kernels.common.launch import flat, for_device
+from mxspec.helion_kernels.common.numerics import code_values
 
 PTX = {
     "sm90": (r"wgmma\.mma_async.*\.f32\.(e[45]m[32]\.e[45]m[32]|f16\.f16)",),
@@ -56,6 +57,26 @@ def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
     return _power(((byte + 1) >> 1) + 63, byte), _power((byte >> 1) + 64, byte)
 
 
+def multiplied_by_packed(acc: Tensor, a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor) -> Tensor:
+    """`acc` plus a block of a `(M, 32)` times the transpose of a block of b, which holds e2m1 codes `(N, 16)`.
+
+    a: e2m1 or FP8 codes, which bf16 holds exactly; or bf16 numbers, without scales. Such a number may be as large as
+    fp32 allows. So half of b's exponent scales its codes before the sum, and the other half scales the sum.
+    """
+    values = code_values(b)
+    if a_scale is None:
+        down, up = _halves(b_scale)
+        return acc + hl.dot(a, (values * down).to(torch.bfloat16).t(), out_dtype=torch.float32) * up.t()
+    of_a = code_values(a) if a.dtype == torch.uint8 else a
+    block = hl.dot(of_a.to(torch.bfloat16), values.to(torch.bfloat16).t(), out_dtype=torch.float32)
+    return acc + scaled(block, a_scale, b_scale)
+
+
+def scaled(block: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    (a_down, a_up), (b_down, b_up) = _halves(a_scale), _halves(b_scale.t())
+    return block * (a_down * b_up) * (a_up * b_down)
+
+
 def multiplied(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, step: int) -> Tensor:
     """`acc` plus a `(M, step)` times the transpose of b `(N, step)`, with one scale for each block of a and of b.
 
@@ -68,5 +89,4 @@ def multiplied(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tens
     if a.dtype != b.dtype and not _REF:
         a, b = a.to(torch.float16), b.to(torch.float16)
     block = hl.dot(a, b.t(), out_dtype=torch.float32)
-    (a_down, a_up), (b_down, b_up) = _halves(a_scale), _halves(b_scale.t())
-    return acc + block * (a_down * b_up) * (a_up * b_down)
+    return acc + scaled(block, a_scale, b_scale)

@@ -4,22 +4,13 @@
 rounding rule as the three constants of `formats.exponent_rule`.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from mxspec.formats import E2M1, E4M3FN, E5M2, element
+from mxspec.formats import E2M1, INT8
 
-
-def supports(elem_dtype: torch.dtype | str, packed: bool = False) -> str | None:
-    """Why the kernels cannot write or read an element format, or None. They are tested for these formats.
-
-    packed: whether they take e2m1, too.
-    """
-    fmt = element(elem_dtype)
-    if fmt in (E4M3FN, E5M2) or (packed and fmt == E2M1):
-        return None
-    return f"takes e4m3fn{', e5m2 and e2m1' if packed else ' and e5m2'} elements, not {fmt.name}"
+_INT8_MAX, _INT8_STEP = tl.constexpr(INT8.max), tl.constexpr(INT8.smallest_subnormal)
+_E2M1_MAX = tl.constexpr(E2M1.max)
 
 
 @triton.jit
@@ -48,18 +39,24 @@ def magnitude_bits(x):
 def shared_exponent(amax_bits, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr):
     """The E8M0 byte, as int32, of a block whose largest magnitude has these fp32 bits. It is 255 for Inf and NaN."""
     byte = tl.maximum(((amax_bits + ROUND) >> 23) - EMAX, 0)
+    if EMAX == 0:  # int8
+        byte = tl.minimum(byte, 254)
     if EXCEPT >= 0:
-        byte = tl.where(amax_bits == EXCEPT, 0, byte)
+        byte = tl.where(amax_bits <= EXCEPT, 0, byte)
     return tl.where(amax_bits < 0x7F800000, byte, 255)
 
 
 @triton.jit
-def reciprocal_scale(byte):
+def reciprocal_scale(byte, EMAX: tl.constexpr):
     """2^(127 - byte) as fp32. Byte 255 gives NaN.
 
-    Byte 254 would have a subnormal reciprocal, but it does not occur: an fp32 exponent field minus emax is at most 253.
+    Byte 254 has a subnormal reciprocal, 2^-127. It occurs only in int8, whose EMAX is 0: an fp32 exponent field minus
+    EMAX is otherwise at most 253.
     """
-    return tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    bits = tl.where(byte == 255, 0x7FC00000, (254 - byte) << 23)
+    if EMAX == 0:
+        bits = tl.maximum(bits, 0x400000)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -82,7 +79,7 @@ def scale_factors(amax_bits, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl
     """
     field = tl.maximum(((amax_bits + ROUND) & -0x800000) - (EMAX << 23), 0)  # the byte times 2^23
     if EXCEPT >= 0:
-        field = tl.where(amax_bits == EXCEPT, 0, field)
+        field = tl.where(amax_bits <= EXCEPT, 0, field)
     reciprocal = tl.where(amax_bits >= 0x7F800000, 0x7FC00000, 0x7F000000 - field)
     return reciprocal.to(tl.float32, bitcast=True), tl.maximum(field, 0x400000).to(tl.float32, bitcast=True)
 
@@ -91,9 +88,23 @@ def scale_factors(amax_bits, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl
 def saturating_cast(x, DTYPE: tl.constexpr):
     """Round to nearest, ties to even, and saturate.
 
-    `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is needed.
+    `cvt.rn.satfinite` does all of it and keeps NaN, so no clamp is needed. A code of int8 counts 64ths. The sum with
+    1.5 * 2^17 rounds to 64ths, and its last bits are their number. A NaN becomes 127: the minimum is the other operand.
     """
-    return x.to(DTYPE)
+    if tl.int8 == DTYPE:
+        x = tl.maximum(tl.minimum(x, _INT8_MAX), -_INT8_MAX)
+        return (x + 1.5 * 2.0**23 * _INT8_STEP).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def code_values(q):
+    """The values of codes that do not share bytes, in fp32."""
+    if q.dtype == tl.int8:
+        return q.to(tl.float32) * _INT8_STEP
+    else:
+        return q.to(tl.float32)
 
 
 @triton.jit
@@ -102,17 +113,32 @@ def as_float(bits):
 
 
 @triton.jit
-def e2m1_code_of(magnitude):
-    """The e2m1 code of a magnitude, int32: rounded to nearest, ties to even, and saturated. NaN gives any number.
+def power_of_two(x, LEAST: tl.constexpr):
+    """The bits of the power of two below |x|, at least LEAST. Those of Inf for Inf and NaN."""
+    return tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, LEAST)
 
-    e is the power of two below the magnitude, at least 1. Codes in its binade are steps of e / 2 apart. The sum with
-    e * 2^22 therefore rounds to steps, and has their number in its last bits. The code is 2 * log2(e) more.
+
+@triton.jit
+def code_of(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
+    """The e2m1 or FP6 code of a magnitude, int32: rounded to nearest, ties to even, and saturated.
+
+    NaN gives any number. e is the power of two below the magnitude, at least that of the smallest normal. Codes in its
+    binade are steps of `e / 2^MANTISSA` apart. The sum with `e * 2^(23 - MANTISSA)` therefore rounds to steps, and has
+    their number in its last bits. The exponent field of e, shifted, is the rest of the code and a constant. MORE steps
+    cancel the constant in the bits of the code. Their number is even, which keeps ties to even.
     """
-    magnitude = tl.minimum(magnitude, 6.0)
-    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
-    # e more are 2 steps more, because 2 * 127 + 2 is a multiple of 16. An even number keeps ties to even.
-    steps = tl.fma(as_float(e), 2.0**22 + 1, magnitude).to(tl.int32, bitcast=True)
-    return (steps + (e >> 22)) & 7
+    MASK: tl.constexpr = 7 if MANTISSA == 1 else 31
+    MORE: tl.constexpr = ((BIAS - 128) << MANTISSA) & MASK
+    magnitude = tl.minimum(magnitude, MAX)
+    e = power_of_two(magnitude, (128 - BIAS) << 23)
+    steps = tl.fma(as_float(e), 2.0 ** (23 - MANTISSA) + MORE * 2.0**-MANTISSA, magnitude).to(tl.int32, bitcast=True)
+    return (steps + (e >> (23 - MANTISSA))) & MASK
+
+
+@triton.jit
+def e2m1_code_of(magnitude):
+    """The e2m1 code of a magnitude, as `code_of` gives it."""
+    return code_of(magnitude, 1, 1, _E2M1_MAX)
 
 
 @triton.jit

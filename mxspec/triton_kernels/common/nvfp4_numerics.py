@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxspec.formats import NVFP4_LARGEST
 from mxspec.triton_kernels.common.launch import capability
-from mxspec.triton_kernels.common.numerics import as_float, e2m1_code_of
+from mxspec.triton_kernels.common.numerics import as_float, e2m1_code_of, power_of_two
 from mxspec.triton_kernels.common.philox import philox
 
 _LARGEST = tl.constexpr(NVFP4_LARGEST)
@@ -164,8 +164,7 @@ def _drawn_code(magnitude, byte):
     The magnitude is a number of 256ths of the steps of its binade, cut off. The byte is added to it.
     """
     y = tl.minimum(magnitude, 6.0)
-    e = y.to(tl.int32, bitcast=True) & 0x7F800000
-    e = tl.maximum(e, 0x3F800000)
+    e = power_of_two(y, 0x3F800000)
     parts = (y * as_float(-e + _PARTS)).to(tl.int32)
     return (((parts + byte) >> 8) + (e >> 22) + 2) & 7
 

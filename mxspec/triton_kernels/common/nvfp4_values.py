@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels.common.numerics import as_float
+from mxspec.triton_kernels.common.numerics import as_float, power_of_two
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     OF_B,
     OF_X,
@@ -54,14 +54,8 @@ def random_bytes(random, stride, n, STREAM: tl.constexpr):
 @triton.jit
 def _nearest(magnitude):
     """Magnitudes of at most 6 rounded to e2m1, ties to even."""
-    e = _power_of_two(magnitude, 0x3F800000)  # codes in a binade are steps of e / 2 apart
+    e = as_float(power_of_two(magnitude, 0x3F800000))  # codes in a binade are steps of e / 2 apart
     return tl.fma(e, -(2.0**22), tl.fma(e, 2.0**22, magnitude))
-
-
-@triton.jit
-def _power_of_two(x, LEAST: tl.constexpr):
-    """The power of two below |x|, at least the float with the bits LEAST. Inf for Inf and NaN."""
-    return as_float(tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, LEAST))
 
 
 @triton.jit
@@ -80,7 +74,7 @@ def of_group(amax):
 def scale_of(b, d, reciprocal):
     """The e4m3 scales of blocks with the largest magnitudes b, in fp32. None is larger than 448."""
     s = quotient(b * OF_B, -d, reciprocal, None)
-    e = _power_of_two(s, 0x3C800000)  # at least 2^-6. Scales in a binade are steps of e / 8 apart
+    e = as_float(power_of_two(s, 0x3C800000))  # at least 2^-6. Scales in a binade are steps of e / 8 apart
     return tl.fma(e, -(2.0**20), tl.fma(e, 2.0**20, s))
 
 
@@ -102,7 +96,7 @@ def nearest_of_narrow(x, r):
     bits. So the product is first rounded to a multiple of 2^-17: if the exact quotient is a tie, this gives the tie.
     """
     q = tl.clamp(tl.fma(x, r, 96.0) - 96.0, -6.0, 6.0)
-    e = _power_of_two(q, 0x3F800000)  # Values in a binade are steps of e / 2 apart
+    e = as_float(power_of_two(q, 0x3F800000))  # Values in a binade are steps of e / 2 apart
     return tl.fma(e, -1.5 * 2.0**22, tl.fma(e, 1.5 * 2.0**22, q))
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import ElementFormat, exponent_rule
+from mxspec.triton_kernels.common import fp6
 from mxspec.triton_kernels.common.blocked import blocked_shape
 from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, tokens_left
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
@@ -47,6 +48,13 @@ _HOPPER = {
     "rowcol": {"RUN": 8, "RUNS": 16, "COLS": 128, "PART": 64, "num_warps": 8},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
+# FP8 is converted. For e2m1 and FP6, a fused addition rounds a magnitude of at most the largest value; for int8, an
+# addition does. The narrower codes are stored in shorter words.
+PTX = (
+    r"ld\.global\.v4\.b32",
+    r"st\.global\.(v4\.b32|b16|b32)|0f40C00000",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40F00000|41E00000|3FFE0000)",
+)
 CODES = tl.constexpr(3)  # beside TOKENS, SWIGLU and GRADIENT: the values of MX codes along the rows
 
 
@@ -89,7 +97,7 @@ def _mx_tile(
     ALIGN: tl.constexpr = 0, CHUNK: tl.constexpr = 0,
     dh=None, dh_stride_m=None, dh_stride_k=None, half=None, VALUES: tl.constexpr = TOKENS, SPLIT: tl.constexpr = False,
     row_scale=None, row_scale_stride_m=None, row_scale_stride_k=None,
-    E5M2: tl.constexpr = False, BF16: tl.constexpr = False,
+    E5M2: tl.constexpr = False, BF16: tl.constexpr = False, FP6: tl.constexpr = 0,
 ):  # fmt: skip
     # M32 and K32 are M / 32 and K / 32, computed on the host so that Triton keeps its divisible-by-16 specialization.
     # With `offs`, M counts the padded rows of token groups, and `tokens` counts the rows of x.
@@ -165,8 +173,20 @@ def _mx_tile(
         tl.static_assert(RUN == 8)
         blocks = wide.reshape(RUNS, PARTS, PART // 32, 32, RUN)
         row_byte = shared_exponent(tl.max(magnitude_bits(blocks), axis=3), EMAX, ROUND, EXCEPT)
-        q = blocks * reciprocal_scale(row_byte)[:, :, :, None, :]
-        if PACKED:
+        q = blocks * reciprocal_scale(row_byte, EMAX)[:, :, :, None, :]
+        if FP6:  # 8 neighbouring columns of a row are three words, in the thread that loaded them
+            first, second, third = fp6.thirds_of_8(fp6.encoded(q, FP6).permute(0, 1, 2, 4, 3))
+            first = first.permute(0, 1, 2, 4, 3).reshape(RUNS, PARTS, PART // 8, 2, 2, 2)
+            second = second.permute(0, 1, 2, 4, 3).reshape(RUNS, PARTS, PART // 8, 2, 2, 2)
+            third = third.permute(0, 1, 2, 4, 3).reshape(RUNS, PARTS, PART // 8, 2, 2, 2)
+            eight = tl.arange(0, PARTS)[:, None] * (PART // 8) + tl.arange(0, PART // 8)[None, :]
+            in_row = ((m0 + g < M)[:, None, None] & (k0 + 8 * eight < K)[None, :, :]) | EVEN
+            width = K // 8 * 3
+            at = q_row + (e * M + m0) * width + k0 // 8 * 3 + ((g * width)[:, None, None] + (3 * eight)[None, :, :])
+            store8(at, width, first, in_row, None, 0, 1)
+            store8(at + 1, width, second, in_row, None, 0, 1)
+            store8(at + 2, width, third, in_row, None, 0, 1)
+        elif PACKED:
             q = in_pairs(e2m1_code(q).permute(0, 1, 2, 4, 3)).permute(0, 1, 2, 4, 3)
             byte_of_row = tl.arange(0, PARTS)[:, None] * (PART // 2) + tl.arange(0, PART // 2)[None, :]
             in_row = ((m0 + g < M)[:, None, None] & (k0 + 2 * byte_of_row < K)[None, :, :]) | EVEN
@@ -176,8 +196,16 @@ def _mx_tile(
             q = q.reshape(RUNS, PARTS, PART, 2, 2, 2)
             store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside, None, 0, 1)
 
-    q = wide.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN) * reciprocal_scale(byte)[:, None, :, :, None]
-    if PACKED:
+    q = wide.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN) * reciprocal_scale(byte, EMAX)[:, None, :, :, None]
+    if FP6:  # the rows of a run are three words
+        words = fp6.in_threes(fp6.encoded(q, FP6)).permute(2, 3, 0, 1, 4).reshape(COLS, RUNS, 4)
+        run, width = tl.arange(0, RUNS), M // RUN * 3
+        word = (3 * run)[:, None] + tl.arange(0, 4)[None, :]
+        owned = ((k0 + k < K)[:, None] & (m0 + RUN * run < M)[None, :]) | EVEN
+        owned = owned[:, :, None] & (tl.arange(0, 4) < 3)[None, None, :]
+        at = q_col + (e * K + k0) * width + m0 // RUN * 3
+        tl.store(at + ((k * width)[:, None, None] + word[None, :, :]), words, mask=owned)
+    elif PACKED:
         byte_of_column = tl.arange(0, ROWS // 2)
         owned = ((k0 + k < K)[:, None] & (m0 + 2 * byte_of_column < M)[None, :]) | EVEN
         q = in_pairs(e2m1_code(q)).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS // 2)
@@ -237,7 +265,10 @@ def mx_tile(
     def outputs(R: int, C: int) -> tuple[Tensor, Tensor]:
         row_tiles, col_tiles = blocked_shape(R, C // 32)
         scale_shape = (512 * row_tiles * col_tiles,) if blocked else (R, C // 32)
-        codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.storage_dtype)
+        if fmt in fp6.FORMATS:  # a word has a third of the codes of a run
+            codes = fp6.empty(x, (*lead, R, C), torch.int32 if chosen["RUN"] == 16 else torch.int16)
+        else:
+            codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.storage_dtype)
         return codes, x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
 
     q_col, s_col = outputs(K, M)
@@ -251,10 +282,11 @@ def mx_tile(
             x, q_col, s_col, q_row, s_row, None, None, None,
             M, K, M // 32, K // 32, x.stride(0) if lead else 0, *x.stride()[-2:], M, 0, 0,
             *exponent_rule(fmt, scaling, x.dtype), blocked, with_rows, even, wide, **chosen, STRIP=strip,
-            **UNFUSED,
+            FP6=fp6.mantissa_bits(fmt), **UNFUSED,
         )  # fmt: skip
-    columns = fmt.as_codes(q_col), s_col.view(torch.float8_e8m0fnu)
-    return (fmt.as_codes(q_row), s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
+    q_row, q_col = (fmt.as_codes(q.view(fmt.storage_dtype)) for q in (q_row, q_col))
+    columns = q_col, s_col.view(torch.float8_e8m0fnu)
+    return (q_row, s_row.view(torch.float8_e8m0fnu), *columns) if with_rows else columns
 
 
 def launch_groups(
