@@ -38,6 +38,13 @@ def test_a_sum_that_float64_would_round_onto_a_tie():
     assert fused_multiply_add(np.float32([2.0**-36]), y, np.float32([1 + 2.0**-23]))[0] == np.float32(1 + 2.0**-23)
 
 
+def test_a_sum_that_is_subnormal_in_fp32_is_rounded_once():
+    rng = np.random.default_rng(1)
+    x, y = (rng.standard_normal(2000).astype(np.float32) * np.float32(2.0**-70) for _ in range(2))
+    z = rng.integers(-3, 4, 2000).astype(np.float32) * np.float32(2.0**-149)
+    assert (fused_multiply_add(x, y, z) == np.array([rounded_once(*v) for v in zip(x, y, z, strict=True)])).all()
+
+
 def test_special_values():
     x = np.float32([np.inf, np.nan, 3e38, 0.0])
     got = fused_multiply_add(x, np.float32([1.0, 1.0, 10.0, 0.0]), np.float32([-np.inf, 0.0, 0.0, -0.0]))
