@@ -34,7 +34,9 @@ _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 def correct(interpreter: Any) -> None:
     """Replace the functions of `triton.runtime.interpreter` that compute wrong bits."""
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module=r"(triton\.runtime\.interpreter|mxspec\.interpreters\.operators)$"
+    )
     triton_convert_float = interpreter._convert_float
     triton_patch_lang_tensor = interpreter._patch_lang_tensor
     triton_create_dot = interpreter.InterpreterBuilder.create_dot
