@@ -44,6 +44,9 @@ export MXSPEC_TRITONS = $(abspath $(VENV))
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # mxspec's Helion kernels come with their configurations, so Helion must not search for others at run time.
 export HELION_AUTOTUNE_EFFORT = none
+# Tests start hundreds of processes. Each reads the bytecode that the first process stored. Without it, each would
+# compile the sources of Helion and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test complete quick lint types pytest interpreted notebooks-test notebooks docs lab bench clean
 

@@ -12,6 +12,7 @@ import torch
 
 from mxspec.interpreters.accelerations import accelerate, distinct_rows
 from mxspec.interpreters.corrections import correct
+from mxspec.interpreters.operators import accelerate_operators
 
 
 def install() -> None:
@@ -30,3 +31,4 @@ def install() -> None:
     interpreter.corrected_by_mxspec = True
     correct(interpreter)
     accelerate(interpreter)
+    accelerate_operators(interpreter)

@@ -35,7 +35,9 @@ _NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 def correct(interpreter: Any) -> None:
     """Replace the functions of `triton.runtime.interpreter` that compute wrong bits."""
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    warnings.filterwarnings(
+        "ignore", category=RuntimeWarning, module=r"(triton\.runtime\.interpreter|mxspec\.interpreters\.operators)$"
+    )
     triton_convert_float = interpreter._convert_float
     triton_patch_lang_tensor = interpreter._patch_lang_tensor
     triton_create_dot = interpreter.InterpreterBuilder.create_dot
@@ -101,9 +103,18 @@ def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarra
     with np.errstate(all="ignore"):
         product, z = x.astype(np.float64) * y, z.astype(np.float64)
         total = product + z
+        narrow = total.astype(np.float32)
+        # The rounding to float64 matters only if it moved the sum onto a tie of fp32. On a tie, only the first of the
+        # 29 bits that fp32 lacks is set. A subnormal fp32 number lacks more bits, so it is always rounded to odd.
+        on_a_tie = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
+        unsure = on_a_tie | ((np.abs(total) < 2.0**-126) & (total != 0))
+        if not unsure.any():
+            return narrow
+        total, product, z = (np.broadcast_to(t, narrow.shape)[unsure] for t in (total, product, z))
         part = total - product
         lost = (product - (total - part)) + (z - part)
-        bits = np.ascontiguousarray(total).view(np.int64)
+        bits = total.view(np.int64)
         even = (lost != 0) & np.isfinite(lost) & (bits & 1 == 0)
         odd = bits + np.where(even, np.where((lost > 0) == (total > 0), 1, -1), 0)
-        return odd.view(np.float64).astype(np.float32)
+        narrow[unsure] = odd.view(np.float64)
+        return narrow

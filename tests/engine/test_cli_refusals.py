@@ -357,7 +357,7 @@ def test_ctrl_c_ends_the_processes_of_compile(tmp_path):
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_a_reader_that_goes_is_no_error(tmp_path, form):
-    with started("list", *form, cwd=tmp_path) as process:
+    with started("check", "--op", "to_blocked", "--list", *form, cwd=tmp_path) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1

@@ -38,6 +38,13 @@ def test_a_sum_that_float64_would_round_onto_a_tie():
     assert fused_multiply_add(np.float32([2.0**-36]), y, np.float32([1 + 2.0**-23]))[0] == np.float32(1 + 2.0**-23)
 
 
+def test_a_sum_that_is_subnormal_in_fp32_is_rounded_once():
+    rng = np.random.default_rng(1)
+    x, y = (rng.standard_normal(2000).astype(np.float32) * np.float32(2.0**-70) for _ in range(2))
+    z = rng.integers(-3, 4, 2000).astype(np.float32) * np.float32(2.0**-149)
+    assert (fused_multiply_add(x, y, z) == np.array([rounded_once(*v) for v in zip(x, y, z, strict=True)])).all()
+
+
 def test_special_values():
     x = np.float32([np.inf, np.nan, 3e38, 0.0])
     got = fused_multiply_add(x, np.float32([1.0, 1.0, 10.0, 0.0]), np.float32([-np.inf, 0.0, 0.0, -0.0]))
@@ -77,3 +84,54 @@ def test_a_comparison_of_numbers_is_a_mask(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, tmp_path / "mask.py"], env=environment, capture_output=True, text=True)
     assert run.stdout.splitlines() == ["int1 bool", "int1 bool", "[1, 1, 1, 1, 0, 0, 0, 0]"], run.stderr
+
+
+OPERATORS = """
+import itertools, numpy as np
+from triton.runtime import interpreter
+from mxspec.interpreters import accelerations, corrections, operators
+
+corrections.correct(interpreter)
+accelerations.accelerate(interpreter)
+semantic, tl = interpreter.interpreter_semantic, interpreter.tl
+before = {name: getattr(semantic, name) for name in operators.NAMES}
+operators.accelerate_operators(interpreter)
+rng = np.random.default_rng(0)
+scalars = [tl.int1, tl.int8, tl.int32, tl.int64, tl.uint8, tl.uint32, tl.uint64, tl.float16, tl.bfloat16, tl.float32]
+
+def made(dtype, shape):
+    kind = interpreter._get_np_dtype(dtype)
+    values = rng.integers(0, 256, (*(shape or (1,)), kind.itemsize), dtype=np.uint8).view(kind)[..., 0]
+    values = values.astype(np.uint8) & 1 == 1 if kind == bool else values
+    return tl.tensor(interpreter.TensorHandle(values, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
+
+def bits(call, *operands):
+    try:
+        out = call(*operands)
+    except Exception as error:
+        return type(error).__name__
+    values = out.handle.data
+    nan = values != values
+    return str(out.type), str(out.handle.dtype), values.dtype, values.shape, nan.tobytes(), values[~nan].tobytes()
+
+compared = 0
+with np.errstate(all="ignore"):
+    for name, left, right in itertools.product(operators.NAMES, scalars, [*scalars, 3, -1, 0, 0.5, -0.0, True]):
+        options = {"add": [False], "sub": [False], "mul": [False]}.get(name, [])
+        options = options or [tl.PropagateNan.NONE] * name.endswith("imum")
+        for shapes in [((4, 8), (4, 8)), ((4, 1), (1, 8)), ((4, 8), ()), ((), ())]:
+            for _ in range(3):  # the second and third calls repeat what the first call did
+                operands = [made(d, s) if isinstance(d, tl.dtype) else d for d, s in zip((left, right), shapes)]
+                for order in (operands, operands[::-1]):
+                    expected = bits(before[name], *order, *options)
+                    got = bits(getattr(semantic, name), *order, *options)
+                    assert got == expected, (name, left, right, shapes, got, expected)
+                    compared += 1
+print(compared)
+"""
+
+
+def test_operators_give_the_bits_of_tritons(tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", OPERATORS], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
