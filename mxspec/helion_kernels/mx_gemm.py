@@ -31,6 +31,8 @@ PTX = {"sm90": (mx_by_memory.PTX,), "sm100": (rf"{mx_matmul.PTX['sm100'][0]}|tcg
 _SCALED = config([128, 128], 8, num_stages=4, l2_groupings=[8])
 CONFIGS = {
     "large": {(9, 0): matmul_config([128, 256, 64], 8, 3), (10, 0): _SCALED},
+    # The large tile of fp32 would need 272 KiB of shared memory. No other tile was tried, and this one was not timed.
+    "large, fp32": {(9, 0): matmul_config([128, 128, 64], 8, 4), (10, 0): _SCALED},
     "at most 64 rows": {(9, 0): matmul_config([64, 64, 128], 4, 4, persistent=False), (10, 0): _SCALED},
 }
 # For b in e2m1. No other tile was tried, and none was timed.
@@ -110,7 +112,8 @@ def mx_gemm(
         )  # fmt: skip
         return out
     assert a_scale is not None  # only bfloat16 has no scales
-    configs = CONFIGS["at most 64 rows" if M <= 64 else "large"]
+    large = "large, fp32" if out_dtype == torch.float32 else "large"
+    configs = CONFIGS["at most 64 rows" if M <= 64 else large]
     if step_for(a.device) != MX_BLOCK_SIZE:
         launch(
             _mx_gemm, configs, a, *scale_arguments(a_scale, blocked), b, *scale_arguments(b_scale, blocked),

@@ -233,6 +233,7 @@ def test_captured_in_a_cuda_graph_it_trains_on_other_tokens_and_groups(recipe):
     with torch.no_grad():  # write other tokens and other groups into the same memory
         x.copy_(y)
         offs.copy_(other_offs)
+    torch.manual_seed(1)  # a graph keeps no seed: it draws from the generator as it is at the replay
     graph.replay()
     got = [t.clone() for t in captured]
     assert not torch.equal(got[0], expected[0])

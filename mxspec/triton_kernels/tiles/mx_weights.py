@@ -140,8 +140,15 @@ def _sums(
 
 
 @triton.jit
-def _is_finite(x):
-    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+def _is_finite(x, ASM: tl.constexpr):
+    """In assembly, as floats. ptxas takes the bits of these sums, read as an integer, for those of the initial zero."""
+    if ASM:
+        text: tl.constexpr = (
+            "{ .reg .pred p; .reg .f32 a; abs.f32 a, $1; setp.lt.f32 p, a, 0f7F800000; selp.b32 $0, 1, 0, p; }"
+        )
+        return tl.inline_asm_elementwise(text, "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return (tl.abs(x) < float("inf")).to(tl.int32)
 
 
 @triton.jit
@@ -161,11 +168,13 @@ def _mx_weights(
         x, x_stride, w, w_stride, scale, scale_stride_c, top, left, M, N, K,
         TAIL, False, ASM, DESCRIBED, BLOCKED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
     )  # fmt: skip
-    if tl.max(tl.max((_is_finite(acc) == 0).to(tl.int32), 1), 0) != 0:
-        acc = _sums(
+    is_finite = _is_finite(acc, ASM)
+    if tl.min(tl.min(is_finite, 1), 0) == 0:
+        again = _sums(
             x, x_stride, w, w_stride, scale, scale_stride_c, top, left, M, N, K,
             TAIL, True, ASM, DESCRIBED, BLOCKED, BLOCK_M, BLOCK_N, BLOCK_K, 1,
         )  # fmt: skip
+        acc = tl.where(is_finite != 0, acc, again)
     at = out + m.to(tl.int64)[None, :] * out_stride + n[:, None]
     tl.store(at, (acc * UP).to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
