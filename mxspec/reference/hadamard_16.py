@@ -83,7 +83,7 @@ def hadamard_16(x: Tensor, *, axis: int = -1, signs: int = SIGNS) -> Tensor:
     check_args(x, axis=axis, signs=signs)
     if axis == -2:
         x = x.mT
-    negated = torch.tensor([signs >> j & 1 for j in range(SIZE)], dtype=torch.bool, device=x.device)
+    negated = (1 << torch.arange(SIZE, device=x.device)) & signs != 0
     v = x.contiguous().to(torch.float32).unflatten(-1, (x.shape[-1] // SIZE, SIZE))  # (..., C/16, 16)
     v = torch.where(negated, -v, v)
     for distance in (1, 2, 4, 8):

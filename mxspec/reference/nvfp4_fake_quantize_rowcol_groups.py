@@ -128,7 +128,7 @@ def nvfp4_fake_quantize_rowcol_groups(
         if random is None:
             codes, scale, _ = nvfp4_quantize(blocks, amax[group], axis=axis)
         else:
-            state = random + torch.tensor([0, stream], device=x.device)
+            state = random + torch.arange(2, device=x.device) * stream
             byte = bytes_of_blocks(state, (R // 16, K)).mT.to(torch.uint8)  # (R/16, 16, K)
             codes, scale, _ = nvfp4_quantize_stochastic(blocks, byte, amax[group], axis=axis)
         one = torch.ones_like(largest, dtype=torch.float32)
