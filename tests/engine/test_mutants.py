@@ -34,7 +34,7 @@ def mutants(op, case, file, *changes):
     return [Mutant(mistake, op, case, file, text, instead) for mistake, text, instead in changes]
 
 
-EDGE, EDGE_FLOOR, EVERY = "edge blocks, rceil, e4m3fn", "edge blocks, floor, e4m3fn", "every exponent, rceil, e4m3fn"
+EDGE, EDGE_FLOOR = "edge blocks, rceil, e4m3fn", "edge blocks, floor, e4m3fn"
 BITS = "random bit patterns, float32, rceil, e4m3fn"
 
 TRITON = [
@@ -306,7 +306,7 @@ HELION = [
         ("sign of zero lost", "return x.to(fmt.dtype)", "return (x + 0.0).to(fmt.dtype)"),
         ("codes truncated",
          "return x.to(fmt.dtype)", "return (x.view(torch.int32) & -0x100000).view(torch.float32).to(fmt.dtype)")),
-    *mutants("mx_quantize", EVERY, "common.numerics",
+    *mutants("mx_quantize", "every exponent, floor, e4m3fn", "common.numerics",
         ("byte below 0 wraps", ".clamp(min=0)", "")),
     *mutants("mx_quantize", "edge blocks, floor, e5m2", "common.numerics",
         ("cast does not saturate", "if _CLAMP:", "if False:")),
