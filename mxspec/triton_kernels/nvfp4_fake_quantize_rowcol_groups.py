@@ -29,7 +29,7 @@ from mxspec.triton_kernels.common.nvfp4_values import (
 )
 from mxspec.triton_kernels.common.runs import load16, store16
 
-# An H100 ran and timed it (benchmarks/results/decisions.md). Its bytes were compared in the interpreter.
+# An H200 gave the reference's bytes. Times: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
 # "large": with random bytes, fp16 and fp32 take more registers. So do elements of a row that lie apart: each has an
 # address.

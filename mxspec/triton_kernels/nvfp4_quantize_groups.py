@@ -31,7 +31,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_of_groups
 
-# An H100 ran and timed it (benchmarks/results/decisions.md). Its bytes were compared in the interpreter.
+# An H200 gave the reference's bytes. Times: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
 _HOPPER = {"BLOCKS": 256, "num_warps": 4}  # a program has BLOCKS scale bytes; from nvfp4_quantize, not measured
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels import nvfp4_quantize
 
-# An H100 ran and timed it (benchmarks/results/decisions.md). Its bytes were compared in the interpreter.
+# An H200 gave the reference's bytes. Times: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
 CONFIGS = nvfp4_quantize.CONFIGS  # not measured for this op
 # Without .ftz, which would lose subnormals. The conversion to an integer cuts the lower bits off.

@@ -43,7 +43,7 @@ def outputs(op, args, kwargs, backend="triton") -> tuple[Tensor, ...]:
 
 def same(got, expected) -> bool:
     def bits(t):
-        return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        return torch.atleast_1d(t).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     forms = [[(t.shape, t.stride(), t.dtype, t.device) for t in some] for some in (got, expected)]
     return forms[0] == forms[1] and all(bits(a).equal(bits(b)) for a, b in zip(got, expected, strict=True))

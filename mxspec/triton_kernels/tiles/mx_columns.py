@@ -170,23 +170,11 @@ def _mx_tile(
     byte = shared_exponent(largest, EMAX, ROUND, EXCEPT)  # (BLOCKS, PARTS, PART)
     # All loads come first: the compiler does not move a load past a store that may write to its address.
     if WITH_ROWS:
-        tl.static_assert(RUN == 8)
+        tl.static_assert(RUN == 8 and not FP6)
         blocks = wide.reshape(RUNS, PARTS, PART // 32, 32, RUN)
         row_byte = shared_exponent(tl.max(magnitude_bits(blocks), axis=3), EMAX, ROUND, EXCEPT)
         q = blocks * reciprocal_scale(row_byte, EMAX)[:, :, :, None, :]
-        if FP6:  # 8 neighbouring columns of a row are three words, in the thread that loaded them
-            first, second, third = fp6.thirds_of_8(fp6.encoded(q, FP6).permute(0, 1, 2, 4, 3))
-            first = first.permute(0, 1, 2, 4, 3).reshape(RUNS, PARTS, PART // 8, 2, 2, 2)
-            second = second.permute(0, 1, 2, 4, 3).reshape(RUNS, PARTS, PART // 8, 2, 2, 2)
-            third = third.permute(0, 1, 2, 4, 3).reshape(RUNS, PARTS, PART // 8, 2, 2, 2)
-            eight = tl.arange(0, PARTS)[:, None] * (PART // 8) + tl.arange(0, PART // 8)[None, :]
-            in_row = ((m0 + g < M)[:, None, None] & (k0 + 8 * eight < K)[None, :, :]) | EVEN
-            width = K // 8 * 3
-            at = q_row + (e * M + m0) * width + k0 // 8 * 3 + ((g * width)[:, None, None] + (3 * eight)[None, :, :])
-            store8(at, width, first, in_row, None, 0, 1)
-            store8(at + 1, width, second, in_row, None, 0, 1)
-            store8(at + 2, width, third, in_row, None, 0, 1)
-        elif PACKED:
+        if PACKED:
             q = in_pairs(e2m1_code(q).permute(0, 1, 2, 4, 3)).permute(0, 1, 2, 4, 3)
             byte_of_row = tl.arange(0, PARTS)[:, None] * (PART // 2) + tl.arange(0, PART // 2)[None, :]
             in_row = ((m0 + g < M)[:, None, None] & (k0 + 2 * byte_of_row < K)[None, :, :]) | EVEN
