@@ -1,4 +1,4 @@
-"""mx_quantize_rowcol in Triton: the tiles of `tiles/mx_columns.py`. Each tile is read once, or twice for FP6."""
+"""mx_quantize_rowcol in Triton: the tiles of `tiles/mx_columns.py`. Elements of 4 and 6 bits take two launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import element
-from mxspec.triton_kernels.common import fp6
 from mxspec.triton_kernels.mx_quantize import mx_quantize
 from mxspec.triton_kernels.mx_quantize import supports as rows_are_supported
 from mxspec.triton_kernels.tiles import mx_columns
@@ -18,7 +17,7 @@ PTX = mx_columns.PTX
 
 
 def supports(x: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:
-    if element(elem_dtype) in fp6.FORMATS and (reason := rows_are_supported(x)):
+    if element(elem_dtype).bits < 8 and (reason := rows_are_supported(x)):
         return reason
     return mx_columns.supports(x)
 
@@ -31,7 +30,7 @@ def mx_quantize_rowcol(
     scale_layout: str = "plain",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     fmt = element(elem_dtype)
-    if fmt in fp6.FORMATS:  # one launch for both took 1.85 times as long on an H200: benchmarks/results/decisions.md
+    if fmt.bits < 8:  # one launch for both took 1.6 to 1.9 times as long on an H200: benchmarks/results/decisions.md
         rows, columns = (
             mx_quantize(x, axis=axis, elem_dtype=elem_dtype, scaling=scaling, scale_layout=scale_layout)
             for axis in (-1, -2)

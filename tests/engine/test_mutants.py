@@ -192,7 +192,7 @@ TRITON = [
         ("nibbles exchanged", "(even | (odd << 4))", "(odd | (even << 4))"),
         ("sign of codes lost", "| ((sign >> 28) & 8)", "")),
     *mutants("nvfp4_quantize", "a smaller amax, float32", "common.numerics",
-        ("codes do not saturate", "magnitude = tl.minimum(magnitude, 6.0)", "magnitude = magnitude")),
+        ("codes do not saturate", "magnitude = tl.minimum(magnitude, MAX)", "magnitude = magnitude")),
     *mutants("nvfp4_quantize", "inf in a block, float32, 1x16", "common.nvfp4_numerics",
         ("codes of a NaN block with signs", "tl.where(wrong, 0, -0x80000000)",
          "tl.where(wrong, -0x80000000, -0x80000000)"),
