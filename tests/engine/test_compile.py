@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from mxspec import dispatch
 from mxspec.dispatch import kernel_module
-from mxspec.machine_code import cli
+from mxspec.machine_code import cli, measure
 from mxspec.machine_code import compile as mx_compile
 from mxspec.machine_code.compile import Result, compile_call, compile_op, kernels, problems
 from mxspec.machine_code.fake_gpu import TARGETS, unavailable
@@ -150,6 +151,19 @@ def test_spilled_registers_are_a_problem(target: str) -> None:
     code = compile_call(spill, torch.zeros(512), target=target)
     assert "local memory" in problems(code, (), (), edge=False)[0]
     assert problems(code, (), (), edge=True)
+
+
+def test_matmuls_that_the_assembler_left_out_are_a_problem(monkeypatch) -> None:
+    """ptxas writes a matmul without operands in place of those that it leaves out."""
+    code = compile_call(copy, torch.zeros(1024, dtype=torch.bfloat16), target="sm90")[0]
+    matmul = "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%r1}, {%r2}, %rd1, %p1, 1, 1, 0;\n"
+    there = "HGMMA.64x32x16.F32.BF16 R24, R40, gdesc[UR24], R24, gsb0 ;\n"
+    none = "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0 ;\n"
+    for sass, dropped in ((2 * there, 0), (3 * there, 0), (there + none, 1), (none, 2)):
+        monkeypatch.setattr(measure, "dumped", lambda cubin, option, sass=sass: sass)
+        assert measure._dropped_matmuls(2 * matmul, b"") == dropped
+    assert problems([code], (), (), edge=True) == []
+    assert problems([replace(code, dropped_matmuls=2)], (), (), edge=True) == ["_copy lacks 2 matmuls of its PTX"]
 
 
 @each_target
