@@ -118,8 +118,7 @@ class _SwigluExperts(torch.autograd.Function):
             first, second = ctx.watch
             second.gradient(lambda: grad_out, offs, inner, wgrad_down, random)
             if bias is None:
-                gradient = lambda: _swiglu_backward(gate_up, grad_hidden)  # noqa: E731
-                first.gradient(gradient, offs, dgrad, wgrad, random_inner)
+                first.gradient(lambda: _swiglu_backward(gate_up, grad_hidden), offs, dgrad, wgrad, random_inner)
             else:
                 first.gradient(lambda: _clamped_backward(gate_up, bias, grad_hidden, offs), offs, dgrad, wgrad)
         grad_hidden = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E2M1, E2M3, E4M3FN, E8M0FNU, NVFP4_LARGEST, ElementFormat
-from mxspec.reference.common.numerics import saturating_cast
+from mxspec.reference.common.numerics import divided, saturating_cast
 from mxspec.rules import _fp8, _mx, _nvfp4
 
 NAME = "compressed-tensors"
@@ -84,7 +84,7 @@ def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float
         raise NotImplementedError(f"fp8_quantize: {NAME} has no scale_format = {scale_format!r}; needs 'fp32'")
     _no_float16("fp8_quantize", blocks)
     amax = blocks.abs().amax(dims, keepdim=True).clamp(min=eps)
-    scale = amax / torch.full_like(amax, E4M3FN.max)
+    scale = divided(amax, E4M3FN.max)
     scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
     return scale, scale.float()
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN
+from mxspec.reference.common.numerics import divided
 from mxspec.rules import _fp8
 
 NAME = "DeepGEMM"
@@ -39,7 +40,7 @@ def fp8_quantize_128x128(
 
 def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float) -> tuple[Tensor, Tensor]:
     amax = blocks.float().abs().amax(dims, keepdim=True).clamp(min=eps)
-    stored = amax / torch.full_like(amax, E4M3FN.max)
+    stored = divided(amax, E4M3FN.max)
     if scale_format == "pow2":
         bits = stored.view(torch.int32)
         stored = (((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(1, 254) << 23).view(torch.float32)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN
+from mxspec.reference.common.numerics import divided
 from mxspec.rules import _fp8
 
 NAME = "DeepSeek"
@@ -41,7 +42,7 @@ def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float
     if bool(amax.isnan().any()):  # tl.max takes the operand that is a number
         amax = torch.where(blocks.isnan(), 0, blocks.abs()).amax(dims, keepdim=True)
     amax = amax.float().clamp(min=eps)
-    stored = amax / torch.full_like(amax, E4M3FN.max)
+    stored = divided(amax, E4M3FN.max)
     if scale_format == "pow2":
         stored = stored.log2().ceil().exp2()
     return stored, stored

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E4M3FN
+from mxspec.reference.common.numerics import divided
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.rules import _fp8
 
@@ -57,7 +58,7 @@ def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _factor(blocks: Tensor, dims: tuple[int, ...], scale_format: str, eps: float) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().float().amax(dims, keepdim=True).clamp(min=eps)
-    stored = amax / torch.full_like(amax, E4M3FN.max)
+    stored = divided(amax, E4M3FN.max)
     if scale_format == "pow2":
         stored = stored.log2().ceil().exp2()
     return stored.reciprocal(), stored

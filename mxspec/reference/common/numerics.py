@@ -13,6 +13,14 @@ from torch import Tensor
 from mxspec.formats import E8M0FNU, ElementFormat
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """`x / number`, rounded once on every device.
+
+    The divisor is a tensor: on a GPU, PyTorch computes `tensor / number` as a product with a rounded reciprocal.
+    """
+    return x / torch.full_like(x, number)
+
+
 def shared_exponent(amax: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
     """Return the E8M0 byte of each block from its largest magnitude `amax` (fp32, not negative): uint8, same shape.
 
@@ -20,8 +28,7 @@ def shared_exponent(amax: Tensor, fmt: ElementFormat, scaling: str) -> Tensor:
     """
     if scaling == "rceil":
         # Round amax / max up to a power of two. In the subnormal range, 2^-127 has the mantissa 0x400000.
-        # The divisor is a tensor: on a GPU, PyTorch computes `tensor / number` as a product with a rounded reciprocal.
-        bits = (amax / torch.full_like(amax, fmt.max)).view(torch.int32)
+        bits = divided(amax, fmt.max).view(torch.int32)
         field, mantissa = bits >> 23, bits & 0x7FFFFF
         byte = field + torch.where(field == 0, mantissa > 0x400000, mantissa != 0)
         byte = byte.clamp(max=E8M0FNU.largest_code)  # only int8, whose max is below 2, can have a larger number

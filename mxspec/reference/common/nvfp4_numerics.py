@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mxspec.formats import E2M1, E4M3FN, NVFP4_BLOCK_SIZE, NVFP4_LARGEST, ElementFormat
-from mxspec.reference.common.numerics import packed, saturating_cast, steps_of
+from mxspec.reference.common.numerics import divided, packed, saturating_cast, steps_of
 
 
 def blocks_of(x: Tensor) -> Tensor:
@@ -44,8 +44,7 @@ def scales_and_quotients(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, 
 
 
 def tensor_scale(A: Tensor) -> Tensor:
-    # The divisor is a tensor too: on a GPU, PyTorch computes `tensor / 2688.0` as a product with a rounded reciprocal.
-    return A / torch.full_like(A, NVFP4_LARGEST)
+    return divided(A, NVFP4_LARGEST)
 
 
 def stochastic_cast(y: Tensor, byte: Tensor, fmt: ElementFormat = E2M1) -> Tensor:
