@@ -14,6 +14,9 @@ import triton.experimental.gluon.language as gl
 
 from mxspec.triton_kernels.hopper.names import Value, aggregate, swizzle
 
+# The ends of groups that a warp reads at once. If it read them one by one, each read would wait for the one before.
+AT_ONCE = gl.constexpr(4)
+
 
 @aggregate
 class Scheduler:
@@ -53,13 +56,18 @@ class Scheduler:
                 while (expert <= self.num_experts) & (
                     block >= first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
                 ):
-                    first += gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
-                    expert += 1
-                    begin = end
-                    next_end = gl.load(
-                        self.offs + expert * self.offs_stride, mask=expert < self.num_experts, other=self.M
-                    )
-                    end = gl.minimum(gl.maximum(next_end, begin), self.M)
+                    ends = ()
+                    for ahead in gl.static_range(AT_ONCE):
+                        at = expert + 1 + ahead
+                        there = at < self.num_experts
+                        ends = ends + (gl.load(self.offs + at * self.offs_stride, mask=there, other=self.M),)
+                    for ahead in gl.static_range(AT_ONCE):
+                        after = first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
+                        past = (expert <= self.num_experts) & (block >= after)
+                        expert += past
+                        first = gl.where(past, after, first)
+                        begin = gl.where(past, end, begin)
+                        end = gl.where(past, gl.minimum(gl.maximum(ends[ahead], end), self.M), end)
                 group = expert, first, begin, end
         return group
 

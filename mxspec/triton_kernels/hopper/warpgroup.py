@@ -68,6 +68,16 @@ class Output:
     ACCUMULATE: gl.constexpr
 
     @gluon.jit
+    def fill(self, acc, CHUNK: gl.constexpr, buffer):
+        """Copy a chunk of 64 rows to shared memory, in the output's dtype. Returns the tile there."""
+        WIDTH: gl.constexpr = self.desc.block_shape[1]
+        parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
+        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+        target = self.tiles.index(buffer + CHUNK % self.BUFFERS)
+        target.store(gl.convert_layout(parts[CHUNK], mma).to(self.desc.dtype))
+        return target
+
+    @gluon.jit
     def write(self, row, column, acc, buffer):
         """Write 64 rows of the output by TMA. All of them are within the output, or past its end.
 
@@ -75,12 +85,9 @@ class Output:
         no registers are left. The L2 cache flushes a sum that is a subnormal fp32 to 0.
         """
         WIDTH: gl.constexpr = self.desc.block_shape[1]
-        parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
-        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
         for c in gl.static_range(self.CHUNKS):
-            target = self.tiles.index(buffer + c % self.BUFFERS)
             tma.store_wait(self.BUFFERS - 1)  # wait for the store that last read this buffer
-            target.store(gl.convert_layout(parts[c], mma).to(self.desc.dtype))
+            target = self.fill(acc, c, buffer)
             fence_async_shared()
             if self.ACCUMULATE:
                 async_add(self.desc, [row, column + c * WIDTH], target)
@@ -98,18 +105,36 @@ class Output:
         else:
             tma.store_wait(0)  # this call skips its buffer, so the next write may reuse a buffer one turn earlier
             if row < end:
-                self.write_part(above, row, end, column, acc)
+                self.write_part(above, row, end, column, acc, buffer)
 
     @gluon.jit
-    def write_part(self, above, row, end, column, acc):
-        """`write_rows` by plain stores, element by element."""
-        r = row + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-        c = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    def write_part(self, above, row, end, column, acc, buffer):
+        """`write_rows` by plain stores. No store by TMA may still read the buffer.
+
+        A thread holds two neighbours of a row, and four threads hold eight. As fp32 these are 32 bytes, which memory
+        takes at once. As two bytes each they are half as much. So such rows pass through shared memory, after which a
+        thread stores eight elements.
+        """
+        if self.desc.dtype.primitive_bitwidth == 32:
+            self.write_elements(above, row, end, column, acc)
+        else:
+            WIDTH: gl.constexpr = self.desc.block_shape[1]
+            OF_ROW: gl.constexpr = min(WIDTH // 8, 32)
+            by_row: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_ROW, OF_ROW], [4, 1], [1, 0])
+            for c in gl.static_range(self.CHUNKS):
+                target = self.fill(acc, c, buffer)
+                self.write_elements(above, row, end, column + c * WIDTH, target.load(by_row))
+
+    @gluon.jit
+    def write_elements(self, above, row, end, column, elements):
+        """Write the elements that belong to the group and to the output, by plain stores."""
+        r = row + gl.arange(0, 64, gl.SliceLayout(1, elements.type.layout))
+        c = column + gl.arange(0, elements.shape[1], gl.SliceLayout(0, elements.type.layout))
         at = self.pointer + ((above + r).to(gl.int64) * self.stride)[:, None] + c[None, :]
         there = (r < end)[:, None] & (c < self.N)[None, :]
         if self.ACCUMULATE:
-            acc += gl.load(at, mask=there, other=0.0)
-        gl.store(at, acc.to(self.pointer.dtype.element_ty), mask=there)
+            elements += gl.load(at, mask=there, other=0.0)
+        gl.store(at, elements.to(self.pointer.dtype.element_ty), mask=there)
 
     @gluon.jit
     def write_turned(self, row, column, acc, buffer):

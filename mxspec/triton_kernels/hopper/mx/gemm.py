@@ -100,7 +100,8 @@ def _multiply(
             if row + 64 <= row_end:
                 out.write(above + row, column, acc, WARPGROUP)
             else:  # Triton 3.6 does not compile a second `if` around these stores if M is 1
-                out.write_part(above, row, row_end, column, acc)
+                tma.store_wait(0)
+                out.write_part(above, row, row_end, column, acc, WARPGROUP)
     tma.store_wait(0)
 
 
