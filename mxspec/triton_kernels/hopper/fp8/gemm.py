@@ -134,10 +134,49 @@ def _multiply(
 
 
 @gluon.jit
-def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+def _issue_half(tiles, stage, partial, HALF: gl.constexpr, WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+    """Begin to multiply 64 rows and 128 columns of a stage. `partial` is the sum whose registers take the product."""
+    a = tiles.a.index(stage).slice(WARPGROUP * 64, 64)
+    b = tiles.b.index(stage).slice(HALF * 128, 128).permute((1, 0))
+    my_turn(WARPGROUP, TURNS)  # the remarks in `_multiply` hold here too
+    running = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
+    your_turn(WARPGROUP, TURNS)
+    return running
+
+
+@gluon.jit
+def _end_stage(
+    running, left, right, s_left, s_right, tiles, pipeline, i, before, stage,
+    per_row: gl.constexpr, WARPGROUP: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Everything of a stage but the issue of its left half. Returns the state for the next stage."""
+    first: gl.constexpr = WARPGROUP * 64
+    of_right: gl.constexpr = tiles.a.shape[1] + first
+    after = pipeline.after(stage)
+    mbarrier.arrive(pipeline.empty.index(before), count=1)
+    barrier()
+    partial = warpgroup_mma_wait(0, deps=[running])
+    left = promote(partial, s_left, 0.0, left, False)
+    running = _issue_half(tiles, stage, partial, 1, WARPGROUP, TURNS == 2)
+    pipeline.wait_full(i + 1, after)
+    next_left = tiles.row_scales.index(after).slice(first, 64).load(per_row)
+    next_right = tiles.row_scales.index(after).slice(of_right, 64).load(per_row)
+    partial = warpgroup_mma_wait(0, deps=[running])
+    right = promote(partial, s_right, 0.0, right, False)
+    return partial, left, right, next_left, next_right, i + 1, stage, after
+
+
+@gluon.jit
+def _multiply_wide(
+    out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, TURNS: gl.constexpr, ROTATED: gl.constexpr
+):  # fmt: skip
     """`_multiply` for 64 rows and 256 columns, in two halves of 128 columns.
 
     A tile has half the rows of a tile of 256 x 128, so a token group that ends inside a tile wastes fewer rows.
+
+    With ROTATED, the loop begins after the issue of a left half and ends with the issue of the next one. The assembler
+    then computes the addresses of the next stage while a matmul runs. This is faster for one matrix, and slower for
+    token groups.
     """
     GROUPED: gl.constexpr = scheduler.GROUPED
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
@@ -162,25 +201,35 @@ def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, TUR
         k_blocks = scheduler.K
         if GROUPED == "M":
             k_blocks = scheduler.K * (group[0] < scheduler.num_experts)
-        for _ in range(k_blocks):
-            a, b, after = tiles.a.index(stage).slice(first, 64), tiles.b.index(stage), pipeline.after(stage)
-            my_turn(WARPGROUP, TURNS)  # the remarks in `_multiply` hold here too
-            running = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), partial, use_acc=False, is_async=True)
-            your_turn(WARPGROUP, TURNS)
-            mbarrier.arrive(pipeline.empty.index(before), count=1)
-            barrier()
-            partial = warpgroup_mma_wait(0, deps=[running])
-            left = promote(partial, s_left, 0.0, left, False)
-            my_turn(WARPGROUP, TURNS == 2)
-            running = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), partial, use_acc=False, is_async=True)
-            your_turn(WARPGROUP, TURNS == 2)
-            pipeline.wait_full(i + 1, after)
-            next_left = tiles.row_scales.index(after).slice(first, 64).load(per_row)
-            next_right = tiles.row_scales.index(after).slice(of_right, 64).load(per_row)
-            partial = warpgroup_mma_wait(0, deps=[running])
-            right = promote(partial, s_right, 0.0, right, False)
-            s_left, s_right = next_left, next_right
-            i, before, stage = i + 1, stage, after
+        if ROTATED:
+            if k_blocks > 0:
+                running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
+                for _ in range(k_blocks - 1):
+                    partial, left, right, s_left, s_right, i, before, stage = _end_stage(
+                        running,
+                        left,
+                        right,
+                        s_left,
+                        s_right,
+                        tiles,
+                        pipeline,
+                        i,
+                        before,
+                        stage,
+                        per_row,
+                        WARPGROUP,
+                        TURNS,
+                    )
+                    running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
+                partial, left, right, s_left, s_right, i, before, stage = _end_stage(
+                    running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP, TURNS
+                )
+        else:
+            for _ in range(k_blocks):
+                running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
+                partial, left, right, s_left, s_right, i, before, stage = _end_stage(
+                    running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP, TURNS
+                )
         _, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
         row, column, next_buffer = row + first, n_block_idx * 256, own_buffer + out.CHUNKS % out.BUFFERS
         if GROUPED == "":
@@ -280,7 +329,7 @@ def fp8_gemm_sm90(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
-    FEW: gl.constexpr,
+    FEW: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
     """`out` is a pointer and the stride of its rows.
 
@@ -308,8 +357,8 @@ def fp8_gemm_sm90(
     if WIDE:
         gl.warp_specialize(
             [
-                (_multiply_wide, (output, tiles, pipeline, scheduler, 0, TURNS)),
-                (_multiply_wide, (output, tiles, pipeline, scheduler, 1, TURNS)),
+                (_multiply_wide, (output, tiles, pipeline, scheduler, 0, TURNS, ROTATED)),
+                (_multiply_wide, (output, tiles, pipeline, scheduler, 1, TURNS, ROTATED)),
                 (load, (a, b, tiles, pipeline, scheduler)),
                 (scale, (of_tiles, tiles, pipeline, scheduler)),
             ],

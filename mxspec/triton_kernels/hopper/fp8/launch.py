@@ -52,6 +52,9 @@ VECTOR_TILES: tuple[tuple[float, dict[str, Any]], ...] = (
 # the loaded stages, and with four stages they do not run out of work. Figures: benchmarks/results/decisions.md.
 SHORT_GROUPS: dict[str, Any] = {**VECTOR_TILES[0][1], "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1}
 SHORT_BLOCKS = 8
+# Registers of a math thread with the tile WIDE by Triton release: for token groups, and for one matrix (ROTATED). Other
+# numbers cost up to 4%, because the assembler then orders the loop otherwise, or spill.
+WIDE_REGISTERS = {"3.6": (224, 216), "3.7": (216, 216), "3.8": (216, 232), "3.9": (224, 232)}
 SHARED_BYTES = 232448  # what one program may take on Hopper
 
 
@@ -128,9 +131,11 @@ def fp8_sm90(
     short_groups = grouped == "K" and out.element_size() == 2 and K < SHORT_BLOCKS * FP8_BLOCK_SIZE * E
     vector = grouped == "K" or (grouped == "" and b_scale.shape[0] == N)
     tile = tile or tile_for(M, N, programs, E, grouped, vector, short_groups)
+    rotated = tile["BLOCK_N"] == 256 and not grouped
     config = {
         "SWIZZLE": 16 if vector else 8,
-        "TURNS": 2,
+        "TURNS": 1 if rotated else 2,
+        "ROTATED": rotated,
         "chunk": tile["BLOCK_N"],
         "AHEAD": 1,
         "FEW": False,
@@ -162,7 +167,7 @@ def fp8_sm90(
     config["NUM_STAGES"] = min(config["NUM_STAGES"], (SHARED_BYTES - 1024 - output) // of_stage)
     # Three warpgroups share 504 registers, counted for one thread of each. Each math warpgroup takes this many, and the
     # third warpgroup gets the rest.
-    wide = 224 if newer else 216
+    wide = WIDE_REGISTERS[releases.release()][rotated]
     of_halves = 184 if halves == 1 else 232 if vector and not cramped else 224
     config.setdefault("REGISTERS", wide if config["BLOCK_N"] == 256 else of_halves)
     row_bytes = config["chunk"] * out.element_size()
