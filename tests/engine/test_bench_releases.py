@@ -1,0 +1,46 @@
+"""benchmarks/releases.py: what it passes to a compiled kernel. The race itself needs a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from mxspec.machine_code.fake_gpu import unavailable
+from tests.helpers import ROOT, module_of
+
+releases = module_of(ROOT / "benchmarks" / "releases.py")
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason="nothing can be compiled in this process")
+
+
+def empty(*sizes, dtype=torch.float32):
+    return torch.empty(*sizes, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("shape", ["1024x768x384", "1000x512x640x5", "1000x512x640x1"])
+def test_the_parameters_are_those_of_the_compiled_kernel(shape, tmp_path):
+    releases.compile_shape(shape, {}, tmp_path)
+    (path,) = tmp_path.glob("*.json")
+    about = json.loads(path.read_text())
+    assert path.with_suffix(".cubin").read_bytes().startswith(b"\x7fELF")
+    M, N, K, E = releases.sizes_of(shape)
+    lead = (E,) if E else ()
+    codes = [empty(*size, dtype=torch.float8_e4m3fn) for size in ((M, K), (*lead, N, K))]
+    scales = empty(K // 128, M).t(), empty(*lead, N // 128, K // 128)
+    offs = empty(E, dtype=torch.int32) if E else None
+    out = empty(M, N, dtype=torch.bfloat16)
+    values = releases.parameters(
+        about["tile"], codes[0], scales[0], codes[1], scales[1], out, offs, lambda matrix, rows, columns: bytes(128)
+    )
+    sizes, scratch = about["sizes"][: len(values)], about["sizes"][len(values) :]
+    assert scratch == [8, 8], "Triton's two scratch pointers come last"
+    assert [size == 128 for size in sizes] == [isinstance(value, bytes) for value in values]
+    where = [i for i, size in enumerate(sizes) if size == 8 and i > 14]
+    pointers = [15, 17, 19] if offs is None else [15, 17, 19, where[-1]]
+    assert where == pointers
+    rows, columns = about["tile"]
+    assert values[-5:] == [M, N, K // 128, -(-M // rows), -(-N // columns)]
+
+
+def test_a_small_tile_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="16x512x512 runs a small tile"):
+        releases.compile_shape("16x512x512", {}, tmp_path)
