@@ -288,9 +288,13 @@ def refusal_of_values(recipe: Recipe, backend: str | None, w: Tensor, dtype: tor
     return None
 
 
-@torch.compiler.assume_constant_result  # torch.compile does not trace the driver's answer
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+# torch.compile does not trace the driver's answer. This is what torch.compiler.assume_constant_result sets, but that
+# function also imports torch._dynamo, which takes longer than the rest of `import mxspec.nn`.
+_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def whole_blocks(x: Tensor, block_size: int) -> Tensor:
