@@ -11,7 +11,7 @@ the tile, such as REGISTERS.
 `race` launches the machine code by the CUDA driver, so it needs no Triton but the installed one. Before the race, a
 launch of each kernel must give the bytes of the installed Triton's kernel in an output full of a poison. DeepGEMM takes
 part if it can be imported; for token groups it gets rows that were padded beforehand. The kernels take turns in random
-order. A matmul runs at the card's power limit, and in a fixed order a kernel's clock depends on its neighbours.
+order, so that no kernel always follows the same one.
 """
 
 from __future__ import annotations

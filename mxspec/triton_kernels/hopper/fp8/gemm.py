@@ -206,20 +206,9 @@ def _multiply_wide(
                 running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
                 for _ in range(k_blocks - 1):
                     partial, left, right, s_left, s_right, i, before, stage = _end_stage(
-                        running,
-                        left,
-                        right,
-                        s_left,
-                        s_right,
-                        tiles,
-                        pipeline,
-                        i,
-                        before,
-                        stage,
-                        per_row,
-                        WARPGROUP,
-                        TURNS,
-                    )
+                        running, left, right, s_left, s_right, tiles, pipeline, i, before, stage,
+                        per_row, WARPGROUP, TURNS,
+                    )  # fmt: skip
                     running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
                 partial, left, right, s_left, s_right, i, before, stage = _end_stage(
                     running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP, TURNS
