@@ -8,30 +8,32 @@ machine code to DIR. `MxNxK` is `fp8_gemm` and `MxNxKxE` is `fp8_grouped_gemm`, 
 release, which may be a folder on PYTHONPATH: `make .venv/demo` installs three into `.venv`. `--set` changes fields of
 the tile, such as REGISTERS.
 
-`race` launches the machine code by the CUDA driver, so it needs no Triton but the installed one. Before the race, a
-launch of each kernel must give the bytes of the installed Triton's kernel in an output full of a poison. DeepGEMM takes
-part if it can be imported; for token groups it gets rows that were padded beforehand. The kernels take turns in random
-order, so that no kernel always follows the same one.
+`race` launches the machine code by the CUDA driver, so it needs no Triton but the installed one. The contenders are
+these kernels, the op as it is called, and DeepGEMM if it can be imported. For token groups, DeepGEMM gets rows that
+were padded beforehand. After the race, the timed launches must give the op's bytes over memory full of a poison.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import json
-import random
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Launch = Callable[[], Any]
-BLOCK, POISON, ROUNDS = 128, 0x7FC1, 24
+import mxspec
+from mxspec.bench.measure import load_peers
+from mxspec.bench.timing import MATMUL, Contender, Pace
+from mxspec.bench.timing import race as take_turns
+from mxspec.cases.common.mx_operands import bench_sizes
+from mxspec.cases.common.token_groups import offs_of
+from mxspec.formats import FP8_BLOCK_SIZE as BLOCK
 
 
 def sizes_of(shape: str) -> tuple[int, int, int, int]:
@@ -55,7 +57,7 @@ def compile_shape(shape: str, options: dict[str, int], folder: Path) -> None:
 
         a, b = empty(M, K, dtype=torch.float8_e4m3fn), empty(*lead, N, K, dtype=torch.float8_e4m3fn)
         a_scale, b_scale = empty(-(-K // BLOCK), M).t(), empty(*lead, -(-N // BLOCK), -(-K // BLOCK))
-        tile = {**launch.tile_for(M, N, 132, max(E, 1), "M" if E else ""), **options}
+        tile = {**launch.tile_for(M, N, launch.processors(a.device), max(E, 1), "M" if E else ""), **options}
         if M <= 32 or tile.get("chunk", tile["BLOCK_N"]) < 64:
             raise SystemExit(f"{shape} runs a small tile, whose TMA boxes this script does not know")
         grouped: dict[str, Any] = {"offs": empty(E, dtype=torch.int32), "grouped": "M"} if E else {}
@@ -143,134 +145,73 @@ class Driver:
         )  # fmt: skip
         return bytes(buffer)
 
-    def prepare(
-        self, path: Path, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, offs: Any
-    ) -> Launch:
-        """A function that launches a compiled kernel on these tensors."""
-        about = json.loads(path.read_text())
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self("cuModuleLoadData", ctypes.byref(module), path.with_suffix(".cubin").read_bytes())
-        self("cuModuleGetFunction", ctypes.byref(function), module, about["entry"].encode())
-        self("cuFuncSetAttribute", function, 8, about["shared"])  # the largest dynamic shared memory
-        tile = about["tile"]
-        values = parameters(tile, a, a_scale, b, b_scale, out, offs, self.descriptor)
-        values += [0] * (len(about["sizes"]) - len(values))  # scratch memory, which these kernels do not use
+
+class Kernel:
+    """A compiled kernel, as a function of the op's operands."""
+
+    def __init__(self, driver: Driver, path: Path) -> None:
+        self.driver, self.about = driver, json.loads(path.read_text())
+        self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        driver("cuModuleLoadData", ctypes.byref(self.module), path.with_suffix(".cubin").read_bytes())
+        driver("cuModuleGetFunction", ctypes.byref(self.function), self.module, self.about["entry"].encode())
+        driver("cuFuncSetAttribute", self.function, 8, self.about["shared"])  # the largest dynamic shared memory
+
+    def __call__(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor | None = None) -> Tensor:
+        out = torch.empty(a.shape[0], b.shape[-2], dtype=torch.bfloat16, device=a.device)
+        tile, sizes = self.about["tile"], self.about["sizes"]
+        values = parameters(tile, a, a_scale, b, b_scale, out, offs, self.driver.descriptor)
+        values += [0] * (len(sizes) - len(values))  # scratch memory, which these kernels do not use
         numbers = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
         buffers = [
             aligned(value) if isinstance(value, bytes) else numbers[size](value)
-            for value, size in zip(values, about["sizes"], strict=True)
+            for value, size in zip(values, sizes, strict=True)
         ]
         pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
         tiles = (-(-len(a) // tile[0]) + (0 if offs is None else len(offs))) * -(-b.shape[-2] // tile[1])
-        programs = min(tiles, torch.cuda.get_device_properties(0).multi_processor_count)
-        config = LaunchConfig((programs, 1, 1), (about["threads"], 1, 1), about["shared"])
-
-        def launch(alive: Any = (module, buffers)) -> None:
-            config.stream = torch.cuda.current_stream().cuda_stream
-            self("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
-
-        return launch
+        programs = min(tiles, torch.cuda.get_device_properties(a.device).multi_processor_count)
+        config = LaunchConfig((programs, 1, 1), (self.about["threads"], 1, 1), self.about["shared"])
+        config.stream = torch.cuda.current_stream().cuda_stream
+        self.driver("cuLaunchKernelEx", ctypes.byref(config), self.function, pointers, None)
+        return out
 
 
-def group_ends(M: int, E: int) -> Tensor:
-    """Uneven groups. The largest has about six times as many tokens as the smallest."""
-    shares = torch.rand(E, generator=torch.Generator().manual_seed(3)) + 0.2
-    rows = (shares / shares.sum() * M).long()
-    rows[-1] += M - rows.sum()
-    return rows.cumsum(0).to(torch.int32)
-
-
-def operands(M: int, N: int, K: int, E: int) -> list[Any]:
-    import mxspec
-
-    generator = torch.Generator(device="cuda").manual_seed(1)
-    x, w = (
-        torch.randn(rows, K, device="cuda", dtype=torch.bfloat16, generator=generator) for rows in (M, max(E, 1) * N)
-    )
-    a, a_scale = mxspec.fp8_quantize_1x128(x, scale_major="mn", backend="triton")
-    b, b_scale = mxspec.fp8_quantize_128x128(w, backend="triton")
-    if not E:
-        return [a, a_scale, b, b_scale, None]
-    return [a, a_scale, b.view(E, N, K), b_scale.view(E, N // BLOCK, -1), group_ends(M, E).cuda()]
-
-
-def deepgemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Any) -> Launch | None:
-    """DeepGEMM's call, or None without the package."""
-    try:
-        library = importlib.import_module("deep_gemm")
-    except ImportError as error:
-        print(f"without DeepGEMM: {error}")
-        return None
-    recipe = (1, BLOCK, BLOCK)
-    if offs is None:
-        out = torch.empty(len(a), b.shape[0], dtype=torch.bfloat16, device="cuda")
-        return lambda: library.fp8_gemm_nt((a, a_scale), (b, b_scale), out, recipe=recipe)
-    ends = offs.tolist()
-    rows = torch.tensor(ends) - torch.tensor([0, *ends[:-1]])
-    padded = (rows + BLOCK - 1) // BLOCK * BLOCK
-    first = padded.cumsum(0) - padded
-    at = torch.cat([torch.arange(int(n)) + int(f) for n, f in zip(rows, first, strict=True)]).cuda()
-    codes = torch.zeros(int(padded.sum()), a.shape[1], dtype=torch.uint8, device="cuda")
-    codes[at] = a.view(torch.uint8)
-    scales = torch.zeros(a_scale.shape[1], len(codes), device="cuda").t()
-    scales[at] = a_scale
-    expert = torch.arange(len(rows)).repeat_interleave(padded).to(torch.int32).cuda()
-    out = torch.empty(len(codes), b.shape[1], dtype=torch.bfloat16, device="cuda")
-    pair = codes.view(torch.float8_e4m3fn), scales
-    return lambda: library.m_grouped_fp8_gemm_nt_contiguous(pair, (b, b_scale), out, expert, recipe=recipe)
-
-
-def graph(launch: Launch, calls: int) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            launch()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for _ in range(calls):
-            launch()
-    return captured
-
-
-def race(shape: str, paths: Sequence[Path]) -> None:
-    from mxspec.triton_kernels.hopper.fp8 import launch
-
+def operands(shape: str, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The op's operands, and DeepGEMM's: for uneven token groups the same tokens, padded to blocks of 128 rows."""
     M, N, K, E = sizes_of(shape)
-    a, a_scale, b, b_scale, offs = operands(M, N, K, E)
-    expected, out = (torch.empty(M, N, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    grouped = "M" if E else ""
-    contenders: dict[str, Launch] = {
-        "installed": lambda: launch.fp8_sm90(a, a_scale, b, b_scale, expected, offs=offs, grouped=grouped)
-    }
-    if peer := deepgemm(a, a_scale, b, b_scale, offs):
-        contenders["DeepGEMM"] = peer
-    contenders["installed"]()
-    driver = Driver()
-    for path in paths:
-        contenders[path.stem.replace(f"-{shape}", "")] = run = driver.prepare(path, a, a_scale, b, b_scale, out, offs)
-        out.view(torch.int16).fill_(POISON)
-        run()
-        torch.cuda.synchronize()
-        if not torch.equal(out.view(torch.int16), expected.view(torch.int16)):
-            raise AssertionError(f"{path.stem} gives other bytes than the installed Triton's kernel")
-    calls = max(1, round(4e-3 * 1.2e15 / (2 * M * N * K)))
-    graphs = {name: graph(run, calls) for name, run in contenders.items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name in random.sample(list(graphs), len(graphs)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graphs[name].replay()  # the clock settles
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) / calls * 1e3)
-    first = "DeepGEMM" if peer else "installed"
-    print(f"{shape}: {first} {median(times[first]):.1f} us; of its rate:")
-    for name, values in times.items():
-        print(f"  {median(times[first]) / median(values):.3f}  {name}")
+    torch.manual_seed(0)
+    with device:
+        x, w = (torch.randn(*size, dtype=torch.bfloat16) for size in ((M, K), (*([E] if E else []), N, K)))
+        b, b_scale, *_ = mxspec.fp8_quantize_128x128(w)
+        tokens = partial(mxspec.fp8_quantize_1x128, scale_major="mn")
+        if not E:
+            both = *tokens(x), b, b_scale
+            return both, both
+        sizes, rows = bench_sizes(M, E, True)
+        padded, _, ends = mxspec.pad_token_groups(x, offs_of(sizes), BLOCK)
+        return (*tokens(x), b, b_scale, offs_of(sizes)), (*tokens(padded[:rows]), b, b_scale, ends)
+
+
+def race(shape: str, paths: Sequence[Path], device: torch.device, pace: Pace = MATMUL) -> None:
+    grouped = sizes_of(shape)[3] > 0
+    given, of_deepgemm = operands(shape, device)
+    op = mxspec.fp8_grouped_gemm if grouped else mxspec.fp8_gemm
+    expected = [(op(*given),)]
+    racing = [Contender("the op", op, [given])]
+    peer = load_peers().ADAPTERS["fp8_grouped_gemm" if grouped else "fp8_gemm"]["DeepGEMM"]
+    aligned_to_blocks = {"alignment": BLOCK} if grouped else {}
+    try:
+        racing.insert(0, Contender("DeepGEMM", partial(peer, **aligned_to_blocks), [peer.prepare(*of_deepgemm)]))
+    except Exception as error:  # the library is not installed, or does not support this call
+        print(f"without DeepGEMM: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    if paths:
+        driver = Driver()
+        names = [path.stem.replace(f"-{shape}", "") for path in paths]
+        racing += [Contender(name, Kernel(driver, path), [given]) for name, path in zip(names, paths, strict=True)]
+    take_turns(racing, pace)
+    print(f"{shape}: us of the kernel and of a plain call, rate beside {racing[0].name}")
+    for c in racing:
+        problem = None if c.name == "DeepGEMM" and grouped else c.prove_again(expected)  # those rows are padded
+        print(f"  {c.us:10.1f}{c.call_us:10.1f}{racing[0].us / c.us:8.3f}  {c.name}  {problem or ''}")
 
 
 def main() -> None:
@@ -294,7 +235,7 @@ def main() -> None:
     if not found:
         parser.error(f"no compiled kernels in {args.folder}")
     for shape, paths in found.items():
-        race(shape, paths)
+        race(shape, paths, torch.device("cuda"))
 
 
 if __name__ == "__main__":

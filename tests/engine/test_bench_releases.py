@@ -1,10 +1,12 @@
-"""benchmarks/releases.py: what it passes to a compiled kernel. The race itself needs a GPU."""
+"""benchmarks/releases.py: what it passes to a compiled kernel, and the race around the launches, which need a GPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from mxspec.bench.timing import Pace
 from mxspec.machine_code.fake_gpu import unavailable
 from tests.helpers import ROOT, module_of
 
@@ -44,3 +46,26 @@ def test_the_parameters_are_those_of_the_compiled_kernel(shape, tmp_path):
 def test_a_small_tile_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="16x512x512 runs a small tile"):
         releases.compile_shape("16x512x512", {}, tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["256x128x384", "300x128x256x3"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_race_says_which_kernel_gives_other_bytes(shape, wrong, monkeypatch, capsys):
+    """On a CPU. In the place of a compiled kernel stands the op, with a wrong row or without."""
+    op = releases.mxspec.fp8_grouped_gemm if shape.count("x") == 3 else releases.mxspec.fp8_gemm
+
+    def kernel(*args):
+        out = op(*args)
+        out[-1] += wrong
+        return out
+
+    monkeypatch.setattr(releases, "Driver", lambda: None)
+    monkeypatch.setattr(releases, "Kernel", lambda driver, path: kernel)
+    paths = [Path(f"triton 3.9.0-{shape}-REGISTERS 216.json")]
+    releases.race(shape, paths, torch.device("cpu"), Pace(0, 1, 1, rounds=1))
+    lines = capsys.readouterr().out.splitlines()
+    (of_op,) = (line for line in lines if "  the op  " in line)
+    (of_kernel,) = (line for line in lines if "  triton 3.9.0-REGISTERS 216  " in line)
+    assert of_op.endswith("  the op  ")
+    assert of_kernel.endswith("  triton 3.9.0-REGISTERS 216  ") != wrong
+    assert all(float(figure) > 0 for figure in of_kernel.split("  triton")[0].split())

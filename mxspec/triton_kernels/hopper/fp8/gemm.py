@@ -202,7 +202,7 @@ def _multiply_wide(
         if GROUPED == "M":
             k_blocks = scheduler.K * (group[0] < scheduler.num_experts)
         if ROTATED:
-            if k_blocks > 0:
+            if k_blocks > 0:  # rows of no expert have no stage
                 running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
                 for _ in range(k_blocks - 1):
                     partial, left, right, s_left, s_right, i, before, stage = _end_stage(
