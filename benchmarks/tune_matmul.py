@@ -98,13 +98,12 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
         }
     if M <= 128:
         low = {
-            "64x64, 11 stages": (SMALL, {}),
-            "64x64, 11 stages, all rows": (SMALL, {"rows": 64}),
-            "64x64, 11 stages, 4 ahead": (SMALL, {"AHEAD": 4}),
-            "64x64, 7 stages": (SMALL, {"NUM_STAGES": 7}),
+            "128x64": (SMALL, {}),
+            "128x64, 8 ahead": (SMALL, {"AHEAD": 8}),
+            "128x64, 5 stages": (SMALL, {"NUM_STAGES": 5}),
         }
         other: dict[str, tuple[Options, Options]] = {
-            "64x128, 8 stages": (LOW, {}),
+            "64x128": (LOW, {}),
             **{f"64x{tile['BLOCK_N']}": (tile, {}) for tile in NARROW},
             "128x128, turns": (SQUARE, {}),
         }
@@ -112,8 +111,9 @@ def gluon_variants(M: int, wgrad: bool) -> dict[str, tuple[Options, Options]]:
     return {
         "128x256": (WIDE, {}),
         "128x256, 3 stages, whole halves": (WIDE, {"NUM_STAGES": 3, "chunk": 128, "BUFFERS": 2}),
-        "128x256, turns each block": (WIDE, {"TURNS": 1}),
-        "128x256, no turns": (WIDE, {"TURNS": 0}),
+        "128x256, guarded": (WIDE, {"GUARDED": True}),
+        "128x256, not guarded": (WIDE, {"GUARDED": False}),
+        "128x256, 224 registers": (WIDE, {"REGISTERS": 224}),
         "128x256, groups of 8": (WIDE, {"SWIZZLE": 8}),
         "256x128, turns each half": (LARGE, {"TURNS": 2}),
         "256x128": (LARGE, {"TURNS": 0}),

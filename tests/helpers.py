@@ -93,6 +93,11 @@ def plain_environment(**more: str) -> dict[str, str]:
     return {**clean, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")])), **more}
 
 
+def blocks_of_stages(tile: dict[str, Any]) -> int:
+    """The blocks of K that the stages of a tile of Hopper's FP8 matmul hold together."""
+    return tile["NUM_STAGES"] * (2 if tile.get("FEW") else 1)
+
+
 def fetches_its_descriptors(ptx: str) -> bool:
     """Whether a kernel fetches exactly the parameters that are TMA descriptors. It names them by their numbers."""
     descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)

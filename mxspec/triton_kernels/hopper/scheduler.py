@@ -14,8 +14,9 @@ import triton.experimental.gluon.language as gl
 
 from mxspec.triton_kernels.hopper.names import Value, aggregate, swizzle
 
-# The ends of groups that a warp reads at once. If it read them one by one, each read would wait for the one before.
-AT_ONCE = gl.constexpr(4)
+# The ends of groups that a warp reads at once, before it needs them. If it read them one by one, or on demand, it would
+# wait for memory before each tile.
+AT_ONCE = gl.constexpr(8)
 
 
 @aggregate
@@ -43,8 +44,20 @@ class Scheduler:
     K_UNIT: gl.constexpr
 
     @gluon.jit
-    def get_next_group(self, block, group):
-        """The group of rows that `block` belongs to, found from the group of an earlier block.
+    def ends_after(self, expert):
+        """The ends of the next AT_ONCE groups, which `get_next_group` will need."""
+        ends = ()
+        for ahead in gl.static_range(AT_ONCE):
+            at = expert + 1 + ahead
+            end = self.M
+            if self.GROUPED == "M" and not self.PLANNED:
+                end = gl.load(self.offs + at * self.offs_stride, mask=at < self.num_experts, other=self.M)
+            ends = ends + (end,)
+        return ends
+
+    @gluon.jit
+    def get_next_group(self, block, group, ends):
+        """The group of rows that `block` belongs to, and the `ends_after` it, found from the group of an earlier block.
 
         A group is a tuple: the expert, the expert's first block, its first row, and the end of its rows. The rows of no
         expert are one more group, `num_experts`. After it comes the group `num_experts + 1`, which has no rows. No row
@@ -56,11 +69,6 @@ class Scheduler:
                 while (expert <= self.num_experts) & (
                     block >= first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
                 ):
-                    ends = ()
-                    for ahead in gl.static_range(AT_ONCE):
-                        at = expert + 1 + ahead
-                        there = at < self.num_experts
-                        ends = ends + (gl.load(self.offs + at * self.offs_stride, mask=there, other=self.M),)
                     for ahead in gl.static_range(AT_ONCE):
                         after = first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
                         past = (expert <= self.num_experts) & (block >= after)
@@ -68,8 +76,20 @@ class Scheduler:
                         first = gl.where(past, after, first)
                         begin = gl.where(past, end, begin)
                         end = gl.where(past, gl.minimum(gl.maximum(ends[ahead], end), self.M), end)
+                    ends = self.ends_after(expert)
                 group = expert, first, begin, end
-        return group
+        return group, ends
+
+    @gluon.jit
+    def next_block(self, block, expert):
+        """The program's block after `block`, which belongs to `expert`. Past the last row it is `num_blocks`.
+
+        The host does not know how many blocks the groups have, so `num_blocks` is their largest possible number.
+        """
+        block += gl.num_programs(0)
+        if self.GROUPED == "M" and not self.PLANNED:
+            block = gl.where(expert > self.num_experts, self.num_blocks, block)
+        return block
 
     @gluon.jit
     def k_range(self, expert):

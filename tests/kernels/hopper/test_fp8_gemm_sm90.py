@@ -12,7 +12,7 @@ from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB, fp8_gemm
 from mxspec.reference.fp8_gemm_ import fp8_gemm_
-from tests.helpers import adds_once, fetches_its_descriptors, on_hopper
+from tests.helpers import adds_once, blocks_of_stages, fetches_its_descriptors, on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -76,14 +76,8 @@ def test_every_tile_adds_once(tile, rows, monkeypatch):
 def test_stages_are_handed_round_for_any_number_of_blocks_and_tiles(tile, out_dtype, rows, monkeypatch):
     """Three processors, so that each has several tiles. K has fewer blocks than stages, as many, and more."""
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
-    for blocks in (
-        1,
-        2,
-        tile["NUM_STAGES"] - 1,
-        tile["NUM_STAGES"],
-        tile["NUM_STAGES"] + 1,
-        2 * tile["NUM_STAGES"] + 1,
-    ):
+    stages = blocks_of_stages(tile)
+    for blocks in (1, 2, stages - 1, stages, stages + 1, 2 * stages + 1):
         made = check.on_device(torch.device("cuda"), operands(700, 520, 128 * blocks, rows, major="mn"))
         with check.poisoned(0xFF):
             out = launch(*made, tile, out_dtype)

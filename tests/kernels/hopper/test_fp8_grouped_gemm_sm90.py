@@ -17,7 +17,7 @@ from mxspec.reference.fp8_gemm import MIN_SQNR_DB
 from mxspec.reference.fp8_grouped_gemm import fp8_grouped_gemm
 from mxspec.reference.fp8_grouped_gemm_wgrad import fp8_grouped_gemm_wgrad
 from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
-from tests.helpers import adds_once, fetches_its_descriptors, on_hopper
+from tests.helpers import adds_once, blocks_of_stages, fetches_its_descriptors, on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -111,13 +111,27 @@ each_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 def test_tokens_of_any_groups(tile, out_dtype, sizes, monkeypatch):
     """Three processors, so that each has tiles of several groups. The rows past the last group hold NaN."""
     monkeypatch.setattr(kernel, "processors", lambda device: 3)
-    for blocks in (1, tile["NUM_STAGES"], 2 * tile["NUM_STAGES"] + 1):
+    stages = blocks_of_stages(tile)
+    for blocks in (1, stages, 2 * stages + 1):
         args = on_gpu(rows.made(sizes, 70, 264, 128 * blocks, 1, "mn"))
         with check.poisoned(0xFF):
             out = forward(*args, tile, out_dtype)
         expected = fp8_grouped_gemm(*args, out_dtype=out_dtype)
         assert check.difference((out,), (expected,), MIN_SQNR_DB) is None, f"{blocks} blocks"
         assert forward(*args, tile, out_dtype).equal(out)
+
+
+@on_hopper
+@each_row_tile
+def test_rows_of_no_expert_are_zeros_whatever_was_there(tile, monkeypatch):
+    """A program then has several blocks without an expert, of one group or of two."""
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    for sizes in ([40, 0, 300], [0] * 30):
+        args = on_gpu(rows.made(sizes, 3000, 264, 256, 1, "mn"))
+        with check.poisoned(0xFF):
+            out = forward(*args, tile)
+        assert not out[sum(sizes) :].any()
+        assert check.difference((out,), (fp8_grouped_gemm(*args),), MIN_SQNR_DB) is None
 
 
 BLOCKS = {
@@ -216,6 +230,16 @@ def test_what_tma_does_not_read_takes_plain_tiles():
 def test_the_tile_follows_the_shape(M, N, E, groups, tile):
     chosen = kernel.tile_for(M, N, 132, E, groups, vector=groups == "K")
     assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
+@pytest.mark.parametrize(("out_dtype", "buffers"), [(torch.bfloat16, 2), (F32, 1)])
+def test_the_large_tile_of_token_groups_has_four_stages_and_more_room_for_the_output(out_dtype, buffers, monkeypatch):
+    monkeypatch.setattr(kernel, "processors", lambda device: 1)
+    taken = []
+    monkeypatch.setattr(kernel, "fp8_gemm_sm90", {(1,): lambda *args, **options: taken.append(options)})
+    args = rows.made([256], 0, 256, 128, 1, "mn")
+    forward(*args, None, out_dtype)
+    assert [(one["BLOCK_N"], one["NUM_STAGES"], one["BUFFERS"]) for one in taken] == [(256, 4, buffers)]
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,33 @@
 """FP8 matmuls on Hopper, in Gluon: persistent programs of one or two math warpgroups, a load warp and two scale warps.
 
-The kernel is a ring of shared-memory stages. Each stage holds 128 columns of K: a tile of `a`, a tile of `b`, and their
-scales.
+The kernel is a ring of shared-memory stages. Each stage holds a block of K, which has 128 columns: a tile of `a`, a
+tile of `b`, and their scales. A stage of `_multiply_few` holds two blocks.
 
 - The load warp fills the tiles with TMA: `load` in `producers.py`.
 - The scale warps read the scales (any strides) and store them for the rows and columns of the tile: `scale` in
   `producers.py`.
 - Each math warpgroup multiplies 64 or 128 rows on the tensor cores. Tensor cores keep only about 14 bits of a sum, so
-  after each stage the warpgroup scales the partial sum and adds it to an fp32 accumulator.
+  after each block the warpgroup scales the partial sum and adds it to an fp32 accumulator.
 
 The math warpgroups run one of three functions. All sum K in the same order, so a row has the same bits in each.
 
 - `_multiply_wide`: two warpgroups, 64 rows and 256 columns each, if 128 columns of b share a scale. Large outputs.
 - `_multiply`: one or two warpgroups, 64 or 128 rows each. It is the only one that takes a scale for each column.
-- `_multiply_few`: one warpgroup, 64 rows, two blocks of K at a time. Small outputs.
+- `_multiply_few`: one warpgroup, 64 rows, two blocks of K at a time. Small outputs, where the waits for a stage and the
+  two barriers of an arrival would take as long as the matmul.
 
 Two mbarriers guard each stage: `full` (the tiles and scales have arrived) and `empty` (all math warpgroups have read
 them). `../pipeline.py` has them.
 
 Two math warpgroups take turns: one adds its partial sum while the matmul of the other runs. `TURNS` is 0 (no turns), 1
-(for the first half of a tile) or 2 (for both halves). The tensor cores idle while a warpgroup computes the address of
-its next stage after its turn has come. So the loops count stages one by one. The division for a phase comes while a
-matmul runs.
+(for the first half of a tile, as in `_multiply_wide`) or 2 (for both halves). The tensor cores idle while a warpgroup
+computes the address of its next stage after its turn has come. So the loops count stages one by one. The division for a
+phase comes while a matmul runs.
 
-`../scheduler.py` says which block of the output comes next. A warp finds the group of its next block from the group of
-its last block, so nothing is planned beforehand, and any `offs` works.
+`../scheduler.py` says which block of the output comes next. The load warp and the scale warps find the token group of
+their next block from the group of their last block, so nothing is planned beforehand, and any `offs` works. They search
+while the tensor cores multiply the stages before. The math warpgroups do not search: each stage says which group it
+belongs to. The blocks of rows without an expert are the last. They have no stage, and `_write_rest` writes their zeros.
 """
 
 from triton.experimental import gluon
@@ -36,6 +39,42 @@ from mxspec.triton_kernels.hopper.names import barrier
 from mxspec.triton_kernels.hopper.pipeline import make_pipeline
 from mxspec.triton_kernels.hopper.scheduler import Scheduler
 from mxspec.triton_kernels.hopper.warpgroup import Output, my_turn, promote, your_turn
+
+
+@gluon.jit
+def _is_expert(tiles, scheduler, stage):
+    """Whether the next block has an expert, and so blocks of K. Its first one is in `stage`, which is full."""
+    if scheduler.GROUPED == "M":
+        return tiles.group_of(stage)[0] < scheduler.num_experts
+    else:
+        return True
+
+
+@gluon.jit
+def _place(tiles, scheduler, block, before):
+    """`get_block` of a block whose last block of K is in the stage `before`."""
+    group = (-1, 0, 0, 0)
+    if scheduler.GROUPED == "M":
+        group = tiles.group_of(before)
+    return scheduler.get_block(block, group)
+
+
+@gluon.jit
+def _write_rest(out, tiles, scheduler, block, stage, first: gl.constexpr, ROWS: gl.constexpr, buffer: gl.constexpr):
+    """Write zeros to the rows of no expert: the program's blocks from `block` on. `stage` has their group."""
+    BLOCK_N: gl.constexpr = tiles.b.shape[1]
+    WIDTH: gl.constexpr = min(BLOCK_N, 128)
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    if scheduler.GROUPED == "M":
+        group = tiles.group_of(stage)
+        while block < scheduler.num_blocks:
+            group, _ = scheduler.get_next_group(block, group, scheduler.ends_after(group[0]))
+            expert, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
+            for rows in gl.static_range(0, ROWS, 64):
+                for columns in gl.static_range(0, BLOCK_N, WIDTH):
+                    zeros = gl.zeros([64, WIDTH], gl.float32, mma)
+                    out.write_rows(0, row + first + rows, end, n_block_idx * BLOCK_N + columns, zeros, buffer)
+            block = scheduler.next_block(block, expert)
 
 
 @gluon.jit
@@ -61,14 +100,11 @@ def _multiply(
         s_upper = tiles.row_scales.index(0).slice(first, 64).load(per_row)
         s_lower = tiles.row_scales.index(0).slice(second, 64).load(per_row)
     barrier()
-    group = (-1, 0, 0, 0)
-    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+    block, is_expert = gl.program_id(0), _is_expert(tiles, scheduler, stage)
+    while (block < scheduler.num_blocks) & is_expert:
         upper = gl.zeros([64, BLOCK_N], gl.float32, mma)
         lower = gl.zeros([64, BLOCK_N], gl.float32, mma)
-        group = scheduler.get_next_group(block, group)
         k_blocks = scheduler.K
-        if GROUPED == "M":
-            k_blocks = scheduler.K * (group[0] < scheduler.num_experts)
         if GROUPED == "K":
             k_begin, k_end = scheduler.k_range(block // (scheduler.m_blocks * scheduler.n_blocks))
             k_blocks = k_end - k_begin
@@ -112,8 +148,9 @@ def _multiply(
             if not ONCE:
                 s_upper, s_lower = next_upper, next_lower
             i, before, stage = i + 1, stage, after
+        is_expert = _is_expert(tiles, scheduler, stage)
         # The block's place is computed only now, because registers are scarce in the loop.
-        expert, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
+        expert, _, n_block_idx, row, end, _, _ = _place(tiles, scheduler, block, before)
         row, column, next_buffer = row + first, n_block_idx * BLOCK_N, own_buffer + out.CHUNKS % out.BUFFERS
         if GROUPED == "":
             out.write(row, column, upper, own_buffer)
@@ -128,108 +165,111 @@ def _multiply(
             out.write_rows(above, row, end, column, upper, own_buffer)
             if HALVES == 2:
                 out.write_rows(above, row + 64, end, column, lower, next_buffer)
+        block = scheduler.next_block(block, expert)
+    _write_rest(out, tiles, scheduler, block, stage, first, HALVES * 64, own_buffer)
     tma.store_wait(0)
     if WARPGROUP == 0:
         my_turn(WARPGROUP, TURNS)
 
 
 @gluon.jit
-def _issue_half(tiles, stage, partial, HALF: gl.constexpr, WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
+def _issue_half(tiles, stage, partial, HALF: gl.constexpr, WARPGROUP: gl.constexpr):
     """Begin to multiply 64 rows and 128 columns of a stage. `partial` is the sum whose registers take the product."""
     a = tiles.a.index(stage).slice(WARPGROUP * 64, 64)
     b = tiles.b.index(stage).slice(HALF * 128, 128).permute((1, 0))
-    my_turn(WARPGROUP, TURNS)  # the remarks in `_multiply` hold here too
+    my_turn(WARPGROUP, HALF == 0)  # the remarks in `_multiply` hold here too
     running = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
-    your_turn(WARPGROUP, TURNS)
+    your_turn(WARPGROUP, HALF == 0)
     return running
 
 
 @gluon.jit
 def _end_stage(
     running, left, right, s_left, s_right, tiles, pipeline, i, before, stage,
-    per_row: gl.constexpr, WARPGROUP: gl.constexpr, TURNS: gl.constexpr,
+    per_row: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
     """Everything of a stage but the issue of its left half. Returns the state for the next stage."""
-    first: gl.constexpr = WARPGROUP * 64
-    of_right: gl.constexpr = tiles.a.shape[1] + first
     after = pipeline.after(stage)
     mbarrier.arrive(pipeline.empty.index(before), count=1)
     barrier()
     partial = warpgroup_mma_wait(0, deps=[running])
     left = promote(partial, s_left, 0.0, left, False)
-    running = _issue_half(tiles, stage, partial, 1, WARPGROUP, TURNS == 2)
+    running = _issue_half(tiles, stage, partial, 1, WARPGROUP)
     pipeline.wait_full(i + 1, after)
-    next_left = tiles.row_scales.index(after).slice(first, 64).load(per_row)
-    next_right = tiles.row_scales.index(after).slice(of_right, 64).load(per_row)
+    next_left, next_right = tiles.wide_factors(after, WARPGROUP * 64, per_row)
     partial = warpgroup_mma_wait(0, deps=[running])
     right = promote(partial, s_right, 0.0, right, False)
     return partial, left, right, next_left, next_right, i + 1, stage, after
 
 
 @gluon.jit
-def _multiply_wide(
-    out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, TURNS: gl.constexpr, ROTATED: gl.constexpr
+def _stages_wide(
+    partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, K,
+    per_row: gl.constexpr, WARPGROUP: gl.constexpr,
 ):  # fmt: skip
+    """Multiply K stages, at least one.
+
+    The loop begins after the issue of a left half and ends with the issue of the next one. The assembler then computes
+    the addresses of the next stage while a matmul runs.
+    """
+    running = _issue_half(tiles, stage, partial, 0, WARPGROUP)
+    for _ in range(K - 1):
+        partial, left, right, s_left, s_right, i, before, stage = _end_stage(
+            running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP
+        )
+        running = _issue_half(tiles, stage, partial, 0, WARPGROUP)
+    return _end_stage(running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP)
+
+
+@gluon.jit
+def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, GUARDED: gl.constexpr):
     """`_multiply` for 64 rows and 256 columns, in two halves of 128 columns.
 
     A tile has half the rows of a tile of 256 x 128, so a token group that ends inside a tile wastes fewer rows.
 
-    With ROTATED, the loop begins after the issue of a left half and ends with the issue of the next one. The assembler
-    then computes the addresses of the next stage while a matmul runs. This is faster for one matrix, and slower for
-    token groups.
+    GUARDED puts the loop behind a condition that is always true. Some assemblers order its instructions better then.
     """
-    GROUPED: gl.constexpr = scheduler.GROUPED
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     per_row: gl.constexpr = gl.SliceLayout(1, mma)
     first: gl.constexpr = WARPGROUP * 64
-    of_right: gl.constexpr = tiles.a.shape[1] + first
     own_buffer: gl.constexpr = WARPGROUP * out.BUFFERS
     if WARPGROUP == 1:
-        your_turn(WARPGROUP, TURNS)
+        your_turn(WARPGROUP, 1)
 
     i, before, stage = 0, pipeline.NUM_STAGES - 1, 0
     partial = gl.zeros([64, 128], gl.float32, mma)
     pipeline.wait_full(0, 0)
-    s_left = tiles.row_scales.index(0).slice(first, 64).load(per_row)
-    s_right = tiles.row_scales.index(0).slice(of_right, 64).load(per_row)
+    s_left, s_right = tiles.wide_factors(0, first, per_row)
     barrier()
-    group = (-1, 0, 0, 0)
-    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+    block, is_expert = gl.program_id(0), _is_expert(tiles, scheduler, stage)
+    while (block < scheduler.num_blocks) & is_expert:
         left = gl.zeros([64, 128], gl.float32, mma)
         right = gl.zeros([64, 128], gl.float32, mma)
-        group = scheduler.get_next_group(block, group)
-        k_blocks = scheduler.K
-        if GROUPED == "M":
-            k_blocks = scheduler.K * (group[0] < scheduler.num_experts)
-        if ROTATED:
-            if k_blocks > 0:  # rows of no expert have no stage
-                running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
-                for _ in range(k_blocks - 1):
-                    partial, left, right, s_left, s_right, i, before, stage = _end_stage(
-                        running, left, right, s_left, s_right, tiles, pipeline, i, before, stage,
-                        per_row, WARPGROUP, TURNS,
-                    )  # fmt: skip
-                    running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
-                partial, left, right, s_left, s_right, i, before, stage = _end_stage(
-                    running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP, TURNS
-                )
+        if GUARDED:
+            if scheduler.K > 0:
+                partial, left, right, s_left, s_right, i, before, stage = _stages_wide(
+                    partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, scheduler.K,
+                    per_row, WARPGROUP,
+                )  # fmt: skip
         else:
-            for _ in range(k_blocks):
-                running = _issue_half(tiles, stage, partial, 0, WARPGROUP, TURNS)
-                partial, left, right, s_left, s_right, i, before, stage = _end_stage(
-                    running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP, TURNS
-                )
-        _, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
+            partial, left, right, s_left, s_right, i, before, stage = _stages_wide(
+                partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, scheduler.K,
+                per_row, WARPGROUP,
+            )  # fmt: skip
+        is_expert = _is_expert(tiles, scheduler, stage)
+        expert, _, n_block_idx, row, end, _, _ = _place(tiles, scheduler, block, before)
         row, column, next_buffer = row + first, n_block_idx * 256, own_buffer + out.CHUNKS % out.BUFFERS
-        if GROUPED == "":
+        if scheduler.GROUPED == "":
             out.write(row, column, left, own_buffer)
             out.write(row, column + 128, right, next_buffer)
         else:
             out.write_rows(0, row, end, column, left, own_buffer)
             out.write_rows(0, row, end, column + 128, right, next_buffer)
+        block = scheduler.next_block(block, expert)
+    _write_rest(out, tiles, scheduler, block, stage, first, 64, own_buffer)
     tma.store_wait(0)
     if WARPGROUP == 0:
-        my_turn(WARPGROUP, TURNS)
+        my_turn(WARPGROUP, 1)
 
 
 @gluon.jit
@@ -254,46 +294,41 @@ def _multiply_few(out, tiles, pipeline, scheduler):
     odd = gl.zeros([64, BLOCK_N], gl.float32, mma)
     pipeline.wait_full(0, 0)
     barrier()
-    group = (-1, 0, 0, 0)
-    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
+    block, is_expert = gl.program_id(0), _is_expert(tiles, scheduler, stage)
+    while (block < scheduler.num_blocks) & is_expert:
         acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
-        group = scheduler.get_next_group(block, group)
-        k_blocks = scheduler.K
-        if GROUPED == "M":
-            k_blocks = scheduler.K * (group[0] < scheduler.num_experts)
-        for _ in range(k_blocks // 2):
-            running = _issue(tiles, stage, even)
+        for _ in range(scheduler.K // 2):
+            running = _issue(tiles, 2 * stage, even)
+            running_after = _issue(tiles, 2 * stage + 1, odd)
             mbarrier.arrive(pipeline.empty.index(before), count=1)
             barrier()
-            before, after = stage, pipeline.after(stage)
-            pipeline.wait_full(i + 1, after)
-            running_after = _issue(tiles, after, odd)
-            s_even = tiles.row_scales.index(stage).load(per_row)
-            s_odd = tiles.row_scales.index(after).load(per_row)
+            s_even = tiles.row_scales.index(2 * stage).load(per_row)
+            s_odd = tiles.row_scales.index(2 * stage + 1).load(per_row)
             even = warpgroup_mma_wait(1, deps=[running])
-            mbarrier.arrive(pipeline.empty.index(before), count=1)
-            barrier()
             acc = promote(even, s_even, 0.0, acc, False)
-            before, stage = after, pipeline.after(after)
-            pipeline.wait_full(i + 2, stage)
+            before, stage = stage, pipeline.after(stage)
+            pipeline.wait_full(i + 1, stage)
             odd = warpgroup_mma_wait(0, deps=[running_after])
             acc = promote(odd, s_odd, 0.0, acc, False)
-            i += 2
-        for _ in range(k_blocks % 2):
-            running = _issue(tiles, stage, even)
+            i += 1
+        for _ in range(scheduler.K % 2):
+            running = _issue(tiles, 2 * stage, even)
             mbarrier.arrive(pipeline.empty.index(before), count=1)
             barrier()
-            s_even = tiles.row_scales.index(stage).load(per_row)
+            s_even = tiles.row_scales.index(2 * stage).load(per_row)
             before, stage = stage, pipeline.after(stage)
             pipeline.wait_full(i + 1, stage)
             even = warpgroup_mma_wait(0, deps=[running])
             acc = promote(even, s_even, 0.0, acc, False)
             i += 1
-        _, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
+        is_expert = _is_expert(tiles, scheduler, stage)
+        expert, _, n_block_idx, row, end, _, _ = _place(tiles, scheduler, block, before)
         if GROUPED == "":
             out.write(row, n_block_idx * BLOCK_N, acc, 0)
         else:
             out.write_rows(0, row, end, n_block_idx * BLOCK_N, acc, 0)
+        block = scheduler.next_block(block, expert)
+    _write_rest(out, tiles, scheduler, block, stage, 0, 64, 0)
     tma.store_wait(0)
 
 
@@ -318,23 +353,30 @@ def fp8_gemm_sm90(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
-    FEW: gl.constexpr, ROTATED: gl.constexpr,
+    FEW: gl.constexpr, GUARDED: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """`out` is a pointer and the stride of its rows.
 
     `scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order.
+
+    With APART, a stage holds the scales of a and of b, not their products. They take less room, which the output gets.
     """
     if GROUPED != "K":
         _prefetch_descriptors()
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     WIDE: gl.constexpr = BLOCK_N == 256
+    OF_STAGE: gl.constexpr = 2 if FEW else 1
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = Tiles(
-        gl.allocate_shared_memory(gl.float8e4nv, [NUM_STAGES, BLOCK_M, 128], codes),
-        gl.allocate_shared_memory(gl.float8e4nv, [NUM_STAGES, BLOCK_N, 128], codes),
-        gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_M * (2 if WIDE else 1)], flat),
+        gl.allocate_shared_memory(gl.float8e4nv, [NUM_STAGES * OF_STAGE, BLOCK_M, 128], codes),
+        gl.allocate_shared_memory(gl.float8e4nv, [NUM_STAGES * OF_STAGE, BLOCK_N, 128], codes),
+        gl.allocate_shared_memory(
+            gl.float32, [NUM_STAGES * OF_STAGE, BLOCK_M * (2 if WIDE and not APART else 1)], flat
+        ),
         gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_N if VECTOR else 4], flat),
+        gl.allocate_shared_memory(gl.int32, [NUM_STAGES, 4], flat),
+        OF_STAGE,
     )
     WIDTH: gl.constexpr = out_desc.block_shape[1]
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS * BUFFERS, 64, WIDTH], out_desc.layout)
@@ -346,8 +388,8 @@ def fp8_gemm_sm90(
     if WIDE:
         gl.warp_specialize(
             [
-                (_multiply_wide, (output, tiles, pipeline, scheduler, 0, TURNS, ROTATED)),
-                (_multiply_wide, (output, tiles, pipeline, scheduler, 1, TURNS, ROTATED)),
+                (_multiply_wide, (output, tiles, pipeline, scheduler, 0, GUARDED)),
+                (_multiply_wide, (output, tiles, pipeline, scheduler, 1, GUARDED)),
                 (load, (a, b, tiles, pipeline, scheduler)),
                 (scale, (of_tiles, tiles, pipeline, scheduler)),
             ],

@@ -23,8 +23,8 @@ if releases.refusal() is None:
 T = TypeVar("T")
 # Tiles of the Gluon kernel, for a scale of b that 128 columns share. The first number is the cost of one element of the
 # output: it is higher for smaller tiles, which read more bytes per element and wait more often for the tensor cores.
-# A tile with few rows takes less time than a load of its scales, so the scales are requested AHEAD blocks early. The
-# race against DeepGEMM: benchmarks/results/decisions.md.
+# A tile with few rows takes less time than a load of its scales, so the scales are requested AHEAD blocks early. With
+# FEW, a stage holds two blocks of K. The race against DeepGEMM: benchmarks/results/decisions.md.
 _FEW: dict[str, Any] = {"BLOCK_M": 64, "WARPGROUPS": 1, "AHEAD": 8, "FEW": True}
 WIDE: dict[str, Any] = {
     "BLOCK_M": 128, "BLOCK_N": 256, "WARPGROUPS": 2, "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1,
@@ -33,7 +33,7 @@ WIDE: dict[str, Any] = {
 TILES: tuple[tuple[float, dict[str, Any]], ...] = (
     (1.0, WIDE),
     (1.15, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
-    (1.5, {**_FEW, "BLOCK_N": 128, "NUM_STAGES": 8}),
+    (1.5, {**_FEW, "BLOCK_N": 128, "NUM_STAGES": 4}),
     (2.0, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 7, "AHEAD": 4}),
     (2.4, {**_FEW, "BLOCK_N": 64, "NUM_STAGES": 6}),
     (3.6, {**_FEW, "BLOCK_N": 32, "NUM_STAGES": 6}),
@@ -52,9 +52,15 @@ VECTOR_TILES: tuple[tuple[float, dict[str, Any]], ...] = (
 # the loaded stages, and with four stages they do not run out of work. Figures: benchmarks/results/decisions.md.
 SHORT_GROUPS: dict[str, Any] = {**VECTOR_TILES[0][1], "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1}
 SHORT_BLOCKS = 8
-# Registers of a math thread with the tile WIDE by Triton release: for token groups, and for one matrix (ROTATED). Other
-# numbers cost up to 4%, because the assembler then orders the loop otherwise, or spill.
-WIDE_REGISTERS = {"3.6": (224, 216), "3.7": (216, 216), "3.8": (216, 232), "3.9": (224, 232)}
+# The tile WIDE by Triton release, for one matrix and for token groups. Each release has its own assembler. Another
+# number of registers of a math thread, or the other GUARDED, costs up to 5%: the loop's instructions have another order
+# then, or they spill.
+WIDE_BY_RELEASE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "3.6": ({"REGISTERS": 216, "GUARDED": True}, {"REGISTERS": 232}),
+    "3.7": ({"REGISTERS": 216, "GUARDED": True}, {"REGISTERS": 232}),
+    "3.8": ({"REGISTERS": 232}, {"REGISTERS": 224}),
+    "3.9": ({"REGISTERS": 232}, {"REGISTERS": 224}),
+}
 SHARED_BYTES = 232448  # what one program may take on Hopper
 
 
@@ -131,16 +137,21 @@ def fp8_sm90(
     short_groups = grouped == "K" and out.element_size() == 2 and K < SHORT_BLOCKS * FP8_BLOCK_SIZE * E
     vector = grouped == "K" or (grouped == "" and b_scale.shape[0] == N)
     tile = tile or tile_for(M, N, programs, E, grouped, vector, short_groups)
-    rotated = tile["BLOCK_N"] == 256 and not grouped
+    wide = tile["BLOCK_N"] == 256
+    # Experts have a small K, so their tiles end often. A second buffer for the output saves half of the waits for it.
+    apart = wide and grouped == "M"
     config = {
         "SWIZZLE": 16 if vector else 8,
-        "TURNS": 1 if rotated else 2,
-        "ROTATED": rotated,
+        "TURNS": 2,
+        "GUARDED": False,
+        "APART": apart,
         "chunk": tile["BLOCK_N"],
         "AHEAD": 1,
         "FEW": False,
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         **tile,
+        **(WIDE_BY_RELEASE[releases.release()][apart] if wide else {}),
+        **({"BUFFERS": 4 // out.element_size()} if apart else {}),
         **options,
     }
     if config["WARPGROUPS"] == 1:
@@ -162,14 +173,15 @@ def fp8_sm90(
     config.setdefault("ONCE", vector and (halves == 1 or (out.element_size() == 4 and not cramped)))
     config.setdefault("BUFFERS", halves if out.element_size() == 2 else 1)
     output = config["WARPGROUPS"] * config["BUFFERS"] * 64 * config["chunk"] * out.element_size()
-    # At most: codes, and scales in fp32. 1024 bytes are for barriers and alignment. An output of fp32 costs a stage.
-    of_stage = (config["BLOCK_M"] + config["BLOCK_N"]) * 132 + config["BLOCK_M"] * 4
-    config["NUM_STAGES"] = min(config["NUM_STAGES"], (SHARED_BYTES - 1024 - output) // of_stage)
+    # Codes, and scales in fp32. 32 bytes are for barriers and the group, and 512 bytes for alignment.
+    factors = (2 if wide and not apart else 1) * config["BLOCK_M"] + (config["BLOCK_N"] if vector else 4)
+    of_stage = (config["BLOCK_M"] + config["BLOCK_N"]) * FP8_BLOCK_SIZE + 4 * factors + 32
+    stages = (SHARED_BYTES - 512 - output) // (of_stage * (2 if config["FEW"] else 1))
+    config["NUM_STAGES"] = min(config["NUM_STAGES"], stages)
     # Three warpgroups share 504 registers, counted for one thread of each. Each math warpgroup takes this many, and the
     # third warpgroup gets the rest.
-    wide = WIDE_REGISTERS[releases.release()][rotated]
     of_halves = 184 if halves == 1 else 232 if vector and not cramped else 224
-    config.setdefault("REGISTERS", wide if config["BLOCK_N"] == 256 else of_halves)
+    config.setdefault("REGISTERS", of_halves)
     row_bytes = config["chunk"] * out.element_size()
     codes, rows = shared_layout(128, 8), shared_layout(min(row_bytes, 128), 8 * out.element_size())
     of_rows, of_a, of_b = out.view(-1, N), a, b.view(-1, K)

@@ -9,12 +9,38 @@ from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load, swi
 
 @aggregate
 class Tiles:
-    """The shared memory of the stages: the codes of 128 columns of K, and the scales of the rows and columns."""
+    """The shared memory of the stages: the codes of blocks of K, and the scales of their rows and columns.
 
-    a: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M, 128)
-    b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 128)
-    row_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_M); with 256 columns, BLOCK_M for each 128 of them
-    column_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N) with VECTOR; otherwise not used
+    A block of K has 128 columns. A stage holds OF_STAGE blocks: 1 or 2.
+    """
+
+    a: gl.shared_memory_descriptor  # (NUM_STAGES * OF_STAGE, BLOCK_M, 128)
+    b: gl.shared_memory_descriptor  # (NUM_STAGES * OF_STAGE, BLOCK_N, 128)
+    row_scales: gl.shared_memory_descriptor  # (NUM_STAGES * OF_STAGE, BLOCK_M), or BLOCK_M for each half of b's columns
+    column_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N) with VECTOR; otherwise (NUM_STAGES, 4)
+    groups: gl.shared_memory_descriptor  # (NUM_STAGES, 4): the token group of each stage, as the scheduler describes it
+    OF_STAGE: gl.constexpr
+
+    @gluon.jit
+    def wide_factors(self, stage, first: gl.constexpr, per_row: gl.constexpr):
+        """What the sums of 64 rows are multiplied by, in the left 128 columns and in the right 128 columns."""
+        BLOCK_M: gl.constexpr = self.a.shape[1]
+        of_rows = self.row_scales.index(stage)
+        if self.row_scales.shape[1] == BLOCK_M:
+            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            of_rows, of_b = of_rows.slice(first, 64).load(per_row), self.column_scales.index(stage)
+            return of_rows * gl.sum(of_b.slice(0, 1).load(one), 0), of_rows * gl.sum(of_b.slice(1, 1).load(one), 0)
+        else:
+            return of_rows.slice(first, 64).load(per_row), of_rows.slice(BLOCK_M + first, 64).load(per_row)
+
+    @gluon.jit
+    def group_of(self, stage):
+        """The token group of a full stage. A math warpgroup reads it, because a search would delay its next tile."""
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        group = ()
+        for field in gl.static_range(4):
+            group = group + (gl.sum(self.groups.index(stage).slice(field, 1).load(one), 0),)
+        return group
 
 
 @aggregate
@@ -41,12 +67,15 @@ def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, blocks):
     # rows, and the results are not used.
     ROWS: gl.constexpr = a_desc.block_shape[0]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
-    for k in range(blocks):
+    OF_STAGE: gl.constexpr = tiles.OF_STAGE
+    for first in range(0, blocks, OF_STAGE):
         stage = pipeline.wait_empty(i)
         bar = pipeline.full.index(stage)
-        mbarrier.expect(bar, (ROWS + BLOCK_N) * 128)
-        async_load(a_desc, [row, k * 128], bar, tiles.a.index(stage).slice(0, ROWS))
-        async_load(b_desc, [b_row, k * 128], bar, tiles.b.index(stage))
+        mbarrier.expect(bar, OF_STAGE * (ROWS + BLOCK_N) * 128)
+        for j in gl.static_range(OF_STAGE):
+            k, at = first + j, stage * OF_STAGE + j
+            async_load(a_desc, [row, k * 128], bar, tiles.a.index(at).slice(0, ROWS))
+            async_load(b_desc, [b_row, k * 128], bar, tiles.b.index(at))
         i += 1
     return i
 
@@ -98,23 +127,44 @@ def load(a, b, tiles, pipeline, scheduler):
                 i, odd = _load_expert(expert + 1, a, b, tiles, pipeline, scheduler, i, odd)
     else:
         BLOCK_N: gl.constexpr = tiles.b.shape[1]
-        group = (-1, 0, 0, 0)
-        for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
-            group = scheduler.get_next_group(block, group)
+        group, ends = (-1, 0, 0, 0), scheduler.ends_after(-1)
+        block = gl.program_id(0)
+        while block < scheduler.num_blocks:
+            group, ends = scheduler.get_next_group(block, group, ends)
             expert, _, n_block_idx, row, _, _, blocks = scheduler.get_block(block, group)
             b_row = n_block_idx * BLOCK_N
             if scheduler.GROUPED == "M":
                 b_row += expert * scheduler.N
             i = _load_block(a, b, tiles, pipeline, i, row, b_row, blocks)
+            block = scheduler.next_block(block, expert)
     pipeline.fill_one_more(i)
+
+
+@gluon.jit
+def _store_scales(tiles, at, of_a, of_b, right, VECTOR: gl.constexpr):
+    """Store the scales of a block of K. `of_b` and `right` are the scales of b's left and right 128 columns."""
+    BLOCK_M: gl.constexpr = tiles.a.shape[1]
+    WIDE: gl.constexpr = tiles.b.shape[1] == 256
+    if VECTOR:
+        tiles.row_scales.index(at).store(of_a)
+        tiles.column_scales.index(at).store(of_b)
+    elif WIDE and tiles.row_scales.shape[1] == BLOCK_M:
+        column = gl.arange(0, 4, gl.BlockedLayout([1], [32], [2], [0]))
+        tiles.row_scales.index(at).store(of_a)
+        tiles.column_scales.index(at).store(gl.where(column == 0, of_b, right))
+    elif WIDE:
+        tiles.row_scales.index(at).slice(0, BLOCK_M).store(of_a * of_b)
+        tiles.row_scales.index(at).slice(BLOCK_M, BLOCK_M).store(of_a * right)
+    else:
+        tiles.row_scales.index(at).store(of_a * of_b)
 
 
 @gluon.jit
 def scale(scales, tiles, pipeline, scheduler):
     """The scale warps: they read the scales, with any strides, and store them for the rows and columns of a stage.
 
-    Without VECTOR, they store one combined factor per row, the product of both scales, for each 128 columns. With
-    VECTOR, they store the factors of the rows and of the columns apart.
+    Without VECTOR, they store one factor per row, the product of both scales, for each 128 columns. With VECTOR, or if
+    the kernel has APART, they store the scales of the rows and of the columns apart.
     """
     BLOCK_M: gl.constexpr = tiles.a.shape[1]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
@@ -124,11 +174,19 @@ def scale(scales, tiles, pipeline, scheduler):
     i = 0
     rows = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 64], [32], [2], [0]))
     columns = gl.arange(0, BLOCK_N, gl.BlockedLayout([max(BLOCK_N // 64, 1)], [32], [2], [0]))
-    group = (-1, 0, 0, 0)
-    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
-        group = scheduler.get_next_group(block, group)
+    field = gl.arange(0, 4, gl.BlockedLayout([1], [32], [2], [0]))
+    group, ends, described, ended = (-1, 0, 0, 0), scheduler.ends_after(-1), field, False
+    block = gl.program_id(0)
+    while block < scheduler.num_blocks:
+        group, ends = scheduler.get_next_group(block, group, ends)
         expert, _, n_block_idx, row, end, k_begin, k_end = scheduler.get_block(block, group)
         blocks = k_end - k_begin
+        if scheduler.GROUPED == "M":  # rows of no expert have no stage: all share the one after the last
+            found = gl.where(
+                field < 2, gl.where(field == 0, group[0], group[1]), gl.where(field == 2, group[2], group[3])
+            )
+            described = gl.where(ended, described, found)
+            ended |= expert >= scheduler.num_experts
         a_there = rows < end - row
         a_at = scales.a + (row + rows).to(gl.int64) * scales.a_stride_m
         if scales.VECTOR:
@@ -167,17 +225,19 @@ def scale(scales, tiles, pipeline, scheduler):
                     )
                 a_at += a_stride_k
                 b_at += b_stride_k
-                if k < blocks:
-                    stage = pipeline.wait_empty(i)
-                    if scales.VECTOR:
-                        tiles.row_scales.index(stage).store(of_a[j])
-                        tiles.column_scales.index(stage).store(of_b[j])
-                    elif WIDE:
-                        tiles.row_scales.index(stage).slice(0, BLOCK_M).store(of_a[j] * of_b[j])
-                        tiles.row_scales.index(stage).slice(BLOCK_M, BLOCK_M).store(of_a[j] * of_right[j])
-                    else:
-                        tiles.row_scales.index(stage).store(of_a[j] * of_b[j])
-                    mbarrier.arrive(pipeline.full.index(stage), count=1)
-                    i += 1
+                if j % tiles.OF_STAGE == 0:
+                    if k < blocks:
+                        stage = pipeline.wait_empty(i)
+                        for of in gl.static_range(tiles.OF_STAGE):
+                            at, right = stage * tiles.OF_STAGE + of, of_right[j + of] if WIDE else 0.0
+                            _store_scales(tiles, at, of_a[j + of], of_b[j + of], right, scales.VECTOR)
+                        if scheduler.GROUPED == "M":
+                            tiles.groups.index(stage).store(described)
+                        mbarrier.arrive(pipeline.full.index(stage), count=1)
+                        i += 1
             of_a, of_b, of_right = next_a, next_b, next_right
-    pipeline.fill_one_more(i)
+        block = scheduler.next_block(block, expert)
+    stage = pipeline.wait_empty(i)
+    if scheduler.GROUPED == "M":
+        tiles.groups.index(stage).store(described)
+    mbarrier.arrive(pipeline.full.index(stage), count=1)

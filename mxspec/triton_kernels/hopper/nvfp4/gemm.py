@@ -85,9 +85,10 @@ def _multiply(out, tiles, pipeline, scheduler, numbers, WARPGROUP: gl.constexpr,
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     buffer: gl.constexpr = WARPGROUP * out.BUFFERS
     i, before, stage = 0, pipeline.NUM_STAGES - 1, 0
-    group = (-1, 0, 0, 0)
-    for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
-        group = scheduler.get_next_group(block, group)
+    group, ends = (-1, 0, 0, 0), scheduler.ends_after(-1)
+    block = gl.program_id(0)
+    while block < scheduler.num_blocks:
+        group, ends = scheduler.get_next_group(block, group, ends)
         expert, _, n_block_idx, row, row_end, begin, end = scheduler.get_block(block, group)
         number = numbers.product(expert, expert < scheduler.num_experts)
         acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
@@ -118,6 +119,7 @@ def _multiply(out, tiles, pipeline, scheduler, numbers, WARPGROUP: gl.constexpr,
             out.write(row, column, acc, buffer)
         else:
             out.write_rows(above, row, row_end, column, acc, buffer)
+        block = scheduler.next_block(block, expert)
     tma.store_wait(0)
 
 
@@ -192,9 +194,10 @@ def load(a, b, tiles, pipeline, scheduler, UNIT: gl.constexpr):
             if expert + 1 < scheduler.num_experts:
                 i, odd = _load_expert(expert + 1, a, b, tiles, pipeline, scheduler, i, odd, UNIT)
     else:
-        group = (-1, 0, 0, 0)
-        for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
-            group = scheduler.get_next_group(block, group)
+        group, ends = (-1, 0, 0, 0), scheduler.ends_after(-1)
+        block = gl.program_id(0)
+        while block < scheduler.num_blocks:
+            group, ends = scheduler.get_next_group(block, group, ends)
             expert, _, n_block_idx, row, _, begin, end = scheduler.get_block(block, group)
             b_row, b_k = n_block_idx * tiles.BLOCK_N, 0
             if scheduler.GROUPED == "M":  # the experts' matrices lie one below the other
@@ -204,6 +207,7 @@ def load(a, b, tiles, pipeline, scheduler, UNIT: gl.constexpr):
                     b_row += expert * scheduler.N
             for k in range(begin, end, 64):
                 i = _load_block(a, b, tiles, pipeline, i, row, b_row, k, b_k + k)
+            block = scheduler.next_block(block, expert)
 
 
 @gluon.jit
