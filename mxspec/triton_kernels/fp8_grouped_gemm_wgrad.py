@@ -7,9 +7,10 @@ from torch import Tensor
 
 from mxspec.triton_kernels.fp8_gemm import PTX, note
 from mxspec.triton_kernels.hopper.fp8.launch import fp8_sm90, reads
+from mxspec.triton_kernels.hopper.fp8.measured import wgrad as measured
 from mxspec.triton_kernels.tiles.fp8_matmul import fp8_tiles
 
-__all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad", "multiply", "note"]
+__all__ = ["PTX", "RANK", "fp8_grouped_gemm_wgrad", "measured", "multiply", "note"]
 
 # The race against bf16 on an H200: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}

@@ -13,11 +13,12 @@ from mxspec.triton_kernels.blackwell import mx_matmul as blackwell
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.mx.by_memory import mx_bf16, pays_for_groups
 from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
+from mxspec.triton_kernels.hopper.mx.measured import grouped as measured
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_matmul
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
-__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "mx_grouped_gemm", "note"]
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "measured", "mx_grouped_gemm", "note"]
 
 # The race against torch._grouped_mm in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: no GPU has run the
 # tiles, nor the kernel with TMA, which `auto` takes on sm_100 for blocked scales. Both were compiled and interpreted.

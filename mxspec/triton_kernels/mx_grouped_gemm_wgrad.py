@@ -7,11 +7,12 @@ from torch import Tensor
 
 from mxspec.triton_kernels.blackwell import mx_matmul as blackwell
 from mxspec.triton_kernels.hopper.mx.launch import WIDEST_TILE, mx_sm90, reads
+from mxspec.triton_kernels.hopper.mx.measured import wgrad as measured
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_matmul
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
-__all__ = ["PTX", "RANK", "mx_grouped_gemm_wgrad", "note"]
+__all__ = ["PTX", "RANK", "measured", "mx_grouped_gemm_wgrad", "note"]
 
 # The race against torch._grouped_mm in bf16 on an H200: benchmarks/results/decisions.md. Blackwell: no GPU has run the
 # tiles, nor the kernel with TMA, which `auto` takes on sm_100 for blocked scales. Both were compiled and interpreted.

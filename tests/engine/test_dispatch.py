@@ -342,6 +342,63 @@ def test_explain_says_what_was_measured_for_a_call_of_this_size(monkeypatch):
     assert said(4096).measured is None
 
 
+def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
+    from mxspec.triton_kernels.hopper import releases
+    from mxspec.triton_kernels.hopper.fp8 import launch as fp8
+    from mxspec.triton_kernels.hopper.mx import by_memory, launch_weights
+    from mxspec.triton_kernels.hopper.mx import launch as mx
+    from mxspec.triton_kernels.hopper.nvfp4 import launch as nvfp4
+
+    for module in (releases, fp8, by_memory, launch_weights, mx, nvfp4):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(by_memory, "processors", lambda device: 132)
+    monkeypatch.setattr("mxspec.dispatch.explanation.refusal", lambda name, backend, args, kwargs: None)
+
+    def of(*sizes, dtype=torch.float8_e4m3fn):
+        return torch.empty(*sizes, dtype=dtype, device="meta")
+
+    def said(op, *args, **options):
+        return mxspec.explain(op, *args, backend="triton", **options).measured
+
+    e8m0, bf16, fp4 = torch.float8_e8m0fnu, torch.bfloat16, torch.float4_e2m1fn_x2
+    N, K = 2048, 1024
+
+    def by_codes(M, *E):
+        return of(M, K), of(M, K // 32, dtype=e8m0), of(*E, N, K), of(*E, N, K // 32, dtype=e8m0)
+
+    def by_fp4(M, K=K):
+        return of(M, K, dtype=bf16), None, of(N, K // 2, dtype=fp4), of(N, K // 32, dtype=e8m0)
+
+    def offs(E):
+        return of(E, dtype=torch.int32)
+
+    def sums(E):
+        tokens = of(N, 4096).mT, of(N, 128, dtype=e8m0), of(K, 4096).mT, of(K, 128, dtype=e8m0)
+        return *tokens, offs(E)
+
+    plain = {"scale_layout": "plain"}
+    assert said("mx_gemm", *by_codes(8192)).startswith("on an H200, 4096 to 32768 rows: ")
+    assert said("mx_gemm", *by_codes(64)) is None, "another kernel"
+    assert said("mx_gemm", *by_fp4(64)).startswith("on an H100, 16 to 128 rows: ")
+    assert said("mx_gemm", *by_fp4(64, 1056)) is None, "plain tiles"
+    assert said("mx_grouped_gemm", *by_codes(32768, 8), offs(8), **plain).startswith("on an H200, 1 to 8 experts: ")
+    assert said("mx_grouped_gemm", *by_codes(65536, 64), offs(64), **plain).startswith("on an H200, 64 experts: ")
+    other = {**plain, "out_dtype": torch.float32}
+    assert said("mx_grouped_gemm", *by_codes(32768, 8), offs(8), **other) is None, "another kernel"
+    assert said("mx_grouped_gemm_wgrad", *sums(8), **plain).startswith("on an H200, 8 to 64 experts: ")
+    assert said("mx_grouped_gemm_wgrad", *sums(2), **plain) is None
+    of_fp8 = of(N, 4096), of(N, 32, dtype=torch.float32), of(K, 4096), of(K, 32, dtype=torch.float32)
+    assert said("fp8_grouped_gemm_wgrad", *of_fp8, offs(64)).startswith("on an H200, 8 to 64 experts: ")
+    one = of(16, dtype=torch.float32)
+    values = of(4096, K, dtype=bf16), None, one, of(16, N, K, dtype=bf16), None, one, offs(16)
+    assert said("nvfp4_grouped_gemm", *values).startswith("on an H100, 16 to 128 experts: ")
+    assert said("nvfp4_grouped_gemm", *values, out_dtype=torch.float32) is None
+    one = of(32, dtype=torch.float32)
+    tokens = of(4096, N, dtype=bf16), None, one, of(4096, K, dtype=bf16), None, one, offs(32)
+    assert "to bfloat16" in said("nvfp4_grouped_gemm_wgrad", *tokens)
+    assert "in bfloat16" in said("nvfp4_grouped_gemm_wgrad", *tokens, out_dtype=bf16)
+
+
 @pytest.mark.parametrize("backend", ["triton", "helion"])
 def test_kernels_take_every_element(backend):
     checked = set()

@@ -13,25 +13,27 @@ from typing import Any
 from torch import Tensor
 
 from mxspec.triton_kernels.hopper.fp8.launch import reads
+from mxspec.triton_kernels.hopper.measured import Class, of_size
 
-# The least and the largest number of rows, and what was measured in between. Other sizes were not measured.
+# By rows.
 DENSE = (
     (2, 128, "on an H100, 2 to 128 rows: 0.92 to 1.12 of the rate of DeepGEMM, 1.07 to 2.3 of cuBLAS"),
     (256, 1024, "on an H100, 256 to 1024 rows: 0.75 to 1.21 of the rate of DeepGEMM, 0.94 to 1.64 of cuBLAS"),
     (1025, 10**9, "on an H100, more than 1024 rows: 0.98 to 1.03 of the rate of DeepGEMM, 1.02 to 1.18 of cuBLAS"),
 )
-# The same by experts. DeepGEMM's groups were padded to multiples of 128 rows beforehand.
+# By experts. DeepGEMM's groups were padded to multiples of 128 rows beforehand.
 GROUPED = (
     (8, 32, "on an H100, 8 to 32 experts: 0.95 to 1.04 of the rate of DeepGEMM on groups padded beforehand"),
     (128, 128, "on an H100, 128 experts: 0.95 to 1.08 of the rate of DeepGEMM on groups padded beforehand"),
 )
+WGRAD = ((8, 64, "on an H200, 8 to 64 experts: 1.00 to 1.33 of the rate of torch._grouped_mm in bfloat16"),)
 
 
-def _of(size: int, classes: tuple[tuple[int, int, str], ...], a: Tensor, b: Tensor, b_scale: Tensor) -> str | None:
+def _of(size: int, classes: tuple[Class, ...], a: Tensor, b: Tensor, b_scale: Tensor) -> str | None:
     """What was measured for a size, if the call runs the kernel that was measured: with a scale for 128 rows of b."""
     if b_scale.shape[-2] == b.shape[-2] or not reads(a, b, a):
         return None
-    return next((said for least, most, said in classes if least <= size <= most), None)
+    return of_size(size, classes)
 
 
 def dense(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **_: Any) -> str | None:
@@ -40,3 +42,7 @@ def dense(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, **_: Any) -> s
 
 def grouped(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, **_: Any) -> str | None:
     return _of(b.shape[0], GROUPED, a, b, b_scale)
+
+
+def wgrad(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, **_: Any) -> str | None:
+    return of_size(offs.shape[0], WGRAD) if reads(dy, x, dy) else None

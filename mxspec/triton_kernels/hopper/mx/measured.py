@@ -1,0 +1,48 @@
+"""For `mxspec.explain`: how fast the MX matmuls were beside bfloat16 matmuls of unquantized operands.
+
+Each range goes over the shapes of benchmarks/results/decisions.md, under Triton 3.6. A number above 1 says that this
+backend was faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels.hopper.measured import of_size
+from mxspec.triton_kernels.hopper.mx import launch, launch_weights
+from mxspec.triton_kernels.hopper.mx.by_memory import pays, pays_for_groups
+
+# By rows: codes by codes, and bfloat16 by e2m1.
+CODES = ((4096, 32768, "on an H200, 4096 to 32768 rows: 0.91 to 1.00 of the rate of cuBLAS in bfloat16"),)
+WEIGHTS = ((16, 128, "on an H100, 16 to 128 rows: 0.91 to 2.90 of the rate of torch.mm with bfloat16 weights"),)
+# By experts.
+GROUPED = (
+    (1, 8, "on an H200, 1 to 8 experts: 0.90 to 1.04 of the rate of torch._grouped_mm in bfloat16"),
+    (64, 64, "on an H200, 64 experts: 0.70 of the rate of torch._grouped_mm in bfloat16"),
+)
+WGRAD = ((8, 64, "on an H200, 8 to 64 experts: 0.93 to 0.97 of the rate of torch._grouped_mm in bfloat16"),)
+
+
+def dense(
+    a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, *, scale_layout: str = "plain", **_: Any
+) -> str | None:
+    if b.dtype != torch.float4_e2m1fn_x2:
+        return of_size(a.shape[0], CODES) if pays(a.shape[0], b.shape[0], a.device) else None
+    if a.dtype == torch.bfloat16 and launch_weights.reads(a, b, b_scale, scale_layout):
+        return of_size(a.shape[0], WEIGHTS)
+    return None
+
+
+def grouped(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor,
+    *, out_dtype: torch.dtype = torch.bfloat16, **_: Any,
+) -> str | None:  # fmt: skip
+    E, N, _K = b.shape
+    return of_size(E, GROUPED) if pays_for_groups(a.shape[0], N, E, out_dtype, a.device) else None
+
+
+def wgrad(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, **_: Any) -> str | None:
+    return of_size(offs.shape[0], WGRAD) if launch.reads(dy.mT, x.mT, dy) else None

@@ -1,0 +1,39 @@
+"""For `mxspec.explain`: how fast the NVFP4 matmuls of values were beside bfloat16 matmuls of the same values.
+
+Each range goes over the shapes of benchmarks/results/decisions.md, under Triton 3.6, in one loop of CUDA graphs. A
+number above 1 says that this backend was faster. Codes take longer: their values are written to memory first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.triton_kernels.hopper.measured import of_size
+from mxspec.triton_kernels.hopper.nvfp4.launch import reads
+
+# By experts.
+GROUPED = ((16, 128, "on an H100, 16 to 128 experts: 1.03 to 1.31 of the rate of torch._grouped_mm in bfloat16"),)
+WGRAD = ((32, 128, "on an H100, 32 to 128 experts: 1.00 to 1.07 of the rate of torch._grouped_mm in bfloat16"),)
+WGRAD_FLOAT32 = ((32, 128, "on an H100, 32 to 128 experts: 0.77 to 0.89 of the rate of torch._grouped_mm to bfloat16"),)
+
+
+def grouped(
+    a: Tensor, a_scale: Tensor | None, a_tensor_scale: Tensor, b: Tensor, b_scale: Tensor | None,
+    b_tensor_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, **_: Any,
+) -> str | None:  # fmt: skip
+    values = a_scale is None and b_scale is None and out_dtype == torch.bfloat16
+    out = a.new_empty(1, b.shape[1], dtype=out_dtype)
+    return of_size(b.shape[0], GROUPED) if values and reads(a, None, b, None, out, "M") else None
+
+
+def wgrad(
+    dy: Tensor, dy_scale: Tensor | None, dy_tensor_scale: Tensor, x: Tensor, x_scale: Tensor | None,
+    x_tensor_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype = torch.float32, **_: Any,
+) -> str | None:  # fmt: skip
+    out = dy.new_empty(1, x.shape[1], dtype=out_dtype)
+    if dy_scale is not None or x_scale is not None or not reads(dy.mT, None, x.mT, None, out, "K"):
+        return None
+    return of_size(offs.shape[0], WGRAD if out_dtype == torch.bfloat16 else WGRAD_FLOAT32)
