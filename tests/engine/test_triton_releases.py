@@ -97,9 +97,9 @@ def test_machine_code(version: str, cover: int) -> None:
 def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str) -> None:
     """The tests of files that know more than the ops' cases, in one process, because its imports take seconds.
 
-    For Hopper, the ops' cases are too small to choose these tiles. Outputs of fp32 take the most registers. The oldest
-    release is tested on a GPU, where the same files run all tiles. For Blackwell, the compiler makes barriers and a
-    pipeline, so each release may make others.
+    For Hopper, the ops' cases are too small to choose these tiles. Outputs of fp32 take the most registers, but for the
+    large tile of token groups. The oldest release is tested on a GPU, where the same files run all tiles. For
+    Blackwell, the compiler makes barriers and a pipeline, so each release may make others.
     """
     names = "fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "mx_weights", "nvfp4_gemm"
     hopper = [f"tests/kernels/hopper/test_{name}_sm90.py" for name in names]

@@ -57,7 +57,7 @@ class Scheduler:
 
     @gluon.jit
     def get_next_group(self, block, group, ends):
-        """The group of rows that `block` belongs to, and the `ends_after` it, found from the group of an earlier block.
+        """The group of rows that `block` belongs to, and its `ends_after`, found from those of an earlier block.
 
         A group is a tuple: the expert, the expert's first block, its first row, and the end of its rows. The rows of no
         expert are one more group, `num_experts`. After it comes the group `num_experts + 1`, which has no rows. No row

@@ -72,6 +72,12 @@ def test_every_tile_of_rows_compiles_without_spilling(tile, out_dtype):
     assert fetches_its_descriptors(code[0].ptx)
 
 
+@pytest.mark.parametrize("N", [256, 264])
+def test_the_large_tile_of_rows_compiles_without_spilling_for_any_number_of_columns(N):
+    """To bfloat16, with two buffers. Triton compiles another kernel for a multiple of 16."""
+    compiles(forward, rows.made([150, 129], 7, N, 256, 1, "mn"), kernel.WIDE, torch.bfloat16)
+
+
 @each_output
 @each_tile
 def test_every_tile_of_sums_over_tokens_compiles_without_spilling(tile, out_dtype):

@@ -152,6 +152,7 @@ def fp8_sm90(
         **tile,
         **(WIDE_BY_RELEASE[releases.release()][apart] if wide else {}),
         **({"BUFFERS": 4 // out.element_size()} if apart else {}),
+        **({"REGISTERS": 232} if apart and N % 16 else {}),  # the columns of the last tile take more registers
         **options,
     }
     if config["WARPGROUPS"] == 1:

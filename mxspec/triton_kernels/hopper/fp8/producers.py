@@ -237,7 +237,7 @@ def scale(scales, tiles, pipeline, scheduler):
                         i += 1
             of_a, of_b, of_right = next_a, next_b, next_right
         block = scheduler.next_block(block, expert)
-    stage = pipeline.wait_empty(i)
+    stage = pipeline.wait_empty(i)  # as `fill_one_more`, with a group
     if scheduler.GROUPED == "M":
         tiles.groups.index(stage).store(described)
     mbarrier.arrive(pipeline.full.index(stage), count=1)
