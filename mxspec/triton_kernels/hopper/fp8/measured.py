@@ -1,9 +1,9 @@
 """For `mxspec.explain`: how fast the FP8 matmuls were beside other libraries, by the size of a call.
 
-Each range goes over shapes of one GPU in one interleaved loop of CUDA graphs: benchmarks/results/decisions.md. A
-number above 1 says that this backend was faster. DeepGEMM was sgl-deep-gemm 0.1.2, for 256 to 1024 rows DeepGEMM 2.6.1.
-Triton was 3.6 for up to 1024 rows. Otherwise it was 3.6 to 3.9: 3.8 was the slowest, 3.6 the fastest. The figures
-beside cuBLAS, and those of 256 to 1024 rows, are older than today's kernel.
+Each range goes over shapes of one GPU in one interleaved loop of CUDA graphs, whose kernels share one clock:
+benchmarks/results/decisions.md. A number above 1 says that this backend was faster. DeepGEMM was sgl-deep-gemm 0.1.2,
+for 256 to 1024 rows DeepGEMM 2.6.1. Triton was 3.6 for up to 1024 rows. Otherwise it was 3.6 to 3.9: 3.8 was the
+slowest, 3.6 the fastest. The figures beside cuBLAS, and those of 256 to 1024 rows, are older than today's kernel.
 """
 
 from __future__ import annotations
