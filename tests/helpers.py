@@ -95,7 +95,7 @@ def plain_environment(**more: str) -> dict[str, str]:
 
 def blocks_of_stages(tile: dict[str, Any]) -> int:
     """The blocks of K that the stages of a tile of Hopper's FP8 matmul hold together."""
-    return tile["NUM_STAGES"] * (2 if tile.get("FEW") else 1)
+    return tile["NUM_STAGES"] * tile.get("OF_STAGE", 1)
 
 
 def fetches_its_descriptors(ptx: str) -> bool:

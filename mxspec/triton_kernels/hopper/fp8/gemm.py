@@ -245,13 +245,7 @@ def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, GUA
     while (block < scheduler.num_blocks) & is_expert:
         left = gl.zeros([64, 128], gl.float32, mma)
         right = gl.zeros([64, 128], gl.float32, mma)
-        if GUARDED:
-            if scheduler.K > 0:
-                partial, left, right, s_left, s_right, i, before, stage = _stages_wide(
-                    partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, scheduler.K,
-                    per_row, WARPGROUP,
-                )  # fmt: skip
-        else:
+        if (scheduler.K if GUARDED else 1) > 0:
             partial, left, right, s_left, s_right, i, before, stage = _stages_wide(
                 partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, scheduler.K,
                 per_row, WARPGROUP,
@@ -353,7 +347,7 @@ def fp8_gemm_sm90(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
-    FEW: gl.constexpr, GUARDED: gl.constexpr, APART: gl.constexpr,
+    OF_STAGE: gl.constexpr, GUARDED: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """`out` is a pointer and the stride of its rows.
 
@@ -365,7 +359,6 @@ def fp8_gemm_sm90(
         _prefetch_descriptors()
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
     WIDE: gl.constexpr = BLOCK_N == 256
-    OF_STAGE: gl.constexpr = 2 if FEW else 1
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = Tiles(
@@ -407,7 +400,7 @@ def fp8_gemm_sm90(
             [4, 1, 2],
             [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
         )
-    elif FEW:
+    elif OF_STAGE == 2:
         gl.warp_specialize(
             [
                 (_multiply_few, (output, tiles, pipeline, scheduler)),

@@ -23,9 +23,9 @@ if releases.refusal() is None:
 T = TypeVar("T")
 # Tiles of the Gluon kernel, for a scale of b that 128 columns share. The first number is the cost of one element of the
 # output: it is higher for smaller tiles, which read more bytes per element and wait more often for the tensor cores.
-# A tile with few rows takes less time than a load of its scales, so the scales are requested AHEAD blocks early. With
-# FEW, a stage holds two blocks of K. The race against DeepGEMM: benchmarks/results/decisions.md.
-_FEW: dict[str, Any] = {"BLOCK_M": 64, "WARPGROUPS": 1, "AHEAD": 8, "FEW": True}
+# A tile with few rows takes less time than a load of its scales, so the scales are requested AHEAD blocks early. A
+# stage holds OF_STAGE blocks of K. The race against DeepGEMM: benchmarks/results/decisions.md.
+_FEW: dict[str, Any] = {"BLOCK_M": 64, "WARPGROUPS": 1, "AHEAD": 8, "OF_STAGE": 2}
 WIDE: dict[str, Any] = {
     "BLOCK_M": 128, "BLOCK_N": 256, "WARPGROUPS": 2, "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1,
     "SWIZZLE": 16,
@@ -147,7 +147,7 @@ def fp8_sm90(
         "APART": apart,
         "chunk": tile["BLOCK_N"],
         "AHEAD": 1,
-        "FEW": False,
+        "OF_STAGE": 1,
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         **tile,
         **(WIDE_BY_RELEASE[releases.release()][apart] if wide else {}),
@@ -176,8 +176,8 @@ def fp8_sm90(
     output = config["WARPGROUPS"] * config["BUFFERS"] * 64 * config["chunk"] * out.element_size()
     # Codes, and scales in fp32. 32 bytes are for barriers and the group, and 512 bytes for alignment.
     factors = (2 if wide and not apart else 1) * config["BLOCK_M"] + (config["BLOCK_N"] if vector else 4)
-    of_stage = (config["BLOCK_M"] + config["BLOCK_N"]) * FP8_BLOCK_SIZE + 4 * factors + 32
-    stages = (SHARED_BYTES - 512 - output) // (of_stage * (2 if config["FEW"] else 1))
+    of_block = (config["BLOCK_M"] + config["BLOCK_N"]) * FP8_BLOCK_SIZE + 4 * factors + 32
+    stages = (SHARED_BYTES - 512 - output) // (of_block * config["OF_STAGE"])
     config["NUM_STAGES"] = min(config["NUM_STAGES"], stages)
     # Three warpgroups share 504 registers, counted for one thread of each. Each math warpgroup takes this many, and the
     # third warpgroup gets the rest.
