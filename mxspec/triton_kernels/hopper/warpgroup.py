@@ -47,11 +47,28 @@ def your_turn(WARPGROUP: gl.constexpr, TURNS: gl.constexpr):
         )  # fmt: skip
 
 
+@gluon.jit
+def _halves(acc):
+    return acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _parts(acc, WIDTH: gl.constexpr):
+    """A tile as one, two or four parts along N, each WIDTH columns wide."""
+    if acc.shape[1] == WIDTH:
+        return (acc,)
+    elif acc.shape[1] == 2 * WIDTH:
+        return _halves(acc)
+    else:
+        left, right = _halves(acc)
+        return _halves(left) + _halves(right)
+
+
 @aggregate
 class Output:
     """The destination of 64 rows of a block of the output.
 
-    The rows pass through shared memory and TMA, whole or in CHUNKS along N.
+    The rows pass through shared memory and TMA, whole or in chunks along N, which are as wide as the box of `desc`.
 
     If the 64 rows do not all belong to the group, TMA must not write them. Then plain stores through `pointer` write
     the group's rows, and `stride` is the stride of a row. Each warpgroup has BUFFERS tiles. With ACCUMULATE, the block
@@ -64,17 +81,21 @@ class Output:
     N: Value
     tiles: gl.shared_memory_descriptor
     BUFFERS: gl.constexpr
-    CHUNKS: gl.constexpr
     ACCUMULATE: gl.constexpr
+
+    @gluon.jit
+    def chunks(self, acc):
+        """How many chunks a tile has."""
+        return acc.shape[1] // self.desc.block_shape[1]
 
     @gluon.jit
     def fill(self, acc, CHUNK: gl.constexpr, buffer):
         """Copy a chunk of 64 rows to shared memory, in the output's dtype. Returns the tile there."""
         WIDTH: gl.constexpr = self.desc.block_shape[1]
-        parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
+        part = _parts(acc, WIDTH)[CHUNK]
         mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
         target = self.tiles.index(buffer + CHUNK % self.BUFFERS)
-        target.store(gl.convert_layout(parts[CHUNK], mma).to(self.desc.dtype))
+        target.store(gl.convert_layout(part, mma).to(self.desc.dtype))
         return target
 
     @gluon.jit
@@ -85,7 +106,7 @@ class Output:
         no registers are left. The L2 cache flushes a sum that is a subnormal fp32 to 0.
         """
         WIDTH: gl.constexpr = self.desc.block_shape[1]
-        for c in gl.static_range(self.CHUNKS):
+        for c in gl.static_range(acc.shape[1] // WIDTH):
             tma.store_wait(self.BUFFERS - 1)  # wait for the store that last read this buffer
             target = self.fill(acc, c, buffer)
             fence_async_shared()
@@ -121,7 +142,7 @@ class Output:
             WIDTH: gl.constexpr = self.desc.block_shape[1]
             OF_ROW: gl.constexpr = min(WIDTH // 8, 32)
             by_row: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_ROW, OF_ROW], [4, 1], [1, 0])
-            for c in gl.static_range(self.CHUNKS):
+            for c in gl.static_range(acc.shape[1] // WIDTH):
                 target = self.fill(acc, c, buffer)
                 self.write_elements(above, row, end, column + c * WIDTH, target.load(by_row))
 
@@ -140,11 +161,10 @@ class Output:
     def write_turned(self, row, column, acc, buffer):
         """Write 64 rows of the output's transpose. Its columns are rows of the output."""
         WIDTH: gl.constexpr = self.desc.block_shape[0]
-        parts = (acc,) if self.CHUNKS == 1 else acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
         mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-        for c in gl.static_range(self.CHUNKS):
+        for c in gl.static_range(acc.shape[1] // WIDTH):
             target = self.tiles.index(buffer)
             tma.store_wait(0)  # wait for the store that last read this buffer
-            target.permute((1, 0)).store(gl.convert_layout(parts[c], mma).to(self.desc.dtype))
+            target.permute((1, 0)).store(gl.convert_layout(_parts(acc, WIDTH)[c], mma).to(self.desc.dtype))
             fence_async_shared()
             async_store(self.desc, [column + c * WIDTH, row], target)

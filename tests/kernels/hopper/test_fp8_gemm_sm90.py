@@ -98,11 +98,23 @@ def test_stages_are_handed_round_for_any_number_of_blocks_and_tiles(tile, out_dt
         (512, 7168, (128, 256)),
         (512, 2112, (128, 64)),
         (512, 4096, (128, 128)),
+        (1024, 5120, (128, 160)),
+        (1536, 4096, (128, 192)),
     ],
 )
 def test_the_tile_follows_the_shape(M, N, tile):
     chosen = kernel.tile_for(M, N, 132)
     assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
+@pytest.mark.parametrize("right", [0, 32, 64, 128])
+def test_tiles_cover_the_columns_and_none_is_empty(right):
+    """A run of columns: first the left parts of 128 columns, then as many right parts."""
+    BLOCK_N = 128 + right
+    together = 128 // right if right else 1
+    for N in range(16, 2000, 16):
+        last = [run + left for run in range(0, N, together * BLOCK_N) for left in range(0, together * 128, 128)]
+        assert kernel.tiles_along_n(N, BLOCK_N, right) == sum(left < N for left in last)
 
 
 @pytest.mark.parametrize(

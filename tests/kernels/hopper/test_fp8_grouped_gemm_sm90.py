@@ -25,7 +25,7 @@ if reason := unavailable():
 from mxspec.triton_kernels.fp8_gemm import PTX
 from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
-ROW_TILES = [tile for _, tile in kernel.TILES]
+ROW_TILES = [tile for _, tile in kernel.TILES if kernel.serves_groups(tile)]
 TILES = [tile for _, tile in kernel.VECTOR_TILES]
 
 

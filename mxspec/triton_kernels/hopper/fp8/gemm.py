@@ -11,7 +11,9 @@ tile of `b`, and their scales. A stage of `_multiply_few` holds two blocks.
 
 The math warpgroups run one of three functions. All sum K in the same order, so a row has the same bits in each.
 
-- `_multiply_wide`: two warpgroups, 64 rows and 256 columns each, if 128 columns of b share a scale. Large outputs.
+- `_multiply_wide`: two warpgroups, 64 rows and 160 to 256 columns each, if 128 columns of b share a scale. Large
+  outputs. A tile has a left part of 128 columns and a right part of 32, 64 or 128. With tiles of several widths, the
+  last wave of an output is nearly full at one of them.
 - `_multiply`: one or two warpgroups, 64 or 128 rows each. It is the only one that takes a scale for each column.
 - `_multiply_few`: one warpgroup, 64 rows, two blocks of K at a time. Small outputs, where the waits for a stage and the
   two barriers of an arrival would take as long as the matmul.
@@ -151,7 +153,7 @@ def _multiply(
         is_expert = _is_expert(tiles, scheduler, stage)
         # The block's place is computed only now, because registers are scarce in the loop.
         expert, _, n_block_idx, row, end, _, _ = _place(tiles, scheduler, block, before)
-        row, column, next_buffer = row + first, n_block_idx * BLOCK_N, own_buffer + out.CHUNKS % out.BUFFERS
+        row, column, next_buffer = row + first, n_block_idx * BLOCK_N, own_buffer + out.chunks(upper) % out.BUFFERS
         if GROUPED == "":
             out.write(row, column, upper, own_buffer)
             if HALVES == 2:
@@ -173,92 +175,104 @@ def _multiply(
 
 
 @gluon.jit
-def _issue_half(tiles, stage, partial, HALF: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Begin to multiply 64 rows and 128 columns of a stage. `partial` is the sum whose registers take the product."""
+def _issue_part(tiles, stage, partial, PART: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Begin to multiply 64 rows by a part of a stage, of which 0 is the left one.
+
+    The product gets the registers of `partial`, the last product of a part of this width.
+    """
     a = tiles.a.index(stage).slice(WARPGROUP * 64, 64)
-    b = tiles.b.index(stage).slice(HALF * 128, 128).permute((1, 0))
-    my_turn(WARPGROUP, HALF == 0)  # the remarks in `_multiply` hold here too
+    b = tiles.b.index(stage).slice(PART * 128, partial.shape[1]).permute((1, 0))
+    my_turn(WARPGROUP, PART == 0)  # the remarks in `_multiply` hold here too
     running = warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
-    your_turn(WARPGROUP, HALF == 0)
+    your_turn(WARPGROUP, PART == 0)
     return running
 
 
 @gluon.jit
 def _end_stage(
-    running, left, right, s_left, s_right, tiles, pipeline, i, before, stage,
-    per_row: gl.constexpr, WARPGROUP: gl.constexpr,
-):  # fmt: skip
-    """Everything of a stage but the issue of its left half. Returns the state for the next stage."""
+    running, partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, WARPGROUP: gl.constexpr
+):
+    """Everything of a stage but the issue of its left part. Returns the state for the next stage.
+
+    `partial` is the last product of the right part. If both parts are equal, it is the last product of either, and its
+    registers are those of `running`.
+    """
+    SHARED: gl.constexpr = tiles.RIGHT == 128
+    per_left: gl.constexpr = s_left.type.layout
+    per_right: gl.constexpr = s_right.type.layout
     after = pipeline.after(stage)
     mbarrier.arrive(pipeline.empty.index(before), count=1)
     barrier()
-    partial = warpgroup_mma_wait(0, deps=[running])
-    left = promote(partial, s_left, 0.0, left, False)
-    running = _issue_half(tiles, stage, partial, 1, WARPGROUP)
+    of_left = warpgroup_mma_wait(0, deps=[running])
+    left = promote(of_left, s_left, 0.0, left, False)
+    running = _issue_part(tiles, stage, of_left if SHARED else partial, 1, WARPGROUP)
     pipeline.wait_full(i + 1, after)
-    next_left, next_right = tiles.wide_factors(after, WARPGROUP * 64, per_row)
+    next_left, next_right = tiles.part_factors(after, WARPGROUP * 64, per_left, per_right)
     partial = warpgroup_mma_wait(0, deps=[running])
     right = promote(partial, s_right, 0.0, right, False)
-    return partial, left, right, next_left, next_right, i + 1, stage, after
+    return partial if SHARED else of_left, partial, left, right, next_left, next_right, i + 1, stage, after
 
 
 @gluon.jit
 def _stages_wide(
-    partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, K,
-    per_row: gl.constexpr, WARPGROUP: gl.constexpr,
-):  # fmt: skip
+    of_left, partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, K, WARPGROUP: gl.constexpr
+):
     """Multiply K stages, at least one.
 
-    The loop begins after the issue of a left half and ends with the issue of the next one. The assembler then computes
+    The loop begins after the issue of a left part and ends with the issue of the next one. The assembler then computes
     the addresses of the next stage while a matmul runs.
     """
-    running = _issue_half(tiles, stage, partial, 0, WARPGROUP)
+    running = _issue_part(tiles, stage, of_left, 0, WARPGROUP)
     for _ in range(K - 1):
-        partial, left, right, s_left, s_right, i, before, stage = _end_stage(
-            running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP
+        of_left, partial, left, right, s_left, s_right, i, before, stage = _end_stage(
+            running, partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, WARPGROUP
         )
-        running = _issue_half(tiles, stage, partial, 0, WARPGROUP)
-    return _end_stage(running, left, right, s_left, s_right, tiles, pipeline, i, before, stage, per_row, WARPGROUP)
+        running = _issue_part(tiles, stage, of_left, 0, WARPGROUP)
+    return _end_stage(running, partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, WARPGROUP)
 
 
 @gluon.jit
 def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, GUARDED: gl.constexpr):
-    """`_multiply` for 64 rows and 256 columns, in two halves of 128 columns.
+    """`_multiply` for 64 rows and a left part of 128 columns, beside a right part of 32, 64 or 128.
 
     A tile has half the rows of a tile of 256 x 128, so a token group that ends inside a tile wastes fewer rows.
 
     GUARDED puts the loop behind a condition that is always true. Some assemblers order its instructions better then.
     """
+    RIGHT: gl.constexpr = tiles.RIGHT
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    per_row: gl.constexpr = gl.SliceLayout(1, mma)
+    right_mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, RIGHT, 32]
+    )
     first: gl.constexpr = WARPGROUP * 64
     own_buffer: gl.constexpr = WARPGROUP * out.BUFFERS
     if WARPGROUP == 1:
         your_turn(WARPGROUP, 1)
 
     i, before, stage = 0, pipeline.NUM_STAGES - 1, 0
-    partial = gl.zeros([64, 128], gl.float32, mma)
+    of_left = gl.zeros([64, 128], gl.float32, mma)
+    partial = of_left if RIGHT == 128 else gl.zeros([64, RIGHT], gl.float32, right_mma)
     pipeline.wait_full(0, 0)
-    s_left, s_right = tiles.wide_factors(0, first, per_row)
+    s_left, s_right = tiles.part_factors(0, first, gl.SliceLayout(1, mma), gl.SliceLayout(1, right_mma))
     barrier()
     block, is_expert = gl.program_id(0), _is_expert(tiles, scheduler, stage)
     while (block < scheduler.num_blocks) & is_expert:
         left = gl.zeros([64, 128], gl.float32, mma)
-        right = gl.zeros([64, 128], gl.float32, mma)
+        right = gl.zeros([64, RIGHT], gl.float32, right_mma)
         if (scheduler.K if GUARDED else 1) > 0:
-            partial, left, right, s_left, s_right, i, before, stage = _stages_wide(
-                partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, scheduler.K,
-                per_row, WARPGROUP,
+            of_left, partial, left, right, s_left, s_right, i, before, stage = _stages_wide(
+                of_left, partial, left, right, s_left, s_right, tiles, pipeline, i, before, stage, scheduler.K,
+                WARPGROUP,
             )  # fmt: skip
         is_expert = _is_expert(tiles, scheduler, stage)
         expert, _, n_block_idx, row, end, _, _ = _place(tiles, scheduler, block, before)
-        row, column, next_buffer = row + first, n_block_idx * 256, own_buffer + out.CHUNKS % out.BUFFERS
+        row, next_buffer = row + first, own_buffer + out.chunks(left) % out.BUFFERS
         if scheduler.GROUPED == "":
-            out.write(row, column, left, own_buffer)
-            out.write(row, column + 128, right, next_buffer)
+            out.write(row, tiles.columns(n_block_idx)[0], left, own_buffer)
+            out.write(row, tiles.columns(n_block_idx)[1], right, next_buffer)
         else:
-            out.write_rows(0, row, end, column, left, own_buffer)
-            out.write_rows(0, row, end, column + 128, right, next_buffer)
+            out.write_rows(0, row, end, tiles.columns(n_block_idx)[0], left, own_buffer)
+            out.write_rows(0, row, end, tiles.columns(n_block_idx)[1], right, next_buffer)
         block = scheduler.next_block(block, expert)
     _write_rest(out, tiles, scheduler, block, stage, first, 64, own_buffer)
     tma.store_wait(0)
@@ -347,38 +361,40 @@ def fp8_gemm_sm90(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
-    OF_STAGE: gl.constexpr, GUARDED: gl.constexpr, APART: gl.constexpr,
+    OF_STAGE: gl.constexpr, GUARDED: gl.constexpr, APART: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """`out` is a pointer and the stride of its rows.
 
     `scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order.
+
+    With RIGHT, a tile has two parts along N. The left part is half of BLOCK_N, and the right part is RIGHT columns.
 
     With APART, a stage holds the scales of a and of b, not their products. They take less room, which the output gets.
     """
     if GROUPED != "K":
         _prefetch_descriptors()
     HALVES: gl.constexpr = BLOCK_M // (64 * WARPGROUPS)
-    WIDE: gl.constexpr = BLOCK_N == 256
     codes: gl.constexpr = gl.NVMMASharedLayout(128, 8)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles = Tiles(
         gl.allocate_shared_memory(gl.float8e4nv, [NUM_STAGES * OF_STAGE, BLOCK_M, 128], codes),
         gl.allocate_shared_memory(gl.float8e4nv, [NUM_STAGES * OF_STAGE, BLOCK_N, 128], codes),
         gl.allocate_shared_memory(
-            gl.float32, [NUM_STAGES * OF_STAGE, BLOCK_M * (2 if WIDE and not APART else 1)], flat
+            gl.float32, [NUM_STAGES * OF_STAGE, BLOCK_M * (2 if RIGHT and not APART else 1)], flat
         ),
         gl.allocate_shared_memory(gl.float32, [NUM_STAGES, BLOCK_N if VECTOR else 4], flat),
         gl.allocate_shared_memory(gl.int32, [NUM_STAGES, 4], flat),
         OF_STAGE,
+        RIGHT,
     )
     WIDTH: gl.constexpr = out_desc.block_shape[1]
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS * BUFFERS, 64, WIDTH], out_desc.layout)
     of_tiles = Scales(*scales, VECTOR, AHEAD)
     scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=128)
-    output = Output(out_desc, *out, scheduler.N, out_tiles, BUFFERS, min(BLOCK_N, 128) // WIDTH, ACCUMULATE)
+    output = Output(out_desc, *out, scheduler.N, out_tiles, BUFFERS, ACCUMULATE)
     pipeline = make_pipeline(NUM_STAGES, 2, WARPGROUPS)  # two producers: the load warp and the pair of scale warps
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
-    if WIDE:
+    if RIGHT:
         gl.warp_specialize(
             [
                 (_multiply_wide, (output, tiles, pipeline, scheduler, 0, GUARDED)),

@@ -22,22 +22,26 @@ if releases.refusal() is None:
 
 T = TypeVar("T")
 # Tiles of the Gluon kernel, for a scale of b that 128 columns share. The first number is the cost of one element of the
-# output: it is higher for smaller tiles, which read more bytes per element and wait more often for the tensor cores.
+# output: it is higher for smaller tiles, which read more bytes per element and wait more often for the tensor cores. A
+# tile with RIGHT has a left part of 128 columns and a right part of RIGHT columns. Tiles of 192 and of 160 columns fill
+# the last wave of some outputs better.
 # A tile with few rows takes less time than a load of its scales, so the scales are requested AHEAD blocks early. A
 # stage holds OF_STAGE blocks of K. The race against DeepGEMM: benchmarks/results/decisions.md.
 _FEW: dict[str, Any] = {"BLOCK_M": 64, "WARPGROUPS": 1, "AHEAD": 8, "OF_STAGE": 2}
 WIDE: dict[str, Any] = {
-    "BLOCK_M": 128, "BLOCK_N": 256, "WARPGROUPS": 2, "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1,
+    "BLOCK_M": 128, "BLOCK_N": 256, "RIGHT": 128, "WARPGROUPS": 2, "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1,
     "SWIZZLE": 16,
 }  # fmt: skip
 TILES: tuple[tuple[float, dict[str, Any]], ...] = (
     (1.0, WIDE),
-    (1.15, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
-    (1.5, {**_FEW, "BLOCK_N": 128, "NUM_STAGES": 4}),
-    (2.0, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 7, "AHEAD": 4}),
-    (2.4, {**_FEW, "BLOCK_N": 64, "NUM_STAGES": 6}),
-    (3.6, {**_FEW, "BLOCK_N": 32, "NUM_STAGES": 6}),
-    (6.0, {**_FEW, "BLOCK_N": 16, "NUM_STAGES": 6}),
+    (1.07, {**WIDE, "BLOCK_N": 192, "RIGHT": 64}),
+    (1.15, {**WIDE, "BLOCK_N": 160, "RIGHT": 32, "chunk": 32}),
+    (1.18, {"BLOCK_M": 128, "BLOCK_N": 128, "WARPGROUPS": 2, "NUM_STAGES": 4}),
+    (1.22, {**_FEW, "BLOCK_N": 128, "NUM_STAGES": 4}),
+    (1.48, {"BLOCK_M": 128, "BLOCK_N": 64, "WARPGROUPS": 2, "NUM_STAGES": 7, "AHEAD": 4}),
+    (1.75, {**_FEW, "BLOCK_N": 64, "NUM_STAGES": 6}),
+    (2.7, {**_FEW, "BLOCK_N": 32, "NUM_STAGES": 6}),
+    (4.6, {**_FEW, "BLOCK_N": 16, "NUM_STAGES": 6}),
 )
 # Tiles for a scale of each column: of wgrad, and of 1x128 by 1x128. Three stages leave room in shared memory for the
 # output of a large tile.
@@ -81,6 +85,21 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return one and _tma_reads(a) and _tma_reads(b) and _tma_reads(out)
 
 
+def tiles_along_n(N: int, BLOCK_N: int, right: int) -> int:
+    """How many tiles an output of N columns needs. Unequal parts of several tiles share a run of columns."""
+    left = BLOCK_N - right
+    if right in (0, left):
+        return -(-N // BLOCK_N)
+    together = left // right
+    runs, rest = divmod(N, together * BLOCK_N)
+    return runs * together + min(together, -(-rest // left))
+
+
+def serves_groups(tile: dict[str, Any]) -> bool:
+    """Whether a tile can compute token groups. The rows of no expert are written in equal steps along N."""
+    return tile.get("RIGHT", 128) == 128
+
+
 def tile_for(
     M: int, N: int, processors: int, E: int = 1, grouped: str = "", vector: bool = False, short_groups: bool = False
 ) -> dict[str, Any]:
@@ -97,12 +116,15 @@ def tile_for(
         of_element, tile = choice
         BLOCK_M, BLOCK_N = tile["BLOCK_M"], tile["BLOCK_N"]
         rows = -(-M // BLOCK_M) + E // 2 if grouped == "M" else -(-M // BLOCK_M) * E
-        return -(-rows * -(-N // BLOCK_N) // processors) * BLOCK_M * BLOCK_N * of_element
+        tiles = rows * tiles_along_n(N, BLOCK_N, tile.get("RIGHT", 0))
+        return -(-tiles // processors) * BLOCK_M * BLOCK_N * of_element
 
-    tiles = VECTOR_TILES if vector else TILES
+    choices = VECTOR_TILES if vector else TILES
+    if grouped == "M":
+        choices = tuple(choice for choice in choices if serves_groups(choice[1]))
     if M <= 128:  # the weights take the time, and more programs read them faster
-        tiles = tuple(choice for choice in tiles if choice[1] is not WIDE)
-    tile = min(tiles, key=cost)[1]
+        choices = tuple(choice for choice in choices if "RIGHT" not in choice[1])
+    tile = min(choices, key=cost)[1]
     return SHORT_GROUPS if short_groups and tile is VECTOR_TILES[0][1] else tile
 
 
@@ -137,7 +159,7 @@ def fp8_sm90(
     short_groups = grouped == "K" and out.element_size() == 2 and K < SHORT_BLOCKS * FP8_BLOCK_SIZE * E
     vector = grouped == "K" or (grouped == "" and b_scale.shape[0] == N)
     tile = tile or tile_for(M, N, programs, E, grouped, vector, short_groups)
-    wide = tile["BLOCK_N"] == 256
+    wide = "RIGHT" in tile
     # Experts have a small K, so their tiles end often. A second buffer for the output saves half of the waits for it.
     apart = wide and grouped == "M"
     config = {
@@ -148,6 +170,7 @@ def fp8_sm90(
         "chunk": tile["BLOCK_N"],
         "AHEAD": 1,
         "OF_STAGE": 1,
+        "RIGHT": 0,
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         **tile,
         **(WIDE_BY_RELEASE[releases.release()][apart] if wide else {}),
@@ -157,8 +180,12 @@ def fp8_sm90(
     }
     if config["WARPGROUPS"] == 1:
         config["TURNS"] = 0  # there is no other warpgroup to wait for
-    M_tiles, N_tiles = -(-M // config["BLOCK_M"]), -(-N // config["BLOCK_N"])
+    M_tiles, N_tiles = -(-M // config["BLOCK_M"]), tiles_along_n(N, config["BLOCK_N"], config["RIGHT"])
     tiles = M_tiles * N_tiles
+    box = config["BLOCK_N"]
+    if config["RIGHT"]:  # shared memory has room for two left parts
+        config["BLOCK_N"] = 2 * (box - config["RIGHT"])
+        box = box if box == config["BLOCK_N"] else config["RIGHT"]
     if M_tiles == 1 and not grouped:  # the order of the blocks needs no divisions then
         config["SWIZZLE"] = 0
     if grouped == "M":  # each group, and the rows that belong to no group, may begin a tile
@@ -188,7 +215,7 @@ def fp8_sm90(
     of_rows, of_a, of_b = out.view(-1, N), a, b.view(-1, K)
     if grouped != "K":  # with "K", only the device knows the strides of the matrices
         of_a = TensorDescriptor.from_tensor(of_a, [config["rows"], FP8_BLOCK_SIZE], codes)
-        of_b = TensorDescriptor.from_tensor(of_b, [config["BLOCK_N"], FP8_BLOCK_SIZE], codes)
+        of_b = TensorDescriptor.from_tensor(of_b, [box, FP8_BLOCK_SIZE], codes)
     operands = of_a, of_b, TensorDescriptor.from_tensor(of_rows, [64, config.pop("chunk")], rows)
     config.pop("rows")
     scales = a_scale, *a_scale.stride(), b_scale, *((0,) if b_scale.ndim == 2 else ()), *b_scale.stride()

@@ -12,6 +12,9 @@ class Tiles:
     """The shared memory of the stages: the codes of blocks of K, and the scales of their rows and columns.
 
     A block of K has 128 columns. A stage holds OF_STAGE blocks: 1 or 2.
+
+    A tile with RIGHT has two parts: a left part of half of b's rows here, and a right part of RIGHT rows. A part is in
+    128 columns of the output that share a scale of b. Without RIGHT, it is 0.
     """
 
     a: gl.shared_memory_descriptor  # (NUM_STAGES * OF_STAGE, BLOCK_M, 128)
@@ -20,18 +23,36 @@ class Tiles:
     column_scales: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N) with VECTOR; otherwise (NUM_STAGES, 4)
     groups: gl.shared_memory_descriptor  # (NUM_STAGES, 4): the token group of each stage, as the scheduler describes it
     OF_STAGE: gl.constexpr
+    RIGHT: gl.constexpr
 
     @gluon.jit
-    def wide_factors(self, stage, first: gl.constexpr, per_row: gl.constexpr):
-        """What the sums of 64 rows are multiplied by, in the left 128 columns and in the right 128 columns."""
+    def columns(self, n_block_idx):
+        """The first column of a tile, and of its right part.
+
+        Two equal parts are neighbours. Otherwise several tiles share a run of columns: first come their left parts,
+        then their right parts.
+        """
+        BLOCK_N: gl.constexpr = self.b.shape[1]
+        LEFT: gl.constexpr = BLOCK_N // 2
+        if self.RIGHT == 0 or self.RIGHT == LEFT:
+            return n_block_idx * BLOCK_N, n_block_idx * BLOCK_N + LEFT
+        else:
+            TOGETHER: gl.constexpr = LEFT // self.RIGHT
+            number = n_block_idx % TOGETHER
+            begin = n_block_idx // TOGETHER * ((TOGETHER + 1) * LEFT)
+            return begin + number * LEFT, begin + TOGETHER * LEFT + number * self.RIGHT
+
+    @gluon.jit
+    def part_factors(self, stage, first: gl.constexpr, of_left: gl.constexpr, of_right: gl.constexpr):
+        """What the sums of 64 rows are multiplied by, in the left part and in the right part, in these layouts."""
         BLOCK_M: gl.constexpr = self.a.shape[1]
         of_rows = self.row_scales.index(stage)
         if self.row_scales.shape[1] == BLOCK_M:
             one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            of_rows, of_b = of_rows.slice(first, 64).load(per_row), self.column_scales.index(stage)
+            of_rows, of_b = of_rows.slice(first, 64).load(of_left), self.column_scales.index(stage)
             return of_rows * gl.sum(of_b.slice(0, 1).load(one), 0), of_rows * gl.sum(of_b.slice(1, 1).load(one), 0)
         else:
-            return of_rows.slice(first, 64).load(per_row), of_rows.slice(BLOCK_M + first, 64).load(per_row)
+            return of_rows.slice(first, 64).load(of_left), of_rows.slice(BLOCK_M + first, 64).load(of_right)
 
     @gluon.jit
     def group_of(self, stage):
@@ -62,20 +83,25 @@ class Scales:
 
 
 @gluon.jit
-def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, blocks):
+def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, right_row, blocks):
     # If a has few rows, only these rows are read. The tensor cores multiply the stale contents of the tile's other
     # rows, and the results are not used.
     ROWS: gl.constexpr = a_desc.block_shape[0]
-    BLOCK_N: gl.constexpr = tiles.b.shape[1]
     OF_STAGE: gl.constexpr = tiles.OF_STAGE
+    # A box is the whole tile of b, or as much of a left part as the right part has.
+    BOX: gl.constexpr = b_desc.block_shape[0]
+    LEFT: gl.constexpr = tiles.b.shape[1] // (2 if BOX == tiles.RIGHT else 1)
     for first in range(0, blocks, OF_STAGE):
         stage = pipeline.wait_empty(i)
         bar = pipeline.full.index(stage)
-        mbarrier.expect(bar, OF_STAGE * (ROWS + BLOCK_N) * 128)
+        mbarrier.expect(bar, OF_STAGE * (ROWS + LEFT + (BOX if BOX == tiles.RIGHT else 0)) * 128)
         for j in gl.static_range(OF_STAGE):
             k, at = first + j, stage * OF_STAGE + j
             async_load(a_desc, [row, k * 128], bar, tiles.a.index(at).slice(0, ROWS))
-            async_load(b_desc, [b_row, k * 128], bar, tiles.b.index(at))
+            for left in gl.static_range(0, LEFT, BOX):
+                async_load(b_desc, [b_row + left, k * 128], bar, tiles.b.index(at).slice(left, BOX))
+            if BOX == tiles.RIGHT:
+                async_load(b_desc, [right_row, k * 128], bar, tiles.b.index(at).slice(LEFT, BOX))
         i += 1
     return i
 
@@ -110,7 +136,8 @@ def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last):
             m_block_idx, n_block_idx = swizzle(
                 block - expert * of_expert, scheduler.m_blocks, scheduler.n_blocks, scheduler.SWIZZLE
             )
-            i = _load_block(a_desc, b_desc, tiles, pipeline, i, m_block_idx * BLOCK_M, n_block_idx * BLOCK_N, blocks)
+            row, column = m_block_idx * BLOCK_M, n_block_idx * BLOCK_N
+            i = _load_block(a_desc, b_desc, tiles, pipeline, i, row, column, column, blocks)
         last = i
     return i, last
 
@@ -126,33 +153,32 @@ def load(a, b, tiles, pipeline, scheduler):
             if expert + 1 < scheduler.num_experts:
                 i, odd = _load_expert(expert + 1, a, b, tiles, pipeline, scheduler, i, odd)
     else:
-        BLOCK_N: gl.constexpr = tiles.b.shape[1]
         group, ends = (-1, 0, 0, 0), scheduler.ends_after(-1)
         block = gl.program_id(0)
         while block < scheduler.num_blocks:
             group, ends = scheduler.get_next_group(block, group, ends)
             expert, _, n_block_idx, row, _, _, blocks = scheduler.get_block(block, group)
-            b_row = n_block_idx * BLOCK_N
+            b_row, right_row = tiles.columns(n_block_idx)
             if scheduler.GROUPED == "M":
                 b_row += expert * scheduler.N
-            i = _load_block(a, b, tiles, pipeline, i, row, b_row, blocks)
+                right_row += expert * scheduler.N
+            i = _load_block(a, b, tiles, pipeline, i, row, b_row, right_row, blocks)
             block = scheduler.next_block(block, expert)
     pipeline.fill_one_more(i)
 
 
 @gluon.jit
 def _store_scales(tiles, at, of_a, of_b, right, VECTOR: gl.constexpr):
-    """Store the scales of a block of K. `of_b` and `right` are the scales of b's left and right 128 columns."""
+    """Store the scales of a block of K. `of_b` and `right` are the scales of b's left and right part."""
     BLOCK_M: gl.constexpr = tiles.a.shape[1]
-    WIDE: gl.constexpr = tiles.b.shape[1] == 256
     if VECTOR:
         tiles.row_scales.index(at).store(of_a)
         tiles.column_scales.index(at).store(of_b)
-    elif WIDE and tiles.row_scales.shape[1] == BLOCK_M:
+    elif tiles.RIGHT and tiles.row_scales.shape[1] == BLOCK_M:
         column = gl.arange(0, 4, gl.BlockedLayout([1], [32], [2], [0]))
         tiles.row_scales.index(at).store(of_a)
         tiles.column_scales.index(at).store(gl.where(column == 0, of_b, right))
-    elif WIDE:
+    elif tiles.RIGHT:
         tiles.row_scales.index(at).slice(0, BLOCK_M).store(of_a * of_b)
         tiles.row_scales.index(at).slice(BLOCK_M, BLOCK_M).store(of_a * right)
     else:
@@ -163,13 +189,13 @@ def _store_scales(tiles, at, of_a, of_b, right, VECTOR: gl.constexpr):
 def scale(scales, tiles, pipeline, scheduler):
     """The scale warps: they read the scales, with any strides, and store them for the rows and columns of a stage.
 
-    Without VECTOR, they store one factor per row, the product of both scales, for each 128 columns. With VECTOR, or if
-    the kernel has APART, they store the scales of the rows and of the columns apart.
+    Without VECTOR, they store one factor per row, the product of both scales, for each part of the tile. With VECTOR,
+    or if the kernel has APART, they store the scales of the rows and of the columns apart.
     """
     BLOCK_M: gl.constexpr = tiles.a.shape[1]
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
     AHEAD: gl.constexpr = scales.AHEAD
-    WIDE: gl.constexpr = BLOCK_N == 256
+    RIGHT: gl.constexpr = tiles.RIGHT
     a_stride_k, b_stride_k = scales.a_stride_k, scales.b_stride_k
     i = 0
     rows = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 64], [32], [2], [0]))
@@ -194,9 +220,12 @@ def scale(scales, tiles, pipeline, scheduler):
             b_at = scales.b + (n_block_idx * BLOCK_N + columns).to(gl.int64) * scales.b_stride_n
         else:
             b_there = True
-            b_at = scales.b + (n_block_idx * BLOCK_N // 128).to(gl.int64) * scales.b_stride_n
-        if WIDE:
-            right_there = n_block_idx * BLOCK_N + 128 < scheduler.N
+            left_column, right_column = tiles.columns(n_block_idx)
+            b_at = scales.b + (left_column // 128).to(gl.int64) * scales.b_stride_n
+        if RIGHT:
+            right_there, to_right = right_column < scheduler.N, scales.b_stride_n
+            if 2 * RIGHT < BLOCK_N:
+                to_right = (right_column // 128 - left_column // 128).to(gl.int64) * scales.b_stride_n
         if scheduler.GROUPED == "M":
             b_at += expert.to(gl.int64) * scales.b_stride_e
         if scheduler.GROUPED == "K":
@@ -208,9 +237,9 @@ def scale(scales, tiles, pipeline, scheduler):
         for j in gl.static_range(AHEAD):
             of_a = of_a + (gl.load(a_at + j * a_stride_k, mask=a_there & (j < blocks), other=0.0),)
             of_b = of_b + (gl.load(b_at + j * b_stride_k, mask=b_there & (j < blocks), other=0.0),)
-            if WIDE:
+            if RIGHT:
                 of_right = of_right + (
-                    gl.load(b_at + scales.b_stride_n + j * b_stride_k, mask=right_there & (j < blocks), other=0.0),
+                    gl.load(b_at + to_right + j * b_stride_k, mask=right_there & (j < blocks), other=0.0),
                 )
         for first in range(0, blocks, AHEAD):
             next_a, next_b, next_right = (), (), ()
@@ -219,9 +248,9 @@ def scale(scales, tiles, pipeline, scheduler):
                 more = k + AHEAD < blocks
                 next_a = next_a + (gl.load(a_at + AHEAD * a_stride_k, mask=a_there & more, other=0.0),)
                 next_b = next_b + (gl.load(b_at + AHEAD * b_stride_k, mask=b_there & more, other=0.0),)
-                if WIDE:
+                if RIGHT:
                     next_right = next_right + (
-                        gl.load(b_at + scales.b_stride_n + AHEAD * b_stride_k, mask=right_there & more, other=0.0),
+                        gl.load(b_at + to_right + AHEAD * b_stride_k, mask=right_there & more, other=0.0),
                     )
                 a_at += a_stride_k
                 b_at += b_stride_k
@@ -229,7 +258,7 @@ def scale(scales, tiles, pipeline, scheduler):
                     if k < blocks:
                         stage = pipeline.wait_empty(i)
                         for of in gl.static_range(tiles.OF_STAGE):
-                            at, right = stage * tiles.OF_STAGE + of, of_right[j + of] if WIDE else 0.0
+                            at, right = stage * tiles.OF_STAGE + of, of_right[j + of] if RIGHT else 0.0
                             _store_scales(tiles, at, of_a[j + of], of_b[j + of], right, scales.VECTOR)
                         if scheduler.GROUPED == "M":
                             tiles.groups.index(stage).store(described)

@@ -119,13 +119,12 @@ def mx_gemm_sm90(
         gl.allocate_shared_memory(b_desc.dtype, [NUM_STAGES, BLOCK_N, 64], b_desc.layout),
         gl.allocate_shared_memory(gl.int16, [NUM_STAGES, 128, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
     )
-    CHUNKS: gl.constexpr = BLOCK_N // out_desc.block_shape[0 if TURNED else 1]
     out_tiles = gl.allocate_shared_memory(
         out_desc.dtype, [2, out_desc.block_shape[0], out_desc.block_shape[1]], out_desc.layout
     )
     a_scales = Scales(*scales, BLOCKED, CHUNK, A_SHIFT, AHEAD)
     scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, PLANNED=GROUPED == "M", K_UNIT=1)
-    output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS=1, CHUNKS=CHUNKS, ACCUMULATE=False)
+    output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS=1, ACCUMULATE=False)
     pipeline = make_pipeline(NUM_STAGES, 2, 2)  # two producers: the load warp and the pair of scale warps
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
     gl.warp_specialize(

@@ -234,7 +234,7 @@ def nvfp4_gemm_sm90(
     WIDTH: gl.constexpr = out_desc.block_shape[1]
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, 64, WIDTH], out_desc.layout)
     scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=1)
-    output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS, CHUNKS=128 // WIDTH, ACCUMULATE=False)
+    output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS, ACCUMULATE=False)
     of_groups = Numbers(*numbers, UP)
     pipeline = make_pipeline(NUM_STAGES, 1, 2)
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
