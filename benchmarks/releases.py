@@ -42,7 +42,7 @@ def sizes_of(shape: str) -> tuple[int, int, int, int]:
     return M, N, K, E[0] if E else 0
 
 
-def compile_shape(shape: str, options: dict[str, int], folder: Path) -> None:
+def compile_shape(shape: str, options: dict[str, Any], folder: Path) -> None:
     import triton
 
     from mxspec.machine_code.fake_gpu import fake_gpu
@@ -58,10 +58,11 @@ def compile_shape(shape: str, options: dict[str, int], folder: Path) -> None:
         a, b = empty(M, K, dtype=torch.float8_e4m3fn), empty(*lead, N, K, dtype=torch.float8_e4m3fn)
         a_scale, b_scale = empty(-(-K // BLOCK), M).t(), empty(*lead, -(-N // BLOCK), -(-K // BLOCK))
         tile = {**launch.tile_for(M, N, launch.processors(a.device), max(E, 1), "M" if E else ""), **options}
-        if M <= 32 or tile.get("chunk", tile["BLOCK_N"]) < 64:
+        right, chunk = tile.get("RIGHT", 0), tile.get("chunk", tile["BLOCK_N"])
+        if M <= 32 or chunk < 32:
             raise SystemExit(f"{shape} runs a small tile, whose TMA boxes this script does not know")
         grouped: dict[str, Any] = {"offs": empty(E, dtype=torch.int32), "grouped": "M"} if E else {}
-        launch.fp8_sm90(a, a_scale, b, b_scale, empty(M, N, dtype=torch.bfloat16), tile=tile, **grouped)
+        launch.fp8_sm90(a, a_scale, b, b_scale, empty(M, N, dtype=torch.bfloat16), tile=tile, **grouped, **options)
         kernel = compiled[-1]
     ptx = kernel.asm["ptx"]
     head = ptx[: ptx.index(".reqntid")]
@@ -71,10 +72,11 @@ def compile_shape(shape: str, options: dict[str, int], folder: Path) -> None:
     entry, threads = re.search(r"\.entry (\w+)\(", ptx), re.search(r"\.reqntid (\d+)", ptx)
     assert entry is not None, "Triton's PTX names its kernel"
     assert threads is not None, "Triton's PTX gives the number of threads"
+    boxes = tile["BLOCK_M"], right if right * 2 < tile["BLOCK_N"] and right else tile["BLOCK_N"], min(chunk, 64)
     name = "-".join([f"triton {triton.__version__}", shape, *(f"{key} {value}" for key, value in options.items())])
     about = {
         "shape": shape, "entry": entry[1], "threads": int(threads[1]), "sizes": sizes,
-        "shared": kernel.metadata.shared, "tile": [tile["BLOCK_M"], tile["BLOCK_N"]],
+        "shared": kernel.metadata.shared, "boxes": boxes, "along_n": launch.tiles_along_n(N, tile["BLOCK_N"], right),
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.cubin").write_bytes(kernel.asm["cubin"])
@@ -101,18 +103,19 @@ def aligned(content: bytes) -> Any:
 
 
 def parameters(
-    tile: tuple[int, int], a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, offs: Tensor | None,
-    descriptor: Callable[[Tensor, int, int], bytes],
+    boxes: tuple[int, int, int], n_tiles: int, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
+    offs: Tensor | None, descriptor: Callable[[Tensor, int, int], bytes],
 ) -> list[bytes | int]:  # fmt: skip
     """What Triton passes: of a matrix a descriptor, its sizes and its strides; of a tensor its address.
 
-    The numbers 1 and None are constants of the machine code, but for those of a descriptor.
+    `boxes` holds what TMA moves at once: rows of a, rows of b, and columns of 64 rows of the output. The numbers 1 and
+    None are constants of the machine code, but for those of a descriptor.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else len(offs)
-    m_tiles, n_tiles = -(-M // tile[0]), -(-N // tile[1])
+    m_tiles = -(-M // boxes[0])
     tiles = (m_tiles + (0 if offs is None else E)) * n_tiles
     values: list[bytes | int] = []
-    for matrix, rows, columns in ((a, tile[0], 128), (b.view(-1, K), tile[1], 128), (out, 64, 64)):
+    for matrix, rows, columns in ((a, boxes[0], 128), (b.view(-1, K), boxes[1], 128), (out, 64, boxes[2])):
         values += [descriptor(matrix, rows, columns), *matrix.shape, *matrix.stride()]
     b_strides = ((0,) if offs is None else ()) + b_scale.stride()
     rest = [out.data_ptr(), N, a_scale.data_ptr(), *a_scale.stride(), b_scale.data_ptr(), *b_strides]
@@ -134,14 +137,15 @@ class Driver:
             raise RuntimeError(f"{function}: {(text.value or b'').decode()}")
 
     def descriptor(self, matrix: Tensor, rows: int, columns: int) -> bytes:
-        """A TMA descriptor of a row-major matrix, with boxes of 128 bytes a row, swizzled."""
+        """A TMA descriptor of a row-major matrix, with boxes of 64 or 128 bytes a row, swizzled over all of the row."""
         kind = {torch.float8_e4m3fn: 0, torch.bfloat16: 9}[matrix.dtype]
         of_two, of_one = ctypes.c_uint64 * 2, ctypes.c_uint64 * 1
+        swizzle = {64: 2, 128: 3}[columns * matrix.element_size()]
         buffer = aligned(bytes(128))
         self(
             "cuTensorMapEncodeTiled", buffer, kind, 2, ctypes.c_void_p(matrix.data_ptr()),
             of_two(matrix.shape[1], matrix.shape[0]), of_one(matrix.stride(0) * matrix.element_size()),
-            (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1), 0, 3, 2, 0,
+            (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1), 0, swizzle, 2, 0,
         )  # fmt: skip
         return bytes(buffer)
 
@@ -158,8 +162,8 @@ class Kernel:
 
     def __call__(self, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor | None = None) -> Tensor:
         out = torch.empty(a.shape[0], b.shape[-2], dtype=torch.bfloat16, device=a.device)
-        tile, sizes = self.about["tile"], self.about["sizes"]
-        values = parameters(tile, a, a_scale, b, b_scale, out, offs, self.driver.descriptor)
+        boxes, along_n, sizes = self.about["boxes"], self.about["along_n"], self.about["sizes"]
+        values = parameters(boxes, along_n, a, a_scale, b, b_scale, out, offs, self.driver.descriptor)
         values += [0] * (len(sizes) - len(values))  # scratch memory, which these kernels do not use
         numbers = {4: ctypes.c_uint32, 8: ctypes.c_uint64}
         buffers = [
@@ -167,7 +171,7 @@ class Kernel:
             for value, size in zip(values, sizes, strict=True)
         ]
         pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-        tiles = (-(-len(a) // tile[0]) + (0 if offs is None else len(offs))) * -(-b.shape[-2] // tile[1])
+        tiles = (-(-len(a) // boxes[0]) + (0 if offs is None else len(offs))) * along_n
         programs = min(tiles, torch.cuda.get_device_properties(a.device).multi_processor_count)
         config = LaunchConfig((programs, 1, 1), (self.about["threads"], 1, 1), self.about["shared"])
         config.stream = torch.cuda.current_stream().cuda_stream

@@ -18,8 +18,18 @@ def empty(*sizes, dtype=torch.float32):
     return torch.empty(*sizes, dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize("shape", ["1024x768x384", "1000x512x640x5", "1000x512x640x1"])
-def test_the_parameters_are_those_of_the_compiled_kernel(shape, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "boxes", "width"),
+    [
+        ("1024x768x384", (64, 128, 64), 128),
+        ("1024x5120x384", (128, 32, 32), 160),
+        ("1536x4096x384", (128, 64, 64), 192),
+        ("4096x4096x384", (128, 256, 64), 256),
+        ("1000x512x640x5", (64, 128, 64), 128),
+        ("1000x512x640x1", (64, 64, 64), 64),
+    ],
+)
+def test_the_parameters_are_those_of_the_compiled_kernel(shape, boxes, width, tmp_path):
     releases.compile_shape(shape, {}, tmp_path)
     (path,) = tmp_path.glob("*.json")
     about = json.loads(path.read_text())
@@ -31,7 +41,15 @@ def test_the_parameters_are_those_of_the_compiled_kernel(shape, tmp_path):
     offs = empty(E, dtype=torch.int32) if E else None
     out = empty(M, N, dtype=torch.bfloat16)
     values = releases.parameters(
-        about["tile"], codes[0], scales[0], codes[1], scales[1], out, offs, lambda matrix, rows, columns: bytes(128)
+        about["boxes"],
+        about["along_n"],
+        codes[0],
+        scales[0],
+        codes[1],
+        scales[1],
+        out,
+        offs,
+        lambda matrix, rows, columns: bytes(128),
     )
     sizes, scratch = about["sizes"][: len(values)], about["sizes"][len(values) :]
     assert scratch == [8, 8], "Triton's two scratch pointers come last"
@@ -39,8 +57,8 @@ def test_the_parameters_are_those_of_the_compiled_kernel(shape, tmp_path):
     where = [i for i, size in enumerate(sizes) if size == 8 and i > 14]
     pointers = [15, 17, 19] if offs is None else [15, 17, 19, where[-1]]
     assert where == pointers
-    rows, columns = about["tile"]
-    assert values[-5:] == [M, N, K // 128, -(-M // rows), -(-N // columns)]
+    assert tuple(about["boxes"]) == boxes
+    assert values[-5:] == [M, N, K // 128, -(-M // boxes[0]), -(-N // width)]
 
 
 def test_a_small_tile_is_refused(tmp_path):
