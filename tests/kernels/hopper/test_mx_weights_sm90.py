@@ -23,7 +23,7 @@ OTHERS = [
     {"BLOCK_M": 128, "BLOCK_N": 128, "STEP": 128, "STAGES": 5},
 ]
 each_tile = pytest.mark.parametrize(
-    "tile", [*kernel.TILES.values(), *OTHERS], ids=lambda t: "x".join(map(str, t.values()))
+    "tile", [*kernel.TILES.values(), kernel.MANY_TILES, *OTHERS], ids=lambda t: "x".join(map(str, t.values()))
 )
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
 each_layout = pytest.mark.parametrize("layout", ["plain", "blocked"])
@@ -68,7 +68,12 @@ def test_a_wait_for_the_tensor_cores_comes_after_the_codes_of_the_next_step():
 
 @pytest.mark.parametrize(("M", "rows"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (128, 128), (1000, 128)])
 def test_the_tile_has_as_many_tokens_as_there_are(M, rows):
-    assert kernel.tile_for(M)["BLOCK_M"] == rows
+    assert kernel.tile_for(M, 4096, 132)["BLOCK_M"] == rows
+
+
+@pytest.mark.parametrize(("M", "N", "step"), [(16, 57344, 256), (32, 57344, 128), (32, 14336, 256), (17, 16960, 128)])
+def test_more_tiles_than_two_a_processor_take_shorter_steps(M, N, step):
+    assert kernel.tile_for(M, N, 132)["STEP"] == step
 
 
 @on_hopper

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels.common.launch import FUSED, capability
+from mxspec.triton_kernels.common.launch import FUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.tiles.mx_weights import UNSHIFT
 
@@ -24,6 +24,9 @@ TILES = {
     64: {"BLOCK_M": 64, "BLOCK_N": 64, "STEP": 128, "STAGES": 4},
     128: {"BLOCK_M": 128, "BLOCK_N": 64, "STEP": 128, "STAGES": 3},
 }
+# For up to 32 rows of a, and more tiles than a processor's two programs of TILES. Of these programs, four share a
+# processor.
+MANY_TILES = {"BLOCK_M": 32, "BLOCK_N": 64, "STEP": 128, "STAGES": 4}
 
 
 def reads(x: Tensor, b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
@@ -38,9 +41,11 @@ def reads(x: Tensor, b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
     return b_scale.stride(1) == 1 and (b_scale.stride(0) | b_scale.data_ptr()) % 4 == 0
 
 
-def tile_for(M: int) -> dict[str, int]:
-    """The tile for a number of rows."""
-    return TILES[min((rows for rows in TILES if rows >= M), default=max(TILES))]
+def tile_for(M: int, N: int, processors: int) -> dict[str, int]:
+    """The tile for M rows of a and N rows of b."""
+    tile = TILES[min((rows for rows in TILES if rows >= M), default=max(TILES))]
+    many = tile["BLOCK_M"] == MANY_TILES["BLOCK_M"] and -(-N // tile["BLOCK_N"]) > 2 * processors
+    return MANY_TILES if many else tile
 
 
 def mx_weights_on_hopper(
@@ -48,7 +53,7 @@ def mx_weights_on_hopper(
 ) -> Any:
     """`mx_weights` by the Gluon kernel. `options` override fields of the tile. Returns the compiled kernel."""
     (M, K), N, blocked = x.shape, b.shape[0], scale_layout == "blocked"
-    config = {**tile_for(M), **options}
+    config = {**tile_for(M, N, processors(x.device)), **options}
     BLOCK_M, BLOCK_N, STEP = (config.pop(name) for name in ("BLOCK_M", "BLOCK_N", "STEP"))
     stride_r, stride_w = (128 * -(-K // 128), 128) if blocked else (b_scale.stride(0) // 4, 1)
     descriptors = (
