@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, pays, reads
+from mxspec.triton_kernels.hopper.nvfp4.measured import dense as measured
 from mxspec.triton_kernels.tiles import nvfp4_matmul
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 
-__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "nvfp4_gemm"]
+__all__ = ["BATCH_INVARIANT", "PTX", "RANK", "measured", "nvfp4_gemm"]
 
 # Beside torch.mm on an H100: benchmarks/results/decisions.md. Blackwell: compiled and interpreted, not run.
 RANK = {(9, 0): 1, (10, 0): 1}

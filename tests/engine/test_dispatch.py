@@ -389,6 +389,19 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     assert said("mx_grouped_gemm_wgrad", *sums(2), **plain) is None
     of_fp8 = of(N, 4096), of(N, 32, dtype=torch.float32), of(K, 4096), of(K, 32, dtype=torch.float32)
     assert said("fp8_grouped_gemm_wgrad", *of_fp8, offs(64)).startswith("on an H200, 8 to 64 experts: ")
+    one = of((), dtype=torch.float32)
+    fp8 = torch.float8_e4m3fn
+
+    def nvfp4_codes(rows):
+        return of(rows, K // 2, dtype=fp4), of(rows, K // 16, dtype=fp8), one
+
+    dense = of(4096, K, dtype=bf16), None, one, of(N, K, dtype=bf16), None, one
+    assert said("nvfp4_gemm", *dense).startswith("on an H100, 4096 to 8192 rows: 1.01")
+    assert said("nvfp4_gemm", *nvfp4_codes(4096), *nvfp4_codes(N)).startswith("on an H100, 4096 to 8192 rows: 0.72")
+    assert said("nvfp4_gemm", *nvfp4_codes(16), *nvfp4_codes(N)).startswith("on an H100, 16 to 128 rows: 0.14")
+    assert (
+        said("nvfp4_gemm", *dense, out_dtype=torch.float32) is said("nvfp4_gemm", *dense[:3], *nvfp4_codes(N)) is None
+    )
     one = of(16, dtype=torch.float32)
     values = of(4096, K, dtype=bf16), None, one, of(16, N, K, dtype=bf16), None, one, offs(16)
     assert said("nvfp4_grouped_gemm", *values).startswith("on an H100, 16 to 128 experts: ")

@@ -24,8 +24,8 @@ TILES = {
     64: {"BLOCK_M": 64, "BLOCK_N": 64, "STEP": 128, "STAGES": 4},
     128: {"BLOCK_M": 128, "BLOCK_N": 64, "STEP": 128, "STAGES": 3},
 }
-# For up to 32 rows of a, and more tiles than a processor's two programs of TILES. Of these programs, four share a
-# processor.
+# For 17 to 32 rows of a, if there are more than two tiles for each processor. A processor holds two programs of the
+# tile of TILES, and four of this one.
 MANY_TILES = {"BLOCK_M": 32, "BLOCK_N": 64, "STEP": 128, "STAGES": 4}
 
 

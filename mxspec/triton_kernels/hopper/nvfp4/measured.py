@@ -1,7 +1,8 @@
-"""For `mxspec.explain`: how fast the NVFP4 matmuls of values were beside bfloat16 matmuls of the same values.
+"""For `mxspec.explain`: how fast the NVFP4 matmuls were beside bfloat16 matmuls of the same values.
 
 Each range goes over the shapes of benchmarks/results/decisions.md, under Triton 3.6, in one loop of CUDA graphs. A
-number above 1 says that this backend was faster. Codes take longer: their values are written to memory first.
+number above 1 says that this backend was faster. Codes take longer: their values are written to memory first, or plain
+tiles read the codes of few rows.
 """
 
 from __future__ import annotations
@@ -14,10 +15,31 @@ from torch import Tensor
 from mxspec.triton_kernels.hopper.measured import of_size
 from mxspec.triton_kernels.hopper.nvfp4.launch import reads
 
+# By rows: values by values, and codes by codes.
+VALUES = (
+    (16, 128, "on an H100, 16 to 128 rows: 0.36 to 0.91 of the rate of torch.mm in bfloat16"),
+    (4096, 8192, "on an H100, 4096 to 8192 rows: 1.01 to 1.03 of the rate of torch.mm in bfloat16"),
+)
+CODES = (
+    (16, 128, "on an H100, 16 to 128 rows: 0.14 of the rate of torch.mm with bfloat16 values"),
+    (4096, 8192, "on an H100, 4096 to 8192 rows: 0.72 to 0.95 of the rate of torch.mm with bfloat16 values"),
+)
 # By experts.
 GROUPED = ((16, 128, "on an H100, 16 to 128 experts: 1.03 to 1.31 of the rate of torch._grouped_mm in bfloat16"),)
 WGRAD = ((32, 128, "on an H100, 32 to 128 experts: 1.00 to 1.07 of the rate of torch._grouped_mm in bfloat16"),)
 WGRAD_FLOAT32 = ((32, 128, "on an H100, 32 to 128 experts: 0.77 to 0.89 of the rate of torch._grouped_mm to bfloat16"),)
+
+
+def dense(
+    a: Tensor, a_scale: Tensor | None, a_tensor_scale: Tensor, b: Tensor, b_scale: Tensor | None,
+    b_tensor_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, **_: Any,
+) -> str | None:  # fmt: skip
+    out = a.new_empty(1, b.shape[0], dtype=out_dtype)
+    if out_dtype != torch.bfloat16 or not reads(a, a_scale, b, b_scale, out):
+        return None
+    if a_scale is None and b_scale is None:
+        return of_size(a.shape[0], VALUES)
+    return None if a_scale is None or b_scale is None else of_size(a.shape[0], CODES)
 
 
 def grouped(
