@@ -65,6 +65,11 @@ WIDE_BY_RELEASE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "3.8": ({"REGISTERS": 232}, {"REGISTERS": 224}),
     "3.9": ({"REGISTERS": 232}, {"REGISTERS": 224}),
 }
+# The same for tiles of two unequal parts. Releases that are not here take the entry for one matrix.
+UNEQUAL_BY_RELEASE: dict[str, dict[str, Any]] = {
+    "3.8": {"REGISTERS": 232, "GUARDED": True},
+    "3.9": {"REGISTERS": 208},
+}
 SHARED_BYTES = 232448  # what one program may take on Hopper
 
 
@@ -174,6 +179,7 @@ def fp8_sm90(
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         **tile,
         **(WIDE_BY_RELEASE[releases.release()][apart] if wide else {}),
+        **(UNEQUAL_BY_RELEASE.get(releases.release(), {}) if not serves_groups(tile) else {}),
         **({"BUFFERS": 4 // out.element_size()} if apart else {}),
         **({"REGISTERS": 232} if apart and N % 16 else {}),  # the columns of the last tile take more registers
         **options,
