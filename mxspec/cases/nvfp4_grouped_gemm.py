@@ -105,10 +105,12 @@ def refused() -> Iterator[Case]:
     yield case("2-D b", ValueError, "b has shape (40, 32); needs a 3-D tensor", b=b[0])
     yield case("3-D a", ValueError, "a has shape (1, 50, 32); needs a 2-D tensor", a[None])
     yield case("2-D offs", ValueError, "offs has shape (1, 3); needs a 1-D tensor", offs=offs[None])
-    yield case("an offs too few", ValueError, "a_tensor_scale has shape (3,); needs (2,) for", offs=offs[:2])
+    yield case("an offs too few", ValueError, "offs has shape (2,); needs (3,) for 3 experts of b", offs=offs[:2])
     yield case("one tensor scale", ValueError, "a_tensor_scale has shape (); needs (3,)", Ta=Ta[0])
     yield case("another K", ValueError, "needs (3, 40, 16) for a (50, 16), 3 groups and K = 32", a[:, :16])
-    yield case("K = 24", ValueError, "K = 24 is not a multiple of 16, the block size", a[:, :12], b=b[..., :12])
+    yield case(
+        "K = 24", ValueError, "24 is not a multiple of 16, the block size; pad the values", a[:, :12], b=b[..., :12]
+    )
     turned = b.view(torch.uint8).mT.contiguous().mT.view(b.dtype)
     yield case("b not K-major", ValueError, "b has strides (1280, 1, 40); needs K-major", b=turned)
     yield case(

@@ -25,7 +25,7 @@ def check_groups(
     checks.offsets(op, "offs", offs, ("dy", dy))
     (N, R), K = dy.shape, x.shape[0]
     checks.shape(op, "x", x, (K, R), f"for dy {(N, R)}")
-    checks.multiple(op, "R", R, FP8_BLOCK_SIZE)
+    checks.multiple(op, "R", R, FP8_BLOCK_SIZE, quantized=True)
     C = R // FP8_BLOCK_SIZE
     checks.shape(op, "dy_scale", dy_scale, (N, C), f"(128 tokens a block) for dy {(N, R)}")
     checks.shape(op, "x_scale", x_scale, (K, C), f"(128 tokens a block) for x {(K, R)}")

@@ -56,7 +56,7 @@ def check_args(
         checks.same_device(op, ("a", a), (f"{name}_scale", scale))
     M, N, K = a.shape[0], b.shape[0], elements_of_row(a)
     per_byte = element(b.dtype).per_byte
-    checks.multiple(op, "K", K, MX_BLOCK_SIZE)
+    checks.multiple(op, "K", K, MX_BLOCK_SIZE, quantized=True)
     checks.shape(
         op, "b", b, (N, K // per_byte), f"for a {tuple(a.shape)} of {a.dtype}" if packed else f"for a {(M, K)}"
     )

@@ -41,7 +41,7 @@ def check_args(
     (M, K), (E, N, _) = a.shape, b.shape
     checks.shape(op, "b", b, (E, N, K), f"for a {(M, K)}")
     checks.shape(op, "offs", offs, (E,), f"for {E} experts of b")
-    checks.multiple(op, "K", K, MX_BLOCK_SIZE)
+    checks.multiple(op, "K", K, MX_BLOCK_SIZE, quantized=True)
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     check_layout(op, scale_layout)
     check_unit_stride(op, "a", a, 1, "K-major rows")

@@ -38,7 +38,7 @@ def check_args(
     checks.offsets(op, "offs", offs, ("dy", dy))
     (M, _), K, E = dy.shape, x.shape[1], offs.shape[0]
     checks.shape(op, "x", x, (M, K), f"for dy {tuple(dy.shape)}")
-    checks.multiple(op, "M", M, MX_BLOCK_SIZE)
+    checks.multiple(op, "M", M, MX_BLOCK_SIZE, quantized=True)
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     check_layout(op, scale_layout)
     C = M // MX_BLOCK_SIZE

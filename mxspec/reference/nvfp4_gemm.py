@@ -33,7 +33,7 @@ def check_args(
     K = a.shape[1] * per_byte(a)
     checks.shape(op, "b", b, (b.shape[0], K // per_byte(b)), f"for a {tuple(a.shape)} and K = {K}")
     if CODES in (a.dtype, b.dtype):
-        checks.multiple(op, "K", K, NVFP4_BLOCK_SIZE)
+        checks.multiple(op, "K", K, NVFP4_BLOCK_SIZE, quantized=True)
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     check_layout(op, scale_layout)
     C = K // NVFP4_BLOCK_SIZE

@@ -34,12 +34,14 @@ def check_args(
     checks.dense(op, "a", a)
     checks.offsets(op, "offs", offs, ("a", a))
     E = offs.shape[0]
+    if isinstance(b, Tensor) and b.ndim == 3:
+        checks.shape(op, "offs", offs, (b.shape[0],), f"for {b.shape[0]} experts of b")
     first, second = ("a", a, a_scale, a_tensor_scale), ("b", b, b_scale, b_tensor_scale)
     check_operands(op, first, second, ranks=(2, 3), tensor_scales=(E,))
     (M, _), N, K = a.shape, b.shape[1], a.shape[1] * per_byte(a)
     checks.shape(op, "b", b, (E, N, K // per_byte(b)), f"for a {tuple(a.shape)}, {E} groups and K = {K}")
     if CODES in (a.dtype, b.dtype):
-        checks.multiple(op, "K", K, NVFP4_BLOCK_SIZE)
+        checks.multiple(op, "K", K, NVFP4_BLOCK_SIZE, quantized=True)
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     check_layout(op, scale_layout)
     check_major(op, "a", a, 1, "K-major rows")

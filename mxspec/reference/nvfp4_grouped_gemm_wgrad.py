@@ -36,7 +36,7 @@ def check_args(
     check_operands(op, first, second, ranks=(2, 2), tensor_scales=(E,))
     M, K, unit = dy.shape[0] * per_byte(dy), x.shape[1], NVFP4_BLOCK_SIZE if CODES in (dy.dtype, x.dtype) else 1
     checks.shape(op, "x", x, (M // per_byte(x), K), f"for dy {tuple(dy.shape)} and M = {M}")
-    checks.multiple(op, "M", M, unit)
+    checks.multiple(op, "M", M, unit, quantized=True)
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     check_layout(op, scale_layout)
     C = M // NVFP4_BLOCK_SIZE

@@ -50,12 +50,16 @@ def rank(op: str, name: str, tensor: Tensor, allowed: Collection[int]) -> None:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; needs a {needs} tensor")
 
 
-def multiple(op: str, name: str, size: int, number: int, of: str = ", the block size") -> None:
+def multiple(
+    op: str, name: str, size: int, number: int, of: str = ", the block size", quantized: bool = False
+) -> None:  # fmt: skip
+    """Check a size. If the operands are `quantized`, only their values can be padded, because codes have scales."""
     if size % number:
-        raise ValueError(
-            f"{op}: {name} = {size} is not a multiple of {number}{of}; "
-            f"pad with torch.nn.functional.pad to {size + -size % number}"
-        )
+        padded = size + -size % number
+        advice = f"pad with torch.nn.functional.pad to {padded}"
+        if quantized:
+            advice = f"pad the values to {padded} before they are quantized"
+        raise ValueError(f"{op}: {name} = {size} is not a multiple of {number}{of}; {advice}")
 
 
 def whole_blocks(op: str, along: str, stored: int, block: int, bits: int) -> None:
