@@ -118,8 +118,15 @@ def convert(
             f"convert: {stacks[0].codes} in {stack.shard} is a stack of matrices {tuple(stack.shape)}, and {to} has no "
             "names for stacks; needs a tensor for each expert, (N, K), whose name ends with .weight"
         )
+    others = [
+        f"{u.codes} in {checkpoint.tensors[u.codes].shard} is {checkpoint.tensors[u.codes].dtype}"
+        for u in found
+        if _is_matrix_of_another_dtype(checkpoint, u, to) and _wanted(u, include, exclude, plain_source)
+    ]
+    needs = f"convert quantizes {', '.join(map(str, PLAIN_DTYPES))}"
     if not made:
-        raise CheckpointError(f"convert: no weight of {source} is to be changed; needs other globs, or another family")
+        why = f"{others[0]}; {needs}" if others else "needs other globs, or another family"
+        raise CheckpointError(f"convert: no weight of {source} is to be changed; {why}")
     job = {
         "to": to,
         "scales": options.scales,
@@ -148,6 +155,8 @@ def convert(
             f"{counted(len(uneven), 'weight', 'are')} copied, the first is {uneven[0].codes}: K = "
             f"{uneven[0].shape[-1]} is no multiple of {MX_BLOCK_SIZE}, the block size of {to}"
         )
+    if others:
+        more.append(f"{counted(len(others), 'weight', 'are')} copied, the first: {others[0]}; {needs}")
     if stacks:
         more.append(
             f"{counted(len(stacks), 'stack of matrices', 'are')} copied, the first is {stacks[0].codes}: {to} has no "
@@ -241,8 +250,18 @@ def _wanted(unit: Unit, include: Sequence[str], exclude: Sequence[str], plain_so
 
 def _is_matrix(checkpoint: Checkpoint, unit: Unit, to: str) -> bool:
     """Whether a plain tensor is a weight that the family has names for."""
+    return _has_a_name(unit, to) and checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES
+
+
+def _is_matrix_of_another_dtype(checkpoint: Checkpoint, unit: Unit, to: str) -> bool:
+    """Whether a weight that the family has names for is stored in a dtype that is not quantized, such as float64."""
+    quantizes = TARGETS[to].scheme is not None
+    return quantizes and _has_a_name(unit, to) and checkpoint.tensors[unit.codes].dtype not in PLAIN_DTYPES
+
+
+def _has_a_name(unit: Unit, to: str) -> bool:
     fits = unit.packed if TARGETS[to].packed else unit.codes.endswith(".weight") and len(unit.shape) == 2
-    return fits and unit.scheme is None and checkpoint.tensors[unit.codes].dtype in PLAIN_DTYPES
+    return fits and unit.scheme is None
 
 
 def _has_part_of_a_block(unit: Unit, to: str) -> bool:

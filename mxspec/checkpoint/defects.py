@@ -51,6 +51,9 @@ def defects(checkpoint: Checkpoint, weights: Sequence[QuantizedWeight]) -> list[
         if w.family.second and w.second is None:
             needs = w.module + w.family.second
             found.append(Problem("missing scale", w.codes, f"has no scale of the whole tensor; needs {needs}"))
+        if w.second and ((second := checkpoint.tensors[w.second]).stored != "F32" or second.shape not in ((), (1,))):
+            said = f"is {second.stored} {list(second.shape)}; needs one number of F32"
+            found.append(Problem("scale of the tensor", w.second, said))
         if w.family.block == NV_ROW and w.shape[-1] % NV_ROW[1]:
             said = f"has K = {w.shape[-1]}, which is no multiple of 16; NVFP4 has blocks of 16"
             found.append(Problem("grid", w.codes, said))
@@ -94,6 +97,10 @@ def _codes(
     if codes and scale.stored in ("F32", "BF16", "F16") and scale.shape in ((), (1,), rows, (*rows, 1)):
         return near, None  # one scale for a tensor or for a row: no block format, and no defect
     known = [f for f in FAMILIES if f.codes == ends and module + f.scale in near and header.stored in f.stored]
+    if not known and (named := [f for f in FAMILIES if f.codes == ends and module + f.scale in near]):
+        needs = " or ".join(dict.fromkeys(stored for f in named for stored in f.stored))
+        said = f"has {header.stored} codes beside {module + named[0].scale}; needs {needs} codes"
+        return near, Problem("dtype of codes", name, said)
     if not known:
         said = f"has {header.stored} codes, and no family has a scale with the name {(others or near)[0]}"
         return near, Problem("renamed scale", name, said)

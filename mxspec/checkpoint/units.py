@@ -134,9 +134,11 @@ def _quantized(tensors: Mapping[str, Any], name: str, entry: Any, config: Mappin
         bytes_ = dtype in (torch.uint8, torch.float8_e8m0fnu)
         if grid == (-(-N // height), -(-K // width)) and (bytes_ or scheme == "fp8_128x128"):
             return Unit(module, name, scale, scheme, (N, K))
-    K = SCHEMES[known[0]].element.held(stored)
+    if packed and module + TENSOR_SCALE[suffix] in tensors:
+        raise CheckpointError(f"{scale} in {entry.shard}: {dtype} {grid}; NVFP4 needs torch.float8_e4m3fn")
     raise CheckpointError(
-        f"{name}: {entry.dtype} {(N, K)} with scales {dtype} {grid} is not a scheme that convert knows"
+        f"{name} in {entry.shard}: {entry.dtype} {tuple(entry.shape)} with {scale} {dtype} {grid} is no scheme that "
+        f"convert knows; it knows {', '.join(known)}"
     )
 
 
@@ -187,7 +189,7 @@ def numbers(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
     """The codes and scales of one matrix of a quantized unit.
 
     Raises:
-        CheckpointError: a scale is NaN.
+        CheckpointError: a scale is NaN, or a block scale of NVFP4 is negative.
     """
     held = blocks(checkpoint, unit, matrix)
     nan = widened_scale(held.scale).isnan()
@@ -197,6 +199,13 @@ def numbers(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
         raise CheckpointError(
             f"{unit.scale} in {checkpoint.tensors[unit.scale].shard}: {int(nan.sum())} of {nan.numel()} "
             f"scales{expert} are NaN, the first is {tuple(nan.nonzero()[0].tolist())}; needs numbers"
+        )
+    negative = held.scale.float() < 0 if unit.scheme == "nvfp4" else nan
+    if bool(negative.any()):
+        raise CheckpointError(
+            f"{unit.scale} in {checkpoint.tensors[str(unit.scale)].shard}: {int(negative.sum())} of {negative.numel()} "
+            f"scales are negative, the first is {tuple(negative.nonzero()[0].tolist())}; needs scales >= 0, because "
+            "tensor cores read no sign of them"
         )
     return held
 

@@ -434,7 +434,7 @@ def test_deepseek_v4_has_fp4_experts_that_become_fp8_without_loss(plain, tmp_pat
         ({"a.weight_scale_inv": torch.ones(1, 1)}, r"a\.weight_scale_inv in model\.safetensors: scales without codes"),
         (
             {"a.weight": weight(128, 128).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)},
-            r"with scales torch\.float32 \(1,\) is not a scheme",
+            r"\(128, 128\) with a\.weight_scale torch\.float32 \(1,\) is no scheme .*; it knows fp8_128x128, mxfp8",
         ),
         (
             {

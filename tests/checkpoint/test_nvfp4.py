@@ -466,6 +466,14 @@ STACK = {"a.weight": torch.zeros(2, 4, 16, dtype=torch.uint8), "a.weight_scale":
         (nvfp4(second=[1.0, 2.0]), r"weight_scale_2 in model\.safetensors: torch\.float32 \(2,\); needs one float32"),
         (nvfp4() | {"a.b.weight_scale_2": torch.ones(()).half()}, r"torch\.float16 \(\); needs one float32"),
         (nvfp4() | {"a.b.weight_scale": torch.ones(4, 4).to(E4M3)}, r"weight_scale is \(4, 4\); .* needs \(4, 2\)"),
+        (
+            nvfp4() | {"a.b.weight_scale": torch.ones(4, 2)},
+            r"a\.b\.weight_scale in model\.safetensors: torch\.float32 \(4, 2\); NVFP4 needs torch\.float8_e4m3fn",
+        ),
+        (
+            {"a.weight": random(4, 32).double()},
+            r"no weight of .* is to be changed; a\.weight in model\.safetensors is torch\.float64; convert quantizes",
+        ),
         (nvfp4() | {"a.b.pre_quant_scale": torch.ones(32)}, r"a\.b\.weight in .* comes with a\.b\.pre_quant_scale"),
         (STACK, r"a\.weight: shape \(2, 4, 16\) is a stack of experts; convert reads a tensor for each expert"),
         ({"a.weight_scale_2": torch.ones(())}, r"a\.weight_scale_2 in model\.safetensors: scales without"),
@@ -584,6 +592,44 @@ def test_a_nan_among_the_block_scales_is_refused(ct, tmp_path, family):
         convert(source, tmp_path / "out", to=family, allow_lossy=True)
     assert str(raised.value) == f"{words} (1, 2); needs numbers"
     assert verify(source, source).ok  # verify compares the bits of a NaN
+
+
+@pytest.mark.parametrize("family", ["modelopt_nvfp4", "ct_nvfp4", "bf16"])
+def test_a_negative_block_scale_is_refused(tmp_path, family):
+    """-0 is the scale 0, also to tensor cores, which read no sign."""
+    tensors = nvfp4()
+    tensors["a.b.weight_scale"].view(torch.uint8)[2, 1] = 0x80
+    convert(store(tmp_path / "zero", tensors), tmp_path / "kept", to=family, allow_lossy=True)
+    tensors["a.b.weight_scale"].view(torch.uint8)[1, 1] = 0xB8
+    with pytest.raises(CheckpointError, match=r"weight_scale in .*: 1 of 8 scales are negative, the first is \(1, 1\)"):
+        convert(store(tmp_path / "source", tensors), tmp_path / "out", to=family, allow_lossy=True)
+
+
+@pytest.mark.parametrize(
+    ("second", "has"),
+    [(torch.ones(1), None), (torch.ones(()), None), (torch.ones(1).bfloat16(), "BF16 [1]"), (torch.ones(4), "F32 [4]")],
+    ids=str,
+)
+def test_inspect_reads_the_form_of_a_tensor_scale(tmp_path, second, has):
+    source = store(tmp_path / "source", nvfp4() | {"a.b.weight_scale_2": second})
+    found = [(p.where, p.message) for p in inspect(source).problems if p.kind == "scale of the tensor"]
+    assert found == ([("a.b.weight_scale_2", f"is {has}; needs one number of F32")] if has else [])
+
+
+def test_inspect_names_the_dtype_of_codes_that_a_family_needs(tmp_path):
+    held = nvfp4()
+    codes, scale = held["a.b.weight"].view(torch.int8), held["a.b.weight_scale"]
+    tensors = {"a.weight_packed": codes, "a.weight_scale": scale, "a.weight_global_scale": torch.ones(1)}
+    (problem,) = inspect(store(tmp_path / "source", tensors)).problems
+    assert (problem.kind, problem.where) == ("dtype of codes", "a.weight_packed")
+    assert problem.message == "has I8 codes beside a.weight_scale; needs U8 codes"
+
+
+def test_a_weight_of_another_dtype_is_copied_and_said(tmp_path):
+    tensors = {"a.weight": random(4, 32), "b.weight": random(4, 32).double()}
+    manifest = convert(store(tmp_path / "source", tensors), tmp_path / "out", to="ct_nvfp4")
+    (said,) = [warning for warning in manifest["warnings"] if "float64" in warning]
+    assert said.startswith("1 weight is copied, the first: b.weight in model.safetensors is torch.float64; convert")
 
 
 @pytest.mark.parametrize("rule", ["contract", "modelopt", "compressed_tensors"])
