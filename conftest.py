@@ -5,8 +5,13 @@ As a doctest, an op's example runs twice: on its reference and on the public op.
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from mxspec.plans import PLANS
+
+# A machine may be busy, so no test fails because its examples took long.
+settings.register_profile("mxspec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("mxspec")
 
 
 @pytest.fixture(autouse=True)
