@@ -72,7 +72,7 @@ def compile_shape(shape: str, options: dict[str, Any], folder: Path) -> None:
     entry, threads = re.search(r"\.entry (\w+)\(", ptx), re.search(r"\.reqntid (\d+)", ptx)
     assert entry is not None, "Triton's PTX names its kernel"
     assert threads is not None, "Triton's PTX gives the number of threads"
-    boxes = tile["BLOCK_M"], right if right * 2 < tile["BLOCK_N"] and right else tile["BLOCK_N"], min(chunk, 64)
+    boxes = tile["BLOCK_M"], launch.box_of_b(tile["BLOCK_N"], right), min(chunk, 64)
     name = "-".join([f"triton {triton.__version__}", shape, *(f"{key} {value}" for key, value in options.items())])
     about = {
         "shape": shape, "entry": entry[1], "threads": int(threads[1]), "sizes": sizes,

@@ -192,22 +192,22 @@ def numbers(checkpoint: Checkpoint, unit: Unit, matrix: int = 0) -> Blocks:
         CheckpointError: a scale is NaN, or a block scale of NVFP4 is negative.
     """
     held = blocks(checkpoint, unit, matrix)
-    nan = widened_scale(held.scale).isnan()
-    if bool(nan.any()):
+    _refuse(checkpoint, unit, matrix, widened_scale(held.scale).isnan(), "NaN", "numbers")
+    if unit.scheme == "nvfp4":
+        needs = "scales >= 0, because tensor cores read no sign of them"
+        _refuse(checkpoint, unit, matrix, held.scale.float() < 0, "negative", needs)
+    return held
+
+
+def _refuse(checkpoint: Checkpoint, unit: Unit, matrix: int, wrong: Tensor, what: str, needs: str) -> None:
+    """Raise if a scale is wrong."""
+    if bool(wrong.any()):
         assert unit.scale is not None
         expert = f" of expert {matrix}" if unit.packed else ""
         raise CheckpointError(
-            f"{unit.scale} in {checkpoint.tensors[unit.scale].shard}: {int(nan.sum())} of {nan.numel()} "
-            f"scales{expert} are NaN, the first is {tuple(nan.nonzero()[0].tolist())}; needs numbers"
+            f"{unit.scale} in {checkpoint.tensors[unit.scale].shard}: {int(wrong.sum())} of {wrong.numel()} "
+            f"scales{expert} are {what}, the first is {tuple(wrong.nonzero()[0].tolist())}; needs {needs}"
         )
-    negative = held.scale.float() < 0 if unit.scheme == "nvfp4" else nan
-    if bool(negative.any()):
-        raise CheckpointError(
-            f"{unit.scale} in {checkpoint.tensors[str(unit.scale)].shard}: {int(negative.sum())} of {negative.numel()} "
-            f"scales are negative, the first is {tuple(negative.nonzero()[0].tolist())}; needs scales >= 0, because "
-            "tensor cores read no sign of them"
-        )
-    return held
 
 
 def one_scale(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -267,6 +267,7 @@ def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, GUA
         is_expert = _is_expert(tiles, scheduler, stage)
         expert, _, n_block_idx, row, end, _, _ = _place(tiles, scheduler, block, before)
         row, next_buffer = row + first, own_buffer + out.chunks(left) % out.BUFFERS
+        # Each column is computed where it is needed. Computed together, they change the order of the instructions.
         if scheduler.GROUPED == "":
             out.write(row, tiles.columns(n_block_idx)[0], left, own_buffer)
             out.write(row, tiles.columns(n_block_idx)[1], right, next_buffer)

@@ -56,20 +56,15 @@ VECTOR_TILES: tuple[tuple[float, dict[str, Any]], ...] = (
 # the loaded stages, and with four stages they do not run out of work. Figures: benchmarks/results/decisions.md.
 SHORT_GROUPS: dict[str, Any] = {**VECTOR_TILES[0][1], "NUM_STAGES": 4, "chunk": 64, "BUFFERS": 1}
 SHORT_BLOCKS = 8
-# The tile WIDE by Triton release, for one matrix and for token groups. Each release has its own assembler. Another
-# number of registers of a math thread, or the other GUARDED, costs up to 5%: the loop's instructions have another order
-# then, or they spill.
-WIDE_BY_RELEASE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "3.6": ({"REGISTERS": 216, "GUARDED": True}, {"REGISTERS": 232}),
-    "3.7": ({"REGISTERS": 216, "GUARDED": True}, {"REGISTERS": 232}),
-    "3.8": ({"REGISTERS": 232}, {"REGISTERS": 224}),
-    "3.9": ({"REGISTERS": 232}, {"REGISTERS": 224}),
-}
-# The same for tiles of two unequal parts. Releases that are not here take the entry for one matrix. With 208 registers
-# under 3.9, 1536 x 4096 x 4096 is 3% faster, but an N that is no multiple of 16 spills.
-UNEQUAL_BY_RELEASE: dict[str, dict[str, Any]] = {
-    "3.8": {"REGISTERS": 232, "GUARDED": True},
-    "3.9": {"REGISTERS": 232, "GUARDED": True},
+# The tile WIDE by Triton release: for one matrix, for token groups, and with two unequal parts. Each release has an
+# assembler of its own. Another number of registers of a math thread, or the other GUARDED, costs up to 7%: the loop's
+# instructions have another order then, or they spill. With 208 registers under 3.9, unequal parts are up to 3% faster,
+# but an N that is no multiple of 16 spills.
+WIDE_BY_RELEASE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "3.6": ({"REGISTERS": 216, "GUARDED": True}, {"REGISTERS": 232}, {"REGISTERS": 216, "GUARDED": True}),
+    "3.7": ({"REGISTERS": 216, "GUARDED": True}, {"REGISTERS": 232}, {"REGISTERS": 216, "GUARDED": True}),
+    "3.8": ({"REGISTERS": 232}, {"REGISTERS": 224}, {"REGISTERS": 232, "GUARDED": True}),
+    "3.9": ({"REGISTERS": 232}, {"REGISTERS": 224}, {"REGISTERS": 232, "GUARDED": True}),
 }
 SHARED_BYTES = 232448  # what one program may take on Hopper
 
@@ -99,6 +94,11 @@ def tiles_along_n(N: int, BLOCK_N: int, right: int) -> int:
     together = left // right
     runs, rest = divmod(N, together * BLOCK_N)
     return runs * together + min(together, -(-rest // left))
+
+
+def box_of_b(BLOCK_N: int, right: int) -> int:
+    """How many rows of b TMA reads at once: those of the tile, or those of the smaller of two unequal parts."""
+    return BLOCK_N if right in (0, BLOCK_N - right) else right
 
 
 def serves_groups(tile: dict[str, Any]) -> bool:
@@ -179,8 +179,7 @@ def fp8_sm90(
         "RIGHT": 0,
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         **tile,
-        **(WIDE_BY_RELEASE[releases.release()][apart] if wide else {}),
-        **(UNEQUAL_BY_RELEASE.get(releases.release(), {}) if not serves_groups(tile) else {}),
+        **(WIDE_BY_RELEASE[releases.release()][apart if serves_groups(tile) else 2] if wide else {}),
         **({"BUFFERS": 4 // out.element_size()} if apart else {}),
         **({"REGISTERS": 232} if apart and N % 16 else {}),  # the columns of the last tile take more registers
         **options,
@@ -189,10 +188,9 @@ def fp8_sm90(
         config["TURNS"] = 0  # there is no other warpgroup to wait for
     M_tiles, N_tiles = -(-M // config["BLOCK_M"]), tiles_along_n(N, config["BLOCK_N"], config["RIGHT"])
     tiles = M_tiles * N_tiles
-    box = config["BLOCK_N"]
+    box = box_of_b(config["BLOCK_N"], config["RIGHT"])
     if config["RIGHT"]:  # shared memory has room for two left parts
-        config["BLOCK_N"] = 2 * (box - config["RIGHT"])
-        box = box if box == config["BLOCK_N"] else config["RIGHT"]
+        config["BLOCK_N"] = 2 * (config["BLOCK_N"] - config["RIGHT"])
     if M_tiles == 1 and not grouped:  # the order of the blocks needs no divisions then
         config["SWIZZLE"] = 0
     if grouped == "M":  # each group, and the rows that belong to no group, may begin a tile
