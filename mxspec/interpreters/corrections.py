@@ -10,6 +10,10 @@ The following was found in Triton 3.6 to 3.9, in `triton/runtime/interpreter.py`
 - Its comparisons return the type of the operands. Triton 3.9 then refuses a comparison of two numbers as a mask.
 - Triton 3.6 uses an array of one element as a number, which numpy 2.4 refuses.
 - It computes with numpy. Numpy warns about Inf and NaN, and a GPU does not.
+
+One conversion is wrong on a GPU, too: of e5m2 to bfloat16. Triton compiles it to a product with 2^112, so Inf and NaN
+become finite numbers. The correction gives these numbers. So a kernel that converts in one step fails here as it does
+on a GPU. By way of fp32 or fp16, the conversion is right.
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ def correct(interpreter: Any) -> None:
         # cvt.rn.satfinite saturates, also Inf, and keeps NaN. A clamp does the same.
         if to_dtype in _FP8_MAX:
             x = x.clamp(-_FP8_MAX[to_dtype], _FP8_MAX[to_dtype])
+        if (from_dtype, to_dtype) == (E5M2.dtype, torch.bfloat16):
+            x = _as_compiled(np.ascontiguousarray(values))
         out = x.to(to_dtype).view(torch.uint8).numpy()
         return out.view(_NUMPY[to_dtype.itemsize]).reshape(values.shape)
 
@@ -92,6 +98,12 @@ def correct(interpreter: Any) -> None:
     for name, create in vars(interpreter.InterpreterBuilder).copy().items():
         if name.startswith(("create_icmp", "create_fcmp")):
             setattr(interpreter.InterpreterBuilder, name, comparing(create))
+
+
+def _as_compiled(e5m2: np.ndarray) -> torch.Tensor:
+    """The numbers that a compiled kernel makes of e5m2 codes as bfloat16: Inf is 65536, and NaN is larger."""
+    code = torch.from_numpy(e5m2.view(np.uint8)).to(torch.int16)
+    return (((code & 0x7F) << 5) | (code & 0x80) << 8).view(torch.bfloat16).to(torch.float32) * 2.0**112
 
 
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:

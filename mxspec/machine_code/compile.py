@@ -63,6 +63,7 @@ def problems(code: Sequence[MachineCode], regexes: Sequence[str], args: Sequence
     """The problems with the machine code of one case."""
     found = [f"{c.kernel} keeps {c.local_bytes} bytes a thread in local memory" for c in code if c.local_bytes]
     found += [f"{c.kernel} lacks {c.dropped_matmuls} matmuls of its PTX" for c in code if c.dropped_matmuls]
+    found += [f"{c.kernel} makes Inf and NaN of e5m2 finite: convert to fp32 first" for c in code if c.loses_inf]
     if not code and not edge:
         found.append("launches nothing")
     elif is_searched(args, edge):

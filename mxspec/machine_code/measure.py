@@ -24,6 +24,7 @@ class MachineCode:
     load_bytes: int  # the widest access to global memory by one thread
     store_bytes: int
     has_sum_of_product: bool  # outside of matrix instructions
+    loses_inf: bool  # converts e5m2 to bfloat16 as Triton does, by a product that makes Inf and NaN finite
     dropped_matmuls: int  # Hopper's: how many of the PTX are not in the machine code
     instructions: tuple[str, ...]  # the instructions that convert to narrow floats, multiply matrices or copy tiles
     ptx: str = field(repr=False)
@@ -88,7 +89,7 @@ def measure(kernel: Any, target: str) -> MachineCode:
         _measured[kernel.hash] = MachineCode(
             kernel.metadata.name, target, most["REG"], most["STACK"] + most["LOCAL"], kernel.metadata.shared,
             _widest("ld", ptx), _widest("st", ptx), _has_sum_of_product(kernel.asm["llir"]),
-            _dropped_matmuls(ptx, kernel.asm["cubin"]),
+            "mov.u32 e112, 0x77807780" in ptx, _dropped_matmuls(ptx, kernel.asm["cubin"]),
             tuple(sorted(set(_INSTRUCTION.findall(ptx)))), ptx,
         )  # fmt: skip
     return _measured[kernel.hash]

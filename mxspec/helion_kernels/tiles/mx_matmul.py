@@ -67,7 +67,8 @@ def multiplied_by_packed(acc: Tensor, a: Tensor, a_scale: Tensor | None, b: Tens
     if a_scale is None:
         down, up = _halves(b_scale)
         return acc + hl.dot(a, (values * down).to(torch.bfloat16).t(), out_dtype=torch.float32) * up.t()
-    of_a = code_values(a) if a.dtype == torch.uint8 else a
+    # Triton converts e5m2 to bfloat16 without Inf and NaN. By way of fp16 it keeps them, and every code is exact.
+    of_a = code_values(a) if a.dtype == torch.uint8 else a.to(torch.float16)
     block = hl.dot(of_a.to(torch.bfloat16), values.to(torch.bfloat16).t(), out_dtype=torch.float32)
     return acc + scaled(block, a_scale, b_scale)
 
