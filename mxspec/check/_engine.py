@@ -87,7 +87,12 @@ def check_case(
         fake_problem = _fake_problem(op, case, args, None)
         return result("failed", fake_problem) if fake_problem else result("skipped", reason)
 
-    expected = answer_of(reference, args, case.kwargs)
+    try:
+        expected = answer_of(reference, args, case.kwargs)
+    except torch.OutOfMemoryError:
+        if "large" not in case.flags:
+            raise
+        return result("skipped", _out_of_memory("the reference", device))
     # The reference equals itself, so it needs no bound.
     magnitudes = None if candidate == "reference" else magnitudes_of(reference, args, case.kwargs)
     problem = _fake_problem(op, case, args, expected) if candidate == "reference" else None
@@ -114,6 +119,10 @@ def check_case(
                 problem = problem or strayed(given[0], before[0])
         except NotImplementedError as error:
             return result("skipped", f"{name}: {error}")
+        except torch.OutOfMemoryError:
+            if "large" in case.flags:
+                return result("skipped", _out_of_memory(name, device))
+            problem = f"raised on a valid call\n{traceback.format_exc(limit=-3)}"
         except (Exception, SystemExit) as error:  # a valid call must not raise, so any error is the finding
             problem = f"raised on a valid call\n{traceback.format_exc(limit=-3)}"
             if "0 active drivers" in str(error):
@@ -252,6 +261,11 @@ def _too_large(device: torch.device, args: tuple[Any, ...]) -> str | None:
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > needed:
         return None
     return f"needs a GPU with {needed / 2**30:.0f} GiB free; only the shapes of the outputs were checked"
+
+
+def _out_of_memory(who: str, device: torch.device) -> str:
+    """Why a call of 2^31 elements was not judged. `_too_large` cannot foresee every temporary of a reference."""
+    return f"{who} ran out of memory on {device}; nothing was checked"
 
 
 def _refusal_problem(

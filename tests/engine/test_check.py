@@ -1,6 +1,7 @@
 """The judge itself: it fails each kind of mistake, and its report names the mistake."""
 
 import ctypes
+import dataclasses
 import re
 import sys
 
@@ -325,6 +326,27 @@ def leaves_nan_blocks(x, **kwargs):
 def test_an_unwritten_nan_is_found():
     name = "edge blocks, rceil, e4m3fn"
     assert check.check_case("mx_quantize", case("mx_quantize", name), leaves_nan_blocks, CPU).status == "failed"
+
+
+def runs_out_of_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError
+
+
+def test_only_a_call_of_2_31_elements_may_run_out_of_memory(monkeypatch):
+    monkeypatch.setattr("mxspec.check._engine._too_large", lambda device, args: None)
+    small = case("mx_quantize", "one block")
+    large = dataclasses.replace(small, flags=frozenset({"large"}))
+    result = check.check_case("mx_quantize", large, runs_out_of_memory, CPU)
+    assert result.status == "skipped"
+    assert result.message.endswith("runs_out_of_memory ran out of memory on cpu; nothing was checked")
+    result = check.check_case("mx_quantize", small, runs_out_of_memory, CPU)
+    assert result.status == "failed"
+    assert "raised on a valid call" in result.message
+    monkeypatch.setattr("mxspec.check._engine.answer_of", runs_out_of_memory)
+    result = check.check_case("mx_quantize", large, reference, CPU)
+    assert (result.status, result.message[:13]) == ("skipped", "the reference")
+    with pytest.raises(torch.OutOfMemoryError):
+        check.check_case("mx_quantize", small, reference, CPU)
 
 
 def assumes_contiguous(x, **kwargs):

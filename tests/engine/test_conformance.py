@@ -1,7 +1,10 @@
 """Every backend answers every case of every op like the reference. A new op or kernel needs no change here."""
 
+import contextlib
+
 import pytest
 import torch
+from filelock import FileLock
 
 from mxspec import cases, check, dispatch
 from mxspec.machine_code.planner import worth_tracing
@@ -48,9 +51,18 @@ for op, backend, case in EVERY:
         REFUSED.setdefault((op, backend), []).append(case)
 
 
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """A lock of all processes of this run. A case of 2^31 elements fills a GPU, so one runs at a time."""
+    return FileLock(tmp_path_factory.getbasetemp().parent / "room.lock")
+
+
 @pytest.mark.parametrize(("op", "backend", "case"), WORK)
-def test_case(op, backend, case):
-    result = check.check_case(op, case, backend)
+def test_case(op, backend, case, room):
+    with room if "large" in case.flags else contextlib.nullcontext():
+        result = check.check_case(op, case, backend)
+        if "large" in case.flags and on_a_gpu():
+            torch.cuda.empty_cache()  # before another process takes its turn
     if result.status == "skipped":
         pytest.skip(result.message)
     assert result.status == "passed", result.message
