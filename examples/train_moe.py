@@ -5,7 +5,8 @@
 The text is the text of `train_char_model.py`. The model predicts a character from the CONTEXT characters before it. It
 has an embedding, a Linear, layers of EXPERTS experts, and a Linear. In each layer a router takes TOP experts for each
 token. `mxspec.nn.convert` makes the Linears and experts train by the recipe. The modules that it leaves out stay
-bfloat16, and are printed. The recipes of NVFP4 convert the experts alone. NVIDIA's recipe, too, leaves some layers.
+bfloat16, and are printed. The recipes of NVFP4 convert the experts alone. NVIDIA's recipe, too, leaves some layers, and
+above all the last ones. With `--layers 6 --bf16-layers 1` the last of six layers of experts stays bfloat16.
 
 With several processes, each process has a part of the experts and a part of each batch. FSDP2 shards the other layers:
 
@@ -79,14 +80,14 @@ def text() -> Tensor:
     return torch.tensor(list(characters.encode("ascii", "replace")))
 
 
-def model(seed: int) -> nn.Module:
-    """The same parameters, in float32, whatever the recipe will be."""
+def model(seed: int, layers: int | None = None) -> nn.Sequential:
+    """The same parameters, in float32, whatever the recipe will be. Without `layers`, there are LAYERS."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Embedding(CHARACTERS, WIDTH),
         nn.Flatten(),
         nn.Linear(CONTEXT * WIDTH, DIM),
-        *(Mixture() for _ in range(LAYERS)),
+        *(Mixture() for _ in range(layers or LAYERS)),
         nn.RMSNorm(DIM, elementwise_affine=False),
         nn.Linear(DIM, CHARACTERS),
     )
@@ -102,11 +103,25 @@ def shard(net: nn.Module, wire: str) -> None:
     fully_shard(net, mesh=mesh, ignored_params=set(experts))
 
 
-def train(recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0, wire: str | None = None) -> Outcome:
+def converted(net: nn.Sequential, recipe: str, bf16_layers: int) -> Conversion:
+    """Convert the model. NVFP4's recipes convert experts only. The last `bf16_layers` mixtures stay as they are."""
+    mixtures = [layer for layer in net if isinstance(layer, Mixture)]
+    kept = {layer for mixture in mixtures[len(mixtures) - bf16_layers :] for layer in mixture.modules()}
+    only_experts = "nvfp4" in recipe
+
+    def is_chosen(layer: nn.Module, name: str) -> bool:
+        return layer not in kept and (isinstance(layer, GroupedExperts) or not only_experts)
+
+    return convert(net, recipe, is_chosen if kept or only_experts else None, experts_per_token=TOP)
+
+
+def train(
+    recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0, wire: str | None = None,
+    layers: int | None = None, bf16_layers: int = 0,
+) -> Outcome:  # fmt: skip
     """Train by a recipe. With a wire, train on several ranks, each with a part of the experts and of the batch."""
-    device, net = characters.device, model(seed).to(characters.device)
-    only_experts = (lambda layer, name: isinstance(layer, GroupedExperts)) if "nvfp4" in recipe else None
-    report = convert(net, recipe, only_experts, experts_per_token=TOP)
+    device, net = characters.device, model(seed, layers).to(characters.device)
+    report = converted(net, recipe, bf16_layers)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if wire else (0, 1)
     if wire:
         shard(net, wire)
@@ -161,6 +176,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--batch", type=int, default=1024)
     p.add_argument("--seeds", type=int, default=1, help="the number of seeds; a seed sets parameters and batches")
     p.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="RECIPE")
+    p.add_argument("--layers", type=int, default=LAYERS, help="the number of layers of experts")
+    p.add_argument("--bf16-layers", type=int, default=0, help="how many of them, the last ones, stay bfloat16")
     p.add_argument("--plot", metavar="FILE", help="a picture of the differences to bf16; needs matplotlib")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument(
@@ -173,6 +190,8 @@ def main(argv: list[str] | None = None) -> int:
     options = p.parse_args(argv)
     if options.seeds < 1:
         p.error(f"--seeds {options.seeds}; needs at least 1")
+    if not 0 <= options.bf16_layers <= options.layers or options.layers < 1:
+        p.error(f"--layers {options.layers} --bf16-layers {options.bf16_layers}; needs 1 or more, and at most as many")
     if options.expert_parallel:
         dist.init_process_group("nccl" if options.device.startswith("cuda") else "gloo")
         if options.device == "cuda":
@@ -186,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     outcomes: dict[str, list[Outcome]] = {recipe: [] for recipe in recipes}
     for seed in range(options.seeds):
         for recipe in recipes:
-            given = options.steps, options.batch, seed, options.expert_parallel
+            given = options.steps, options.batch, seed, options.expert_parallel, options.layers, options.bf16_layers
             outcomes[recipe].append(train(recipe, characters, *given))
     table = Table("recipe", f"loss at step {options.steps}", "against bf16", "seed by seed", "seconds per step")
     differences: dict[str, list[float]] = {}

@@ -56,6 +56,20 @@ def test_a_mixture_of_experts_trains_by_each_recipe_as_in_bfloat16(moe, capsys, 
         assert abs(outcomes[name].last / bf16.last - 1) < 0.02
 
 
+def test_the_last_layers_stay_bfloat16(moe, capsys):
+    arguments = ["--steps", "2", "--batch", "64", "--device", "cpu", "--recipes", "nvfp4", "mxfp8_rceil"]
+    assert moe.main([*arguments, "--layers", "3", "--bf16-layers", "2"]) == 0
+    nvfp4, mxfp8 = capsys.readouterr().out.partition("mxfp8_rceil: ")[::2]
+    for report, linears in ((nvfp4, "left, filter_fn"), (mxfp8, "MXLinear")):
+        assert "3.experts: GroupedExperts of" in report
+        assert "{4,5}.experts: left, filter_fn" in report
+        assert f"{{2,7}}: {linears}" in report
+    for layers, bf16 in ((0, 0), (2, 3), (2, -1)):
+        with pytest.raises(SystemExit):
+            moe.main([*arguments, "--layers", str(layers), "--bf16-layers", str(bf16)])
+        assert f"--layers {layers} --bf16-layers {bf16}; needs" in capsys.readouterr().err
+
+
 def test_the_mixture_is_that_of_each_token_by_itself(moe):
     torch.manual_seed(0)
     layer = moe.Mixture().requires_grad_(False)
