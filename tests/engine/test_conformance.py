@@ -43,7 +43,13 @@ def work(op, backend):
 
 
 EVERY = [(op, backend, case) for op in dispatch.ops() for backend in dispatch.backends() for case in work(op, backend)]
-WORK = [pytest.param(*one, id=f"{one[0]}-{one[1]}-{one[2].name}") for one in EVERY if not one[2].raises]
+# A large case may wait for the large cases of the other processes.
+AN_HOUR = pytest.mark.timeout(3600)
+WORK = [
+    pytest.param(*one, id=f"{one[0]}-{one[1]}-{one[2].name}", marks=[AN_HOUR] if "large" in one[2].flags else [])
+    for one in EVERY
+    if not one[2].raises
+]
 # A refusal takes a millisecond, and a test of its own takes ten.
 REFUSED = {}
 for op, backend, case in EVERY:
