@@ -40,7 +40,7 @@ def _scales(M: int, C: int) -> Tensor:
 
 
 def _codes(M: int, K: int, dtype: torch.dtype = E4M3) -> Tensor:
-    """Random codes without NaN and Inf. Past the largest code, releases of torch give different codes."""
+    """Random codes without NaN and Inf. Releases of torch differ in the cast of larger numbers, so there are none."""
     largest = torch.finfo(dtype).max
     return random_normal(M, K, dtype=torch.float32).mul(64).clamp(-largest, largest).to(dtype)
 

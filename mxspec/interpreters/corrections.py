@@ -50,12 +50,14 @@ def correct(interpreter: Any) -> None:
         from_dtype, to_dtype = _TORCH.get(str(source)), _TORCH.get(str(target))
         if from_dtype is None or to_dtype is None:
             return triton_convert_float(values, source, target, rounding_mode)
-        x = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8)).view(from_dtype).to(torch.float32)
+        bits = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8))
+        if (from_dtype, to_dtype) == (E5M2.dtype, torch.bfloat16):
+            x = _as_compiled(bits)
+        else:
+            x = bits.view(from_dtype).to(torch.float32)
         # cvt.rn.satfinite saturates, also Inf, and keeps NaN. A clamp does the same.
         if to_dtype in _FP8_MAX:
             x = x.clamp(-_FP8_MAX[to_dtype], _FP8_MAX[to_dtype])
-        if (from_dtype, to_dtype) == (E5M2.dtype, torch.bfloat16):
-            x = _as_compiled(np.ascontiguousarray(values))
         out = x.to(to_dtype).view(torch.uint8).numpy()
         return out.view(_NUMPY[to_dtype.itemsize]).reshape(values.shape)
 
@@ -100,9 +102,9 @@ def correct(interpreter: Any) -> None:
             setattr(interpreter.InterpreterBuilder, name, comparing(create))
 
 
-def _as_compiled(e5m2: np.ndarray) -> torch.Tensor:
+def _as_compiled(code: torch.Tensor) -> torch.Tensor:
     """The numbers that a compiled kernel makes of e5m2 codes as bfloat16: Inf is 65536, and NaN is larger."""
-    code = torch.from_numpy(e5m2.view(np.uint8)).to(torch.int16)
+    code = code.to(torch.int16)
     return (((code & 0x7F) << 5) | (code & 0x80) << 8).view(torch.bfloat16).to(torch.float32) * 2.0**112
 
 
