@@ -41,6 +41,7 @@ from mxspec.reference.mx_quantize_rowcol import mx_quantize_rowcol
 from mxspec.reference.mx_quantize_rowcol_groups import mx_quantize_rowcol_groups
 from mxspec.reference.mx_requantize_groups import mx_requantize_groups
 from mxspec.reference.nvfp4_dequantize import nvfp4_dequantize
+from mxspec.reference.nvfp4_fake_quantize import nvfp4_fake_quantize
 from mxspec.reference.nvfp4_fake_quantize_rowcol_groups import nvfp4_fake_quantize_rowcol_groups
 from mxspec.reference.nvfp4_gemm import nvfp4_gemm
 from mxspec.reference.nvfp4_grouped_gemm import nvfp4_grouped_gemm
@@ -111,6 +112,7 @@ __all__ = [
     "mx_quantize_rowcol_groups",
     "mx_requantize_groups",
     "nvfp4_dequantize",
+    "nvfp4_fake_quantize",
     "nvfp4_fake_quantize_rowcol_groups",
     "nvfp4_gemm",
     "nvfp4_grouped_gemm",

@@ -38,9 +38,7 @@ class NVFP4Values(Format):
         return Weight(values, scale, values.mT, scale)
 
     def one_way(self, w: Tensor, turned: bool) -> tuple[Tensor, Tensor | None]:
-        # No op gives the values of squares. These two ops give them by way of codes.
-        codes, scale, tensor_scale = mxspec.nvfp4_quantize(w, block="16x16", backend=self.backend)
-        values = mxspec.nvfp4_dequantize(codes, scale, torch.ones_like(tensor_scale), backend=self.backend)
+        values, tensor_scale = mxspec.nvfp4_fake_quantize(w, block="16x16", backend=self.backend)
         return values.mT if turned else values, tensor_scale
 
     def tokens(

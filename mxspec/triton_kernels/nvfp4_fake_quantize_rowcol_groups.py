@@ -20,12 +20,10 @@ from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows, to
 from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import of_matrix
 from mxspec.triton_kernels.common.nvfp4_values import (
-    narrow_values_of,
-    of_group,
+    matrix_values,
     random_bytes,
     transformed,
     transformed_sums,
-    values_of,
 )
 from mxspec.triton_kernels.common.runs import load16, store16
 
@@ -114,7 +112,8 @@ def _nvfp4_fake_quantize_rowcol_groups(
         n = tile.to(tl.int64) * K + k
         if random is not None:
             byte = random_bytes(random, stride_random, n, 0)
-        out = _values(values, tl.load(found + group), byte, x.dtype.element_ty, True)
+        amax = tl.load(found + group).to(tl.float32, bitcast=True)
+        out = matrix_values(values, amax, loaded.dtype, "rows", byte)
         store16(rows, K, out.reshape(shape), inside, left)
         # The caches hold the elements until here, and the registers do not.
         loaded = _loaded(x, token, left, k, K, stride_m, stride_k, WIDE)
@@ -123,40 +122,13 @@ def _nvfp4_fake_quantize_rowcol_groups(
             values = widened(transformed(values, SIGNS).to(loaded.dtype))
         if random is not None:
             byte = random_bytes(random, stride_random, n, 1)
-        out = _values(values, tl.load(found + of_columns + group), byte, x.dtype.element_ty, False)
+        amax = tl.load(found + of_columns + group).to(tl.float32, bitcast=True)
+        out = matrix_values(values, amax, loaded.dtype, "columns", byte)
         store16(columns, K, out.reshape(shape), exists, None)
     else:  # rows that belong to no group
         zero = tl.zeros(shape, tl.float32)
         store16(rows, K, zero, inside, left)
         store16(columns, K, zero, exists, None)
-
-
-@triton.jit
-def _largest_of_blocks(values, ROWS: tl.constexpr):
-    """The largest magnitude of each element's block, of 16 columns of a row or of 16 rows of a column.
-
-    A float maximum may lose a NaN. But a NaN makes its whole group NaN, by way of the group's magnitude.
-    """
-    COLS: tl.constexpr = values.shape[0]
-    if ROWS:
-        b = tl.max(tl.abs(values).reshape(COLS // 16, 16, 16), axis=1)
-        return tl.broadcast_to(b[:, None, :], (COLS // 16, 16, 16)).reshape(COLS, 16)
-    else:
-        return tl.max(tl.abs(values), axis=1)[:, None]
-
-
-@triton.jit
-def _values(values, found, byte, dtype: tl.constexpr, ROWS: tl.constexpr):
-    """The values of the codes of 16 rows, which were widened from a dtype."""
-    amax = found.to(tl.float32, bitcast=True)
-    if dtype == tl.float32:
-        _, h, up, wrong = of_matrix(amax)
-        return values_of(values, _largest_of_blocks(values, ROWS), h, up, wrong, byte)
-    else:
-        d, reciprocal, up = of_group(amax)
-        if up != 1.0:  # rare, so that most tiles take no product
-            values = values * up
-        return narrow_values_of(values, _largest_of_blocks(values, ROWS), d, reciprocal, byte, dtype == tl.bfloat16)
 
 
 @triton.jit

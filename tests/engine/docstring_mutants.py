@@ -1657,6 +1657,52 @@ def the_gradient_may_be_fp32(c):
     return {"dh": c.dh.to(BF16)}
 
 
+# ---- nvfp4_fake_quantize
+
+
+@after("nvfp4_fake_quantize", "arithmetic", lambda: (rand(32, 48),))
+def values_are_of_the_tensor(out, c):
+    return (out[0].float() * out[1][..., None, None]).to(BF16), out[1]
+
+
+@before("nvfp4_fake_quantize", "option", lambda: (rand(32, 48),), block="16x16")
+def squares_are_blocks_of_rows(c):
+    return {"block": "1x16"}
+
+
+@before("nvfp4_fake_quantize", "option", lambda: (rand(32, 48),), axis=-2)
+def blocks_lie_along_the_rows(c):
+    return {"axis": -1} if c.x.shape[-1] % 16 == 0 else {}
+
+
+@mutant("nvfp4_fake_quantize", "layout", lambda: (rand(3, 32, 48) * torch.tensor([1.0, 9.0, 0.1])[:, None, None],))
+def a_stack_has_one_tensor_scale(x, **options):
+    if x.dim() == 2 or not x.numel():
+        return right.nvfp4_fake_quantize(x, **options)
+    values, scale = right.nvfp4_fake_quantize(x.flatten(0, 1), **options)
+    return values.view(x.shape), scale.expand(len(x)).clone()
+
+
+@after("nvfp4_fake_quantize", "special", lambda: (-torch.zeros(16, 16),))
+def zeros_have_no_sign(out, c):
+    return torch.where(out[0] == 0, 0.0, out[0]), out[1]
+
+
+@after("nvfp4_fake_quantize", "return", lambda: (rand(16, 32),), axis=-2)
+def values_lie_along_the_axis(out, c):
+    return (out[0].mT.contiguous().mT if c.axis == -2 else out[0]), out[1]
+
+
+@after("nvfp4_fake_quantize", "return", lambda: (rand(16, 32),))
+def the_tensor_scale_divides(out, c):
+    return out[0], 1 / out[1]
+
+
+@accepts("nvfp4_fake_quantize", "refusal", lambda: (rand(20, 32),), block="16x16")
+def rows_are_padded_to_squares(c):
+    return {"x": torch.nn.functional.pad(c.x, (0, 0, 0, -c.x.shape[-2] % 16))}
+
+
 # ---- nvfp4_fake_quantize_rowcol_groups
 
 

@@ -544,6 +544,12 @@ def philox_bytes(random: Any, more: int, blocks: int) -> np.ndarray:
     return np.stack(c, -1).astype("<u4").view(np.uint8)
 
 
+def nvfp4_fake_quantize(x: Any, *, axis: Any = -1, block: Any = "1x16") -> tuple[Tensor, Tensor]:
+    """NVFP4-33 and NVFP4-34."""
+    codes, scale, T = nvfp4_quantize(x, axis=axis, block=block)
+    return nvfp4_dequantize(codes, scale, torch.ones_like(T), axis=axis), T
+
+
 def nvfp4_fake_quantize_rowcol_groups(
     x: Any, offs: Any, random: Any = None, *, signs: Any = None, check_offs: Any = False
 ) -> tuple[Tensor, ...]:

@@ -129,6 +129,7 @@ FAR_CALLS = {
     "nvfp4_quantize_groups": lambda: ((rows_apart(16, 128), ONE_GROUP), {"axis": -2}),
     "nvfp4_quantize_stochastic": lambda: ((rows_apart(16, 128), torch.tensor([1, 2])), {"axis": -2}),
     "hadamard_16": lambda: ((rows_apart(16, 128),), {"axis": -2}),
+    "nvfp4_fake_quantize": lambda: ((rows_apart(16, 128),), {"axis": -2}),
     "nvfp4_fake_quantize_rowcol_groups": lambda: ((rows_apart(16, 128), ONE_GROUP), {"signs": 0xD7E8}),
     "nvfp4_dequantize": lambda: (packed_apart(), {"axis": -2}),
     "swiglu_backward_mx_quantize_rowcol_groups": lambda: (

@@ -199,6 +199,7 @@ QUANTIZERS = [
     "fp8_quantize_rowcol_groups",
     "swiglu_fp8_quantize_rowcol_groups",
     "fp8_gemm",
+    "nvfp4_fake_quantize",
     "nvfp4_fake_quantize_rowcol_groups",
     "nvfp4_gemm",
     "nvfp4_grouped_gemm",

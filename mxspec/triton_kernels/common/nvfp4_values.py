@@ -150,3 +150,35 @@ def values_of(x, b, h, up, wrong, byte):
     magnitude = _nearest(magnitude) if byte is None else stochastic(magnitude, byte, False)
     value = magnitude * tl.where(wrong, float("nan"), s.to(tl.float32))
     return as_float(value.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
+
+
+@triton.jit
+def largest_of_blocks(values, BLOCK: tl.constexpr):
+    """The largest magnitude of each element's block. values: `(columns, 16)`, with the 16 rows of a column.
+
+    BLOCK: `rows`, 16 columns of a row; `columns`, 16 rows of a column; or `16x16`. A float maximum may lose a NaN. But
+    a NaN makes its whole matrix NaN, by way of the matrix's magnitude.
+    """
+    COLS: tl.constexpr = values.shape[0]
+    if BLOCK == "rows":
+        b = tl.max(tl.abs(values).reshape(COLS // 16, 16, 16), axis=1)
+        return tl.broadcast_to(b[:, None, :], (COLS // 16, 16, 16)).reshape(COLS, 16)
+    else:
+        b = tl.max(tl.abs(values), axis=1)
+        if BLOCK == "16x16":
+            b = tl.max(b.reshape(COLS // 16, 16), axis=1)
+            b = tl.broadcast_to(b[:, None], (COLS // 16, 16)).reshape(COLS)
+        return b[:, None]
+
+
+@triton.jit
+def matrix_values(values, amax, dtype: tl.constexpr, BLOCK: tl.constexpr, byte=None):
+    """The values of the codes of 16 rows, which were widened from a dtype. amax: the magnitude of their matrix."""
+    if dtype == tl.float32:
+        _, h, up, wrong = of_matrix(amax)
+        return values_of(values, largest_of_blocks(values, BLOCK), h, up, wrong, byte)
+    else:
+        d, reciprocal, up = of_group(amax)
+        if up != 1.0:  # rare, so that most tiles take no product
+            values = values * up
+        return narrow_values_of(values, largest_of_blocks(values, BLOCK), d, reciprocal, byte, dtype == tl.bfloat16)

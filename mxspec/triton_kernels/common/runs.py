@@ -11,76 +11,79 @@ import triton.language as tl
 
 from mxspec.triton_kernels.common.numerics import saturating_cast
 
+NORMALLY = tl.constexpr("")  # the cache evicts as it would without a hint: the default of Triton's loads and stores
+
 
 @triton.jit
-def load1(x, mask, left, ROW: tl.constexpr):
+def load1(x, mask, left, ROW: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
     if left is None:
-        return tl.load(x, mask=mask, other=0)
+        return tl.load(x, mask=mask, other=0, eviction_policy=EVICT)
     else:  # only `left` of the rows from each pointer on exist
-        return tl.load(x, mask=mask & (left > ROW), other=0)
+        return tl.load(x, mask=mask & (left > ROW), other=0, eviction_policy=EVICT)
 
 
 @triton.jit
-def load2(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
-    return tl.join(load1(x, mask, left, ROW), load1(x + stride, mask, left, ROW + STEP))
+def load2(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
+    return tl.join(load1(x, mask, left, ROW, EVICT), load1(x + stride, mask, left, ROW + STEP, EVICT))
 
 
 @triton.jit
-def load4(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
-    even = load2(x, 2 * stride, mask, left, ROW, 2 * STEP)
-    return tl.join(even, load2(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP))
+def load4(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
+    even = load2(x, 2 * stride, mask, left, ROW, 2 * STEP, EVICT)
+    return tl.join(even, load2(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP, EVICT))
 
 
 @triton.jit
-def load8(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
-    even = load4(x, 2 * stride, mask, left, ROW, 2 * STEP)
-    return tl.join(even, load4(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP))
+def load8(x, stride, mask, left, ROW: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
+    even = load4(x, 2 * stride, mask, left, ROW, 2 * STEP, EVICT)
+    return tl.join(even, load4(x + stride, 2 * stride, mask, left, ROW + STEP, 2 * STEP, EVICT))
 
 
 @triton.jit
-def load16(x, stride, mask, left):
+def load16(x, stride, mask, left, EVICT: tl.constexpr = NORMALLY):
     """Load 16 rows from each pointer on. The result has four more dimensions of 2 at its end, which number the rows.
 
     The thread of a pointer holds its 16 rows.
     """
-    return tl.join(load8(x, 2 * stride, mask, left, 0, 2), load8(x + stride, 2 * stride, mask, left, 1, 2))
+    even = load8(x, 2 * stride, mask, left, 0, 2, EVICT)
+    return tl.join(even, load8(x + stride, 2 * stride, mask, left, 1, 2, EVICT))
 
 
 @triton.jit
-def store1(q, values, mask, left, ROW: tl.constexpr):
+def store1(q, values, mask, left, ROW: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
     if left is not None:  # only `left` of the rows from each pointer on exist
         mask = mask & (left > ROW)
-    tl.store(q, saturating_cast(values, q.dtype.element_ty), mask=mask)
+    tl.store(q, saturating_cast(values, q.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
-def store2(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+def store2(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
     even, odd = tl.split(values)
-    store1(q, even, mask, left, ROW)
-    store1(q + stride, odd, mask, left, ROW + STEP)
+    store1(q, even, mask, left, ROW, EVICT)
+    store1(q + stride, odd, mask, left, ROW + STEP, EVICT)
 
 
 @triton.jit
-def store4(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+def store4(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
     even, odd = tl.split(values)
-    store2(q, 2 * stride, even, mask, left, ROW, 2 * STEP)
-    store2(q + stride, 2 * stride, odd, mask, left, ROW + STEP, 2 * STEP)
+    store2(q, 2 * stride, even, mask, left, ROW, 2 * STEP, EVICT)
+    store2(q + stride, 2 * stride, odd, mask, left, ROW + STEP, 2 * STEP, EVICT)
 
 
 @triton.jit
-def store8(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr):
+def store8(q, stride, values, mask, left, ROW: tl.constexpr, STEP: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
     """Cast and store 8 rows from each pointer on.
 
     The cast comes last, because its instruction converts a pair of values. An earlier cast would pair two rows instead
     of two columns.
     """
     even, odd = tl.split(values)
-    store4(q, 2 * stride, even, mask, left, ROW, 2 * STEP)
-    store4(q + stride, 2 * stride, odd, mask, left, ROW + STEP, 2 * STEP)
+    store4(q, 2 * stride, even, mask, left, ROW, 2 * STEP, EVICT)
+    store4(q + stride, 2 * stride, odd, mask, left, ROW + STEP, 2 * STEP, EVICT)
 
 
 @triton.jit
-def store16(q, stride, values, mask, left):
+def store16(q, stride, values, mask, left, EVICT: tl.constexpr = NORMALLY):
     even, odd = tl.split(values)
-    store8(q, 2 * stride, even, mask, left, 0, 2)
-    store8(q + stride, 2 * stride, odd, mask, left, 1, 2)
+    store8(q, 2 * stride, even, mask, left, 0, 2, EVICT)
+    store8(q + stride, 2 * stride, odd, mask, left, 1, 2, EVICT)

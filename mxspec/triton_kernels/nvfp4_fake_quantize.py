@@ -1,0 +1,130 @@
+"""nvfp4_fake_quantize in Triton: one launch finds the largest magnitudes and writes the values.
+
+A program has a tile of 16 rows and COLS columns of a matrix, and one of two tasks. The first kind of program finds the
+largest magnitude of its tile. The second kind waits until all magnitudes of its matrix are found, and writes the values
+of its tile. It follows the first kind at a distance that the L2 cache holds. So a stack of small matrices comes from
+memory once.
+
+Programs start in the order of their numbers, and a program waits only for programs with smaller numbers. So all
+programs for which it waits have started.
+
+A thread holds 4 columns with all of their 16 rows, as in nvfp4_fake_quantize_rowcol_groups. A launch before sets the
+magnitudes to 0, for the atomic maxima.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxspec.triton_kernels.common import launch
+from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+from mxspec.triton_kernels.common.nvfp4_numerics import of_matrix, store_tensor_scale
+from mxspec.triton_kernels.common.nvfp4_values import matrix_values
+from mxspec.triton_kernels.common.runs import load16, store16
+
+RANK = {(9, 0): 1, (10, 0): 1}
+# "large matrix": the L2 cache cannot hold one. "large element": fp32 takes more registers. So do elements of a row that
+# lie apart: each has an address.
+_HOPPER = {
+    "small": {"COLS": 512, "num_warps": 4},
+    "large matrix": {"COLS": 1024, "num_warps": 8},
+    "large element": {"COLS": 256, "num_warps": 4},
+}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_LARGE_MATRIX = 2**22  # elements
+_AHEAD = 2**22  # elements between the two kinds of programs, besides those of one matrix: about as many as run at once
+_CLEARED = 1024  # numbers that a program of the first launch sets to 0
+PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
+
+
+def supports(x: Tensor, **_: object) -> str | None:
+    if x.numel() >= 2**34:
+        return f"counts tiles in 32 bits, so x must have fewer than 2^34 elements; it has {x.numel()}"
+    return None
+
+
+@triton.jit
+def _clear(found, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(found + i, 0, mask=i < count)
+
+
+@triton.jit
+def _acquired(at, ASM: tl.constexpr):
+    """A number that other programs count up. What they wrote before is then visible.
+
+    Triton's loads have no such order, and an atomic sum with 0 would make the programs wait for each other.
+    """
+    if ASM:
+        text: tl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
+        return tl.inline_asm_elementwise(text, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return tl.atomic_add(at, 0, sem="acquire")
+
+
+@triton.jit
+def _task(tiles, lead):
+    """`(tile, writes)` of a program: the number of its tile, among those of all matrices, and which kind it is.
+
+    `lead` programs of the first kind come first. Then the two kinds take turns, and those of the second kind end.
+    """
+    n = tl.program_id(0) - lead
+    both = 2 * (tiles - lead)
+    writes = (n >= both) | ((n >= 0) & (n % 2 == 1))
+    tile = tl.where(n < 0, n + lead, tl.where(n < both, n // 2 + tl.where(writes, 0, lead), n - (tiles - lead)))
+    return tile, writes
+
+
+@triton.jit
+def _nvfp4_fake_quantize(
+    x, found, values, tensor_scale, R, K, stride_e, stride_m, stride_k, of_row, per_matrix, tiles, lead, E,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    tile, writes = _task(tiles, lead)
+    e, place = tile // per_matrix, tile % per_matrix
+    row, k = place // of_row * 16, place % of_row * COLS + tl.arange(0, COLS)
+    inside, left = k < K, R - row
+    stride = tl.cast(stride_m, tl.int64) if WIDE else stride_m
+    at = x + e.to(tl.int64) * stride_e + row.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k
+    if writes:
+        loaded = load16(at, stride, inside, left, "evict_first").reshape(COLS, 16)
+        while _acquired(found + E + e, ASM) < per_matrix:
+            pass
+        amax = tl.load(found + e, cache_modifier=".cg").to(tl.float32, bitcast=True)
+        out = matrix_values(widened(loaded), amax, loaded.dtype, BLOCK)
+        to = values + (e.to(tl.int64) * R + row) * K + k
+        store16(to, K, out.reshape([COLS, 2, 2, 2, 2]), inside, left, "evict_first")
+        A, _, _, wrong = of_matrix(amax)
+        store_tensor_scale(tensor_scale, A, wrong, e, place == 0)
+    else:
+        loaded = load16(at, stride, inside, left, "evict_last").reshape(COLS, 16)
+        largest = tl.max(tl.max(magnitude_bits(widened(loaded)), axis=1), axis=0)
+        if largest > tl.load(found + e, volatile=True):  # a later magnitude is seldom the largest one
+            tl.atomic_max(found + e, largest, sem="relaxed")
+        tl.atomic_add(found + E + e, 1, sem="release")
+
+
+def nvfp4_fake_quantize(x: Tensor, *, axis: int = -1, block: str = "1x16") -> tuple[Tensor, Tensor]:
+    *lead, R, K = x.shape
+    E = lead[0] if lead else 1
+    values = x.new_empty(x.shape, dtype=torch.bfloat16)
+    tensor_scale = x.new_empty(tuple(lead), dtype=torch.float32)
+    if E:
+        strides = x.stride()[-2:] if x.numel() else (16, 1)  # without elements, PyTorch makes strides 1
+        is_large, is_apart = R * K > _LARGE_MATRIX and K >= 2048, strides[1] != 1 or x.dtype == torch.float32
+        size = "large element" if is_apart else "large matrix" if is_large else "small"
+        config = launch.for_device(CONFIGS, x.device)[size]
+        of_row, rows = max(1, -(-K // config["COLS"])), max(1, -(-R // 16))
+        tiles = E * of_row * rows
+        ahead = min(tiles, of_row * rows + _AHEAD // (16 * config["COLS"]))
+        found = x.new_empty((2 * E,), dtype=torch.int32)  # the magnitudes, and how many tiles are read
+        shape = "16x16" if block == "16x16" else "rows" if axis == -1 else "columns"
+        _clear[(-(-2 * E // _CLEARED),)](found, 2 * E, _CLEARED, num_warps=4, **launch.UNFUSED)
+        _nvfp4_fake_quantize[(2 * tiles,)](
+            x, found, values, tensor_scale, R, K, x.stride(0) if lead else 0, *strides, of_row, of_row * rows, tiles,
+            ahead, E, shape, 16 * strides[0] >= 2**31, x.device.type != "cpu", **config, **launch.UNFUSED,
+        )  # fmt: skip
+    return values, tensor_scale
