@@ -66,6 +66,8 @@ def cases() -> Iterator[Case]:
         codes = codes_and_ties().to(dtype)
         yield Case(f"every code and tie, {name}", these(codes, torch.tensor(2688.0)), flags=EDGE)
         yield Case(f"every code and tie, {name}, axis -2", these(codes.mT, torch.tensor(2688.0)), {"axis": -2})
+        above = torch.tensor(2688.0).nextafter(torch.tensor(torch.inf))
+        yield Case(f"ties, an amax just above, {name}", these(codes, above), flags=EDGE)
         yield Case(f"every scale and tie, {name}", these(scales_and_ties().to(dtype)), flags=EDGE)
         yield Case(f"ties of codes under every scale, {name}", these(ties_under_scales().to(dtype)), flags=EDGE)
         yield Case(f"a larger amax, {name}", these(random_normal(32, 64, dtype=dtype), torch.tensor(2.0**40)))

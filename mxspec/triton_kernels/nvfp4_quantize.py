@@ -24,7 +24,8 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     block_scale,
     bytes_of_words,
     converts,
-    divisor,
+    factors,
+    is_short,
     magnitudes,
     of_matrix,
     packed_codes,
@@ -43,7 +44,8 @@ RANK = {(9, 0): 1, (10, 0): 1}
 _HOPPER = {
     "flat": {"BLOCKS": 128, "num_warps": 2},
     "strided": {"BLOCKS": 256, "num_warps": 4},
-    "blocked": {"BLOCKS": 256, "num_warps": 4},
+    "blocked": {"BLOCKS": 512, "num_warps": 8},
+    "blocked, random": {"BLOCKS": 256, "num_warps": 4},
     "square": {"BLOCKS": 256, "num_warps": 2},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
@@ -153,7 +155,8 @@ def _nvfp4_quantize(
         largest = tl.max(bits.reshape(16, 16), axis=0)
         bits = tl.broadcast_to(largest[None, :], (16, 16)).reshape(BLOCKS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
-    minus_d, reciprocal = divisor(s, h, up, wrong)
+    short = is_short(A, narrow and RANDOM == NEAREST)
+    minus_d, reciprocal = factors(s, h, up, wrong, short)
     if RANDOM == BYTES:
         byte = tl.load(random + r_offset, mask=in_matrix[:, None], other=0).to(tl.int32)
         byte_more = random + r_offset + tl.cast(random_k, tl.int64) * 8
@@ -163,9 +166,9 @@ def _nvfp4_quantize(
         byte, byte_more = bytes_of_words(tl.join(w0, w1)), bytes_of_words(tl.join(w2, w3))
     else:
         byte, byte_more = None, None
-    magnitude = magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED)
+    magnitude = magnitudes(values, minus_d, reciprocal, up, short, narrow, BOUNDED)
     q = packed_codes(magnitude, values, wrong, byte, CONVERTS)
-    magnitude = magnitudes(more, minus_d, reciprocal, up, narrow, BOUNDED)
+    magnitude = magnitudes(more, minus_d, reciprocal, up, short, narrow, BOUNDED)
     q_more = packed_codes(magnitude, more, wrong, byte_more, CONVERTS)
     q = tl.join(q, q_more).permute(0, 2, 1).reshape(BLOCKS, 8)
     tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
@@ -211,7 +214,8 @@ def quantized(
     if random is not None and of_elements:
         contiguous &= random.is_contiguous()
     layout = "blocked" if blocked else "flat" if contiguous and not square else "strided"
-    config = for_device(CONFIGS, x.device)["square" if square else layout]
+    name = "square" if square else "blocked, random" if blocked and random is not None else layout
+    config = for_device(CONFIGS, x.device)[name]
     blocks, row_groups, even = config["BLOCKS"], 1, False
     if blocked:
         row_groups = max(1, -(-row_tiles // _ROW_TILES))

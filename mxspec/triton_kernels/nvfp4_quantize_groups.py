@@ -21,7 +21,8 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     block_scale,
     converts,
-    divisor,
+    factors,
+    is_short,
     magnitudes,
     of_matrix,
     packed_codes,
@@ -78,13 +79,14 @@ def _nvfp4_quantize_groups(
     narrow: tl.constexpr = loaded.dtype != tl.float32
     values = widened(loaded)
     more = widened(tl.load(source + tl.cast(stride_k, tl.int64) * 8, mask=there[:, None], other=0))
-    _A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride, mask=group < G, other=0))
+    A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride, mask=group < G, other=0))
     bits = tl.maximum(tl.max(magnitude_bits(values), axis=1), tl.max(magnitude_bits(more), axis=1))
     s, wrong = block_scale(bits, h, up, wrong_group)
-    minus_d, reciprocal = divisor(s, h, up, wrong)
-    magnitude = magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED)
+    short = is_short(A, narrow)
+    minus_d, reciprocal = factors(s, h, up, wrong, short)
+    magnitude = magnitudes(values, minus_d, reciprocal, up, short, narrow, BOUNDED)
     q = packed_codes(magnitude, values, wrong, None, CONVERTS)
-    magnitude = magnitudes(more, minus_d, reciprocal, up, narrow, BOUNDED)
+    magnitude = magnitudes(more, minus_d, reciprocal, up, short, narrow, BOUNDED)
     q = tl.join(q, packed_codes(magnitude, more, wrong, None, CONVERTS)).permute(0, 2, 1).reshape(BLOCKS, 8)
     owned = (row < R) & (c < C)
     to = qdata + ((row.to(tl.int64) * (C * 8))[:, None] + (c[:, None] * 8 + tl.arange(0, 8)[None, :]))

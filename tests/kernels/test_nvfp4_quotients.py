@@ -11,7 +11,7 @@ if check.default_device().type == "cpu" and "TRITON_INTERPRET" not in dispatch.i
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels.common.nvfp4_numerics import quotient, reciprocal_of
+from mxspec.triton_kernels.common.nvfp4_numerics import factors, is_short, magnitudes, quotient, reciprocal_of
 from mxspec.triton_kernels.common.nvfp4_values import nearest_of_narrow, reciprocal_of_scale, scale_of, stochastic
 
 DEVICE = check.default_device()
@@ -135,6 +135,48 @@ def test_every_narrow_number_beside_a_tie(dtype):
     code = above + (tie & (above % 2 == 1))  # to the even code
     assert torch.equal(narrow(*(t.to(DEVICE) for t in (x, s, d))).cpu(), E2M1[code])
     assert torch.equal(narrow(*(t.to(DEVICE) for t in (-x, s, d))).cpu(), -E2M1[code])
+
+
+@triton.jit
+def _short(x, s, h, out, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.load(s + i, mask=i < count, other=1.0).to(tl.float8e4nv)
+    h = tl.load(h + i, mask=i < count, other=1.0)
+    minus_d, factor = factors(s, h, 1.0, s.to(tl.float32) < 0, True)
+    x = tl.load(x + i, mask=i < count, other=0.0)[:, None]
+    magnitude = magnitudes(x, minus_d, factor, 1.0, True, True, False)
+    tl.store(out + i[:, None], magnitude, mask=i[:, None] < count)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_short_way_has_the_ties_and_the_sides_of_the_exact_quotients(dtype, sign):
+    x, s, h, _ = (t.reshape(-1).contiguous() for t in beside_quotients(dtype, torch.tensor(TIES)))
+    exact, ties = (x * 0.65625) / (s * h), torch.tensor(TIES)
+    out = torch.empty_like(x, device=DEVICE)
+    args = (t.to(DEVICE) for t in (x * sign, s, h))
+    _short[(-(-x.numel() // BLOCK),)](*args, out, x.numel(), BLOCK, enable_fp_fusion=False)
+    assert torch.equal((out.cpu()[:, None] - ties).sign(), (exact[:, None] - ties).sign())
+
+
+def test_the_short_way_reads_a_scale_of_0_as_0():
+    x, zero, h = torch.tensor([3.0, 2.0**100]), torch.zeros(2), torch.ones(2)
+    out = torch.empty(2, device=DEVICE)
+    _short[(1,)](*(t.to(DEVICE) for t in (x, zero, h)), out, 2, BLOCK, enable_fp_fusion=False)
+    assert out.tolist() == [0.0, 0.0]
+
+
+@triton.jit
+def _are_short(A, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, is_short(tl.load(A + i), True).to(tl.int32))
+
+
+def test_a_short_magnitude_has_11_bits_and_is_not_small():
+    numbers = [0.0, 2.0**-149, 2.0**-73, 2.0**-72, 1.0, 1 + 2.0**-10, 1 + 2.0**-11, 6.0, 2047.0, 2049.0, 65504.0]
+    out = torch.empty(16, dtype=torch.int32, device=DEVICE)
+    _are_short[(1,)](torch.tensor(numbers + [1 / 3] * 5, device=DEVICE), out, 16)
+    assert out.tolist() == [0, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1] + [0] * 5
 
 
 @pytest.mark.parametrize(

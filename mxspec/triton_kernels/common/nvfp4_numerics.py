@@ -127,16 +127,66 @@ def divisor(scale, h, up, wrong):
 
 
 @triton.jit
-def magnitudes(x, minus_d, reciprocal, up, NARROW: tl.constexpr, BOUNDED: tl.constexpr):
+def reciprocal_of_scale(s):
+    """`1 / s`, wrong by less than 2^-23 of it. A scale of 0 counts as 2^-9, its next: all values of its block are 0."""
+    s = tl.maximum(s, 2.0**-9)
+    r = as_float(0x7EF311C7 - s.to(tl.int32, bitcast=True))  # wrong by up to an eighth. Each step squares the error
+    r = tl.fma(tl.fma(-s, r, 1.0), r, r)
+    r = tl.fma(tl.fma(-s, r, 1.0), r, r)
+    return tl.fma(tl.fma(-s, r, 1.0), r, r)
+
+
+@triton.jit
+def is_short(A, POSSIBLE: tl.constexpr):
+    """Whether A has 11 bits, as the magnitude of a bfloat16 or float16 has, and products with it are normal numbers."""
+    if POSSIBLE:
+        return (A.to(tl.int32, bitcast=True) & 0x1FFF == 0) & (A >= _SMALL)
+    else:
+        return False
+
+
+@triton.jit
+def short_quotient(x, r):
+    """`x * r`, rounded to a multiple of 2^-17. r is wrong by less than 2^-22 of it.
+
+    x and the magnitude of its matrix have 11 bits. So an exact quotient that is no tie of e2m1 is 2^-17.4 or more away
+    from every tie. And if the exact quotient is a tie, then this function gives the tie.
+    """
+    return tl.fma(x, r, 96.0) - 96.0
+
+
+@triton.jit
+def factors(s, h, up, wrong, short):
+    """Two factors of each block, for `magnitudes`. s is its e4m3 scale. The factors are those of `divisor`.
+
+    If `short`, both are the factor of an element. It is wrong by less than 2^-22 of it, and 0 if s is 0.
+    """
+    if short:
+        number = s.to(tl.float32)
+        factor = tl.where(number == 0, 0.0, reciprocal_of_scale(number) * (reciprocal_of(h) * OF_X))
+        minus_d = factor
+    else:
+        minus_d, factor = divisor(s, h, up, wrong)
+    return minus_d, factor
+
+
+@triton.jit
+def magnitudes(x, minus_d, reciprocal, up, short, NARROW: tl.constexpr, BOUNDED: tl.constexpr):
     """The numbers whose casts are the codes, without their signs. x has one dimension more: the elements of a block.
+
+    short: see `is_short`. The quotients are then those of `short_quotient`.
 
     NARROW: x is a widened bfloat16 or float16, so that its product with 21/32 is exact. BOUNDED: no element of x is
     larger than A, so no quotient is Inf. Otherwise x is multiplied by 0 if d is 0: with up, it might become Inf.
     """
-    if not BOUNDED:
-        up = tl.expand_dims(tl.where(minus_d == 0, 0.0, up), -1)
-    n = tl.abs(x) * (OF_X * up) if NARROW else tl.abs(x) * OF_X * up
-    return quotient(n, tl.expand_dims(minus_d, -1), tl.expand_dims(reciprocal, -1), None if BOUNDED else 8.0)
+    reciprocal = tl.expand_dims(reciprocal, -1)
+    if short:
+        magnitude = short_quotient(tl.abs(x), reciprocal)
+    else:
+        more = up if BOUNDED else tl.expand_dims(tl.where(minus_d == 0, 0.0, up), -1)
+        n = tl.abs(x) * (OF_X * more) if NARROW else tl.abs(x) * OF_X * more
+        magnitude = quotient(n, tl.expand_dims(minus_d, -1), reciprocal, None if BOUNDED else 8.0)
+    return magnitude
 
 
 @triton.jit
@@ -159,21 +209,22 @@ def bytes_of_words(words):
 
 @triton.jit
 def _drawn_code(magnitude, byte):
-    """The e2m1 code of a magnitude, rounded by a random byte: int32. NaN gives any number.
+    """The bits 0 to 2 of an e2m1 code, int32: a magnitude rounded by a random byte. NaN gives any number.
 
     The magnitude is a number of 256ths of the steps of its binade, cut off. The byte is added to it.
     """
     y = tl.minimum(magnitude, 6.0)
     e = power_of_two(y, 0x3F800000)
     parts = (y * as_float(-e + _PARTS)).to(tl.int32)
-    return (((parts + byte) >> 8) + (e >> 22) + 2) & 7
+    return ((parts + byte) >> 8) + (e >> 22) + 2
 
 
 @triton.jit
-def _packed(code, sign, wrong):
-    """Two neighbouring codes in a byte, the first in the low half. All codes are 7 if `wrong`."""
+def _packed(code, x):
+    """Two neighbouring codes in a byte, the first in the low half, with the signs of x. code: bits 0 to 2 count."""
     pairs: tl.constexpr = code.shape[:-1] + (code.shape[-1] // 2, 2)  # noqa: RUF005  # Triton has no `*`
-    code = code | ((sign >> 28) & 8) | tl.expand_dims(tl.where(wrong, 7, 0), -1)
+    sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True)
+    code = (code & 7) | (sign & -8)  # one instruction
     even, odd = tl.split(code.reshape(pairs))
     return (even | (odd << 4)).to(tl.uint8)
 
@@ -183,18 +234,18 @@ def packed_codes(magnitude, x, wrong, byte, CONVERTS: tl.constexpr):
     """e2m1 codes with the signs of x. The last dimension is elements of a block.
 
     byte: a random byte for each element, by which the codes are rounded. None: to nearest, ties to even. Two neighbours
-    share a byte of the result, the first in the low half. The codes have no sign if `wrong`.
+    share a byte of the result, the first in the low half. All codes are 7 if `wrong`.
     """
-    sign = x.to(tl.int32, bitcast=True) & tl.expand_dims(tl.where(wrong, 0, -0x80000000), -1)
     if byte is not None:
-        return _packed(_drawn_code(magnitude, byte), sign, wrong)
+        q = _packed(_drawn_code(magnitude, byte), x)
     elif CONVERTS:
         pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005  # see above
-        signed = as_float(magnitude.to(tl.int32, bitcast=True) | sign)
+        signed = as_float(magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
         even, odd = tl.split(signed.reshape(pairs))
-        return tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
+        q = tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
     else:
-        return _packed(e2m1_code_of(magnitude), sign, wrong)
+        q = _packed(e2m1_code_of(magnitude), x)
+    return tl.where(tl.expand_dims(wrong, -1), 0x77, q).to(tl.uint8)
 
 
 @triton.jit

@@ -18,6 +18,8 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     of_matrix,
     quotient,
     reciprocal_of,
+    reciprocal_of_scale,
+    short_quotient,
 )
 from mxspec.triton_kernels.common.philox import philox
 
@@ -79,23 +81,9 @@ def scale_of(b, d, reciprocal):
 
 
 @triton.jit
-def reciprocal_of_scale(s):
-    """`1 / s`, wrong by less than 2^-23 of it. A scale of 0 counts as 2^-9, its next: all values of its block are 0."""
-    s = tl.maximum(s, 2.0**-9)
-    r = as_float(0x7EF311C7 - s.to(tl.int32, bitcast=True))  # wrong by up to an eighth. Each step squares the error
-    r = tl.fma(tl.fma(-s, r, 1.0), r, r)
-    r = tl.fma(tl.fma(-s, r, 1.0), r, r)
-    return tl.fma(tl.fma(-s, r, 1.0), r, r)
-
-
-@triton.jit
 def nearest_of_narrow(x, r):
-    """`x * r` rounded to e2m1, with its sign or as +0.
-
-    An exact quotient that is no tie is 2^-17.4 or more away from every tie, because x and the group's magnitude have 11
-    bits. So the product is first rounded to a multiple of 2^-17: if the exact quotient is a tie, this gives the tie.
-    """
-    q = tl.clamp(tl.fma(x, r, 96.0) - 96.0, -6.0, 6.0)
+    """`x * r` rounded to e2m1, with its sign or as +0. See `short_quotient`."""
+    q = tl.clamp(short_quotient(x, r), -6.0, 6.0)
     e = as_float(power_of_two(q, 0x3F800000))  # Values in a binade are steps of e / 2 apart
     return tl.fma(e, -1.5 * 2.0**22, tl.fma(e, 1.5 * 2.0**22, q))
 

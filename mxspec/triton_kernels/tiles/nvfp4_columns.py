@@ -2,7 +2,7 @@
 
 The tile is held as that of `mx_columns`: 16 rows of a column are loads of their own, in the registers of one thread. So
 a thread finds the largest magnitude of a block alone, and packs its codes. They pass through shared memory, where the
-tile is transposed.
+tile is transposed. Quotients are exact for every magnitude: a second way for short ones takes registers, and is slower.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _nvfp4_tile(
         bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
     minus_d, reciprocal = divisor(s, h, up, wrong)
-    q = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, byte, CONVERTS)
+    magnitude = magnitudes(values, minus_d, reciprocal, up, False, narrow, BOUNDED)
+    q = packed_codes(magnitude, values, wrong, byte, CONVERTS)
     q = q.permute(1, 0, 2).reshape(COLS, ROWS // 2)
     m, M2 = m0 // 2 + tl.arange(0, ROWS // 2), M16 * 8
     to = (e * K + k0) * M2 + m0 // 2
@@ -156,8 +157,8 @@ def _nvfp4_tile_of_groups(
     _A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride, mask=group < G, other=0))
     s, wrong = block_scale(tl.max(magnitude_bits(values), axis=2), h, up, wrong_group)
     minus_d, reciprocal = divisor(s, h, up, wrong)
-    codes = packed_codes(magnitudes(values, minus_d, reciprocal, up, narrow, BOUNDED), values, wrong, None, CONVERTS)
-    q = codes.permute(1, 0, 2).reshape(COLS, ROWS // 2)
+    magnitude = magnitudes(values, minus_d, reciprocal, up, False, narrow, BOUNDED)
+    q = packed_codes(magnitude, values, wrong, None, CONVERTS).permute(1, 0, 2).reshape(COLS, ROWS // 2)
     m, R2 = m0 // 2 + tl.arange(0, ROWS // 2), R16 * 8
     to = qdata + k0.to(tl.int64) * R2 + m0 // 2
     tl.store(to + (k * R2)[:, None] + tl.arange(0, ROWS // 2), q, mask=(k0 + k < K)[:, None] & (m < R2)[None, :])
