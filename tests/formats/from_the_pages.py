@@ -547,7 +547,7 @@ def philox_bytes(random: Any, more: int, blocks: int) -> np.ndarray:
 def nvfp4_fake_quantize(x: Any, *, axis: Any = -1, block: Any = "1x16") -> tuple[Tensor, Tensor]:
     """NVFP4-33 and NVFP4-34."""
     codes, scale, T = nvfp4_quantize(x, axis=axis, block=block)
-    return nvfp4_dequantize(codes, scale, torch.ones_like(T), axis=axis), T
+    return nvfp4_dequantize(codes, scale, torch.from_numpy(np.ones(T.shape, np.float32)), axis=axis), T
 
 
 def nvfp4_fake_quantize_rowcol_groups(
