@@ -5,8 +5,8 @@ largest magnitude of its tile. The second kind waits until all magnitudes of its
 of its tile. It follows the first kind at a distance that the L2 cache holds. So a stack of small matrices comes from
 memory once.
 
-Programs start in the order of their numbers, and a program waits only for programs with smaller numbers. So all
-programs for which it waits have started.
+GPUs start programs in the order of their numbers, and a program waits only for programs with smaller numbers. So all
+programs for which it waits have started. CUDA does not promise this order. The scans of NVIDIA's CUB rely on it, too.
 
 A thread holds 4 columns with all of their 16 rows, as in nvfp4_fake_quantize_rowcol_groups. A launch before sets the
 magnitudes to 0, for the atomic maxima.
