@@ -11,10 +11,16 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 
+def is_forward_mode() -> bool:
+    """Whether a call is made under `torch.autograd.forward_ad.dual_level` or `torch.func.jvp`: tensors may be dual."""
+    return forward_ad._current_level >= 0
+
+
 def is_plain_eager(values: Iterable[Any]) -> bool:
     """Whether a call can skip the torch.library operator. Skipping it saves the dispatcher's time.
 
-    It can if no tracing mode, no dispatch mode and no functorch transform is active, and if each of its tensors
+    It can if no tracing mode, no dispatch mode, no functorch transform and no forward mode is active, and if each of
+    its tensors
 
     - is a plain tensor or a parameter, and no other subclass,
     - does not lie on the meta device,
@@ -22,6 +28,8 @@ def is_plain_eager(values: Iterable[Any]) -> bool:
     - is not a view with a pending negation (`is_neg`).
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if is_forward_mode():
         return False
     for value in values:
         if type(value) is Tensor or type(value) is Parameter:
@@ -32,11 +40,10 @@ def is_plain_eager(values: Iterable[Any]) -> bool:
     return True
 
 
-def is_differentiated_by_functorch(values: Iterable[Any]) -> bool:
-    """Whether `torch.func.grad`, `jvp` or a similar transform differentiates a call."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return False
+def is_differentiated_by_a_transform(values: Iterable[Any]) -> bool:
+    """Whether `torch.func.grad`, `jvp` or a similar transform differentiates a call, or forward mode does."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if is_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         return True
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    by_functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    return by_functorch and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

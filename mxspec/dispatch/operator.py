@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxspec.dispatch import planned
 from mxspec.dispatch.choice import current_backend, known
-from mxspec.dispatch.modes import is_differentiated_by_functorch, is_plain_eager
+from mxspec.dispatch.modes import is_differentiated_by_a_transform, is_forward_mode, is_plain_eager
 from mxspec.dispatch.schema import PYTHON_TYPES, SCHEMA_TYPES, annotated, dtype_of, schema
 from mxspec.plans import Description
 from mxspec.reference.common import checks
@@ -34,7 +34,7 @@ class Operator:
         self.as_list = SCHEMA_TYPES[self.signature.return_annotation] == "Tensor[]"  # a tuple leaves the op as a list
         no_gradient = "call it inside an autograd.Function that defines a gradient, or on a detached tensor"
         self.no_gradient = f"{self.name} has no gradient; {no_gradient}"
-        no_transform = "has a gradient for backward() and torch.autograd.grad, but not for torch.func's transforms"
+        no_transform = "has a gradient for backward() and torch.autograd.grad, but none for torch.func or forward mode"
         self.no_transform = f"{self.name} {no_transform}" if self.gradient else self.no_gradient
 
     def define(self) -> Any:
@@ -78,7 +78,7 @@ class Operator:
         # Leave out the flags: with `check_offs=True` the host would wait for the device twice.
         options = {key: value for key, value in kwargs.items() if key not in self.flags}
         self.fn.spec.check_args(*args, **self.with_dtypes(options))
-        if is_differentiated_by_functorch((*args, *kwargs.values())):
+        if is_differentiated_by_a_transform((*args, *kwargs.values())):
             raise RuntimeError(self.no_transform)
 
     def implementation(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def op(fn: Reference[P, R]) -> Reference[P, R]:
             if flag in kwargs:
                 checks.boolean(name, flag, kwargs[flag])
         if not torch.compiler.is_compiling():
-            call = planned.describe(name, args, kwargs, backend)
+            call = None if is_forward_mode() else planned.describe(name, args, kwargs, backend)
             if call is not None or (args and is_plain_eager((*args, *kwargs.values()))):
                 return run(args, kwargs, backend, call)
             refuse(args, kwargs, backend)

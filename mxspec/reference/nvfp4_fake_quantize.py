@@ -29,15 +29,19 @@ def nvfp4_fake_quantize(x: Tensor, *, axis: int = -1, block: str = "1x16") -> tu
 
     The codes and scales are those of `nvfp4_quantize(x, axis=axis, block=block)`. A value is the product of a code and
     its block's scale. It has 6 significant bits at most, so bfloat16 holds it exactly. The value times the tensor scale
-    approximates the element. The matmuls `nvfp4_gemm` and `nvfp4_grouped_gemm` take the values and the tensor scales.
-    The op has no gradient.
+    approximates the element. For a tensor_amax that is given, quantize with it, and then dequantize with a tensor scale
+    of 1. The op has no gradient; under torch.compile it takes a detached tensor.
+
+    `nvfp4_gemm(a, None, a_tensor_scale, b, None, b_tensor_scale)` multiplies the values of two matrices, both with
+    `axis = -1` or in squares. `nvfp4_fake_quantize_rowcol_groups` gives the values of token groups.
+    `nvfp4_grouped_gemm` multiplies these by the values of a stack.
 
     Args:
         x: `(M, K)` or `(E, N, K)`; bfloat16, float16 or float32; any strides. A stack of E matrices is quantized matrix
             by matrix.
         axis: -1 for blocks along K, -2 for blocks along M (or N). The size of that dimension must be a multiple of 16.
         block: `1x16`, or `16x16` for weights: one scale for a square, so that the transpose of a weight has the same
-            values. Both sizes must then be multiples of 16.
+            values, and `axis` makes no difference. Both sizes must then be multiples of 16.
 
     Returns:
         `(values, tensor_scale)`.
@@ -46,8 +50,8 @@ def nvfp4_fake_quantize(x: Tensor, *, axis: int = -1, block: str = "1x16") -> tu
         - tensor_scale: float32, `()` or `(E,)`: the largest magnitude of the matrix divided by 2688, a multiplier.
 
     Special values: as for `nvfp4_quantize` and `nvfp4_dequantize` with a tensor scale of 1. A NaN or an Inf in a matrix
-        makes its tensor scale and all its values NaN. A value of 0 has the sign of its element. A matrix of zeros has
-        the tensor scale 0.
+        makes its tensor scale and all its values NaN. A value of 0 has the sign of its element. If the largest
+        magnitude of a matrix is at most 2^-138, all its values are zeros. A matrix of zeros has the tensor scale 0.
 
     Raises:
         TypeError: x has a dtype that is not listed above.

@@ -8,8 +8,8 @@ memory once.
 GPUs start programs in the order of their numbers, and a program waits only for programs with smaller numbers. So all
 programs for which it waits have started. CUDA does not promise this order. The scans of NVIDIA's CUB rely on it, too.
 
-A thread holds 4 columns with all of their 16 rows, as in nvfp4_fake_quantize_rowcol_groups. A launch before sets the
-magnitudes to 0, for the atomic maxima.
+A thread holds 4 columns with all of their 16 rows, as in nvfp4_fake_quantize_rowcol_groups. A small launch before sets
+the magnitudes and the counts of tiles to 0.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import mxspec
 from mxspec import dispatch
@@ -621,6 +622,11 @@ def test_more_than_2_to_the_31_elements_on_meta():
     assert (qdata.numel(), scale.shape) == (2**33, (2**28,))
 
 
+def _in_forward_mode(fn):
+    with forward_ad.dual_level():
+        return fn(forward_ad.make_dual(X, X))
+
+
 def _loss(w):
     back = mxspec.mx_dequantize(*mxspec.mx_quantize(w), out_dtype=torch.float32)
     return (w * 3).sum() + back.sum()
@@ -633,6 +639,7 @@ def _loss(w):
         ("aot_eager", r"mx_\w*quantize has no gradient"),
         ("functorch", r"mx_\w*quantize has no gradient"),
         ("functorch, forward", r"mx_\w*quantize has no gradient"),
+        ("dual tensors", r"mx_quantize has no gradient"),
     ],
 )
 def test_a_gradient_is_refused_and_never_lost(through, words):
@@ -644,12 +651,16 @@ def test_a_gradient_is_refused_and_never_lost(through, words):
         "aot_eager": lambda: compiled(w).backward(),
         "functorch": lambda: torch.func.grad(_loss)(X),
         "functorch, forward": lambda: torch.func.jvp(_loss, (X,), (X,)),
+        "dual tensors": lambda: _in_forward_mode(_loss),
     }
     with pytest.raises(RuntimeError, match=words):
         gradients[through]()
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, lambda fn: lambda x: torch.func.jvp(fn, (x,), (x,))])
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, lambda fn: lambda x: torch.func.jvp(fn, (x,), (x,)), lambda fn: lambda _: _in_forward_mode(fn)],
+)
 def test_torch_func_is_told_that_it_has_no_gradient_of_an_op(transform):
     offs = torch.tensor([3, 64], dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"^pad_token_groups has a gradient for backward\(\) and torch\.autograd"):
