@@ -53,16 +53,13 @@ def _clear(found, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _acquired(at, ASM: tl.constexpr):
+def _acquired(at):
     """A number that other programs count up. What they wrote before is then visible.
 
     Triton's loads have no such order, and an atomic sum with 0 would make the programs wait for each other.
     """
-    if ASM:
-        text: tl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
-        return tl.inline_asm_elementwise(text, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        return tl.atomic_add(at, 0, sem="acquire")
+    text: tl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return tl.inline_asm_elementwise(text, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -81,7 +78,7 @@ def _task(tiles, lead):
 @triton.jit
 def _nvfp4_fake_quantize(
     x, found, values, tensor_scale, R, K, stride_e, stride_m, stride_k, of_row, per_matrix, tiles, lead, E,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr, COLS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, WAITS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     tile, writes = _task(tiles, lead)
     e, place = tile // per_matrix, tile % per_matrix
@@ -91,14 +88,15 @@ def _nvfp4_fake_quantize(
     at = x + e.to(tl.int64) * stride_e + row.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k
     if writes:
         loaded = load16(at, stride, inside, left, "evict_first").reshape(COLS, 16)
-        while _acquired(found + E + e, ASM) < per_matrix:
-            pass
+        if WAITS:  # an interpreter runs one program after the other
+            while _acquired(found + E + e) < per_matrix:
+                pass
         amax = tl.load(found + e, cache_modifier=".cg").to(tl.float32, bitcast=True)
         out = matrix_values(widened(loaded), amax, loaded.dtype, BLOCK)
         to = values + (e.to(tl.int64) * R + row) * K + k
         store16(to, K, out.reshape([COLS, 2, 2, 2, 2]), inside, left, "evict_first")
         A, _, _, wrong = of_matrix(amax)
-        store_tensor_scale(tensor_scale, A, wrong, e, place == 0)
+        store_tensor_scale(tensor_scale, A, wrong, e, place == per_matrix - 1)
     else:
         loaded = load16(at, stride, inside, left, "evict_last").reshape(COLS, 16)
         largest = tl.max(tl.max(magnitude_bits(widened(loaded)), axis=1), axis=0)

@@ -62,9 +62,9 @@ def of_matrix(amax):
 
 
 @triton.jit
-def store_tensor_scale(to, A, wrong, e, first):
-    """The first program of a matrix stores T."""
-    if first:
+def store_tensor_scale(to, A, wrong, e, stores):
+    """One program of a matrix stores T."""
+    if stores:
         T = tl.div_rn(A, _LARGEST)
         tl.store(to + e, tl.where(wrong, float("nan"), T))
 
