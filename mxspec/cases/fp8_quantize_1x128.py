@@ -22,6 +22,7 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space
+from mxspec.cases.common.tensors import turned
 from mxspec.cases.common.token_groups import offs_of
 from mxspec.formats import FP8_BLOCK_SIZE, FP8_SIZE_MULTIPLE
 from mxspec.reference.common import checks
@@ -108,7 +109,7 @@ def _tails(axis: int) -> tuple[Tensor]:
     """Rows that end with a shorter block: of zeros, with a NaN, with an Inf, and with the largest number of the row."""
     x = random_normal(4, 272)
     x[0, 256:], x[1, 271], x[2, 256], x[3, 260] = -0.0, torch.nan, torch.inf, 2.0**30
-    return (x if axis == -1 else x.mT.contiguous(),)
+    return (turned(x, axis),)
 
 
 def bench_cases(shapes: Shapes) -> Iterator[Case]:

@@ -23,6 +23,7 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space
+from mxspec.cases.common.tensors import turned
 from mxspec.reference.common import checks
 from mxspec.reference.hadamard_16 import SIGNS, SIZE
 from mxspec.spec import Case, Shapes, given, normal, random_bits, random_normal, these
@@ -79,10 +80,6 @@ def cases() -> Iterator[Case]:
     yield refused("negative signs", x, ValueError, "signs = -0x1; needs a mask of 16 bits", signs=-1)
     yield refused("signs as a float", x, TypeError, "signs = 1.0; needs an integer", signs=1.0)
     yield refused("signs as True", x, TypeError, "signs = True; needs an integer", signs=True)
-
-
-def turned(x: Tensor, axis: int) -> Tensor:
-    return x if axis == -1 else x.mT.contiguous()
 
 
 def unordered() -> Tensor:

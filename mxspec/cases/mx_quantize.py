@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.blocks import codes_and_ties, edge_blocks, every_exponent, subnormal_amaxes
+from mxspec.cases.common.impossible import of_blocks
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     EXPERTS_PAST_A_GRID,
@@ -166,8 +167,4 @@ OPTIONS = {"axis": (-1, -2), "elem_dtype": ELEM_CHOICES, "scaling": SCALINGS, "s
 SQUARE = [{"elem_dtype": elem, "rows": 256, "cols": 256, "strides": "row-major"} for elem in ELEM_CHOICES]
 BEYOND = [*PAST_A_GRID, EXPERTS_PAST_A_GRID, *LARGE_BOTH_WAYS, ONE_COLUMN_APART]
 SPACE = Space(STACK, _make, OPTIONS, _possible, [*REPEATED, *SQUARE], beyond=BEYOND)
-IMPOSSIBLE = (
-    (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 32"),
-    (r"axis = -2 \| x\.rows (?:= 1|odd)", "M is a multiple of 32"),
-    (r"x\.cols (?:= 1|odd) \| x\.rows (?:= 1|odd)", "rows or columns are a multiple of 32"),
-)
+IMPOSSIBLE = of_blocks(32)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mxspec.cases.common.blocks import every_exponent
+from mxspec.cases.common.impossible import of_blocks
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     EXPERTS_PAST_A_GRID,
@@ -24,8 +25,17 @@ from mxspec.cases.common.quantizers import (
     made,
     shape_of,
 )
-from mxspec.cases.common.space import Space, given
-from mxspec.cases.nvfp4_quantize import codes_and_ties, edge_blocks, scales_and_ties, ties_under_scales
+from mxspec.cases.common.space import Space
+from mxspec.cases.common.tensors import turned
+from mxspec.cases.nvfp4_quantize import (
+    DIMENSIONS,
+    OF_SQUARES,
+    codes_and_ties,
+    edge_blocks,
+    multiples,
+    scales_and_ties,
+    ties_under_scales,
+)
 from mxspec.formats import E4M3FN, NVFP4_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.nvfp4_quantize import BLOCKS
@@ -54,7 +64,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"every second row, {end}", lambda: (random_normal(192, 64)[::2],), kw)
         yield Case(f"empty, {end}", given_tensor(torch.zeros, 0, 0), kw, flags=EDGE)
         yield Case(f"no experts, {end}", given_tensor(torch.zeros, 0, 16, 64), kw, flags=EDGE)
-        yield Case(f"edge blocks, {end}", partial(_turned, axis, edge_blocks), kw, flags=EDGE)
+        yield Case(f"edge blocks, {end}", these(turned(edge_blocks(), axis)), kw, flags=EDGE)
         zeros = torch.where(normal(32, 48) < 0, -0.0, 0.0)
         yield Case(f"zeros of both signs, {end}", these(zeros), kw, flags=EDGE)
         yield Case(f"40 experts, {end}", lambda: (_of_magnitudes(random_normal(40, 32, 48)),), kw)
@@ -65,8 +75,7 @@ def cases() -> Iterator[Case]:
             ("ties of codes under every scale", ties_under_scales),
         ):  # fmt: skip
             for axis in (-1, -2):
-                x = _alone(numbers()).to(dtype)
-                x = x if axis == -1 else x.mT.contiguous()
+                x = turned(_alone(numbers()).to(dtype), axis)
                 yield Case(f"{what}, {name}, axis {axis}", these(x), {"axis": axis}, flags=EDGE)
         squares = ties_under_scales().repeat_interleave(16, 0).to(dtype)
         yield Case(f"ties of codes under every scale, {name}, 16x16", these(squares), {"block": "16x16"}, flags=EDGE)
@@ -120,10 +129,6 @@ def _stack(dtype: torch.dtype, seed: int) -> tuple[Tensor]:
     return (_of_magnitudes(random_normal(3, 48, 80, dtype=dtype, seed=seed)),)
 
 
-def _turned(axis: int, make: Any) -> tuple[Tensor]:
-    return (make() if axis == -1 else make().mT.contiguous(),)
-
-
 def _alone(blocks: Tensor) -> Tensor:
     """With a row in which 2688 is the largest magnitude, so that the tensor scale is 1."""
     return torch.cat([torch.full((1, blocks.shape[1]), 2688.0), blocks])
@@ -139,8 +144,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
 
 
 def _possible(choice: Choice) -> bool:
-    axis, square = axis_of(choice), given(choice, "block", "1x16") == "16x16"
-    return fits(choice, 16 if axis == -2 or square else 1, 16 if axis == -1 or square else 1)
+    return fits(choice, *multiples(choice))
 
 
 def _blind(choice: Choice) -> bool:
@@ -153,7 +157,7 @@ def _make(choice: Choice) -> tuple[Tensor]:
 
 
 SPACE = Space(
-    {**STACK, "rows": (0, 1, 48, 161, 256, 1056, 4128), "cols": (0, 1, 48, 161, 256, 1056, 4128)},
+    {**STACK, "rows": DIMENSIONS["rows"], "cols": DIMENSIONS["cols"]},
     _make,
     {"axis": (-1, -2), "block": BLOCKS},
     _possible,
@@ -163,9 +167,4 @@ SPACE = Space(
     decisive=("axis", "block"),
     beyond=[*PAST_A_GRID, EXPERTS_PAST_A_GRID, *LARGE_BOTH_WAYS, ONE_COLUMN_APART],
 )
-IMPOSSIBLE = (
-    (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 16"),
-    (r"axis = -2 \| x\.rows (?:= 1|odd)", "M is a multiple of 16"),
-    (r"x\.cols (?:= 1|odd) \| x\.rows (?:= 1|odd)", "rows or columns are a multiple of 16"),
-    (r"block = 16x16 \| x\.(?:rows|cols) (?:= 1|odd)", "both sizes are multiples of 16"),
-)
+IMPOSSIBLE = (*of_blocks(16), OF_SQUARES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from mxspec.cases.common.blocks import every_exponent
 from mxspec.cases.common.codes import laid_flat
+from mxspec.cases.common.impossible import of_blocks
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     EXPERTS_PAST_A_GRID,
@@ -26,7 +26,7 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space, given
-from mxspec.cases.common.tensors import BEGINS
+from mxspec.cases.common.tensors import BEGINS, turned
 from mxspec.formats import E2M1, E4M3FN, NVFP4_BLOCK_SIZE, ElementFormat
 from mxspec.reference.common import checks
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
@@ -59,7 +59,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"empty, {end}", given_tensor(torch.zeros, 0, 0), kw, flags=EDGE)
         yield Case(f"no experts, {end}", given_tensor(torch.zeros, 0, 16, 64), kw, flags=EDGE)
         yield Case(f"an amax for each matrix, {end}", lambda: _stack(bf16), kw)
-        yield Case(f"edge blocks, {end}", partial(_turned, axis), kw, flags=EDGE)
+        yield Case(f"edge blocks, {end}", these(turned(edge_blocks(), axis)), kw, flags=EDGE)
         yield Case(f"zeros of both signs, {end}", these(torch.where(normal(32, 48) < 0, -0.0, 0.0)), kw, flags=EDGE)
     for dtype in (bf16, fp16, fp32):
         name = str(dtype)[6:]
@@ -139,10 +139,6 @@ def edge_blocks() -> Tensor:
     return torch.stack([rows.roll(16 * i) for i in range(32)])
 
 
-def _turned(axis: int) -> tuple[Tensor]:
-    return (edge_blocks() if axis == -1 else edge_blocks().mT.contiguous(),)
-
-
 def _stack(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return random_normal(3, 32, 48, dtype=dtype), torch.tensor([2688.0, 0.7, 3e5])
 
@@ -205,9 +201,14 @@ SPECIAL = (torch.nan, 2.0**-140, torch.inf, -2.0, 0.0, -torch.inf, -0.0, 2.0**-1
 AMAX_STRIDES = ("none", "dense", "one repeated", "apart")
 
 
-def _possible(choice: Choice) -> bool:
+def multiples(choice: Choice) -> tuple[int, int]:
+    """The numbers of which the rows and the columns of a choice are multiples."""
     axis, square = axis_of(choice), given(choice, "block", "1x16") == "16x16"
-    return amax_fits(choice, 16 if axis == -2 or square else 1, 16 if axis == -1 or square else 1)
+    return 16 if axis == -2 or square else 1, 16 if axis == -1 or square else 1
+
+
+def _possible(choice: Choice) -> bool:
+    return amax_fits(choice, *multiples(choice))
 
 
 def amax_fits(choice: Choice, rows: int, cols: int) -> bool:
@@ -291,12 +292,11 @@ BEYOND = [{**choice, **_NONE} for choice in (*PAST_A_GRID, EXPERTS_PAST_A_GRID, 
 SPACE = Space(
     DIMENSIONS, _make, OPTIONS, _possible, ALSO, hides, implied=("none",), decisive=("axis", "block"), beyond=BEYOND
 )
+OF_SQUARES = (r"block = 16x16 \| x\.(?:rows|cols) (?:= 1|odd)", "both sizes are multiples of 16")
 IMPOSSIBLE = (
-    (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 16"),
-    (r"axis = -2 \| x\.rows (?:= 1|odd)", "M is a multiple of 16"),
-    (r"x\.cols (?:= 1|odd) \| x\.rows (?:= 1|odd)", "rows or columns are a multiple of 16"),
+    *of_blocks(16),
     (r"tensor_amax not given \| tensor_amax\..*", "there is no amax"),
     (r"x\.experts = 0 \| tensor_amax\..*", "there is no amax"),
     (r"(?:x\.experts = 1|x\.rank 2) \| tensor_amax\.strides .*", "one amax has no stride"),
-    (r"block = 16x16 \| x\.(?:rows|cols) (?:= 1|odd)", "both sizes are multiples of 16"),
+    OF_SQUARES,
 )

@@ -25,7 +25,7 @@ from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import MATRIX, REPEATED, axis_of, fits, made, shape_of
 from mxspec.cases.common.space import Space, given
-from mxspec.cases.common.tensors import BEGINS
+from mxspec.cases.common.tensors import BEGINS, turned
 from mxspec.cases.common.token_groups import far_apart, grouped, offs_of, random_offs
 from mxspec.cases.nvfp4_quantize import AMAX, AMAX_STRIDES, edge_blocks, ties_under_scales, varied
 from mxspec.reference.common import checks
@@ -55,8 +55,7 @@ def cases() -> Iterator[Case]:
         bits, amax = random_bits(110, 64, dtype=dtype, seed=i), torch.tensor([2.0 ** (i - 4), 3.0])
         yield Case(f"random bit patterns, {end}", these(bits, offs_of([70, 30]), amax), kw)
         yield Case(f"three groups, {end}", partial(args, [40, 1, 64], 110, 80, dtype), kw)
-        ties = ties_under_scales().to(dtype)
-        ties = ties if axis == -1 else ties.mT.contiguous()
+        ties = turned(ties_under_scales().to(dtype), axis)
         half = len(ties) // 32 * 16
         yield Case(f"ties of codes, {end}", these(ties, offs_of([half, len(ties) - half])), kw, flags=EDGE)
     for axis, pad_to, layout in product((-1, -2), (128, 384), SCALE_LAYOUTS):

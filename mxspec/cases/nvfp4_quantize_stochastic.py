@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.cases.common.impossible import of_blocks
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     EXPERTS_PAST_A_GRID,
@@ -23,7 +24,7 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space
-from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, STRIDES, laid, strides_fit
+from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, STRIDES, laid, strides_fit, turned
 from mxspec.cases.nvfp4_quantize import AMAX, AMAX_STRIDES, amax_fits, amax_of, edge_blocks, hides
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.reference.common import checks
@@ -54,7 +55,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"empty, {end}", these(*_beside(torch.zeros(0, 0), kind)), kw, flags=EDGE)
         yield Case(f"no experts, {end}", these(*_beside(torch.zeros(0, 16, 64), kind)), kw, flags=EDGE)
         yield Case(f"an amax for each matrix, {end}", these(*_call(kind, (3, 32, 48)), _AMAX), kw)
-        edge = edge_blocks() if axis == -1 else edge_blocks().mT.contiguous()
+        edge = turned(edge_blocks(), axis)
         yield Case(f"edge blocks, {end}", these(*_beside(edge, kind)), kw, flags=EDGE)
         zeros = torch.where(normal(32, 48) < 0, -0.0, 0.0)
         yield Case(f"zeros of both signs, {end}", these(*_beside(zeros, kind)), kw, flags=EDGE)
@@ -272,9 +273,7 @@ SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, ALSO, hides, implied=("none
 TOLD_BEFORE = ("random.rows", "random.cols", "random.experts", "random.rank", "random.shape")
 _OF_MATRICES = r"(?:column-major|experts inside the rows|one expert repeated|one row repeated|rows apart)"
 IMPOSSIBLE = (
-    (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", "K is a multiple of 16"),
-    (r"axis = -2 \| x\.rows (?:= 1|odd)", "M is a multiple of 16"),
-    (r"x\.cols (?:= 1|odd) \| x\.rows (?:= 1|odd)", "rows or columns are a multiple of 16"),
+    *of_blocks(16),
     (r"tensor_amax not given \| tensor_amax\..*", "there is no amax"),
     (r"x\.experts = 0 \| tensor_amax\..*", "there is no amax"),
     (r"(?:x\.experts = 1|x\.rank 2) \| tensor_amax\.strides .*", "one amax has no stride"),

@@ -5,22 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import NVFP4_BLOCK_SIZE
-from mxspec.reference.common import checks
 from mxspec.reference.nvfp4_dequantize import nvfp4_dequantize
-from mxspec.reference.nvfp4_quantize import BLOCKS, nvfp4_quantize
+from mxspec.reference.nvfp4_quantize import check_call, nvfp4_quantize
 from mxspec.spec import per_element, spec
 
 
 def check_args(x: Tensor, *, axis: int = -1, block: str = "1x16") -> None:
-    op = "nvfp4_fake_quantize"
-    checks.tensor_dtype(op, "x", x, checks.FLOAT_DTYPES)
-    checks.rank(op, "x", x, (2, 3))
-    checks.choice(op, "axis", axis, (-1, -2))
-    checks.choice(op, "block", block, BLOCKS)
-    for dim, name in ((-1, "K"), (-2, "M" if x.ndim == 2 else "N")):
-        if dim == axis or block == "16x16":
-            checks.multiple(op, name, x.shape[dim], NVFP4_BLOCK_SIZE)
+    check_call("nvfp4_fake_quantize", x, None, axis, block, "plain")
 
 
 @spec(check_args=check_args, flops=per_element(4))  # a maximum, a multiply, a divide, and a multiply by the scale

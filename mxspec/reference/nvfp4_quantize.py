@@ -24,7 +24,11 @@ def check_args(
     block: str = "1x16",
     scale_layout: str = "plain",
 ) -> None:
-    op = "nvfp4_quantize"
+    check_call("nvfp4_quantize", x, tensor_amax, axis, block, scale_layout)
+
+
+def check_call(op: str, x: Tensor, tensor_amax: Tensor | None, axis: int, block: str, scale_layout: str) -> None:
+    """`check_args` of an op that has blocks of these kinds."""
     checks.tensor_dtype(op, "x", x, checks.FLOAT_DTYPES)
     checks.rank(op, "x", x, (2, 3))
     checks.choice(op, "axis", axis, (-1, -2))

@@ -24,6 +24,7 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import of_matrix, store_tensor_scale
 from mxspec.triton_kernels.common.nvfp4_values import matrix_values
 from mxspec.triton_kernels.common.runs import load16, store16
+from mxspec.triton_kernels.tiles.largest import zeros_beside
 
 RANK = {(9, 0): 1, (10, 0): 1}
 # "large matrix": the L2 cache cannot hold one. "large element": fp32 takes more registers. So do elements of a row that
@@ -36,7 +37,6 @@ _HOPPER = {
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _LARGE_MATRIX = 2**22  # elements
 _AHEAD = 2**22  # elements between the two kinds of programs, besides those of one matrix: about as many as run at once
-_CLEARED = 1024  # numbers that a program of the first launch sets to 0
 PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
 
 
@@ -44,12 +44,6 @@ def supports(x: Tensor, **_: object) -> str | None:
     if x.numel() >= 2**34:
         return f"counts tiles in 32 bits, so x must have fewer than 2^34 elements; it has {x.numel()}"
     return None
-
-
-@triton.jit
-def _clear(found, count, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(found + i, 0, mask=i < count)
 
 
 @triton.jit
@@ -118,9 +112,8 @@ def nvfp4_fake_quantize(x: Tensor, *, axis: int = -1, block: str = "1x16") -> tu
         of_row, rows = max(1, -(-K // config["COLS"])), max(1, -(-R // 16))
         tiles = E * of_row * rows
         ahead = min(tiles, of_row * rows + _AHEAD // (16 * config["COLS"]))
-        found = x.new_empty((2 * E,), dtype=torch.int32)  # the magnitudes, and how many tiles are read
+        found = zeros_beside(x, 2 * E)  # the magnitudes, and how many tiles are read
         shape = "16x16" if block == "16x16" else "rows" if axis == -1 else "columns"
-        _clear[(-(-2 * E // _CLEARED),)](found, 2 * E, _CLEARED, num_warps=4, **launch.UNFUSED)
         _nvfp4_fake_quantize[(2 * tiles,)](
             x, found, values, tensor_scale, R, K, x.stride(0) if lead else 0, *strides, of_row, of_row * rows, tiles,
             ahead, E, shape, 16 * strides[0] >= 2**31, x.device.type != "cpu", **config, **launch.UNFUSED,

@@ -26,6 +26,7 @@ from mxspec.triton_kernels.common.nvfp4_values import (
     transformed_sums,
 )
 from mxspec.triton_kernels.common.runs import load16, store16
+from mxspec.triton_kernels.tiles.largest import zeros_beside
 
 # An H200 gave the reference's bytes. Times: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
@@ -33,14 +34,7 @@ RANK = {(9, 0): 1, (10, 0): 1}
 # address.
 _HOPPER = {"small": {"COLS": 256, "num_warps": 2}, "large": {"COLS": 256, "num_warps": 4}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-_CLEARED = 1024  # magnitudes that a program of the first launch sets to 0
 PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
-
-
-@triton.jit
-def _clear(found, count, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(found + i, 0, mask=i < count)
 
 
 @triton.jit
@@ -152,7 +146,7 @@ def nvfp4_fake_quantize_rowcol_groups(
     row_scale, column_scale = (x.new_empty((G,), dtype=torch.float32) for _ in range(2))
     start, end = (offs.new_empty((G,)) for _ in range(2))
     if R:
-        found = x.new_empty((2 * G,), dtype=torch.int32)
+        found = zeros_beside(x, 2 * G)
         strides = x.stride() if K else (16, 1)  # without columns, PyTorch makes both strides 1, and registers spill
         is_apart = strides[1] != 1
         of_amax = configs["large" if is_apart else "small"]
@@ -161,7 +155,6 @@ def nvfp4_fake_quantize_rowcol_groups(
         grids = [launch.grid(max(1, -(-K // config["COLS"])), R // 16) for config in (of_amax, of_values)]
         given = signs, 16 * strides[0] >= 2**31, chunk(G)
         sizes = K, *strides, G, offs.stride(0)
-        _clear[(max(1, -(-2 * G // _CLEARED)),)](found, 2 * G, _CLEARED, num_warps=4, **launch.UNFUSED)
         _largest[grids[0]](x, found, offs, start, end, M, *sizes, *given, **of_amax, **launch.UNFUSED)
         _nvfp4_fake_quantize_rowcol_groups[grids[1]](
             x, found, rows, columns, row_scale, column_scale, offs, random, M, R // 16, *sizes,

@@ -50,3 +50,12 @@ def no_tokens(size: str) -> tuple[tuple[str, str], ...]:
         (size + r" = 0 \| offs\.(?:sizes|some group|tokens spread|tokens all|rest tokens).*", "there are no tokens"),
         (size + r" = 1 \| offs\.sizes multiples of 128", "there is one token"),
     )
+
+
+def of_blocks(size: int) -> tuple[tuple[str, str], ...]:
+    """What an op with an axis leaves out: sizes along it are multiples of the size of a block."""
+    return (
+        (r"axis (?:= -1|not given) \| x\.cols (?:= 1|odd)", f"K is a multiple of {size}"),
+        (r"axis = -2 \| x\.rows (?:= 1|odd)", f"M is a multiple of {size}"),
+        (r"x\.cols (?:= 1|odd) \| x\.rows (?:= 1|odd)", f"rows or columns are a multiple of {size}"),
+    )

@@ -54,6 +54,11 @@ def laid_negated(t: Tensor, strides: str, begins: str) -> Tensor:
     return torch._neg_view(laid(bits.view(t.dtype), strides, begins))
 
 
+def turned(t: Tensor, axis: int) -> Tensor:
+    """t, or for axis -2 its transpose in row-major memory."""
+    return t if axis == -1 else t.mT.contiguous()
+
+
 def _apart(t: Tensor, rows: int, cols: int) -> Tensor:
     """A copy with gaps of 0xFF bytes between rows, and between columns."""
     *lead, M, K = t.shape

@@ -19,6 +19,20 @@ from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 _PROGRAMS = 2048  # for all matrices together, at least one for each; not measured
 _MOST = 1024  # of one matrix
 _NUM_WARPS = 4
+_CLEARED = 1024  # numbers that a program sets to 0
+
+
+@triton.jit
+def _clear(found, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(found + i, 0, mask=i < count)
+
+
+def zeros_beside(x: Tensor, count: int) -> Tensor:
+    """int32 zeros on the device of x, for kernels that find magnitudes by atomic maxima beside other work."""
+    found = x.new_empty((count,), dtype=torch.int32)
+    _clear[(max(1, -(-count // _CLEARED)),)](found, count, _CLEARED, num_warps=_NUM_WARPS, **UNFUSED)
+    return found
 
 
 @triton.jit
