@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from mxspec.dispatch import kernel_module
 from mxspec.machine_code import cli, measure
 from mxspec.machine_code import compile as mx_compile
 from mxspec.machine_code.compile import Result, compile_call, compile_op, kernels, problems
-from mxspec.machine_code.fake_gpu import TARGETS, unavailable
+from mxspec.machine_code.fake_gpu import TARGETS, fake_gpu, meta, unavailable
 from mxspec.machine_code.planner import plan
 from tests.helpers import COMPLETE
 
@@ -113,6 +114,13 @@ def _convert(x, out, FIRST: tl.constexpr):
     tl.store(out + i, tl.load(x + i).to(FIRST).to(tl.bfloat16))
 
 
+@triton.jit
+def _matmul(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)
+    tile = tl.load(x + at)
+    tl.store(out + at, tl.dot(tile, tl.trans(tile)))
+
+
 @gluon.jit
 def _gluon_copy(x, out):
     i = gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
@@ -163,15 +171,25 @@ def test_spilled_registers_are_a_problem(target: str) -> None:
     assert problems(code, (), (), edge=True)
 
 
-def test_matmuls_that_the_assembler_left_out_are_a_problem(monkeypatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_matmuls_that_the_assembler_left_out_are_a_problem(dtype: torch.dtype) -> None:
     """ptxas writes a matmul without operands in place of those that it leaves out."""
+    x = meta(torch.zeros(64, 64, dtype=dtype))
+    with fake_gpu("sm90") as compiled:
+        _matmul[(1,)](x, x.new_empty(64, 64, dtype=torch.float32), N=64)
+        (kernel,) = compiled
+        cubin, ptx = kernel.asm["cubin"], kernel.asm["ptx"]
+    there = re.findall(r".*GMMA\.64x64.*", measure.dumped(cubin, "--dump-sass"))
+    asked = len(re.findall("wgmma.mma_async", ptx))
+    assert measure.matmuls(cubin) == len(there) == asked > 1
+    assert measure._dropped_matmuls(ptx, cubin) == 0
+    assert measure._dropped_matmuls(ptx + "wgmma.mma_async", cubin) == 1
+    encoded = int(re.findall(r"/\* 0x(\w+) \*/", there[0])[0], 16)  # now the first one writes RZ, the register 255
+    without = cubin.replace(encoded.to_bytes(8, "little"), (encoded | 0xFF << 16).to_bytes(8, "little"), 1)
+    assert re.findall(r"GMMA\.64x64\S+ (RZ),", measure.dumped(without, "--dump-sass")) == ["RZ"]
+    assert measure._dropped_matmuls(ptx, without) == 1
+    assert measure._dropped_matmuls("", without) == 0
     code = compile_call(copy, torch.zeros(1024, dtype=torch.bfloat16), target="sm90")[0]
-    matmul = "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%r1}, {%r2}, %rd1, %p1, 1, 1, 0;\n"
-    there = "HGMMA.64x32x16.F32.BF16 R24, R40, gdesc[UR24], R24, gsb0 ;\n"
-    none = "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0 ;\n"
-    for sass, dropped in ((2 * there, 0), (3 * there, 0), (there + none, 1), (none, 2)):
-        monkeypatch.setattr(measure, "dumped", lambda cubin, option, sass=sass: sass)
-        assert measure._dropped_matmuls(2 * matmul, b"") == dropped
     assert problems([code], (), (), edge=True) == []
     assert problems([replace(code, dropped_matmuls=2)], (), (), edge=True) == ["_copy lacks 2 matmuls of its PTX"]
 
