@@ -5,8 +5,10 @@
 The text is the text of `train_char_model.py`. The model predicts a character from the CONTEXT characters before it. It
 has an embedding, a Linear, layers of EXPERTS experts, and a Linear. In each layer a router takes TOP experts for each
 token. `mxspec.nn.convert` makes the Linears and experts train by the recipe. The modules that it leaves out stay
-bfloat16, and are printed. The recipes of NVFP4 convert the experts alone. NVIDIA's recipe, too, leaves some layers, and
-above all the last ones. With `--layers 6 --bf16-layers 1` the last of six layers of experts stays bfloat16.
+bfloat16, and are printed. The recipes of NVFP4 convert the experts alone, and train the last 18% of the steps in
+bfloat16. NVIDIA's recipe, too, leaves some layers, above all the last ones, and changes to bfloat16 late in a training.
+`--bf16-end 0` trains all steps in NVFP4. With `--layers 6 --bf16-layers 1` the last of six layers of experts stays
+bfloat16.
 
 With several processes, each process has a part of the experts and a part of each batch. FSDP2 shards the other layers:
 
@@ -117,9 +119,12 @@ def converted(net: nn.Sequential, recipe: str, bf16_layers: int) -> Conversion:
 
 def train(
     recipe: str, characters: Tensor, steps: int, batch: int, seed: int = 0, wire: str | None = None,
-    layers: int | None = None, bf16_layers: int = 0,
+    layers: int | None = None, bf16_layers: int = 0, bf16_from: int | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train by a recipe. With a wire, train on several ranks, each with a part of the experts and of the batch."""
+    """Train by a recipe, and from the step `bf16_from` on in bfloat16.
+
+    With a wire, train on several ranks, each with a part of the experts and of the batch.
+    """
     device, net = characters.device, model(seed, layers).to(characters.device)
     report = converted(net, recipe, bf16_layers)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if wire else (0, 1)
@@ -131,6 +136,10 @@ def train(
     losses: list[Tensor] = []
     began = time.perf_counter()
     for step in track(range(steps), f"{recipe}, seed {seed}", transient=True, disable=rank > 0):
+        if step == bf16_from:
+            for layer in net.modules():
+                if isinstance(layer, GroupedExperts):
+                    layer.set_recipe("bf16")
         start = torch.randint(len(characters) - CONTEXT, (batch, 1), generator=generator).to(device)
         samples = characters[start + window].chunk(ranks)[rank]
         with torch.autocast(device.type, torch.bfloat16):
@@ -178,6 +187,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), metavar="RECIPE")
     p.add_argument("--layers", type=int, default=LAYERS, help="the number of layers of experts")
     p.add_argument("--bf16-layers", type=int, default=0, help="how many of them, the last ones, stay bfloat16")
+    p.add_argument(
+        "--bf16-end", type=float, default=0.18, metavar="SHARE",
+        help="the share of the steps, the last ones, that the recipes of NVFP4 train in bfloat16; default 0.18",
+    )  # fmt: skip
     p.add_argument("--plot", metavar="FILE", help="a picture of the differences to bf16; needs matplotlib")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument(
@@ -192,6 +205,8 @@ def main(argv: list[str] | None = None) -> int:
         p.error(f"--seeds {options.seeds}; needs at least 1")
     if not 0 <= options.bf16_layers <= options.layers or options.layers < 1:
         p.error(f"--layers {options.layers} --bf16-layers {options.bf16_layers}; needs 1 or more, and at most as many")
+    if not 0 <= options.bf16_end <= 1:
+        p.error(f"--bf16-end {options.bf16_end}; needs a share of 0 to 1")
     if options.expert_parallel:
         dist.init_process_group("nccl" if options.device.startswith("cuda") else "gloo")
         if options.device == "cuda":
@@ -202,11 +217,12 @@ def main(argv: list[str] | None = None) -> int:
     characters = text().to(options.device)
     console = Console(quiet=bool(options.expert_parallel) and dist.get_rank() > 0)
     recipes = ["bf16", *(name for name in options.recipes if name != "bf16")]  # what the others are compared with
+    bf16_from = {recipe: round(options.steps * (1 - options.bf16_end)) for recipe in recipes if "nvfp4" in recipe}
     outcomes: dict[str, list[Outcome]] = {recipe: [] for recipe in recipes}
     for seed in range(options.seeds):
         for recipe in recipes:
             given = options.steps, options.batch, seed, options.expert_parallel, options.layers, options.bf16_layers
-            outcomes[recipe].append(train(recipe, characters, *given))
+            outcomes[recipe].append(train(recipe, characters, *given, bf16_from.get(recipe)))
     table = Table("recipe", f"loss at step {options.steps}", "against bf16", "seed by seed", "seconds per step")
     differences: dict[str, list[float]] = {}
     for recipe, each in outcomes.items():
@@ -219,6 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     for recipe, (outcome, *_) in outcomes.items():
         if recipe != "bf16":
             console.print(f"{recipe}: {outcome.report}", highlight=False, soft_wrap=True)
+            if (last := options.steps - bf16_from.get(recipe, options.steps)) > 0:
+                console.print(f"  the last {last} of {options.steps} steps in bfloat16", highlight=False)
     if options.expert_parallel:
         dist.destroy_process_group()
     if options.plot and not console.quiet:

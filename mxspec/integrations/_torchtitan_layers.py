@@ -25,14 +25,14 @@ class Experts(QuantizedExperts):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.set_recipe(recipe_of(config.recipe, type(self).__name__))
+        self.set_recipe(config.recipe)
 
     @property
     def weight_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the weights. Biases of experts have two dimensions, and weights have more."""
         return tuple(name for name, weight in self.named_parameters(recurse=False) if weight.ndim > 2)
 
-    def set_recipe(self, recipe: Recipe) -> None:
+    def set_recipe(self, recipe: Recipe | str) -> None:
         """Train with this recipe from now on. Raises if it cannot run the layer."""
         self.check_weights()
         shapes = {name: weight.shape for name, weight in zip(self.weight_names, self._weights(), strict=True)}

@@ -30,7 +30,7 @@ class Experts(SeparableExperts, QuantizedExperts):
     down_proj: Tensor
     post_expert_norm: Callable[[Tensor], Tensor]
 
-    def set_recipe(self, recipe: Recipe) -> None:
+    def set_recipe(self, recipe: Recipe | str) -> None:
         """Train with this recipe from now on. Raises if it cannot run the layer."""
         self.check_weights()
         self.train_by(recipe, **self.widths())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from mxspec.nn._checks import (
     check_tensors,
 )
 from mxspec.nn._product import product
-from mxspec.nn.recipe import SIZE_MULTIPLES, Recipe
+from mxspec.nn.recipe import SIZE_MULTIPLES, Recipe, recipe_of
 
 
 def class_for(recipe: Recipe) -> str:
@@ -29,7 +29,9 @@ def class_for(recipe: Recipe) -> str:
 
 
 class QuantizedLinear(QuantizesWeights, nn.Linear):
-    """`nn.Linear` whose three matmuls read codes. A subclass gives the recipe."""
+    """`nn.Linear` whose three matmuls read codes. A subclass gives the format and the recipe."""
+
+    format: ClassVar[str]
 
     def __init__(
         self,
@@ -39,14 +41,37 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: Recipe,
+        recipe: Recipe | str,
     ) -> None:
-        name, multiple = type(self).__name__, SIZE_MULTIPLES[recipe.format]
+        name, multiple = type(self).__name__, SIZE_MULTIPLES[self.format]
+        found = recipe_of(recipe, name)
+        if found.format != self.format:
+            raise ValueError(
+                f"{name}: the recipe's format is {found.format}; needs {self.format}. Use {class_for(found)} instead."
+            )
         check_sizes(name, in_features=in_features, out_features=out_features)
         check_features(name, multiple, in_features=in_features, out_features=out_features)
         check_parameters(name, dtype or torch.get_default_dtype())
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.recipe = recipe
+        self.recipe = found
+
+    def set_recipe(self, recipe: Recipe | str) -> None:
+        """Train by this recipe from now on. The parameters stay.
+
+        With the recipe `bf16` the layer computes as `nn.Linear` does: in the dtype of its input, or of autocast. So a
+        training can end in bfloat16. Another call with a recipe of the layer's own format ends this.
+
+        Raises:
+            TypeError: the recipe is neither a `Recipe` nor a name.
+            ValueError: the recipe is unknown, or its format is neither the layer's own nor bf16.
+            RuntimeError: the call is inside a `cache_weights` block.
+        """
+        name, found = type(self).__name__, recipe_of(recipe, type(self).__name__)
+        if found.format not in (self.format, "bf16"):
+            raise ValueError(f"{name}: the recipe's format is {found.format}; needs {self.format} or bf16")
+        if self._cached:
+            raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
+        self.recipe = found
 
     @classmethod
     def _with_parameters_of(cls, linear: nn.Linear, **options: Any) -> Self:
@@ -65,6 +90,8 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         return new.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.recipe.format == "bf16":
+            return super().forward(input)
         name = type(self).__name__
         check_tensors(name, input=input)
         x = as_autocast(name, input)
@@ -73,7 +100,7 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         check_devices(name, x, weight=self.weight, bias=self.bias)
         backend = backend_now(self)
         (weight,), by = self._quantized(backend), self._format(backend)
-        assert by is not None  # no Linear takes the recipe bf16
+        assert by is not None
         assert weight is not None
         rows = x.reshape(-1, self.in_features)
         tokens = by.activations(rows, None, self.weight.requires_grad)
@@ -81,3 +108,6 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.recipe}"

@@ -12,6 +12,7 @@ from torch import nn
 
 from mxspec.nn._cache import QuantizesWeights
 from mxspec.nn._defaults import left_by_default
+from mxspec.nn._linear import QuantizedLinear
 from mxspec.nn._report import Conversion, measure
 from mxspec.nn.experts import GroupedExperts, QuantizedExperts
 from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
@@ -32,7 +33,8 @@ def convert(
 
     An `nn.Linear` becomes an `MXLinear`, a `Float8BlockwiseLinear` or an `NVFP4Linear` with the same parameters. So
     optimizers and state dicts stay valid. The new layer keeps the attributes that the user set on the Linear. A
-    `GroupedExperts` stays the same object and gets the recipe. Experts of another library convert if
+    `GroupedExperts` stays the same object and gets the recipe. So does a layer that an earlier `convert` made of a
+    Linear, if the recipe has the layer's format or is `bf16`. Experts of another library convert if
     `mxspec.integrations` has a module for that library.
 
     `convert` leaves a layer as it is if the recipe cannot run it. It also leaves a Linear that has hooks, buffers,
@@ -52,8 +54,8 @@ def convert(
 
     Args:
         model: the model. Convert it before DDP, `fully_shard` or `torch.compile` wraps it.
-        recipe: a `Recipe` or its name. The recipe `bf16` leaves every Linear, because an `nn.Linear` already computes
-            in the dtype of its input or of autocast.
+        recipe: a `Recipe` or its name. The recipe `bf16` leaves every `nn.Linear`, which already computes in the dtype
+            of its input or of autocast.
         filter_fn: a function of a layer (a Linear or experts) and its name. If it returns false, the layer is left as
             it is. `convert` calls it last, only for layers that it would convert otherwise. Without a filter_fn, all
             these layers are converted.
@@ -204,7 +206,9 @@ def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
     """The converted layer. If the layer cannot be converted, this raises an error that says why."""
     if (integration := _integration(layer)) is not None:
         return integration.adapt(layer, name, recipe)
-    if isinstance(layer, GroupedExperts):
+    if isinstance(layer, GroupedExperts) or (
+        isinstance(layer, QuantizedLinear) and recipe.format in (layer.format, "bf16")
+    ):
         layer.set_recipe(recipe)
         return layer
     if isinstance(layer, QuantizesWeights):
@@ -241,4 +245,6 @@ def _registered(layer: nn.Linear, plain: dict[str, Any]) -> str:
 def _said(layer: nn.Module) -> str:
     """A converted layer's new kind, in the words of the report."""
     name = type(layer).__name__
-    return f"{name} of {layer.recipe.format}" if isinstance(layer, QuantizedExperts) else name
+    assert isinstance(layer, QuantizesWeights)
+    of = layer.recipe.format
+    return f"{name} of {of}" if isinstance(layer, QuantizedExperts) or of == "bf16" else name

@@ -33,13 +33,13 @@ class QuantizedExperts(QuantizesWeights):
     `weight_names` names the weights of the two matmuls, `(E, N, K)`, or `(E, K, N)` if `is_transposed`.
     """
 
-    def train_by(self, recipe: Recipe, **widths: int) -> None:
+    def train_by(self, recipe: Recipe | str, **widths: int) -> None:
         """Set the recipe. Raises if the recipe cannot run these widths, or if `cache_weights` holds codes."""
-        name = type(self).__name__
-        check_features(name, SIZE_MULTIPLES[recipe.format], **widths)
+        name, found = type(self).__name__, recipe_of(recipe, type(self).__name__)
+        check_features(name, SIZE_MULTIPLES[found.format], **widths)
         if self._cached:
             raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
-        self.recipe = recipe
+        self.recipe = found
 
     def check_weights(self) -> None:
         """Raise TypeError if a weight has a dtype that no recipe can run."""
@@ -217,7 +217,7 @@ class GroupedExperts(SeparableExperts, QuantizedExperts):
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Train with this recipe from now on. The parameters stay. Raises inside a `cache_weights` block."""
-        self.train_by(recipe_of(recipe, type(self).__name__), dim=self.dim, hidden_dim=self.hidden_dim)
+        self.train_by(recipe, dim=self.dim, hidden_dim=self.hidden_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, dim={self.dim}, hidden_dim={self.hidden_dim}, {self.recipe}"

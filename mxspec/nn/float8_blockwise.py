@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from torch import nn
 
-from mxspec.nn._linear import QuantizedLinear, class_for
-from mxspec.nn.recipe import Recipe, recipe_of
+from mxspec.nn._linear import QuantizedLinear
+from mxspec.nn.recipe import Recipe
 
 
 class Float8BlockwiseLinear(QuantizedLinear):
@@ -48,6 +48,8 @@ class Float8BlockwiseLinear(QuantizedLinear):
     Source: DeepSeek-V3 technical report, section 3.3.
     """
 
+    format = "fp8_128"
+
     def __init__(
         self,
         in_features: int,
@@ -57,18 +59,9 @@ class Float8BlockwiseLinear(QuantizedLinear):
         dtype: torch.dtype | None = None,
         recipe: Recipe | str = "fp8_128",
     ) -> None:
-        found = recipe_of(recipe, "Float8BlockwiseLinear")
-        if found.format != "fp8_128":
-            raise ValueError(
-                f"Float8BlockwiseLinear: the recipe's format is {found.format}; needs fp8_128. "
-                f"Use {class_for(found)} instead."
-            )
-        super().__init__(in_features, out_features, bias, device, dtype, recipe=found)
+        super().__init__(in_features, out_features, bias, device, dtype, recipe=recipe)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe | str = "fp8_128") -> Self:
         """Make a layer of this kind from an `nn.Linear`. It shares the Linear's parameters and takes nothing else."""
         return cls._with_parameters_of(linear, recipe=recipe)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.recipe}"

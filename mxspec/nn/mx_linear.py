@@ -14,8 +14,8 @@ from typing import Self
 import torch
 from torch import nn
 
-from mxspec.nn._linear import QuantizedLinear, class_for
-from mxspec.nn.recipe import Recipe, recipe_of
+from mxspec.nn._linear import QuantizedLinear
+from mxspec.nn.recipe import Recipe
 
 
 class MXLinear(QuantizedLinear):
@@ -58,6 +58,8 @@ class MXLinear(QuantizedLinear):
     Source: OCP MX v1.0; NVIDIA, "Recipes for Pre-training LLMs with MXFP8", 2025.
     """
 
+    format = "mxfp8"
+
     def __init__(
         self,
         in_features: int,
@@ -67,17 +69,9 @@ class MXLinear(QuantizedLinear):
         dtype: torch.dtype | None = None,
         recipe: Recipe | str = "mxfp8_rceil",
     ) -> None:
-        found = recipe_of(recipe, "MXLinear")
-        if found.format != "mxfp8":
-            raise ValueError(
-                f"MXLinear: the recipe's format is {found.format}; needs mxfp8. Use {class_for(found)} instead."
-            )
-        super().__init__(in_features, out_features, bias, device, dtype, recipe=found)
+        super().__init__(in_features, out_features, bias, device, dtype, recipe=recipe)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe | str = "mxfp8_rceil") -> Self:
         """Make a layer of this kind from an `nn.Linear`. It shares the Linear's parameters and takes nothing else."""
         return cls._with_parameters_of(linear, recipe=recipe)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.recipe}"

@@ -12,8 +12,8 @@ from typing import Self
 import torch
 from torch import nn
 
-from mxspec.nn._linear import QuantizedLinear, class_for
-from mxspec.nn.recipe import Recipe, recipe_of
+from mxspec.nn._linear import QuantizedLinear
+from mxspec.nn.recipe import Recipe
 
 
 class NVFP4Linear(QuantizedLinear):
@@ -59,6 +59,8 @@ class NVFP4Linear(QuantizedLinear):
         `NVFP4BlockScaling`.
     """
 
+    format = "nvfp4"
+
     def __init__(
         self,
         in_features: int,
@@ -68,17 +70,9 @@ class NVFP4Linear(QuantizedLinear):
         dtype: torch.dtype | None = None,
         recipe: Recipe | str = "nvfp4",
     ) -> None:
-        found = recipe_of(recipe, "NVFP4Linear")
-        if found.format != "nvfp4":
-            raise ValueError(
-                f"NVFP4Linear: the recipe's format is {found.format}; needs nvfp4. Use {class_for(found)} instead."
-            )
-        super().__init__(in_features, out_features, bias, device, dtype, recipe=found)
+        super().__init__(in_features, out_features, bias, device, dtype, recipe=recipe)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, recipe: Recipe | str = "nvfp4") -> Self:
         """Make a layer of this kind from an `nn.Linear`. It shares the Linear's parameters and takes nothing else."""
         return cls._with_parameters_of(linear, recipe=recipe)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.recipe}"

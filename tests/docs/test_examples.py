@@ -70,6 +70,30 @@ def test_the_last_layers_stay_bfloat16(moe, capsys):
         assert f"--layers {layers} --bf16-layers {bf16}; needs" in capsys.readouterr().err
 
 
+def test_the_last_steps_of_nvfp4_are_bfloat16(moe, capsys, monkeypatch):
+    outcomes, train = {}, moe.train
+    monkeypatch.setattr(moe, "train", lambda name, *rest: outcomes.setdefault(name, train(name, *rest)))
+    arguments = ["--steps", "4", "--batch", "64", "--device", "cpu", "--recipes", "nvfp4_nearest", "mxfp8_rceil"]
+    losses = {}
+    for end in ("0", "0.5", "1"):
+        outcomes.clear()
+        assert moe.main([*arguments, "--bf16-end", end]) == 0
+        losses[end] = {name: outcome.losses for name, outcome in outcomes.items()}
+        said = capsys.readouterr().out
+        steps = {"0": None, "0.5": "the last 2 of 4 steps in bfloat16", "1": "the last 4 of 4 steps in bfloat16"}[end]
+        assert said.count("steps in bfloat16") == (steps is not None)
+        assert steps is None or steps in said
+    none, half, all_ = (each["nvfp4_nearest"] for each in losses.values())
+    # A step's loss comes before its update: the third loss is the first one that a forward in bfloat16 gives.
+    assert half[:2] == none[:2]
+    assert half[2] != none[2]
+    assert all_ == losses["1"]["bf16"]
+    assert losses["0"]["mxfp8_rceil"] == losses["1"]["mxfp8_rceil"]
+    with pytest.raises(SystemExit):
+        moe.main([*arguments, "--bf16-end", "18"])
+    assert "--bf16-end 18.0; needs a share of 0 to 1" in capsys.readouterr().err
+
+
 def test_the_mixture_is_that_of_each_token_by_itself(moe):
     torch.manual_seed(0)
     layer = moe.Mixture().requires_grad_(False)

@@ -162,10 +162,13 @@ def test_convert_to_mx():
     assert text.startswith("4 swapped, 4 left\n")
     assert "\n  up: MXLinear\n" in text
     assert f"\n  head: left, {head}" in text
-    again = convert(model, "mxfp8_rceil")
-    assert again.left["up"] == "it is a MXLinear of mxfp8 already"
-    assert again.swapped == {"experts": "GroupedExperts of mxfp8"}
-    assert model.experts.recipe == RECIPES["mxfp8_rceil"]
+    again, up = convert(model, "mxfp8_rceil"), model.up
+    assert again.swapped == report.swapped
+    assert {m.recipe for m in (up, model.layers[0], model.experts)} == {RECIPES["mxfp8_rceil"]}
+    other = convert(model, "fp8_128")
+    assert other.left["up"] == "it is a MXLinear of mxfp8 already"
+    assert other.swapped == {"experts": "GroupedExperts of fp8_128"}
+    assert model.up is up
 
 
 def test_convert_to_fp8():

@@ -1,0 +1,119 @@
+"""`set_recipe` of the low-precision Linears: a training ends in bfloat16, or goes on by another recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from mxspec.nn import RECIPES, Float8BlockwiseLinear, MXLinear, NVFP4Linear, Recipe, cache_weights, convert, watch
+from tests.helpers import DEVICE, on_ranks, step, tokens
+
+KINDS = {MXLinear: "mxfp8_floor", Float8BlockwiseLinear: "fp8_128_pow2", NVFP4Linear: "nvfp4_nearest"}
+each = pytest.mark.parametrize("kind", KINDS)
+
+
+def layer(kind: type[nn.Linear], recipe: Recipe | str) -> nn.Linear:
+    torch.manual_seed(0)
+    return kind(128, 96, device=DEVICE, recipe=recipe)
+
+
+def plain(module: nn.Linear) -> nn.Linear:
+    """An `nn.Linear` with the same parameters."""
+    linear = nn.Linear(module.in_features, module.out_features, device=module.weight.device)
+    linear.weight, linear.bias = module.weight, module.bias
+    return linear
+
+
+def same(got, expected) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@each
+@pytest.mark.parametrize("autocast", [False, True])
+def test_with_bf16_a_layer_is_an_nn_linear_and_goes_back(kind, autocast):
+    module = layer(kind, KINDS[kind])
+    x, linear = tokens(45, module.in_features), plain(module)
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+        before = step(module, x)
+        module.set_recipe("bf16")
+        assert same(step(module, x), step(linear, x))
+        assert not same(before, step(module, x))
+        module.set_recipe(KINDS[kind])
+        assert same(step(module, x), before)
+
+
+@each
+def test_a_compiled_layer_changes_too(kind):
+    module = layer(kind, KINDS[kind])
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    x = tokens(45, module.in_features)
+    before = compiled(x)
+    module.set_recipe("bf16")
+    assert torch.equal(compiled(x), plain(module)(x))
+    module.set_recipe(KINDS[kind])
+    assert torch.equal(compiled(x), before)
+
+
+@each
+def test_what_set_recipe_refuses(kind):
+    module, name = layer(kind, KINDS[kind]), kind.__name__
+    for other in RECIPES.values():
+        if other.format not in (module.recipe.format, "bf16"):
+            words = f"{name}: the recipe's format is {other.format}; needs {module.recipe.format} or bf16"
+            with pytest.raises(ValueError, match=words):
+                module.set_recipe(other)
+    with pytest.raises(ValueError, match=f"{name}: unknown recipe 'bfloat16'"):
+        module.set_recipe("bfloat16")
+    with pytest.raises(TypeError, match=f"{name}: recipe is a NoneType"):
+        module.set_recipe(None)
+    recipe = module.recipe
+    held = pytest.raises(RuntimeError, match=f"{name}: cache_weights holds the codes of its recipe. Leave its with-")
+    with held, cache_weights(module):
+        module.set_recipe("bf16")
+    assert module.recipe is recipe
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 10))
+    return made.to(DEVICE)
+
+
+def test_convert_ends_a_training_in_bfloat16():
+    net, untouched, x = model(), model(), tokens(45, 128)
+    convert(net, "nvfp4")
+    kind = type(net[0])
+    report = convert(net, "bf16")
+    assert report.swapped == dict.fromkeys("01", "NVFP4Linear of bf16")
+    assert report.share_of_parameters == report.share_of_flops == 0
+    assert report.left == {"2": "for bf16, nn.Linear is enough: give it bfloat16, or use autocast"}
+    assert same(step(net, x), step(untouched, x))
+    with watch(net) as seen:
+        net(x)
+    assert seen.unwatched()["0"] == "NVFP4Linear has the recipe bf16, which quantizes nothing"
+    assert "Recipe(format='bf16')" in repr(net[0])
+    assert convert(net, "fp8_128").left["0"] == "it is a NVFP4Linear of bf16 already"
+    assert convert(net, "nvfp4_nearest").swapped == dict.fromkeys("01", "NVFP4Linear")
+    assert type(net[0]) is kind
+    assert net[0].recipe == RECIPES["nvfp4_nearest"]
+
+
+def sharded(rank: int) -> None:
+    net, untouched = model().cpu(), model().cpu()
+    convert(net, "nvfp4")
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(45, 128)
+    for each in (net, untouched):
+        fully_shard(each, mesh=mesh)
+    assert not torch.equal(net(x), untouched(x))
+    for each in net.modules():
+        if hasattr(each, "set_recipe"):
+            each.set_recipe("bf16")
+    for got, expected in zip(step(net, x.requires_grad_()), step(untouched, x), strict=True):
+        assert torch.equal(*(t.full_tensor() if hasattr(t, "full_tensor") else t for t in (got, expected)))
+
+
+def test_layers_of_a_sharded_model_change():
+    on_ranks(2, sharded)
