@@ -34,7 +34,7 @@ def convert(
     An `nn.Linear` becomes an `MXLinear`, a `Float8BlockwiseLinear` or an `NVFP4Linear` with the same parameters. So
     optimizers and state dicts stay valid. The new layer keeps the attributes that the user set on the Linear. A
     `GroupedExperts` stays the same object and gets the recipe. So does a layer that an earlier `convert` made of a
-    Linear, if the recipe has the layer's format or is `bf16`. Experts of another library convert if
+    Linear, if the recipe is another one and its format is the layer's or bf16. Experts of another library convert if
     `mxspec.integrations` has a module for that library.
 
     `convert` leaves a layer as it is if the recipe cannot run it. It also leaves a Linear that has hooks, buffers,
@@ -207,7 +207,7 @@ def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
     if (integration := _integration(layer)) is not None:
         return integration.adapt(layer, name, recipe)
     if isinstance(layer, GroupedExperts) or (
-        isinstance(layer, QuantizedLinear) and recipe.format in (layer.format, "bf16")
+        isinstance(layer, QuantizedLinear) and recipe.format in (layer.format, "bf16") and recipe != layer.recipe
     ):
         layer.set_recipe(recipe)
         return layer

@@ -558,9 +558,10 @@ def test_the_operations_of_the_report_are_those_of_the_experts_that_a_token_meet
         assert experts_per_token(layer) == TOP
         report = convert(model := nn.ModuleDict({"moe": layer, "dense": nn.Linear(H, H, bias=False)}), "mxfp8_rceil")
         assert report.share_of_flops == 1
-        report = convert(model, "bf16")
+        report = convert(model, "bf16", lambda layer, name: name == "moe")
         dense, experts = H * H, TOP * 3 * H * INNER
         assert report.share_of_flops == dense / (dense + experts)
+        assert convert(model, "bf16").share_of_flops == 0
     layer.config = SimpleNamespace()
     assert experts_per_token(layer) is None
     assert convert(model, "bf16").share_of_flops is None
