@@ -122,7 +122,7 @@ def power_of_two(x, LEAST: tl.constexpr):
 def code_of(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
     """The e2m1 or FP6 code of a magnitude, int32: rounded to nearest, ties to even, and saturated.
 
-    NaN gives any number. e is the power of two below the magnitude, at least that of the smallest normal. Codes in its
+    NaN counts as MAX. e is the power of two below the magnitude, at least that of the smallest normal. Codes in its
     binade are steps of `e / 2^MANTISSA` apart. The sum with `e * 2^(23 - MANTISSA)` therefore rounds to steps, and has
     their number in its last bits. The exponent field of e, shifted, is the rest of the code and a constant. MORE steps
     cancel the constant in the bits of the code. Their number is even, which keeps ties to even.

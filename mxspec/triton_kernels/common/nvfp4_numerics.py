@@ -93,7 +93,7 @@ def reciprocal_of(d):
 def quotient(n, minus_d, reciprocal, most):
     """`n / d` of numbers that are not negative, rounded once beside every tie of e4m3 and e2m1.
 
-    minus_d is -d. `most` limits the first product, because the remainder of an Inf would be NaN. None: it is finite.
+    minus_d is -d. `most` limits the first product, because the remainder of an Inf would be NaN. None does not limit it.
     """
     q = n * reciprocal
     if most is not None:
@@ -174,10 +174,12 @@ def factors(s, h, up, wrong, short):
 def magnitudes(x, minus_d, reciprocal, up, short, NARROW: tl.constexpr, BOUNDED: tl.constexpr):
     """The numbers whose casts are the codes, without their signs. x has one dimension more: the elements of a block.
 
+    A quotient of 2^128 or more is NaN, because its remainder is. `packed_codes` makes 6 of it, as of all above 6.
+
     short: see `is_short`. The quotients are then those of `short_quotient`.
 
     NARROW: x is a widened bfloat16 or float16, so that its product with 21/32 is exact. BOUNDED: no element of x is
-    larger than A, so no quotient is Inf. Otherwise x is multiplied by 0 if d is 0: with up, it might become Inf.
+    larger than A. Otherwise x is multiplied by 0 if d is 0: with up, it might become Inf.
     """
     reciprocal = tl.expand_dims(reciprocal, -1)
     if short:
@@ -185,7 +187,7 @@ def magnitudes(x, minus_d, reciprocal, up, short, NARROW: tl.constexpr, BOUNDED:
     else:
         more = up if BOUNDED else tl.expand_dims(tl.where(minus_d == 0, 0.0, up), -1)
         n = tl.abs(x) * (OF_X * more) if NARROW else tl.abs(x) * OF_X * more
-        magnitude = quotient(n, tl.expand_dims(minus_d, -1), reciprocal, None if BOUNDED else 8.0)
+        magnitude = quotient(n, tl.expand_dims(minus_d, -1), reciprocal, None)
     return magnitude
 
 
@@ -209,7 +211,7 @@ def bytes_of_words(words):
 
 @triton.jit
 def _drawn_code(magnitude, byte):
-    """The bits 0 to 2 of an e2m1 code, int32: a magnitude rounded by a random byte. NaN gives any number.
+    """The bits 0 to 2 of an e2m1 code, int32: a magnitude rounded by a random byte. NaN counts as 6.
 
     The magnitude is a number of 256ths of the steps of its binade, cut off. The byte is added to it.
     """
@@ -231,7 +233,7 @@ def _packed(code, x):
 
 @triton.jit
 def packed_codes(magnitude, x, wrong, byte, CONVERTS: tl.constexpr):
-    """e2m1 codes with the signs of x. The last dimension is elements of a block.
+    """e2m1 codes with the signs of x. The last dimension is elements of a block. A magnitude that is NaN counts as 6.
 
     byte: a random byte for each element, by which the codes are rounded. None: to nearest, ties to even. Two neighbours
     share a byte of the result, the first in the low half. All codes are 7 if `wrong`.
@@ -240,7 +242,8 @@ def packed_codes(magnitude, x, wrong, byte, CONVERTS: tl.constexpr):
         q = _packed(_drawn_code(magnitude, byte), x)
     elif CONVERTS:
         pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005  # see above
-        signed = as_float(magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
+        most = tl.minimum(magnitude, 6.0)  # a conversion of NaN would lose the sign
+        signed = as_float(most.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
         even, odd = tl.split(signed.reshape(pairs))
         q = tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
     else:
