@@ -201,8 +201,8 @@ def main(argv: list[str] | None = None) -> int:
         help="train on the processes of torchrun; tokens travel as values, or as codes of the recipe",
     )
     options = p.parse_args(argv)
-    if options.seeds < 1:
-        p.error(f"--seeds {options.seeds}; needs at least 1")
+    if options.seeds < 1 or options.steps < 1:
+        p.error(f"--seeds {options.seeds} --steps {options.steps}; needs at least 1")
     if not 0 <= options.bf16_layers <= options.layers or options.layers < 1:
         p.error(f"--layers {options.layers} --bf16-layers {options.bf16_layers}; needs 1 or more, and at most as many")
     if not 0 <= options.bf16_end <= 1:

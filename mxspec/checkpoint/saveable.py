@@ -43,8 +43,8 @@ def format_of(model: nn.Module, to: str) -> str:
             formats.setdefault(layer.recipe.format, name)
     if not formats:
         raise CheckpointError(
-            "save: no layer of the model computes with codes. Call mxspec.nn.convert(model, recipe) first, or write a "
-            "plain checkpoint and use mxspec.checkpoint.convert."
+            "save: no layer of the model computes with codes: none was converted, or all have the recipe bf16. Call "
+            "mxspec.nn.convert(model, recipe) first, or write a plain checkpoint and use mxspec.checkpoint.convert."
         )
     if "nvfp4" in formats:
         raise CheckpointError(

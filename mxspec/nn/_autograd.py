@@ -4,13 +4,14 @@ The functions have a first derivative only. A backward uses the backend of its f
 
 Checkpointing runs a forward a second time, inside the backward, on a thread that may not see the user's with-block.
 `backend_now` gives the second run the backend of the layer's latest forward. This is a guess if the layer ran on
-several backends. So each function saves the index of its backend as a tensor. Checkpointing replaces this tensor with
-the tensor of the second run, and the backward compares it with the backend of the first run.
+several backends. The user may also have changed the recipe. So each function saves the number of its backend and its
+recipe as a tensor. Checkpointing replaces this tensor with the tensor of the second run, and the backward compares.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import mxspec
 from mxspec import dispatch
+from mxspec.nn.recipe import Recipe
 
 _CHOICES = ("auto", *dispatch.backends())
 _latest: Any = WeakIdKeyDictionary()  # a layer, or the weights of a function -> the backend of its latest forward
@@ -73,34 +75,40 @@ class _Block:
 
 
 def keep(
-    ctx: Any, x: Tensor, w: Tensor | tuple[Tensor, ...], name: str, backend: str | None, *tensors: Tensor | None
-) -> None:
+    ctx: Any, x: Tensor, w: Tensor | tuple[Tensor, ...], name: str, backend: str | None, recipe: Recipe | None,
+    *tensors: Tensor | None,
+) -> None:  # fmt: skip
     """Save tensors for the backward of a function of x and w. `name` is the layer's name, for error texts.
 
     A function of one weight is a product `x @ w^T`: its gradient for x depends on w, and its gradient for w depends on
     x. In a function of several weights, the gradient for each argument depends on all arguments.
     """
-    ctx.name, ctx.backend = name, backend
+    ctx.name, ctx.ran = name, None if backend is None or recipe is None else (backend, _number(recipe))
     inputs = (x, w) if isinstance(w, Tensor) else (x, *w)
     ctx.is_product = isinstance(w, Tensor)
     if not torch.compiler.is_compiling():
         ctx.varies_outside = tuple(_outside(tensor).requires_grad for tensor in inputs)
     ctx.inputs = len(inputs)
-    run_by = None if backend is None else _INDEX[backend]
-    ctx.save_for_backward(*tensors, run_by)
+    ctx.save_for_backward(*tensors, None if ctx.ran is None else _RAN[ctx.ran])
 
 
 def kept(ctx: Any) -> tuple[Any, ...]:
     """The tensors that `keep` saved in the forward, or in the forward's second run."""
-    *tensors, run_by = ctx.saved_tensors
-    if torch.compiler.is_compiling() or type(run_by) is not Tensor:  # a fake tensor has no value
+    *tensors, ran = ctx.saved_tensors
+    if torch.compiler.is_compiling() or type(ran) is not Tensor:  # a fake tensor has no value
         return tuple(tensors)
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):  # inside a FakeTensorMode, no tensor may be read
         return tuple(tensors)
-    if (again := _CHOICES[int(run_by)]) != ctx.backend:
+    (backend, recipe), (first, first_recipe) = _RUNS[int(ran)], ctx.ran
+    if backend != first:
         raise RuntimeError(
-            f"{ctx.name}: checkpointing ran the forward again on the backend {again!r}, but the first run was on "
-            f"{ctx.backend!r}. Pass context_fn=mxspec.nn.checkpoint_context to checkpoint."
+            f"{ctx.name}: checkpointing ran the forward again on the backend {backend!r}, but the first run was on "
+            f"{first!r}. Pass context_fn=mxspec.nn.checkpoint_context to checkpoint."
+        )
+    if recipe != first_recipe:
+        raise RuntimeError(
+            f"{ctx.name}: checkpointing ran the forward again by another recipe than the first run. Change the recipe "
+            "between two steps, and not between a forward and its backward."
         )
     return tuple(tensors)
 
@@ -140,8 +148,19 @@ def _outside(x: Tensor) -> Tensor:
     return torch._C._functorch.get_unwrapped(x) if wrapped else x
 
 
+_DIFFERENT = 32  # recipes. Were there more, two of them would share a number, and a change between the two go unseen
+_RUNS = [(backend, number) for backend in _CHOICES for number in range(_DIFFERENT)]
+
+
+@functools.cache
+def _number(recipe: Recipe) -> int:
+    """A number for each recipe."""
+    return next(_numbers) % _DIFFERENT
+
+
+_numbers = itertools.count()
 with torch.inference_mode(False):
-    _INDEX = {name: torch.tensor(index, device="cpu") for index, name in enumerate(_CHOICES)}
+    _RAN = {run: torch.tensor(index, device="cpu") for index, run in enumerate(_RUNS)}
     _NEEDS_GRADIENT = torch.empty(0, device="cpu", requires_grad=True)
 
 

@@ -132,7 +132,8 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"cache_weights: the model is a {type(model).__name__}; needs an nn.Module")
-    layers = [layer for layer in model.modules() if isinstance(layer, QuantizesWeights)]
+    quantizing = (layer for layer in model.modules() if isinstance(layer, QuantizesWeights))
+    layers = [layer for layer in quantizing if layer.recipe.format != "bf16"]
     if any(layer._cached for layer in layers):
         raise RuntimeError("cache_weights: the codes are held already by an outer with-block. Remove the inner one.")
 

@@ -6,10 +6,12 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mxspec.nn._autograd import backend_now
 from mxspec.nn._cache import QuantizesWeights
 from mxspec.nn._checks import (
+    DTYPES,
     as_autocast,
     check_devices,
     check_features,
@@ -59,12 +61,14 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         """Train by this recipe from now on. The parameters stay.
 
         With the recipe `bf16` the layer computes as `nn.Linear` does: in the dtype of its input, or of autocast. So a
-        training can end in bfloat16. Another call with a recipe of the layer's own format ends this.
+        training can end in bfloat16. Parameters of bfloat16 or float32 take inputs of both, as before. Another call
+        with a recipe of the layer's own format ends this. Call it between two steps, and not between a forward and its
+        backward.
 
         Raises:
             TypeError: the recipe is neither a `Recipe` nor a name.
             ValueError: the recipe is unknown, or its format is neither the layer's own nor bf16.
-            RuntimeError: the call is inside a `cache_weights` block.
+            RuntimeError: the call is inside a `cache_weights` block that holds codes of this layer.
         """
         name, found = type(self).__name__, recipe_of(recipe, type(self).__name__)
         if found.format not in (self.format, "bf16"):
@@ -90,10 +94,10 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         return new.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.recipe.format == "bf16":
-            return super().forward(input)
         name = type(self).__name__
         check_tensors(name, input=input)
+        if self.recipe.format == "bf16":
+            return self._plain(input)
         x = as_autocast(name, input)
         check_parameters(name, self.weight.dtype)  # the user may have called `half()` after the constructor
         check_input(name, x, self.in_features)
@@ -108,6 +112,14 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def _plain(self, input: Tensor) -> Tensor:
+        """`nn.Linear`, but bfloat16 and float32 parameters take inputs of both dtypes."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if input.dtype != weight.dtype and {input.dtype, weight.dtype} <= {*DTYPES}:
+            weight, bias = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
+        return linear(input, weight, bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"

@@ -54,6 +54,7 @@ class _Product(torch.autograd.Function):
             w,
             by.name,
             by.backend,
+            by.recipe,
             offs,
             x if wgrad and codes is None else None,
             codes if wgrad else None,

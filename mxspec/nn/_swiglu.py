@@ -76,6 +76,7 @@ class _SwigluExperts(torch.autograd.Function):
             (w_gate_up, w_down),
             by.name,
             by.backend,
+            by.recipe,
             offs,
             gate_up if inner else None,
             codes if wgrad_down else None,
@@ -152,7 +153,7 @@ class Swiglu(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         gate_up, name = inputs
-        keep(ctx, gate_up, (), name, None, gate_up)
+        keep(ctx, gate_up, (), name, None, None, gate_up)
 
     @staticmethod
     @first_derivative_only

@@ -71,8 +71,8 @@ def convert(
         TypeError: the model is not an `nn.Module`, the recipe is neither a `Recipe` nor a name, or filter_fn is not a
             function.
         ValueError: the recipe is unknown, the model is itself a Linear, or a pattern of `include` matches no layer.
-        RuntimeError: `cache_weights` holds codes of the model's weights, or the model is already compiled, sharded or
-            wrapped by DDP.
+        RuntimeError: `cache_weights` holds codes of the model's weights, or DDP, `fully_shard` or `torch.compile` has
+            wrapped the model or a module in it. `set_recipe` of its layers works there, too.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10))
@@ -206,13 +206,17 @@ def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
     """The converted layer. If the layer cannot be converted, this raises an error that says why."""
     if (integration := _integration(layer)) is not None:
         return integration.adapt(layer, name, recipe)
-    if isinstance(layer, GroupedExperts) or (
-        isinstance(layer, QuantizedLinear) and recipe.format in (layer.format, "bf16") and recipe != layer.recipe
-    ):
+    if isinstance(layer, GroupedExperts):
         layer.set_recipe(recipe)
         return layer
-    if isinstance(layer, QuantizesWeights):
-        raise TypeError(f"it is a {type(layer).__name__} of {layer.recipe.format} already")
+    if isinstance(layer, QuantizedLinear):
+        already = f"it is a {type(layer).__name__} of {layer.recipe.format} already"
+        if recipe.format not in (layer.format, "bf16"):
+            raise TypeError(f"{already}, and takes only {layer.format} and bf16")
+        if recipe == layer.recipe:
+            raise TypeError(already)
+        layer.set_recipe(recipe)
+        return layer
     if type(layer) is not nn.Linear:
         raise TypeError(f"it is a {type(layer).__name__}, not a plain nn.Linear")
     plain = vars(nn.Linear(1, 1, device="meta"))

@@ -136,8 +136,8 @@ class GroupedExperts(SeparableExperts, QuantizedExperts):
 
     Args:
         num_experts: the number of experts, E.
-        dim, hidden_dim: the width of a token, and the width between the matmuls. Both are multiples of 32; for fp8_128
-            and nvfp4 of 16.
+        dim, hidden_dim: the width of a token, and the width between the matmuls. Both are multiples of 16; for mxfp8
+            of 32.
         recipe: a `Recipe` or its name, as for `mx_grouped_mm`, `fp8_grouped_mm` and `nvfp4_grouped_mm`. `set_recipe`
             changes it later.
         device, dtype: the device and dtype of the parameters; bfloat16 or float32.
@@ -216,7 +216,16 @@ class GroupedExperts(SeparableExperts, QuantizedExperts):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def set_recipe(self, recipe: Recipe | str) -> None:
-        """Train with this recipe from now on. The parameters stay. Raises inside a `cache_weights` block."""
+        """Train by this recipe from now on, which may have any format. The parameters stay.
+
+        With the recipe `bf16`, the matmuls are in bfloat16 for float32 tokens, too. Call it between two steps, and not
+        between a forward and its backward.
+
+        Raises:
+            TypeError: the recipe is neither a `Recipe` nor a name.
+            ValueError: the recipe is unknown, or a width is no multiple of the number that its format needs.
+            RuntimeError: the call is inside a `cache_weights` block that holds codes of this layer.
+        """
         self.train_by(recipe, dim=self.dim, hidden_dim=self.hidden_dim)
 
     def extra_repr(self) -> str:

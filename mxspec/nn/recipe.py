@@ -15,13 +15,13 @@ from mxspec.formats import (
     SCALINGS,
 )
 
-# N and K must be multiples of the format's number. The last block of fp8_128 may be shorter. bf16 has the same number
-# as mxfp8, so that a model can change between the two formats.
+# N and K must be multiples of the format's number. The last block of fp8_128 may be shorter. bf16 has the smallest
+# number of the others, so that every model can change to it.
 SIZE_MULTIPLES = {
     "mxfp8": MX_BLOCK_SIZE,
     "fp8_128": FP8_SIZE_MULTIPLE,
     "nvfp4": NVFP4_BLOCK_SIZE,
-    "bf16": MX_BLOCK_SIZE,
+    "bf16": min(MX_BLOCK_SIZE, FP8_SIZE_MULTIPLE, NVFP4_BLOCK_SIZE),
 }
 
 

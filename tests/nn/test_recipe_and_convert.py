@@ -166,7 +166,7 @@ def test_convert_to_mx():
     assert again.swapped == report.swapped
     assert {m.recipe for m in (up, model.layers[0], model.experts)} == {RECIPES["mxfp8_rceil"]}
     other = convert(model, "fp8_128")
-    assert other.left["up"] == "it is a MXLinear of mxfp8 already"
+    assert other.left["up"] == "it is a MXLinear of mxfp8 already, and takes only mxfp8 and bf16"
     assert other.swapped == {"experts": "GroupedExperts of fp8_128"}
     assert model.up is up
 

@@ -7,8 +7,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from mxspec.nn import RECIPES, Float8BlockwiseLinear, MXLinear, NVFP4Linear, Recipe, cache_weights, convert, watch
+from mxspec.nn import (
+    RECIPES,
+    Float8BlockwiseLinear,
+    GroupedExperts,
+    MXLinear,
+    NVFP4Linear,
+    Recipe,
+    cache_weights,
+    convert,
+    watch,
+)
 from tests.helpers import DEVICE, on_ranks, step, tokens
 
 KINDS = {MXLinear: "mxfp8_floor", Float8BlockwiseLinear: "fp8_128_pow2", NVFP4Linear: "nvfp4_nearest"}
@@ -76,6 +87,57 @@ def test_what_set_recipe_refuses(kind):
     assert module.recipe is recipe
 
 
+@each
+@pytest.mark.parametrize(("x_dtype", "dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_bf16_takes_the_inputs_that_the_layers_format_takes(kind, x_dtype, dtype):
+    module = layer(kind, KINDS[kind]).to(dtype)
+    x = tokens(45, module.in_features, dtype=x_dtype)
+    module(x)
+    module.set_recipe("bf16")
+    out, grad_x, grad_w, grad_b = step(module, x)
+    assert [t.dtype for t in (out, grad_x, grad_w, grad_b)] == [x_dtype, x_dtype, dtype, dtype]
+    expected = step(plain(module).to(x_dtype), x)
+    assert same([out, grad_x, grad_w, grad_b], [expected[0], expected[1], *(g.to(dtype) for g in expected[2:])])
+
+
+def test_experts_of_every_width_of_nvfp4_change_to_bf16():
+    experts = GroupedExperts(2, 48, 80, "nvfp4").to(DEVICE)
+    experts.set_recipe("bf16")
+    x, offs = tokens(20, 48), torch.tensor([8, 20], dtype=torch.int32, device=DEVICE)
+    out = experts(x, offs)
+    out.square().sum().backward()
+    assert out.isfinite().all()
+    assert experts.w_down.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="GroupedExperts: dim = 48 must be a multiple of 32"):
+        experts.set_recipe("mxfp8_rceil")
+
+
+def test_layers_of_bf16_hold_no_codes():
+    module = layer(MXLinear, "mxfp8_rceil")
+    module.set_recipe("bf16")
+    x = tokens(4, module.in_features)
+    with cache_weights(module), torch.no_grad():
+        before = module(x)
+        module.weight.mul_(2)
+        module.bias.mul_(2)
+        assert torch.equal(module(x), 2 * before)
+        module.set_recipe("mxfp8_rceil")
+
+
+@pytest.mark.parametrize("kind", [NVFP4Linear, GroupedExperts])
+def test_another_recipe_between_a_checkpointed_forward_and_its_backward_raises(kind):
+    sizes = (2, 32, 64) if kind is GroupedExperts else (32, 64)
+    module = kind(*sizes, recipe="nvfp4_nearest", device=DEVICE)
+    x, offs = tokens(20, 32), torch.tensor([8, 20], dtype=torch.int32, device=DEVICE)
+    given = (x, offs) if kind is GroupedExperts else (x,)
+    out = checkpoint(module, *given, use_reentrant=False)
+    module.set_recipe("nvfp4_nearest_no_hadamard")
+    words = f"{kind.__name__}: checkpointing ran the forward again by another recipe than the first run"
+    with pytest.raises(RuntimeError, match=words):
+        out.sum().backward()
+    checkpoint(module, *given, use_reentrant=False).sum().backward()
+
+
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 10))
@@ -95,7 +157,7 @@ def test_convert_ends_a_training_in_bfloat16():
         net(x)
     assert seen.unwatched()["0"] == "NVFP4Linear has the recipe bf16, which quantizes nothing"
     assert "Recipe(format='bf16')" in repr(net[0])
-    assert convert(net, "fp8_128").left["0"] == "it is a NVFP4Linear of bf16 already"
+    assert convert(net, "fp8_128").left["0"] == "it is a NVFP4Linear of bf16 already, and takes only nvfp4 and bf16"
     assert convert(net, "nvfp4_nearest").swapped == dict.fromkeys("01", "NVFP4Linear")
     assert type(net[0]) is kind
     assert net[0].recipe == RECIPES["nvfp4_nearest"]

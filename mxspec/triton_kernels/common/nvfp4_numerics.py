@@ -93,7 +93,8 @@ def reciprocal_of(d):
 def quotient(n, minus_d, reciprocal, most):
     """`n / d` of numbers that are not negative, rounded once beside every tie of e4m3 and e2m1.
 
-    minus_d is -d. `most` limits the first product, because the remainder of an Inf would be NaN. None does not limit it.
+    minus_d is -d. `most` limits the first product, because the remainder of an Inf would be NaN. With None, an Inf
+    becomes NaN.
     """
     q = n * reciprocal
     if most is not None:
