@@ -347,8 +347,8 @@ def _refusals_of_the_style(rank: int) -> None:
         (GroupedExperts(2 + 2 * rank, 32, 32), "number of experts must be the same on every rank, but rank 0 has 2, "),
     ]:
         assert message in error_on_every_rank(lambda module=module: parallelize_module(module, mesh, ExpertParallel()))
-    with cache_weights(plain):
-        held = error_on_every_rank(lambda: parallelize_module(plain, mesh, ExpertParallel()))
+    with cache_weights(coded := layer_of("fp8_128", torch.float32)):
+        held = error_on_every_rank(lambda: parallelize_module(coded, mesh, ExpertParallel()))
     assert held.startswith("RuntimeError: rank 0: ExpertParallel: cache_weights holds codes")
     codes = error_on_every_rank(lambda: parallelize_module(plain, mesh, ExpertParallel(wire="codes")))
     assert codes.startswith("ValueError: rank 0: ExpertParallel: wire='codes' sends the codes of the recipe, and bf16")
