@@ -110,7 +110,8 @@ def cache_weights(model: nn.Module) -> Iterator[None]:
     Use it for gradient accumulation: all micro-batches then read the same codes. The codes are those of both
     directions, so with `save_weight_codes=False` too no forward saves a weight. The codes are wrong as soon as a
     weight changes. So the next forward after a change raises an error. Leaving the block after a change raises too,
-    because a compiled forward cannot check its weights.
+    because a compiled forward cannot check its weights. A layer of the recipe `bf16` has no codes, so its weights may
+    change.
 
     Any step of a `torch.optim` optimizer that holds a weight counts as a change, because PyTorch does not count the
     writes of a fused step. Two kinds of writes go unnoticed: writes through `weight.data`, and writes of a kernel that
