@@ -9,12 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxspec.nn._linear import QuantizedLinear
+from mxspec.nn.conversion import LINEARS
 from mxspec.nn.experts import QuantizedExperts
-from mxspec.nn.float8_blockwise import Float8BlockwiseLinear
 from mxspec.nn.grouped_mm import fp8_grouped_mm, mx_grouped_mm, nvfp4_grouped_mm
-from mxspec.nn.mx_linear import MXLinear
-from mxspec.nn.nvfp4_linear import NVFP4Linear
 from mxspec.nn.recipe import Recipe, recipe_of
 
 
@@ -70,8 +67,7 @@ def linear_class_of(kind: Any, format: str) -> Any:
     """The class of converted layers of torchtitan's Linear. Raises TypeError if the class computes something else."""
     if kind.forward is not nn.Linear.forward:
         raise TypeError(f"{kind.__name__} has its own forward, which a low-precision Linear would not run")
-    bases: dict[str, type[QuantizedLinear]] = {"fp8_128": Float8BlockwiseLinear, "nvfp4": NVFP4Linear}
-    base = bases.get(format, MXLinear)
+    base = LINEARS[format]
 
     def __init__(self: Any, config: Any) -> None:
         kind.__init__(self, config)

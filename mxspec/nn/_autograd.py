@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import mxspec
 from mxspec import dispatch
+from mxspec.nn._format import Format
 from mxspec.nn.recipe import Recipe
 
 _CHOICES = ("auto", *dispatch.backends())
@@ -75,15 +76,14 @@ class _Block:
 
 
 def keep(
-    ctx: Any, x: Tensor, w: Tensor | tuple[Tensor, ...], name: str, backend: str | None, recipe: Recipe | None,
-    *tensors: Tensor | None,
-) -> None:  # fmt: skip
+    ctx: Any, x: Tensor, w: Tensor | tuple[Tensor, ...], name: str, by: Format | None, *tensors: Tensor | None
+) -> None:
     """Save tensors for the backward of a function of x and w. `name` is the layer's name, for error texts.
 
     A function of one weight is a product `x @ w^T`: its gradient for x depends on w, and its gradient for w depends on
     x. In a function of several weights, the gradient for each argument depends on all arguments.
     """
-    ctx.name, ctx.ran = name, None if backend is None or recipe is None else (backend, _number(recipe))
+    ctx.name, ctx.ran = name, None if by is None or by.backend is None else (by.backend, _number(by.recipe))
     inputs = (x, w) if isinstance(w, Tensor) else (x, *w)
     ctx.is_product = isinstance(w, Tensor)
     if not torch.compiler.is_compiling():

@@ -32,7 +32,7 @@ class GroupedBf16(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         (x, w, offs, name, ctx.transposed), (dgrad, wgrad) = inputs, ctx.needs_input_grad[:2]
-        keep(ctx, x, w, name, None, None, x if wgrad else None, w if dgrad else None, offs)
+        keep(ctx, x, w, name, None, x if wgrad else None, w if dgrad else None, offs)
 
     @staticmethod
     @first_derivative_only

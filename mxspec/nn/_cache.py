@@ -27,6 +27,12 @@ class QuantizesWeights(nn.Module):
     _cached_values: bool = False
     _cached_from: tuple[tuple[int, int], ...] | None = None
 
+    def _take(self, recipe: Recipe) -> None:
+        if self._cached:
+            name = type(self).__name__
+            raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
+        self.recipe = recipe
+
     def _format(self, backend: str | None, by_values: bool = False) -> Format | None:
         return format_of(self.recipe, backend, type(self).__name__, self, by_values)
 

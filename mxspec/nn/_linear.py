@@ -73,9 +73,7 @@ class QuantizedLinear(QuantizesWeights, nn.Linear):
         name, found = type(self).__name__, recipe_of(recipe, type(self).__name__)
         if found.format not in (self.format, "bf16"):
             raise ValueError(f"{name}: the recipe's format is {found.format}; needs {self.format} or bf16")
-        if self._cached:
-            raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
-        self.recipe = found
+        self._take(found)
 
     @classmethod
     def _with_parameters_of(cls, linear: nn.Linear, **options: Any) -> Self:

@@ -75,8 +75,7 @@ class _SwigluExperts(torch.autograd.Function):
             x,
             (w_gate_up, w_down),
             by.name,
-            by.backend,
-            by.recipe,
+            by,
             offs,
             gate_up if inner else None,
             codes if wgrad_down else None,
@@ -153,7 +152,7 @@ class Swiglu(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         gate_up, name = inputs
-        keep(ctx, gate_up, (), name, None, None, gate_up)
+        keep(ctx, gate_up, (), name, None, gate_up)
 
     @staticmethod
     @first_derivative_only

@@ -20,6 +20,8 @@ from mxspec.nn.mx_linear import MXLinear
 from mxspec.nn.nvfp4_linear import NVFP4Linear
 from mxspec.nn.recipe import Recipe, recipe_of
 
+LINEARS: dict[str, Any] = {kind.format: kind for kind in (MXLinear, Float8BlockwiseLinear, NVFP4Linear)}
+
 
 def convert(
     model: nn.Module,
@@ -224,8 +226,7 @@ def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
         raise TypeError(f"it has {registered}, and a new layer would lose them")
     if recipe.format == "bf16":
         raise TypeError("for bf16, nn.Linear is enough: give it bfloat16, or use autocast")
-    of_format: dict[str, Any] = {"fp8_128": Float8BlockwiseLinear, "mxfp8": MXLinear, "nvfp4": NVFP4Linear}
-    new = of_format[recipe.format].from_linear(layer, recipe)
+    new = LINEARS[recipe.format].from_linear(layer, recipe)
     own = {name: value for name, value in vars(layer).items() if name not in plain}
     if taken := [name for name in own if hasattr(new, name)]:
         raise TypeError(f"it has the attribute {', '.join(taken)}, a name that {type(new).__name__} itself uses")

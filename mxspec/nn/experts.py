@@ -37,9 +37,7 @@ class QuantizedExperts(QuantizesWeights):
         """Set the recipe. Raises if the recipe cannot run these widths, or if `cache_weights` holds codes."""
         name, found = type(self).__name__, recipe_of(recipe, type(self).__name__)
         check_features(name, SIZE_MULTIPLES[found.format], **widths)
-        if self._cached:
-            raise RuntimeError(f"{name}: cache_weights holds the codes of its recipe. Leave its with-block first.")
-        self.recipe = found
+        self._take(found)
 
     def check_weights(self) -> None:
         """Raise TypeError if a weight has a dtype that no recipe can run."""

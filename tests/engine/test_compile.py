@@ -184,6 +184,7 @@ def test_matmuls_that_the_assembler_left_out_are_a_problem(dtype: torch.dtype) -
     assert measure.matmuls(cubin) == len(there) == asked > 1
     assert measure._dropped_matmuls(ptx, cubin) == 0
     assert measure._dropped_matmuls(ptx + "wgmma.mma_async", cubin) == 1
+    assert measure._dropped_matmuls(ptx.replace("wgmma.mma_async", "", 1), cubin) == 0
     encoded = int(re.findall(r"/\* 0x(\w+) \*/", there[0])[0], 16)  # now the first one writes RZ, the register 255
     without = cubin.replace(encoded.to_bytes(8, "little"), (encoded | 0xFF << 16).to_bytes(8, "little"), 1)
     assert re.findall(r"GMMA\.64x64\S+ (RZ),", measure.dumped(without, "--dump-sass")) == ["RZ"]

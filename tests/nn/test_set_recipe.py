@@ -167,16 +167,16 @@ def sharded(rank: int) -> None:
     net, untouched = model().cpu(), model().cpu()
     convert(net, "nvfp4")
     mesh, x, results = init_device_mesh("cpu", (2,)), torch.randn(45, 128), []
-    for each in (net, untouched):
-        fully_shard(each, mesh=mesh)
+    for whole in (net, untouched):
+        fully_shard(whole, mesh=mesh)
     assert not torch.equal(net(x), untouched(x))
-    for each in net.modules():
-        if hasattr(each, "set_recipe"):
-            each.set_recipe("bf16")
-    for each in (net, untouched):
-        out = each(x)
+    for module in net.modules():
+        if hasattr(module, "set_recipe"):
+            module.set_recipe("bf16")
+    for whole in (net, untouched):
+        out = whole(x)
         out.square().sum().backward()
-        results.append([out, *(p.grad.full_tensor() for p in each.parameters())])
+        results.append([out, *(p.grad.full_tensor() for p in whole.parameters())])
     assert same(*results)
 
 
