@@ -1,8 +1,9 @@
 """nvfp4_quantize_groups in Triton: the kernels of nvfp4_quantize. A program reads the rows of one token group.
 
 Along axis -1, a program owns a run of the bytes of a tile of scales, as in the blocked layout of nvfp4_quantize, even
-if the scales are plain. Along axis -2, it owns a tile of `tiles/nvfp4_columns.py`. Pad rows are read as zeros, so that
-they get the codes and the scale bytes of the contract.
+if the scales are plain. It does the same for the next tiles of the row, since they have the same group. Along axis -2,
+it owns tiles of `tiles/nvfp4_columns.py`. Pad rows are read as zeros, so that they get the codes and the scale bytes of
+the contract. Rows after the last group are zeros, without any arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels.common.blocked import row_col_in_tile
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
-from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     block_scale,
@@ -32,9 +33,9 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_of_groups
 
-# An H200 gave the reference's bytes. Times: benchmarks/results/decisions.md.
+# An H200 gave the reference's bytes. The race: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
-_HOPPER = {"BLOCKS": 256, "num_warps": 4}  # a program has BLOCKS scale bytes; from nvfp4_quantize, not measured
+_HOPPER = {"BLOCKS": 128, "num_warps": 2}  # a program has BLOCKS scale bytes of each of its tiles
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 # Without .ftz, which would lose subnormals.
@@ -52,52 +53,84 @@ def supports(
     return None
 
 
+@triton.jit
+def _store(
+    qdata, scale, q, byte, row, col, row_tile, col_tile, R, C, row_tiles, byte_in_tile,
+    BLOCKED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Store the codes and the scale bytes of a part of a tile. `row` and `col` count from the corner of the tile.
+
+    WIDE: an offset from the corner may be 2^31 or more.
+    """
+    there = col_tile * 4 + col < C
+    owned = (row_tile * 128 + row < R) & there
+    r = row.to(tl.int64) if WIDE else row
+    corner = row_tile.to(tl.int64) * 128 * C + col_tile * 4
+    offset = (r * (C * 8) + col * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(qdata + corner * 8 + offset, q, mask=owned[:, None])
+    if BLOCKED:  # the scales have up to G rows of tiles more than the codes
+        tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
+        tl.store(tile + byte_in_tile, tl.where(there, byte, 0).to(tl.uint8), mask=row_tile < row_tiles)
+    else:
+        tl.store(scale + corner + (r * C + col), byte, mask=owned)
+
+
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "span"])
 def _nvfp4_quantize_groups(
     x, amax, qdata, scale, tensor_scale, start, end, offs,
-    tokens, R, C, row_tiles, stride_m, stride_k, amax_stride, G, stride_offs,
-    BLOCKED: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
+    tokens, R, C, row_tiles, span, stride_m, stride_k, amax_stride, G, stride_offs,
+    BLOCKED: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
     ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = 512 // BLOCKS  # programs a tile
     # Programs run along a row of tiles first, then down.
-    col_tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    first_tile, part = tl.program_id(0) // parts * span, tl.program_id(0) % parts
     row_tile = tl.program_id(2) * ROW_TILES + tl.program_id(1)
     writes = tl.program_id(0) + row_tile == 0
     # The 128 rows of a tile belong to one group.
     group, token0, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
     byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
     row, col = row_col_in_tile(byte_in_tile)
-    row += row_tile * 128
-    token, c = token0 + row - begin, col_tile * 4 + col
-    there = (token >= 0) & (token < tl.minimum(stop, tokens)) & (c < C)
-    k = c[:, None] * 16 + tl.arange(0, 8)[None, :]
-    source = x + ((token.to(tl.int64) * stride_m)[:, None] + k.to(tl.int64) * stride_k)
-    # Two loads, so that a thread has a whole block.
-    loaded = tl.load(source, mask=there[:, None], other=0)
-    narrow: tl.constexpr = loaded.dtype != tl.float32
-    values = widened(loaded)
-    more = widened(tl.load(source + tl.cast(stride_k, tl.int64) * 8, mask=there[:, None], other=0))
-    A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride, mask=group < G, other=0))
-    bits = tl.maximum(tl.max(magnitude_bits(values), axis=1), tl.max(magnitude_bits(more), axis=1))
-    s, wrong = block_scale(bits, h, up, wrong_group)
-    short = is_short(A, narrow)
-    minus_d, reciprocal = factors(s, h, up, wrong, short)
-    magnitude = magnitudes(values, minus_d, reciprocal, up, short, narrow, BOUNDED)
-    q = packed_codes(magnitude, values, wrong, None, CONVERTS)
-    magnitude = magnitudes(more, minus_d, reciprocal, up, short, narrow, BOUNDED)
-    q = tl.join(q, packed_codes(magnitude, more, wrong, None, CONVERTS)).permute(0, 2, 1).reshape(BLOCKS, 8)
-    owned = (row < R) & (c < C)
-    to = qdata + ((row.to(tl.int64) * (C * 8))[:, None] + (c[:, None] * 8 + tl.arange(0, 8)[None, :]))
-    tl.store(to, q, mask=owned[:, None])
-    byte = scale_byte(s, wrong)
-    if BLOCKED:  # the scales have up to G rows of tiles more than the codes
-        tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
-        byte = tl.where(c < C, byte, 0).to(tl.uint8)
-        tl.store(tile + byte_in_tile, byte, mask=(c - col < C) & (row_tile < row_tiles))
-    else:
-        tl.store(scale + row.to(tl.int64) * C + c, byte, mask=owned)
+    col_tiles = tl.cdiv(C, 4)
+    tiles = tl.minimum(span, col_tiles - first_tile)
+    if group < G:
+        A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride))
+        token = token0 + row_tile * 128 - begin
+        read = (token + row >= 0) & (token + row < tl.minimum(stop, tokens))
+        r, k = row, col[:, None] * 16 + tl.arange(0, 8)[None, :]
+        if WIDE:
+            r, k = r.to(tl.int64), k.to(tl.int64)
+        offset = (r * stride_m)[:, None] + k * stride_k
+        x_rows = x + token.to(tl.int64) * stride_m
+        for i in range(tiles):
+            col_tile = first_tile + i
+            there = (read & (col_tile * 4 + col < C))[:, None]
+            source = x_rows + col_tile.to(tl.int64) * 64 * stride_k + offset
+            # Two loads, so that a thread has a whole block.
+            loaded = tl.load(source, mask=there, other=0)
+            narrow: tl.constexpr = loaded.dtype != tl.float32
+            values = widened(loaded)
+            more = widened(tl.load(source + tl.cast(stride_k, tl.int64) * 8, mask=there, other=0))
+            bits = tl.maximum(tl.max(magnitude_bits(values), axis=1), tl.max(magnitude_bits(more), axis=1))
+            s, wrong = block_scale(bits, h, up, wrong_group)
+            short = is_short(A, narrow)
+            minus_d, reciprocal = factors(s, h, up, wrong, short)
+            magnitude = magnitudes(values, minus_d, reciprocal, up, short, narrow, BOUNDED)
+            q = packed_codes(magnitude, values, wrong, None, CONVERTS)
+            magnitude = magnitudes(more, minus_d, reciprocal, up, short, narrow, BOUNDED)
+            q = tl.join(q, packed_codes(magnitude, more, wrong, None, CONVERTS)).permute(0, 2, 1).reshape(BLOCKS, 8)
+            _store(
+                qdata, scale, q, scale_byte(s, wrong), row, col, row_tile, col_tile, R, C, row_tiles, byte_in_tile,
+                BLOCKED, WIDE,
+            )  # fmt: skip
+    else:  # rows after the last group
+        q, byte = tl.zeros((BLOCKS, 8), tl.uint8), tl.zeros((BLOCKS,), tl.uint8)
+        for i in range(tiles):
+            col_tile = first_tile + i
+            _store(
+                qdata, scale, q, byte, row, col, row_tile, col_tile, R, C, row_tiles, byte_in_tile, BLOCKED, WIDE
+            )  # fmt: skip
     if writes:
         store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
 
@@ -126,11 +159,13 @@ def nvfp4_quantize_groups(
     config = for_device(CONFIGS, x.device)
     if rows:
         # The grid has programs across even if there are no columns, because a program still writes start and end.
-        programs, row_tiles = 512 // config["BLOCKS"] * max(1, col_tiles), rows // 128
-        grid = (programs, min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
+        of_tile, row_tiles = 512 // config["BLOCKS"], rows // 128
+        tiles = span(of_tile * col_tiles, row_tiles, x.device)
+        grid = (of_tile * max(1, -(-col_tiles // tiles)), min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
+        wide = max(128 * x.stride(0) + 64 * x.stride(1), 128 * 8 * C) >= 2**31
         _nvfp4_quantize_groups[grid](
-            x, amax, qdata, scale, tensor_scale, start, end, offs, M, R, C, row_tiles, *x.stride(), amax.stride(0), G,
-            offs.stride(0), blocked, bounded, converts(x.device), pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config,
-            **UNFUSED,
+            x, amax, qdata, scale, tensor_scale, start, end, offs, M, R, C, row_tiles, tiles, *x.stride(),
+            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device), pad_to, chunk(G),
+            ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale, start, end

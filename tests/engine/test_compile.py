@@ -67,8 +67,8 @@ KEPT = {
     ("3.6", "fp8_grouped_gemm_wgrad_", "helion", "sm90"): "_helion__wgrad keeps 48",
     ("3.6", "mx_quantize", "triton", "sm100"): "_mx_tile keeps 16",
     ("3.6", "nvfp4_grouped_gemm", "triton", "sm100"): "_tiles keeps 16",
-    ("3.6", "nvfp4_quantize_groups", "triton", "sm100"): "_nvfp4_quantize_groups keeps 8",
     ("3.6", "swiglu_fp8_quantize_rowcol_groups", "helion", "sm100"): "_helion__rowcol keeps 8",
+    ("3.9", "nvfp4_quantize_groups", "triton", "sm100"): "_nvfp4_quantize_groups keeps 8",
 }
 
 # --- the kernels of the package -----------------------------------------------------------------------------------

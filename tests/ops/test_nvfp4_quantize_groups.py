@@ -109,3 +109,16 @@ def test_a_power_of_two_moves_the_tensor_scale_of_its_group_alone(axis):
     assert u8(first[0]).equal(u8(second[0]))
     assert u8(first[1]).equal(u8(second[1]))
     assert (second[2] / first[2]).tolist() == [1.0, 8.0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the interpreter would take minutes")
+@pytest.mark.parametrize("scale_layout", ["blocked", "plain"])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_programs_of_several_tiles(axis, scale_layout):
+    """A large matrix: a program owns several tiles of a row of tiles, and the last program has fewer."""
+    x, offs = random_normal(32768, 7184).cuda(), ends(1, 1, 200, 5000, 5128, 20000, 20001, 31000).cuda()
+    options = {"axis": axis, "scale_layout": scale_layout}
+    got = mxspec.nvfp4_quantize_groups(x, offs, backend="triton", **options)
+    want = mxspec.nvfp4_quantize_groups(x, offs, backend="reference", **options)
+    for mine, theirs in zip(got, want, strict=True):
+        assert u8(mine).equal(u8(theirs))

@@ -54,3 +54,18 @@ def grid(across: int, down: int) -> tuple[int, int, int]:
     """
     parts = max(1, -(-down // MOST))
     return across, -(-down // parts), parts
+
+
+SPAN = 8  # a race: benchmarks/results/decisions.md
+_PROGRAMS = 64  # at least so many for each processor
+
+
+def span(across: int, down: int, device: torch.device) -> int:
+    """How many neighbouring tiles of a row of tiles a program owns. It finds its token group once for all of them.
+
+    Small matrices have one tile a program, so that there are enough programs. Under the interpreter, a program always
+    has several.
+    """
+    if device.type == "cpu":
+        return 3
+    return max(1, min(SPAN, across * down // (_PROGRAMS * processors(device))))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxspec.triton_kernels.common.blocked import blocked_shape, turned
 from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, padded_rows, tokens_left
-from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     BYTES,
@@ -131,50 +131,76 @@ def nvfp4_tile(
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "span"])
 def _nvfp4_tile_of_groups(
     x, amax, qdata, scale, tensor_scale, start, end, offs,
-    R, K, R16, tokens, stride_m, stride_k, amax_stride, G, stride_offs,
+    R, K, R16, tokens, span, stride_m, stride_k, amax_stride, G, stride_offs,
     BLOCKED: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
     ALIGN: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # R counts the padded rows. The rows of a program belong to one group.
     ROWS: tl.constexpr = 16 * RUNS
-    m0, k0 = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
-    run, k = tl.arange(0, RUNS), tl.arange(0, COLS)
+    m0, first_tile = tl.program_id(0) * ROWS, tl.program_id(1) * span
+    run, b = tl.arange(0, RUNS), tl.arange(0, COLS)
     writes = tl.program_id(0) + tl.program_id(1) == 0
     group, token0, stop, begin = group_of(m0, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
-    token = (token0 + m0 - begin + run * 16)[:, None]
-    left = tokens_left(token, stop, tokens)
-    b = k
+    size = (stop - token0 + (ALIGN - 1)) // ALIGN * (ALIGN // 64)
     if WIDE:  # the products with strides are above 2^31, also those in load16
-        k, b, stride_m = k.to(tl.int64), b.to(tl.int64), tl.cast(stride_m, tl.int64)
-    x += token.to(tl.int64) * stride_m + k0.to(tl.int64) * stride_k
-    inside = tl.broadcast_to((k0 + k < K)[None, :], (RUNS, COLS))
-    values = load16(x + (b * stride_k)[None, :], stride_m, inside, left)
-    narrow: tl.constexpr = values.dtype != tl.float32
-    values = widened(values).reshape(RUNS, COLS, 16)
-    _A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride, mask=group < G, other=0))
-    s, wrong = block_scale(tl.max(magnitude_bits(values), axis=2), h, up, wrong_group)
-    minus_d, reciprocal = divisor(s, h, up, wrong)
-    magnitude = magnitudes(values, minus_d, reciprocal, up, False, narrow, BOUNDED)
-    q = packed_codes(magnitude, values, wrong, None, CONVERTS).permute(1, 0, 2).reshape(COLS, ROWS // 2)
-    m, R2 = m0 // 2 + tl.arange(0, ROWS // 2), R16 * 8
+        b, stride_m = b.to(tl.int64), tl.cast(stride_m, tl.int64)
+    tiles = tl.minimum(span, tl.cdiv(K, COLS) - first_tile)
+    if group < G:
+        _A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride))
+        token = token0 + m0 - begin
+        left = tokens_left((token + run * 16)[:, None], stop, tokens)
+        x_rows = x + token.to(tl.int64) * stride_m
+        offset = ((run * 16) * stride_m)[:, None] + (b * stride_k)[None, :]
+        for i in range(tiles):
+            k_tile = first_tile + i
+            inside = tl.broadcast_to((k_tile * COLS + b < K)[None, :], (RUNS, COLS))
+            values = load16(x_rows + k_tile.to(tl.int64) * COLS * stride_k + offset, stride_m, inside, left)
+            narrow: tl.constexpr = values.dtype != tl.float32
+            values = widened(values).reshape(RUNS, COLS, 16)
+            s, wrong = block_scale(tl.max(magnitude_bits(values), axis=2), h, up, wrong_group)
+            minus_d, reciprocal = divisor(s, h, up, wrong)
+            magnitude = magnitudes(values, minus_d, reciprocal, up, False, narrow, BOUNDED)
+            q = packed_codes(magnitude, values, wrong, None, CONVERTS).permute(1, 0, 2).reshape(COLS, ROWS // 2)
+            byte = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
+            _store_of_groups(
+                qdata, scale, q, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
+            )  # fmt: skip
+    else:  # rows after the last group
+        q, byte = tl.zeros((COLS, ROWS // 2), tl.uint8), tl.zeros((COLS, RUNS), tl.uint8)
+        for i in range(tiles):
+            k_tile = first_tile + i
+            _store_of_groups(
+                qdata, scale, q, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
+            )  # fmt: skip
+    if writes:
+        store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
+
+
+@triton.jit
+def _store_of_groups(
+    qdata, scale, q, byte, m0, k_tile, b, group, begin, size, G, K, R16,
+    BLOCKED: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Store the codes `(COLS, 8 * RUNS)` and the scale bytes `(COLS, RUNS)` of a tile of one group.
+
+    `size` is the number of tiles of 64 padded rows of the group, and `begin` is its first padded row.
+    """
+    k0, there = k_tile * COLS, (k_tile * COLS + b < K)[:, None]
+    pair, R2 = tl.arange(0, 8 * RUNS), R16 * 8
     to = qdata + k0.to(tl.int64) * R2 + m0 // 2
-    tl.store(to + (k * R2)[:, None] + tl.arange(0, ROWS // 2), q, mask=(k0 + k < K)[:, None] & (m < R2)[None, :])
-    there = (k0 + k < K)[:, None]
-    byte = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
+    tl.store(to + (b * R2)[:, None] + pair, q, mask=there & (m0 // 2 + pair < R2)[None, :])
     if BLOCKED:
         tl.static_assert(COLS == 128 and RUNS == 4)
         byte = turned(tl.where(there, byte, 0).to(tl.uint8), 1)
-        size, k_tiles = (stop - token0 + (ALIGN - 1)) // ALIGN * (ALIGN // 64), tl.cdiv(K, 128)
-        place, exists = grouped_tile(m0 // 64, tl.program_id(1), group, begin // 64, size, G, k_tiles, R16 // 4 + G)
+        place, exists = grouped_tile(m0 // 64, k_tile, group, begin // 64, size, G, tl.cdiv(K, 128), R16 // 4 + G)
         tl.store(scale + place * 512 + tl.arange(0, 512), byte, mask=exists)
     else:
-        to = scale + k0.to(tl.int64) * R16 + m0 // 16
-        tl.store(to + ((k * R16)[:, None] + run[None, :]), byte, mask=there & (m0 // 16 + run < R16)[None, :])
-    if writes:
-        store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
+        run = tl.arange(0, RUNS)
+        at = scale + k0.to(tl.int64) * R16 + m0 // 16
+        tl.store(at + ((b * R16)[:, None] + run[None, :]), byte, mask=there & (m0 // 16 + run < R16)[None, :])
 
 
 def nvfp4_tile_of_groups(
@@ -192,9 +218,12 @@ def nvfp4_tile_of_groups(
     scaled = R + 64 * G if blocked else R  # the number of rows with scales
     if scaled:
         wide = max(rows * x.stride(0), cols * max(x.stride(1), R)) >= 2**31
+        row_tiles, k_tiles = -(-scaled // rows), -(-K // cols)
+        of_program = span(k_tiles, row_tiles, x.device)
         # At least one program across: with no columns, start, end and the tensor scales are still written.
-        _nvfp4_tile_of_groups[-(-scaled // rows), max(1, -(-K // cols))](
-            x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, *x.stride(), amax.stride(0),
-            G, offs.stride(0), blocked, wide, bounded, converts(x.device), pad_to, chunk(G), **config, **UNFUSED,
+        _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
+            x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, of_program, *x.stride(),
+            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device), pad_to, chunk(G),
+            **config, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
