@@ -1,8 +1,9 @@
 """mx_quantize_groups in Triton: the kernels of mx_quantize. A program reads the rows of one token group.
 
 Along axis -1, a program owns a run of the bytes of a tile of scales, as in the blocked layout of mx_quantize, even if
-the scales are plain. Along axis -2, it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that they
-get the codes and the scale bytes of the contract.
+the scales are plain. It does the same for the next tiles of the row, since they have the same group. Along axis -2, it
+owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that they get the codes and the scale bytes of the
+contract. Rows after the last group are zeros, without any arithmetic.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import element, exponent_rule
-from mxspec.triton_kernels.common.blocked import row_col_in_tile
+from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
-from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import (
     e2m1_code,
     in_pairs,
@@ -30,9 +31,9 @@ from mxspec.triton_kernels.common.numerics import (
 from mxspec.triton_kernels.tiles import mx_columns
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# A program has BLOCKS scale bytes. The race by benchmarks/tune.py against mx_quantize of padded tokens:
-# benchmarks/results/decisions.md.
-_HOPPER = {"BLOCKS": 64, "num_warps": 2}
+# A program has BLOCKS scale bytes of each of up to _SPAN tiles. The race: benchmarks/results/decisions.md.
+_HOPPER = {"BLOCKS": 32, "num_warps": 1}
+_SPAN = 4
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 PTX = (
@@ -53,42 +54,53 @@ def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None
 # `tokens` is not specialized: Triton would make a constant of a 1, and ptxas 12.8 then generates wrong code. ptxas
 # knows that all codes are zeros except the codes of one row. It packs a single zero for all zeros, and leaves half of
 # the word as it was.
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "span"])
 def _mx_quantize_groups(
     x, qdata, scale, start, end, offs,
-    tokens, R, C, row_tiles, stride_m, stride_k, G, stride_offs,
+    tokens, R, C, row_tiles, span, stride_m, stride_k, G, stride_offs,
     EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr,
-    BLOCKED: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCKED: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = 512 // BLOCKS  # programs a tile
     # Programs run along a row of tiles first, then down.
-    col_tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    first_tile, part = tl.program_id(0) // parts * span, tl.program_id(0) % parts
     row_tile = tl.program_id(2) * ROW_TILES + tl.program_id(1)
     writes = tl.program_id(0) + row_tile == 0
     # The 128 rows of a tile belong to one group.
-    _, token0, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
+    group, token0, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
     byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
     row, col = row_col_in_tile(byte_in_tile)
-    row += row_tile * 128
-    token, c = token0 + row - begin, col_tile * 4 + col
-    there = (token >= 0) & (token < tl.minimum(stop, tokens)) & (c < C)
-    k = c[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tiles = tl.minimum(span, tl.cdiv(C, 4) - first_tile)
     PACKED: tl.constexpr = qdata.dtype.element_ty == tl.uint8  # e2m1, two codes in a byte
-    BYTES: tl.constexpr = 16 if PACKED else 32
-    of_row = c[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    source = (token.to(tl.int64) * stride_m)[:, None] + k.to(tl.int64) * stride_k
-    values = widened(tl.load(x + source, mask=there[:, None], other=0))
-    byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-    q = values * reciprocal_scale(byte, EMAX)[:, None]
-    q = in_pairs(e2m1_code(q)) if PACKED else saturating_cast(q, qdata.dtype.element_ty)
-    owned = (row < R) & (c < C)
-    tl.store(qdata + (row.to(tl.int64) * (C * BYTES))[:, None] + of_row, q, mask=owned[:, None])
-    if BLOCKED:  # the scales have up to G rows of tiles more than the codes
-        tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
-        tl.store(tile + byte_in_tile, byte.to(tl.uint8), mask=(c - col < C) & (row_tile < row_tiles))
-    else:
-        tl.store(scale + row.to(tl.int64) * C + c, byte.to(tl.uint8), mask=owned)
+    if group < G:
+        token = token0 + row_tile * 128 - begin
+        read = (token + row >= 0) & (token + row < tl.minimum(stop, tokens))
+        r, k = row, col[:, None] * 32 + tl.arange(0, 32)[None, :]
+        if WIDE:
+            r, k = r.to(tl.int64), k.to(tl.int64)
+        offset = (r * stride_m)[:, None] + k * stride_k
+        x_rows = x + token.to(tl.int64) * stride_m
+        for i in range(tiles):
+            col_tile = first_tile + i
+            there = read & (col_tile * 4 + col < C)
+            source = x_rows + col_tile.to(tl.int64) * 128 * stride_k + offset
+            values = widened(tl.load(source, mask=there[:, None], other=0))
+            byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
+            q = values * reciprocal_scale(byte, EMAX)[:, None]
+            q = in_pairs(e2m1_code(q)) if PACKED else saturating_cast(q, qdata.dtype.element_ty)
+            store_part(
+                qdata, scale, q, byte.to(tl.uint8), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
+                BLOCKED, WIDE,
+            )  # fmt: skip
+    else:  # rows after the last group
+        q = tl.zeros((BLOCKS, 16 if PACKED else 32), qdata.dtype.element_ty)
+        byte = tl.zeros((BLOCKS,), tl.uint8)
+        for i in range(tiles):
+            col_tile = first_tile + i
+            store_part(
+                qdata, scale, q, byte, byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles, BLOCKED, WIDE
+            )  # fmt: skip
 
 
 def mx_quantize_groups(
@@ -119,11 +131,12 @@ def mx_quantize_groups(
     config = for_device(CONFIGS, x.device)
     if rows:
         # The grid has programs across even if there are no columns, because a program still writes start and end.
-        programs = 512 // config["BLOCKS"] * max(1, col_tiles)
-        row_tiles = rows // 128
-        grid = (programs, min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
+        of_tile, row_tiles = 512 // config["BLOCKS"], rows // 128
+        tiles = span(of_tile * col_tiles, row_tiles, x.device, _SPAN)
+        grid = (of_tile * max(1, -(-col_tiles // tiles)), min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
+        wide = max(128 * x.stride(0) + 128 * x.stride(1), 128 * K) >= 2**31
         _mx_quantize_groups[grid](
-            x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, *x.stride(), G, offs.stride(0),
-            *constants, pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
+            x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, tiles, *x.stride(), G, offs.stride(0),
+            *constants, wide, pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return fmt.as_codes(qdata), scale.view(torch.float8_e8m0fnu), start, end

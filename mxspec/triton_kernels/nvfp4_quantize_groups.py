@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels.common.blocked import row_col_in_tile
+from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
@@ -35,7 +35,9 @@ from mxspec.triton_kernels.tiles.largest import largest_of_groups
 
 # An H200 gave the reference's bytes. The race: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
-_HOPPER = {"BLOCKS": 128, "num_warps": 2}  # a program has BLOCKS scale bytes of each of its tiles
+# A program has BLOCKS scale bytes of each of up to _SPAN tiles.
+_HOPPER = {"BLOCKS": 128, "num_warps": 2}
+_SPAN = 8
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 # Without .ftz, which would lose subnormals.
@@ -51,28 +53,6 @@ def supports(
     if x.shape[1] >= 2**28:
         return f"counts the bytes of a row of tiles in 32 bits, so K must be below 2^28; it is {x.shape[1]}"
     return None
-
-
-@triton.jit
-def _store(
-    qdata, scale, q, byte, row, col, row_tile, col_tile, R, C, row_tiles, byte_in_tile,
-    BLOCKED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Store the codes and the scale bytes of a part of a tile. `row` and `col` count from the corner of the tile.
-
-    WIDE: an offset from the corner may be 2^31 or more.
-    """
-    there = col_tile * 4 + col < C
-    owned = (row_tile * 128 + row < R) & there
-    r = row.to(tl.int64) if WIDE else row
-    corner = row_tile.to(tl.int64) * 128 * C + col_tile * 4
-    offset = (r * (C * 8) + col * 8)[:, None] + tl.arange(0, 8)[None, :]
-    tl.store(qdata + corner * 8 + offset, q, mask=owned[:, None])
-    if BLOCKED:  # the scales have up to G rows of tiles more than the codes
-        tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
-        tl.store(tile + byte_in_tile, tl.where(there, byte, 0).to(tl.uint8), mask=row_tile < row_tiles)
-    else:
-        tl.store(scale + corner + (r * C + col), byte, mask=owned)
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
@@ -120,16 +100,16 @@ def _nvfp4_quantize_groups(
             q = packed_codes(magnitude, values, wrong, None, CONVERTS)
             magnitude = magnitudes(more, minus_d, reciprocal, up, short, narrow, BOUNDED)
             q = tl.join(q, packed_codes(magnitude, more, wrong, None, CONVERTS)).permute(0, 2, 1).reshape(BLOCKS, 8)
-            _store(
-                qdata, scale, q, scale_byte(s, wrong), row, col, row_tile, col_tile, R, C, row_tiles, byte_in_tile,
+            store_part(
+                qdata, scale, q, scale_byte(s, wrong), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,
             )  # fmt: skip
     else:  # rows after the last group
         q, byte = tl.zeros((BLOCKS, 8), tl.uint8), tl.zeros((BLOCKS,), tl.uint8)
         for i in range(tiles):
             col_tile = first_tile + i
-            _store(
-                qdata, scale, q, byte, row, col, row_tile, col_tile, R, C, row_tiles, byte_in_tile, BLOCKED, WIDE
+            store_part(
+                qdata, scale, q, byte, byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles, BLOCKED, WIDE
             )  # fmt: skip
     if writes:
         store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
@@ -160,7 +140,7 @@ def nvfp4_quantize_groups(
     if rows:
         # The grid has programs across even if there are no columns, because a program still writes start and end.
         of_tile, row_tiles = 512 // config["BLOCKS"], rows // 128
-        tiles = span(of_tile * col_tiles, row_tiles, x.device)
+        tiles = span(of_tile * col_tiles, row_tiles, x.device, _SPAN)
         grid = (of_tile * max(1, -(-col_tiles // tiles)), min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
         wide = max(128 * x.stride(0) + 64 * x.stride(1), 128 * 8 * C) >= 2**31
         _nvfp4_quantize_groups[grid](

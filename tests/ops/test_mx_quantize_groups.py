@@ -78,6 +78,19 @@ def test_a_power_of_two_moves_scales_and_nothing_else(axis):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the interpreter would take minutes")
+@pytest.mark.parametrize("elem_dtype", ["e4m3fn", "e2m1"])
+@pytest.mark.parametrize("scale_layout", ["blocked", "plain"])
+def test_programs_of_several_tiles(scale_layout, elem_dtype):
+    """A large matrix: a program owns several tiles of a row of tiles, and the last program has fewer."""
+    x, offs = random_normal(32768, 7200).cuda(), ends(1, 1, 200, 5000, 5128, 20000, 20001, 31000).cuda()
+    options = {"scale_layout": scale_layout, "elem_dtype": elem_dtype}
+    got = mxspec.mx_quantize_groups(x, offs, backend="triton", **options)
+    want = mxspec.mx_quantize_groups(x, offs, backend="reference", **options)
+    for mine, theirs in zip(got, want, strict=True):
+        assert u8(mine).equal(u8(theirs))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the interpreter would take minutes")
 @pytest.mark.parametrize("backend", ["triton", "helion"])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_a_thousand_groups(backend, axis):

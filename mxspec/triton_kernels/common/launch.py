@@ -56,16 +56,15 @@ def grid(across: int, down: int) -> tuple[int, int, int]:
     return across, -(-down // parts), parts
 
 
-SPAN = 8  # a race: benchmarks/results/decisions.md
 _PROGRAMS = 64  # at least so many for each processor
 
 
-def span(across: int, down: int, device: torch.device) -> int:
+def span(across: int, down: int, device: torch.device, most: int) -> int:
     """How many neighbouring tiles of a row of tiles a program owns. It finds its token group once for all of them.
 
-    Small matrices have one tile a program, so that there are enough programs. Under the interpreter, a program always
-    has several.
+    There are `across` tiles in a row, and `down` rows of tiles. Small matrices have one tile a program, so that there
+    are enough programs. Under the interpreter, a program always has several.
     """
     if device.type == "cpu":
         return 3
-    return max(1, min(SPAN, across * down // (_PROGRAMS * processors(device))))
+    return max(1, min(most, across * down // (_PROGRAMS * processors(device))))

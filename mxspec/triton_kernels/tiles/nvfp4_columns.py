@@ -37,6 +37,7 @@ from mxspec.triton_kernels.common.runs import load16
 
 _HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_SPAN = 8  # a program of token groups has up to so many tiles
 
 
 def supports(x: Tensor) -> str | None:
@@ -219,7 +220,7 @@ def nvfp4_tile_of_groups(
     if scaled:
         wide = max(rows * x.stride(0), cols * max(x.stride(1), R)) >= 2**31
         row_tiles, k_tiles = -(-scaled // rows), -(-K // cols)
-        of_program = span(k_tiles, row_tiles, x.device)
+        of_program = span(k_tiles, row_tiles, x.device, _SPAN)
         # At least one program across: with no columns, start, end and the tensor scales are still written.
         _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
             x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, of_program, *x.stride(),
