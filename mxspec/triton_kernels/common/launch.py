@@ -63,8 +63,8 @@ def span(across: int, down: int, device: torch.device, most: int) -> int:
     """How many neighbouring tiles of a row of tiles a program owns. It finds its token group once for all of them.
 
     There are `across` tiles in a row, and `down` rows of tiles. Small matrices have one tile a program, so that there
-    are enough programs. Under the interpreter, a program always has several.
+    are enough programs. Under the interpreter, a program always has two, so that small cases have several programs.
     """
     if device.type == "cpu":
-        return 3
+        return 2
     return max(1, min(most, across * down // (_PROGRAMS * processors(device))))
