@@ -487,7 +487,8 @@ def test_the_kernel_as_it_is_passes_in_the_same_harness(folder, backend, op, cas
 def test_an_index_that_passes_2_to_the_31_is_caught(tmp_path):
     """Runs in a process of its own: an index that wraps may read any address, and may end the process."""
     narrow = Mutant("", op := "mx_quantize_groups", case := "rows far apart, axis -1", op,
-                    "(token.to(tl.int64) * stride_m)", "(token * stride_m)")  # fmt: skip
+                    "offset = (r * stride_m)[:, None]",
+                    "offset = ((row + token) * stride_m - token.to(tl.int64) * stride_m)[:, None]")  # fmt: skip
 
     def run(mutant):
         target = f"{write(tmp_path, 'triton', mutant)}.{op}:{op}"
