@@ -29,8 +29,8 @@ from mxspec.console import console, notices, progress
 from mxspec.shapes import KINDS, SETS, Shapes
 from mxspec.spec import Case, Reference
 
-# The two parts of a complete run, and whether the part has the matmuls (the ops that are judged by SQNR).
-PARTS = {"quantizers": False, "matmuls": True}
+# The parts of a complete run. An op that is judged by SQNR is a matmul. Each part takes less than a quarter of an hour.
+PARTS = ("quantizers", "matmuls", "nvfp4_matmuls")
 
 
 _SIZES = {
@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         const="everything",
         choices=("everything", *PARTS),
         metavar="PART",
-        help=f"time all ops, shapes and peers, the host and --moe; PART: {' or '.join(PARTS)}; default: everything",
+        help=f"time all ops, shapes and peers, the host and --moe; PART: {', '.join(PARTS)}; default: everything",
     )
     what.add_argument("--from", dest="stored", type=Path, metavar="FILE", help="show a run that --json stored")
     of_parallel = p.add_argument_group("the shape of --parallel")
@@ -190,9 +190,14 @@ def ops_of(options: argparse.Namespace) -> list[str]:
     """The ops to time: the op of --op, the ops of a part, or all ops."""
     if options.op not in (None, *dispatch.ops()):
         raise ValueError(f"bench: unknown op {options.op!r}; needs one of {', '.join(dispatch.ops())}")
-    matmuls = PARTS.get(options.complete)
-    of_part = (op for op in dispatch.ops() if matmuls in (None, dispatch.reference(op).spec.min_sqnr_db != math.inf))
+    of_part = (op for op in dispatch.ops() if options.complete in (None, "everything", _part_of(op)))
     return [options.op] if options.op else list(of_part)
+
+
+def _part_of(op: str) -> str:
+    if dispatch.reference(op).spec.min_sqnr_db == math.inf:
+        return "quantizers"
+    return "nvfp4_matmuls" if op.startswith("nvfp4_") else "matmuls"
 
 
 def run_all(options: argparse.Namespace) -> Run:

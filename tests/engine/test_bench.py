@@ -1,6 +1,7 @@
 """The benchmarks: the calls that they refuse, the stored runs, the tables and the published page."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -259,6 +260,30 @@ def test_the_yardsticks_are_proven(monkeypatch):
     monkeypatch.setattr(timing, "copy", lambda x: torch.zeros_like(x))
     with pytest.raises(AssertionError, match="the baseline is wrong: output 0: "):
         baselines([(x_of(4, 32),)])
+
+
+def test_a_wrong_yardstick_loses_no_other_figure(monkeypatch):
+    monkeypatch.setattr(timing, "copy", lambda x: torch.zeros_like(x))
+    found = measure.measure(TO_BLOCKED, the_case(), ["reference"], CPU)
+    assert [e.name for e in found.entries] == ["reference"]
+    assert found.wrong["baselines"].startswith("the baseline is wrong: output 0: ")
+
+
+@pytest.mark.parametrize("value", [1.0, 465.0, -1e30, math.inf])
+def test_the_bare_cast_saturates(value):
+    """As Hopper's conversion does. So values of any size can be timed beside it."""
+    x = torch.full((4, 32), value, dtype=torch.bfloat16, device=DEVICE)
+    cast = baselines([(x,)])[0]
+    assert cast.name == "bare cast"
+    cast.replay()
+    assert cast.outputs[0][0].float().eq(max(-448.0, min(value, 448.0))).all()
+
+
+def test_the_parts_of_a_complete_run_are_all_ops_once():
+    parts = [cli.ops_of(cli.parser().parse_args(["--complete", part])) for part in cli.PARTS]
+    assert all(parts)
+    assert sorted(itertools.chain(*parts)) == sorted(dispatch.ops())
+    assert sorted(cli.ops_of(cli.parser().parse_args(["--complete"]))) == sorted(dispatch.ops())
 
 
 @needs_gpu
