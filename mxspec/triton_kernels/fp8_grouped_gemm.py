@@ -32,6 +32,8 @@ def fp8_grouped_gemm(
     if not b.numel():  # there are no experts, or the sums have no terms
         return out.zero_()
     if out.numel():
-        multiply = fp8_sm90 if reads(a, b, out) else fp8_tiles
-        multiply(a, a_scale, b, b_scale, out, offs=offs, grouped="M")
+        if reads(a, b, out):
+            fp8_sm90(a, a_scale, b, b_scale, out, offs=offs, grouped="M", alignment=alignment)
+        else:
+            fp8_tiles(a, a_scale, b, b_scale, out, offs=offs, grouped="M")
     return out

@@ -25,7 +25,7 @@ if reason := unavailable():
 from mxspec.triton_kernels.fp8_gemm import PTX
 from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
-ROW_TILES = [tile for _, tile in kernel.TILES if kernel.serves_groups(tile)]
+ROW_TILES = [tile for _, tile in kernel.TILES]
 TILES = [tile for _, tile in kernel.VECTOR_TILES]
 
 
@@ -73,9 +73,10 @@ def test_every_tile_of_rows_compiles_without_spilling(tile, out_dtype):
 
 
 @pytest.mark.parametrize("N", [256, 264])
-def test_the_large_tile_of_rows_compiles_without_spilling_for_any_number_of_columns(N):
+@of([tile for tile in ROW_TILES if "RIGHT" in tile])
+def test_a_large_tile_of_rows_compiles_without_spilling_for_any_number_of_columns(tile, N):
     """To bfloat16, with two buffers. Triton compiles another kernel for a multiple of 16."""
-    compiles(forward, rows.made([150, 129], 7, N, 256, 1, "mn"), kernel.WIDE, torch.bfloat16)
+    compiles(forward, rows.made([150, 129], 7, N, 256, 1, "mn"), tile, torch.bfloat16)
 
 
 @each_output
@@ -226,7 +227,7 @@ def test_what_tma_does_not_read_takes_plain_tiles():
     ("M", "N", "E", "groups", "tile"),
     [
         (32768, 2048, 8, "M", (128, 256)),
-        (512, 2048, 8, "M", (128, 128)),
+        (512, 2048, 8, "M", (64, 128)),
         (64, 2048, 1, "M", (64, 16)),
         (1024, 1536, 128, "M", (64, 128)),
         (2048, 7168, 8, "K", (256, 128)),
@@ -236,6 +237,31 @@ def test_what_tma_does_not_read_takes_plain_tiles():
 def test_the_tile_follows_the_shape(M, N, E, groups, tile):
     chosen = kernel.tile_for(M, N, 132, E, groups, vector=groups == "K")
     assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "E", "alignment", "tile"),
+    [
+        (4096, 2048, 8, 128, (128, 256)),  # 256 tiles on 132 processors, as many as two waves take
+        (4096, 768, 8, 128, (128, 192)),  # 160 tiles of 192 columns, or 96 of 256, which would leave processors idle
+        (1536, 4096, 8, 128, (128, 192)),  # 264 tiles: two waves
+        (1536, 4096, 8, 64, (64, 128)),  # groups end inside tiles of 128 rows
+        (1024, 4096, 8, 1, (64, 128)),
+        (8192, 2048, 8, 1, (128, 256)),
+    ],
+)
+def test_groups_of_whole_tiles_have_no_half_empty_tile(M, N, E, alignment, tile):
+    chosen = kernel.tile_for(M, N, 132, E, "M", alignment=alignment)
+    assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
+def test_the_op_tells_the_kernel_the_alignment_of_its_groups(monkeypatch):
+    taken = []
+    monkeypatch.setattr(kernel, "tile_for", lambda *args: taken.append(args[-1]) or kernel.WIDE)
+    fn = dispatch.kernel_module("fp8_grouped_gemm", "triton").fp8_grouped_gemm
+    for alignment in (1, 128):
+        compile_call(fn, *rows.made([256, 128], 0, 256, 128, 1, "mn"), alignment=alignment, target="sm90")
+    assert taken == [1, 128]
 
 
 @pytest.mark.parametrize(("out_dtype", "buffers"), [(torch.bfloat16, 2), (F32, 1)])

@@ -64,18 +64,26 @@ def _place(tiles, scheduler, block, before):
 @gluon.jit
 def _write_rest(out, tiles, scheduler, block, stage, first: gl.constexpr, ROWS: gl.constexpr, buffer: gl.constexpr):
     """Write zeros to the rows of no expert: the program's blocks from `block` on. `stage` has their group."""
-    BLOCK_N: gl.constexpr = tiles.b.shape[1]
-    WIDTH: gl.constexpr = min(BLOCK_N, 128)
+    RIGHT: gl.constexpr = tiles.RIGHT
+    LEFT: gl.constexpr = tiles.b.shape[1] // (2 if RIGHT else 1)
+    WIDTH: gl.constexpr = min(LEFT, 128)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    right_mma: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, RIGHT or WIDTH, 32]
+    )
     if scheduler.GROUPED == "M":
         group = tiles.group_of(stage)
         while block < scheduler.num_blocks:
             group, _ = scheduler.get_next_group(block, group, scheduler.ends_after(group[0]))
             expert, _, n_block_idx, row, end, _, _ = scheduler.get_block(block, group)
-            for rows in gl.static_range(0, ROWS, 64):
-                for columns in gl.static_range(0, BLOCK_N, WIDTH):
+            column, right_column = tiles.columns(n_block_idx)
+            for rows in gl.static_range(first, first + ROWS, 64):
+                for columns in gl.static_range(0, LEFT, WIDTH):
                     zeros = gl.zeros([64, WIDTH], gl.float32, mma)
-                    out.write_rows(0, row + first + rows, end, n_block_idx * BLOCK_N + columns, zeros, buffer)
+                    out.write_rows(0, row + rows, end, column + columns, zeros, buffer)
+                if RIGHT:
+                    zeros = gl.zeros([64, RIGHT], gl.float32, right_mma)
+                    out.write_rows(0, row + rows, end, right_column, zeros, buffer)
             block = scheduler.next_block(block, expert)
 
 

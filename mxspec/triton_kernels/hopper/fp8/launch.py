@@ -43,6 +43,8 @@ TILES: tuple[tuple[float, dict[str, Any]], ...] = (
     (2.7, {**_FEW, "BLOCK_N": 32, "NUM_STAGES": 6}),
     (4.6, {**_FEW, "BLOCK_N": 16, "NUM_STAGES": 6}),
 )
+# A tile of 64 rows costs token groups more than it costs one matrix, by measured times.
+OF_GROUPS_LOW = 1.08
 # Tiles for a scale of each column: of wgrad, and of 1x128 by 1x128. Three stages leave room in shared memory for the
 # output of a large tile.
 VECTOR_TILES: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -101,19 +103,18 @@ def box_of_b(BLOCK_N: int, right: int) -> int:
     return BLOCK_N if right in (0, BLOCK_N - right) else right
 
 
-def serves_groups(tile: dict[str, Any]) -> bool:
-    """Whether a tile can compute token groups. The rows of no expert are written in equal steps along N."""
-    return tile.get("RIGHT", 128) == 128
-
-
 def tile_for(
-    M: int, N: int, processors: int, E: int = 1, grouped: str = "", vector: bool = False, short_groups: bool = False
-) -> dict[str, Any]:
+    M: int, N: int, processors: int, E: int = 1, grouped: str = "", vector: bool = False, short_groups: bool = False,
+    alignment: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """The tile with the least estimated cost: the number of waves, times the cost of a tile.
 
     A wave is as many tiles as there are processors.
 
-    A group of rows may end anywhere, so the last tile of a group counts as half empty.
+    Groups of rows have sizes that are multiples of `alignment`. Where a group may end inside a tile, its last tile
+    counts as half empty. The device alone knows how many tiles such groups have, so they count as a quarter of a wave
+    more. If groups have whole tiles, the last of several waves counts half of what it lacks. These rules give the order
+    of the measured times.
 
     With `short_groups`, SHORT_GROUPS takes the place of the large tile.
     """
@@ -121,13 +122,19 @@ def tile_for(
     def cost(choice: tuple[float, dict[str, Any]]) -> float:
         of_element, tile = choice
         BLOCK_M, BLOCK_N = tile["BLOCK_M"], tile["BLOCK_N"]
-        rows = -(-M // BLOCK_M) + E // 2 if grouped == "M" else -(-M // BLOCK_M) * E
-        tiles = rows * tiles_along_n(N, BLOCK_N, tile.get("RIGHT", 0))
-        return -(-tiles // processors) * BLOCK_M * BLOCK_N * of_element
+        rows, columns = -(-M // BLOCK_M), tiles_along_n(N, BLOCK_N, tile.get("RIGHT", 0))
+        ends_inside = grouped == "M" and E > 1 and alignment % BLOCK_M > 0
+        tiles = columns * (rows + E // 2 if ends_inside else rows if grouped == "M" else rows * E)
+        exact, waves = tiles / processors, -(-tiles // processors)
+        if grouped == "M" and BLOCK_M == 64:
+            of_element *= OF_GROUPS_LOW
+        if ends_inside:
+            return max(1, exact + 0.25) * BLOCK_M * BLOCK_N * of_element
+        if grouped == "M" and waves > 1:
+            return (exact + waves) / 2 * BLOCK_M * BLOCK_N * of_element
+        return waves * BLOCK_M * BLOCK_N * of_element
 
     choices = VECTOR_TILES if vector else TILES
-    if grouped == "M":
-        choices = tuple(choice for choice in choices if serves_groups(choice[1]))
     if M <= 128:  # the weights take the time, and more programs read them faster
         choices = tuple(choice for choice in choices if "RIGHT" not in choice[1])
     tile = min(choices, key=cost)[1]
@@ -150,8 +157,8 @@ def with_scratch(launch: Callable[[], T], device: torch.device) -> T:
 
 def fp8_sm90(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
-    *, offs: Tensor | None = None, grouped: str = "", accumulate: bool = False, tile: dict[str, Any] | None = None,
-    **options: Any,
+    *, offs: Tensor | None = None, grouped: str = "", alignment: int = 1, accumulate: bool = False,
+    tile: dict[str, Any] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """`fp8_tiles` by the Gluon kernel, with a tile of TILES or VECTOR_TILES. Returns the compiled kernel.
 
@@ -164,8 +171,8 @@ def fp8_sm90(
     # An output of fp32 leaves no room for a fourth stage.
     short_groups = grouped == "K" and out.element_size() == 2 and K < SHORT_BLOCKS * FP8_BLOCK_SIZE * E
     vector = grouped == "K" or (grouped == "" and b_scale.shape[0] == N)
-    tile = tile or tile_for(M, N, programs, E, grouped, vector, short_groups)
-    wide = "RIGHT" in tile
+    tile = tile or tile_for(M, N, programs, E, grouped, vector, short_groups, alignment)
+    wide, unequal = "RIGHT" in tile, tile.get("RIGHT", 128) != 128
     # Experts have a small K, so their tiles end often. A second buffer for the output saves half of the waits for it.
     apart = wide and grouped == "M"
     config = {
@@ -179,9 +186,10 @@ def fp8_sm90(
         "RIGHT": 0,
         "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
         **tile,
-        **(WIDE_BY_RELEASE[releases.release()][apart if serves_groups(tile) else 2] if wide else {}),
+        **(WIDE_BY_RELEASE[releases.release()][2 if unequal else apart] if wide else {}),
         **({"BUFFERS": 4 // out.element_size()} if apart else {}),
-        **({"REGISTERS": 232} if apart and N % 16 else {}),  # the columns of the last tile take more registers
+        # The columns of the last tile take more registers, and so do the scales of two parts in two layouts.
+        **({"REGISTERS": 232} if apart and (N % 16 or unequal) else {}),
         **options,
     }
     if config["WARPGROUPS"] == 1:

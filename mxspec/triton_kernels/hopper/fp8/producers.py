@@ -49,8 +49,9 @@ class Tiles:
         of_rows = self.row_scales.index(stage)
         if self.row_scales.shape[1] == BLOCK_M:
             one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            of_rows, of_b = of_rows.slice(first, 64).load(of_left), self.column_scales.index(stage)
-            return of_rows * gl.sum(of_b.slice(0, 1).load(one), 0), of_rows * gl.sum(of_b.slice(1, 1).load(one), 0)
+            left, of_b = of_rows.slice(first, 64).load(of_left), self.column_scales.index(stage)
+            right = left if of_right == of_left else of_rows.slice(first, 64).load(of_right)
+            return left * gl.sum(of_b.slice(0, 1).load(one), 0), right * gl.sum(of_b.slice(1, 1).load(one), 0)
         else:
             return of_rows.slice(first, 64).load(of_left), of_rows.slice(BLOCK_M + first, 64).load(of_right)
 
