@@ -128,8 +128,10 @@ def worth_tracing(op: str, cases: Sequence[Case], embed: Callable[..., tuple[Any
 
     A trace takes a second, and ref mode runs every case of these kernels. So the interpreter only has to show that
     tiles and masks are right. For this, any two numbers of a kernel (tiles, layouts) meet in some case, and every other
-    option (dtypes, rules) is in some case. With `few`, two numbers need not meet. Cases that share their generated code
-    with many others come first.
+    option (dtypes, rules) is in some case. Cases that share their generated code with many others come first.
+
+    With `few`, two numbers need not meet. Of the cases that share generated code, one then shows it, and so does every
+    case at a limit of the contract.
 
     A check launches a case twice: with its inputs as given, and with the views `embed(args, reference, kwargs)`, whose
     strides may choose another kernel.
@@ -144,9 +146,14 @@ def worth_tracing(op: str, cases: Sequence[Case], embed: Callable[..., tuple[Any
                     break
                 fn(*given, **kwargs)
             generated.append(frozenset(Launch(one.kernel, one.options, frozenset()) for one in seen))
+    if few:
+        enough = covering(generated, 1)
+        traced = set[Launch]().union(*(generated[i] for i in enough))
+        at_limits = (i for i, launches in enumerate(generated) if is_edge(cases[i]) and launches <= traced)
+        return [cases[i] for i in sorted({*enough, *at_limits})]
     shown: set[Hashable] = set()
-    traced = set[Launch]().union(*(generated[i] for i in covering(generated, 1))) if few else set[Launch]()
-    for launches in [] if few else sorted(generated, key=lambda launches: -generated.count(launches)):
+    traced = set[Launch]()
+    for launches in sorted(generated, key=lambda launches: -generated.count(launches)):
         new = set[Hashable]().union(*(one.shows(1) | _numbers_of(one).shows(2) for one in launches)) - shown
         if new:
             shown |= new
