@@ -334,9 +334,9 @@ def test_explain_says_what_was_measured_for_a_call_of_this_size(monkeypatch):
     ):
         assert said(M).measured.startswith(f"{words}: ")
         assert f", measured {words}: " in str(said(M)).splitlines()[0]
-    assert said(64, experts=32).measured.startswith("on an H100, 8 to 32 experts: ")
-    assert said(64, experts=128).measured.startswith("on an H100, 128 experts: ")
-    assert said(1).measured is said(129).measured is said(64, experts=64).measured is None, "not measured"
+    assert said(64, experts=32).measured.startswith("on an H200, 8 to 32 experts: ")
+    assert said(64, experts=128).measured.startswith("on an H200, 64 to 128 experts: ")
+    assert said(1).measured is said(129).measured is said(64, experts=48).measured is None, "not measured"
     assert said(4096, rows=1).measured is None, "a scale for each column runs other tiles"
     assert said(4096, stride=520).measured is None, "TMA does not read such rows: plain tiles run"
     monkeypatch.setattr(launch, "capability", lambda device: (10, 0))
