@@ -112,9 +112,9 @@ def tile_for(
     A wave is as many tiles as there are processors.
 
     Groups of rows have sizes that are multiples of `alignment`. Where a group may end inside a tile, its last tile
-    counts as half empty. The device alone knows how many tiles such groups have, so they count as a quarter of a wave
-    more. If groups have whole tiles, the last of several waves counts half of what it lacks. These rules give the order
-    of the measured times.
+    counts as half empty. The device alone knows how many tiles such groups have, so they count as 0.4 of a wave more
+    than they fill. If groups have whole tiles, the last of several waves counts half of what it lacks. These rules give
+    the order of the measured times.
 
     With `short_groups`, SHORT_GROUPS takes the place of the large tile.
     """
@@ -129,7 +129,7 @@ def tile_for(
         if grouped == "M" and BLOCK_M == 64:
             of_element *= OF_GROUPS_LOW
         if ends_inside:
-            return max(1, exact + 0.25) * BLOCK_M * BLOCK_N * of_element
+            return max(1, exact + 0.4) * BLOCK_M * BLOCK_N * of_element
         if grouped == "M" and waves > 1:
             return (exact + waves) / 2 * BLOCK_M * BLOCK_N * of_element
         return waves * BLOCK_M * BLOCK_N * of_element
