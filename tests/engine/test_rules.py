@@ -211,6 +211,7 @@ def test_a_preset_has_the_ops_signature_a_source_and_words_for_what_it_lacks(pee
 
 
 def test_the_first_word_goes_to_what_was_asked():
+    torch.manual_seed(0)  # some draws have the same codes under more rules
     x = torch.randn(4, 64) * torch.tensor([1.0, 2.0**-130]).repeat_interleave(32)
     x[1, 3], x[2, 5] = torch.inf, 3.9
     assert rules.explaining("mx_quantize", (x,), {}, rules.te.mx_quantize(x)) == ["modelopt", "te"]
