@@ -125,13 +125,13 @@ def tile_for(
         rows, columns = -(-M // BLOCK_M), tiles_along_n(N, BLOCK_N, tile.get("RIGHT", 0))
         ends_inside = grouped == "M" and E > 1 and alignment % BLOCK_M > 0
         tiles = columns * (rows + E // 2 if ends_inside else rows if grouped == "M" else rows * E)
-        exact, waves = tiles / processors, -(-tiles // processors)
+        exact, waves = tiles / processors, float(-(-tiles // processors))
+        if ends_inside:
+            waves = max(1, exact + 0.4)
+        elif grouped == "M" and waves > 1:
+            waves = (exact + waves) / 2
         if grouped == "M" and BLOCK_M == 64:
             of_element *= OF_GROUPS_LOW
-        if ends_inside:
-            return max(1, exact + 0.4) * BLOCK_M * BLOCK_N * of_element
-        if grouped == "M" and waves > 1:
-            return (exact + waves) / 2 * BLOCK_M * BLOCK_N * of_element
         return waves * BLOCK_M * BLOCK_N * of_element
 
     choices = VECTOR_TILES if vector else TILES
