@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, pays, reads
+from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, reads
 from mxspec.triton_kernels.hopper.nvfp4.measured import dense as measured
 from mxspec.triton_kernels.tiles import nvfp4_matmul
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
@@ -35,6 +35,6 @@ def nvfp4_gemm(
 ) -> Tensor:
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if out.numel():
-        multiply = by_memory if pays(a, b_scale) and reads(a, a_scale, b, b_scale, out) else nvfp4_tiles
+        multiply = by_memory if reads(a, a_scale, b, b_scale, out) else nvfp4_tiles
         multiply(a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale, out, scale_layout)
     return out

@@ -399,7 +399,7 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     dense = of(4096, K, dtype=bf16), None, one, of(N, K, dtype=bf16), None, one
     assert said("nvfp4_gemm", *dense).startswith("on an H100, 4096 to 8192 rows: 1.01")
     assert said("nvfp4_gemm", *nvfp4_codes(4096), *nvfp4_codes(N)).startswith("on an H100, 4096 to 8192 rows: 0.72")
-    assert said("nvfp4_gemm", *nvfp4_codes(16), *nvfp4_codes(N)).startswith("on an H100, 16 to 128 rows: 0.14")
+    assert said("nvfp4_gemm", *nvfp4_codes(16), *nvfp4_codes(N)).startswith("on an H200, 1 to 128 rows: 0.35")
     assert (
         said("nvfp4_gemm", *dense, out_dtype=torch.float32) is said("nvfp4_gemm", *dense[:3], *nvfp4_codes(N)) is None
     )

@@ -26,6 +26,9 @@ class Scheduler:
     `offs` counts rows of a (GROUPED "M") or columns of K (GROUPED "K"). `K` and an expert's part of K count units of
     K_UNIT columns. With PLANNED, `offs` is a plan instead: three numbers for each row of blocks, namely the expert or
     -1, the first row, and the end of the group's rows.
+
+    With OVERLAP, the last row of blocks of one matrix ends where the matrix ends. It repeats some rows of the blocks
+    above it, and writes the same bits to them. TMA takes longer for rows past the end of a matrix.
     """
 
     offs: Value
@@ -42,6 +45,7 @@ class Scheduler:
     GROUPED: gl.constexpr
     PLANNED: gl.constexpr
     K_UNIT: gl.constexpr
+    OVERLAP: gl.constexpr
 
     @gluon.jit
     def ends_after(self, expert):
@@ -129,4 +133,7 @@ class Scheduler:
                 m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)
             else:
                 m_block_idx, n_block_idx = 0, block
-            return 0, m_block_idx, n_block_idx, m_block_idx * self.BLOCK_M, self.M, 0, self.K
+            row = m_block_idx * self.BLOCK_M
+            if self.OVERLAP:
+                row = gl.minimum(row, self.M - self.BLOCK_M)
+            return 0, m_block_idx, n_block_idx, row, self.M, 0, self.K

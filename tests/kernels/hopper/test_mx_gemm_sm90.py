@@ -150,6 +150,11 @@ def test_only_tiles_that_are_not_finite_are_done_over(monkeypatch):
     a[:, 32:64] = 0.0
     launch(a, a_scale, b, b_scale, call="mx_gemm", layout="plain", out_dtype=torch.float32, BLOCK_N=256, NUM_STAGES=4)
     assert marks.pop()[0] == 0
+    for few in (1, 17, 40, 100):  # a tile of b may hold what earlier programs left there
+        for tile in TILES:
+            given = (a[:few], a_scale[:few], b, b_scale)
+            launch(*given, call="mx_gemm swapped", layout="plain", out_dtype=torch.float32, **tile)
+            assert marks.pop()[0] == 0
     b[300, 5] = torch.nan
     launch(a, a_scale, b, b_scale, call="mx_gemm", layout="plain", out_dtype=torch.float32, BLOCK_N=256, NUM_STAGES=4)
     found = marks.pop()

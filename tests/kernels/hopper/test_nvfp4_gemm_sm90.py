@@ -23,7 +23,7 @@ from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
 
 VALUES = "values", "values"
 TILES = [tile for _, tile in kernel.TILES]
-each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: str(t["BLOCK_N"]))
+each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t['BLOCK_M']}x{t['BLOCK_N']}")
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
 # The operands of each call, and whether the rows of a and of b lie across the memory.
 CALLS = {
@@ -90,12 +90,53 @@ def test_codes_become_values_before_the_matmul(op, kinds):
     assert problems(code, (), (), edge=False) == []
 
 
-def test_few_rows_read_the_codes_of_the_weights():
-    fn = dispatch.kernel_module("nvfp4_gemm", "triton").nvfp4_gemm
-    assert [c.kernel for c in compile_call(fn, *dense.sized(128, 528, 352), target="sm90")] == ["_tiles"]
-    assert [c.kernel for c in compile_call(fn, *dense.sized(128, 528, 352, kinds=VALUES), target="sm90")] == [
-        "nvfp4_gemm_sm90"
-    ]
+def test_few_rows_of_groups_read_the_codes_of_their_experts():
+    fn = dispatch.kernel_module("nvfp4_grouped_gemm", "triton").nvfp4_grouped_gemm
+    for kinds, kernels in ((("codes", "codes"), ["_tiles"]), (VALUES, ["nvfp4_gemm_sm90"])):
+        args = grouped.sized([100, 0, 27, 1], 0, 528, 320, kinds=kinds)
+        assert [c.kernel for c in compile_call(fn, *args, target="sm90")] == kernels
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "tile"),
+    [
+        (1, 2048, (64, 32)),
+        (16, 4096, (64, 32)),
+        (64, 7168, (64, 64)),
+        (128, 7168, (64, 128)),
+        (128, 4096, (64, 64)),
+        (256, 4096, (64, 128)),
+        (256, 7168, (128, 128)),
+        (2048, 5120, (128, 128)),
+        (4096, 4096, (128, 256)),
+    ],
+)
+def test_the_tile_follows_the_shape(M, N, tile):
+    chosen = kernel.tile_for(M, N, 132)
+    assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "E", "tile"),
+    [(64, 2048, 8, (64, 128)), (2048, 4096, 8, (128, 128)), (4096, 4096, 8, (128, 256)), (8192, 1536, 16, (128, 128))],
+)
+def test_the_tile_of_groups_follows_the_shape(M, N, E, tile):
+    chosen = kernel.tile_for(M, N, 132, E, "M")
+    assert (chosen["BLOCK_M"], chosen["BLOCK_N"]) == tile
+
+
+@on_hopper
+@pytest.mark.parametrize("M", [1, 17, 40, 64, 65, 100, 128, 200, 1000])
+@each_tile
+def test_rows_that_are_not_read_do_not_matter(M, tile):
+    """A tile may hold what earlier programs left, such as NaN."""
+    args = check.on_device(torch.device("cuda"), dense.sized(300, 528, 2048, kinds=VALUES))
+    launch(torch.full_like(args[0], torch.nan), *args[1:], op="nvfp4_gemm", out_dtype=torch.float32, **tile)
+    args = check.on_device(torch.device("cuda"), dense.sized(M, 528, 2048, kinds=VALUES))
+    with check.poisoned(0xFF):
+        out = launch(*args, op="nvfp4_gemm", out_dtype=torch.float32, **tile)
+    expected = dispatch.reference("nvfp4_gemm")(*args, out_dtype=torch.float32)
+    assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
 
 
 def test_what_tma_cannot_read_is_for_plain_tiles():

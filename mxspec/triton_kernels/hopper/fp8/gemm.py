@@ -370,7 +370,8 @@ def fp8_gemm_sm90(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPGROUPS: gl.constexpr, NUM_STAGES: gl.constexpr,
     SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, TURNS: gl.constexpr, VECTOR: gl.constexpr, ONCE: gl.constexpr,
     BUFFERS: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr, ACCUMULATE: gl.constexpr,
-    OF_STAGE: gl.constexpr, GUARDED: gl.constexpr, APART: gl.constexpr, RIGHT: gl.constexpr,
+    OF_STAGE: gl.constexpr, GUARDED: gl.constexpr, APART: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """`out` is a pointer and the stride of its rows.
 
@@ -379,6 +380,8 @@ def fp8_gemm_sm90(
     With RIGHT, a tile has two parts along N. The left part is half of BLOCK_N, and the right part is RIGHT columns.
 
     With APART, a stage holds the scales of a and of b, not their products. They take less room, which the output gets.
+
+    ROWS is how many rows of a tile of a are read. It is less than BLOCK_M if a has fewer rows than a tile.
     """
     if GROUPED != "K":
         _prefetch_descriptors()
@@ -395,11 +398,12 @@ def fp8_gemm_sm90(
         gl.allocate_shared_memory(gl.int32, [NUM_STAGES, 4], flat),
         OF_STAGE,
         RIGHT,
+        ROWS,
     )
     WIDTH: gl.constexpr = out_desc.block_shape[1]
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS * BUFFERS, 64, WIDTH], out_desc.layout)
     of_tiles = Scales(*scales, VECTOR, AHEAD)
-    scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=128)
+    scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=128, OVERLAP=OVERLAP)
     output = Output(out_desc, *out, scheduler.N, out_tiles, BUFFERS, ACCUMULATE)
     pipeline = make_pipeline(NUM_STAGES, 2, WARPGROUPS)  # two producers: the load warp and the pair of scale warps
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.

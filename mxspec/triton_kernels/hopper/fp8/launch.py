@@ -19,6 +19,7 @@ if releases.refusal() is None:
 
     from mxspec.triton_kernels.hopper.fp8.gemm import fp8_gemm_sm90
     from mxspec.triton_kernels.hopper.names import shared_layout
+    from mxspec.triton_kernels.hopper.rows import rows_to_read
 
 T = TypeVar("T")
 # Tiles of the Gluon kernel, for a scale of b that 128 columns share. The first number is the cost of one element of the
@@ -68,6 +69,8 @@ WIDE_BY_RELEASE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     "3.8": ({"REGISTERS": 232}, {"REGISTERS": 224}, {"REGISTERS": 232, "GUARDED": True}),
     "3.9": ({"REGISTERS": 232}, {"REGISTERS": 224}, {"REGISTERS": 232, "GUARDED": True}),
 }
+# The most rows of wide tiles of which the last one ends with the output. The times: benchmarks/results/decisions.md.
+OVERLAPPED = 10
 SHARED_BYTES = 232448  # what one program may take on Hopper
 
 
@@ -175,6 +178,7 @@ def fp8_sm90(
     wide, unequal = "RIGHT" in tile, tile.get("RIGHT", 128) != 128
     # Experts have a small K, so their tiles end often. A second buffer for the output saves half of the waits for it.
     apart = wide and grouped == "M"
+    of_tile, box_of_a = rows_to_read(M, tile["BLOCK_M"], 1 if grouped else 4)  # for groups, registers are scarce
     config = {
         "SWIZZLE": 16 if vector else 8,
         "TURNS": 2,
@@ -184,7 +188,7 @@ def fp8_sm90(
         "AHEAD": 1,
         "OF_STAGE": 1,
         "RIGHT": 0,
-        "rows": tile["BLOCK_M"] if M > 32 else 32 if M > 16 else 16,
+        "ROWS": tile["BLOCK_M"] if grouped == "K" else of_tile,
         **tile,
         **(WIDE_BY_RELEASE[releases.release()][2 if unequal else apart] if wide else {}),
         **({"BUFFERS": 4 // out.element_size()} if apart else {}),
@@ -199,6 +203,10 @@ def fp8_sm90(
     box = box_of_b(config["BLOCK_N"], config["RIGHT"])
     if config["RIGHT"]:  # shared memory has room for two left parts
         config["BLOCK_N"] = 2 * (config["BLOCK_N"] - config["RIGHT"])
+    # A sum must be added once. A large tile for scales of columns would spill. With many wide tiles, the other order of
+    # the loop's instructions costs more than the overlap saves.
+    once = grouped or accumulate or vector or (wide and M_tiles > OVERLAPPED)
+    overlap = not once and 0 < M % config["BLOCK_M"] < M
     if M_tiles == 1 and not grouped:  # the order of the blocks needs no divisions then
         config["SWIZZLE"] = 0
     if grouped == "M":  # each group, and the rows that belong to no group, may begin a tile
@@ -227,10 +235,9 @@ def fp8_sm90(
     codes, rows = shared_layout(128, 8), shared_layout(min(row_bytes, 128), 8 * out.element_size())
     of_rows, of_a, of_b = out.view(-1, N), a, b.view(-1, K)
     if grouped != "K":  # with "K", only the device knows the strides of the matrices
-        of_a = TensorDescriptor.from_tensor(of_a, [config["rows"], FP8_BLOCK_SIZE], codes)
+        of_a = TensorDescriptor.from_tensor(of_a, [box_of_a, FP8_BLOCK_SIZE], codes)
         of_b = TensorDescriptor.from_tensor(of_b, [box, FP8_BLOCK_SIZE], codes)
     operands = of_a, of_b, TensorDescriptor.from_tensor(of_rows, [64, config.pop("chunk")], rows)
-    config.pop("rows")
     scales = a_scale, *a_scale.stride(), b_scale, *((0,) if b_scale.ndim == 2 else ()), *b_scale.stride()
     stride = 0 if offs is None else offs.stride(0)
     # The last block of K may be shorter. The descriptors have the real K. So TMA fills the columns past K with zeros,
@@ -241,7 +248,7 @@ def fp8_sm90(
     def launch() -> Any:
         return fp8_gemm_sm90[(min(tiles, programs),)](
             *operands, (out, of_rows.stride(0)), scales, blocks,
-            GROUPED=grouped, VECTOR=vector, ACCUMULATE=accumulate, **config, num_warps=4, **FUSED,
+            GROUPED=grouped, VECTOR=vector, ACCUMULATE=accumulate, OVERLAP=overlap, **config, num_warps=4, **FUSED,
         )  # fmt: skip
 
     return with_scratch(launch, a.device) if grouped == "K" else launch()

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load, swizzle
+from mxspec.triton_kernels.hopper.rows import load_rows
 
 
 @aggregate
@@ -15,6 +16,8 @@ class Tiles:
 
     A tile with RIGHT has two parts: a left part of half of b's rows here, and a right part of RIGHT rows. A part is in
     128 columns of the output that share a scale of b. Without RIGHT, it is 0.
+
+    TMA fills the first ROWS rows of a tile of a.
     """
 
     a: gl.shared_memory_descriptor  # (NUM_STAGES * OF_STAGE, BLOCK_M, 128)
@@ -24,6 +27,7 @@ class Tiles:
     groups: gl.shared_memory_descriptor  # (NUM_STAGES, 4): the token group of each stage, as the scheduler describes it
     OF_STAGE: gl.constexpr
     RIGHT: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
     def columns(self, n_block_idx):
@@ -85,9 +89,6 @@ class Scales:
 
 @gluon.jit
 def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, right_row, blocks):
-    # If a has few rows, only these rows are read. The tensor cores multiply the stale contents of the tile's other
-    # rows, and the results are not used.
-    ROWS: gl.constexpr = a_desc.block_shape[0]
     OF_STAGE: gl.constexpr = tiles.OF_STAGE
     # A box is the whole tile of b, or as much of a left part as the right part has.
     BOX: gl.constexpr = b_desc.block_shape[0]
@@ -95,10 +96,10 @@ def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, right_row, block
     for first in range(0, blocks, OF_STAGE):
         stage = pipeline.wait_empty(i)
         bar = pipeline.full.index(stage)
-        mbarrier.expect(bar, OF_STAGE * (ROWS + LEFT + (BOX if BOX == tiles.RIGHT else 0)) * 128)
+        mbarrier.expect(bar, OF_STAGE * (tiles.ROWS + LEFT + (BOX if BOX == tiles.RIGHT else 0)) * 128)
         for j in gl.static_range(OF_STAGE):
             k, at = first + j, stage * OF_STAGE + j
-            async_load(a_desc, [row, k * 128], bar, tiles.a.index(at).slice(0, ROWS))
+            load_rows(a_desc, row, k * 128, bar, tiles.a.index(at), tiles.ROWS)
             for left in gl.static_range(0, LEFT, BOX):
                 async_load(b_desc, [b_row + left, k * 128], bar, tiles.b.index(at).slice(left, BOX))
             if BOX == tiles.RIGHT:

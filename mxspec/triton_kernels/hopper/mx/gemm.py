@@ -75,7 +75,9 @@ def _multiply(
                 b = tiles.b.index(stage).slice(0, 32, dim=1).permute((1, 0))
                 acc, next, i, before, stage = _step(a, acc, b, tiles, pipeline, i, before, stage, first, FORMAT)
         magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        if GROUPED == "M":  # rows past the group, and columns past N, are checked in the tile that they belong to
+        # Rows past the group, and columns past N, are checked in the tile that they belong to. What is not read of a
+        # tile of b may be anything.
+        if GROUPED == "M" or tiles.COLUMNS < BLOCK_N:
             r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
             c = n_block_idx * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
             magnitude = gl.where((r < row_end)[:, None] & (c < scheduler.N)[None, :], magnitude, 0)
@@ -110,20 +112,20 @@ def mx_gemm_sm90(
     a_desc, b_desc, out_desc, out, scales, blocks, marks,
     NUM_STAGES: gl.constexpr, SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, CHUNK: gl.constexpr,
     FORMAT: gl.constexpr, TURNED: gl.constexpr, A_SHIFT: gl.constexpr, UNSHIFT: gl.constexpr,
-    AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr, REGISTERS: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """`scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order."""
-    BLOCK_N: gl.constexpr = b_desc.block_shape[0]
+    """`scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order. COLUMNS is for `Tiles`."""
     tiles = Tiles(
         gl.allocate_shared_memory(a_desc.dtype, [NUM_STAGES, 128, 64], a_desc.layout),
         gl.allocate_shared_memory(b_desc.dtype, [NUM_STAGES, BLOCK_N, 64], b_desc.layout),
         gl.allocate_shared_memory(gl.int16, [NUM_STAGES, 128, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        COLUMNS,
     )
     out_tiles = gl.allocate_shared_memory(
         out_desc.dtype, [2, out_desc.block_shape[0], out_desc.block_shape[1]], out_desc.layout
     )
     a_scales = Scales(*scales, BLOCKED, CHUNK, A_SHIFT, AHEAD)
-    scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, PLANNED=GROUPED == "M", K_UNIT=1)
+    scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, PLANNED=GROUPED == "M", K_UNIT=1, OVERLAP=False)
     output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS=1, ACCUMULATE=False)
     pipeline = make_pipeline(NUM_STAGES, 2, 2)  # two producers: the load warp and the pair of scale warps
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.

@@ -21,6 +21,7 @@ from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.triton_kernels.common.groups import chunk
 from mxspec.triton_kernels.common.launch import FUSED, UNFUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.hopper.choice import Choice, cheapest
 from mxspec.triton_kernels.hopper.mx.values import VALUES, mx_values
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
@@ -30,15 +31,18 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.mx.conversion import E4M3, E5M2
     from mxspec.triton_kernels.hopper.mx.gemm import mx_gemm_sm90
     from mxspec.triton_kernels.hopper.names import shared_layout
+    from mxspec.triton_kernels.hopper.rows import rows_to_read
 
     # By code format: its constants, and the exponent by which its values are shifted. The shift makes the smallest
     # value, 2^-9 or 2^-16 times 2^-127, at least a subnormal bf16.
     CODES = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
-# The first number is the cost of one element of the output: it is higher for smaller tiles, which read more bytes per
-# element.
-TILES = (
+# The first number is the cost of one element of the output: it is higher for narrower tiles, which turn more codes into
+# bf16 per element.
+TILES: tuple[Choice, ...] = (
     (1.0, {"BLOCK_N": 256, "NUM_STAGES": 4, "AHEAD": 4, "REGISTERS": 224}),
-    (1.2, {"BLOCK_N": 128, "NUM_STAGES": 6, "AHEAD": 4, "REGISTERS": 208}),
+    (1.4, {"BLOCK_N": 128, "NUM_STAGES": 6, "AHEAD": 4, "REGISTERS": 208}),
+    (2.2, {"BLOCK_N": 64, "NUM_STAGES": 10, "AHEAD": 4, "REGISTERS": 208}),
+    (4.1, {"BLOCK_N": 32, "NUM_STAGES": 12, "AHEAD": 4, "REGISTERS": 208}),
 )
 WIDEST_TILE = 256
 
@@ -54,17 +58,9 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return rows_fit and a.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
 
 
-def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
-    """The tile with the least estimated cost: the number of waves, times the cost of a tile.
-
-    A wave is as many tiles as there are processors.
-    """
-
-    def cost(choice: tuple[float, dict[str, int]]) -> float:
-        of_element, tile = choice
-        return -(-row_tiles * -(-N // tile["BLOCK_N"]) // processors) * tile["BLOCK_N"] * of_element
-
-    return min(TILES, key=cost)[1]
+def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
+    """The tile with the least estimated cost. Narrow tiles are for one matrix."""
+    return cheapest(TILES[:2] if grouped else TILES, M, N, processors, E, grouped)
 
 
 def mx_sm90(
@@ -83,8 +79,8 @@ def mx_sm90(
     elif grouped == "K":
         all_tiles = row_tiles * E
     programs = processors(a.device)
-    config = {"SWIZZLE": 8, **tile_for(all_tiles, N, programs), **options}
-    BLOCK_N = config.pop("BLOCK_N")
+    config = {"SWIZZLE": 8, **tile_for(M, N, programs, E, grouped), **options}
+    BLOCK_N = config["BLOCK_N"]
     col_tiles = -(-N // BLOCK_N)
     tiles = all_tiles * col_tiles
     marks = out.new_empty(1 + 4 * tiles, dtype=torch.int32)  # each of the two math warpgroups may mark a tile
@@ -101,11 +97,15 @@ def mx_sm90(
 
     turned, size, chunk_size = out.stride(-2) == 1 and M > 1, out.element_size(), min(128, BLOCK_N)
     rows = out.mT.reshape(-1, M) if turned else out.view(-1, N)
+    # Of the widest tile, all rows are read: the kernel has no registers left to tell them from others.
+    columns, box_of_b = rows_to_read(N, BLOCK_N) if BLOCK_N < WIDEST_TILE and b.ndim == 2 else (BLOCK_N, BLOCK_N)
     descriptors = (
         TensorDescriptor.from_tensor(a.view(torch.int8), [128, 64], shared_layout(64, 8)),
-        TensorDescriptor.from_tensor(values, [BLOCK_N, 64], shared_layout(128, 16)),
+        TensorDescriptor.from_tensor(values, [box_of_b, 64], shared_layout(128, 16)),
         TensorDescriptor.from_tensor(
-            rows, [chunk_size, 64] if turned else [64, chunk_size], shared_layout(128, 8 * size)
+            rows,
+            [chunk_size, 64] if turned else [64, chunk_size],
+            shared_layout(128 if turned else min(128, chunk_size * size), 8 * size),
         ),
     )
     of_a = (0, 0) if blocked else a_scale.stride()
@@ -113,7 +113,7 @@ def mx_sm90(
     compiled = mx_gemm_sm90[(min(tiles, programs),)](
         *descriptors, out, (a_scale, *of_a, C), blocks, marks,
         GROUPED=grouped, BLOCKED=blocked, CHUNK=chunk(E), FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
-        UNSHIFT=2.0 ** -(a_shift + b_shift), **config, num_warps=4, **FUSED,
+        UNSHIFT=2.0 ** -(a_shift + b_shift), COLUMNS=columns, **config, num_warps=4, **FUSED,
     )  # fmt: skip
     only: Any = {"marks": marks, "width": BLOCK_N, "programs": programs}
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, grouped=grouped, **only)

@@ -5,15 +5,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load
+from mxspec.triton_kernels.hopper.rows import load_rows
 
 
 @aggregate
 class Tiles:
-    """The shared memory of the stages, 64 columns of K each: codes of a, values of b, factors of the rows of a."""
+    """The shared memory of the stages, 64 columns of K each: codes of a, values of b, factors of the rows of a.
+
+    TMA fills the first COLUMNS rows of a tile of b.
+    """
 
     a: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 64), codes
     b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 64), bf16
     factors: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 2), bf16 as integers: one factor for each block of 32
+    COLUMNS: gl.constexpr
 
 
 @aggregate
@@ -36,7 +41,7 @@ class Scales:
 @gluon.jit
 def load(a_desc, b_desc, tiles, pipeline, scheduler):
     """The load warp."""
-    BLOCK_N: gl.constexpr = b_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = tiles.b.shape[1]
     i = 0
     for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
         expert, _, n_block_idx, row, _, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
@@ -46,9 +51,9 @@ def load(a_desc, b_desc, tiles, pipeline, scheduler):
         for k in range(begin, end, 64):
             stage = pipeline.wait_empty(i)
             bar = pipeline.full.index(stage)
-            mbarrier.expect(bar, 128 * 64 + 2 * BLOCK_N * 64)
+            mbarrier.expect(bar, (128 + 2 * tiles.COLUMNS) * 64)
             async_load(a_desc, [row, k], bar, tiles.a.index(stage))
-            async_load(b_desc, [b_row, k], bar, tiles.b.index(stage))
+            load_rows(b_desc, b_row, k, bar, tiles.b.index(stage), tiles.COLUMNS)
             i += 1
     pipeline.fill_one_more(i)
 

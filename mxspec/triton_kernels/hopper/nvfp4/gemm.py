@@ -2,13 +2,13 @@
 
 `mx_gemm` by e2m1 weights calls it, too, with a number of the launch in place of the tensor scales.
 
-A persistent program computes blocks of 128 rows of the output. The kernel is a ring of shared-memory stages, and each
-stage holds 64 columns of K of both operands.
+A persistent program computes blocks of 128 rows of the output, or of 64 if there are few rows. The kernel is a ring of
+shared-memory stages, and each stage holds 64 columns of K of both operands.
 
 - A load warp fills the stages with TMA: `load`.
-- Each of two math warpgroups multiplies 64 rows on the tensor cores, which sum in fp32. A matmul is always waiting
-  while another runs. After the last block of K, a warpgroup multiplies its sums by the product of the tensor scales and
-  writes them.
+- Each of one or two math warpgroups multiplies 64 rows on the tensor cores, which sum in fp32. A matmul is always
+  waiting while another runs. After the last block of K, a warpgroup multiplies its sums by the product of the tensor
+  scales and writes them.
 
 An operand may be contiguous along K, or TURNED: contiguous along its rows. TMA then loads its transpose, and the tensor
 cores read that.
@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load, barrier, swizzle
 from mxspec.triton_kernels.hopper.pipeline import make_pipeline
+from mxspec.triton_kernels.hopper.rows import load_rows
 from mxspec.triton_kernels.hopper.scheduler import Scheduler
 from mxspec.triton_kernels.hopper.warpgroup import Output
 
@@ -34,8 +35,10 @@ from mxspec.triton_kernels.hopper.warpgroup import Output
 class Tiles:
     """The shared memory of the stages: values of a and of b.
 
-    a: (NUM_STAGES, 128, 64). TURNED: (2 * NUM_STAGES, 64, 64), the transposed rows of each warpgroup.
+    a: (NUM_STAGES, BLOCK_M, 64). TURNED: (WARPGROUPS * NUM_STAGES, 64, 64), the transposed rows of each warpgroup.
     b: (NUM_STAGES, BLOCK_N, 64). TURNED: (NUM_STAGES, 64, BLOCK_N).
+
+    TMA fills the first ROWS rows of a tile of a, unless a is TURNED.
     """
 
     a: gl.shared_memory_descriptor
@@ -43,12 +46,14 @@ class Tiles:
     A_TURNED: gl.constexpr
     B_TURNED: gl.constexpr
     BLOCK_N: gl.constexpr
+    WARPGROUPS: gl.constexpr
+    ROWS: gl.constexpr
 
     @gluon.jit
     def rows(self, stage, WARPGROUP: gl.constexpr):
         """The 64 rows of a that a warpgroup multiplies."""
         if self.A_TURNED:
-            return self.a.index(2 * stage + WARPGROUP).permute((1, 0))
+            return self.a.index(self.WARPGROUPS * stage + WARPGROUP).permute((1, 0))
         else:
             return self.a.index(stage).slice(WARPGROUP * 64, 64)
 
@@ -128,12 +133,12 @@ def _load_block(a_desc, b_desc, tiles, pipeline, i, row, b_row, k, b_k):
     """Load 64 columns of K. `b_k` is the row of the transpose of b that holds column k."""
     stage = pipeline.wait_empty(i)
     bar = pipeline.full.index(stage)
-    mbarrier.expect(bar, (128 + tiles.BLOCK_N) * 128)
+    mbarrier.expect(bar, (tiles.ROWS + tiles.BLOCK_N) * 128)
     if tiles.A_TURNED:
-        async_load(a_desc, [k, row], bar, tiles.a.index(2 * stage))
-        async_load(a_desc, [k, row + 64], bar, tiles.a.index(2 * stage + 1))
+        for half in gl.static_range(tiles.WARPGROUPS):
+            async_load(a_desc, [k, row + 64 * half], bar, tiles.a.index(tiles.WARPGROUPS * stage + half))
     else:
-        async_load(a_desc, [row, k], bar, tiles.a.index(stage))
+        load_rows(a_desc, row, k, bar, tiles.a.index(stage), tiles.ROWS)
     if tiles.B_TURNED:
         async_load(b_desc, [b_k, b_row], bar, tiles.b.index(stage))
     else:
@@ -178,7 +183,8 @@ def _load_expert(expert, a, b, tiles, pipeline, scheduler, i, last, UNIT: gl.con
                 block - expert * of_expert, scheduler.m_blocks, scheduler.n_blocks, scheduler.SWIZZLE
             )
             for k in range(0, tokens, 64):
-                i = _load_block(a_desc, b_desc, tiles, pipeline, i, m_block_idx * 128, n_block_idx * BLOCK_N, k, k)
+                row, column = m_block_idx * scheduler.BLOCK_M, n_block_idx * BLOCK_N
+                i = _load_block(a_desc, b_desc, tiles, pipeline, i, row, column, k, k)
         last = i
     return i, last
 
@@ -214,36 +220,49 @@ def load(a, b, tiles, pipeline, scheduler, UNIT: gl.constexpr):
 def nvfp4_gemm_sm90(
     a, b, out_desc, out, numbers, blocks,
     A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, GROUPED: gl.constexpr, UNIT: gl.constexpr,
-    BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, BUFFERS: gl.constexpr, SWIZZLE: gl.constexpr,
-    REGISTERS: gl.constexpr, UP: gl.constexpr = None,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, NUM_STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    SWIZZLE: gl.constexpr, REGISTERS: gl.constexpr, ROWS: gl.constexpr,
+    OVERLAP: gl.constexpr, UP: gl.constexpr = None,
 ):  # fmt: skip
     """`numbers` and `blocks` hold the fields of `Numbers` and the first fields of `Scheduler`, in order.
 
     A group of K begins at a multiple of UNIT.
     """
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    of_b: gl.constexpr = gl.NVMMASharedLayout(min(2 * BLOCK_N, 128) if B_TURNED else 128, 16)
+    WARPGROUPS: gl.constexpr = BLOCK_M // 64
     tiles = Tiles(
         gl.allocate_shared_memory(
-            gl.bfloat16, [2 * NUM_STAGES, 64, 64] if A_TURNED else [NUM_STAGES, 128, 64], layout
+            gl.bfloat16, [WARPGROUPS * NUM_STAGES, 64, 64] if A_TURNED else [NUM_STAGES, BLOCK_M, 64], layout
         ),
         gl.allocate_shared_memory(
-            gl.bfloat16, [NUM_STAGES, 64, BLOCK_N] if B_TURNED else [NUM_STAGES, BLOCK_N, 64], layout
+            gl.bfloat16, [NUM_STAGES, 64, BLOCK_N] if B_TURNED else [NUM_STAGES, BLOCK_N, 64], of_b
         ),
-        A_TURNED, B_TURNED, BLOCK_N,
+        A_TURNED, B_TURNED, BLOCK_N, WARPGROUPS, ROWS,
     )  # fmt: skip
     WIDTH: gl.constexpr = out_desc.block_shape[1]
-    out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, 64, WIDTH], out_desc.layout)
-    scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=1)
+    out_tiles = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS * BUFFERS, 64, WIDTH], out_desc.layout)
+    scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=1, OVERLAP=OVERLAP)
     output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS, ACCUMULATE=False)
     of_groups = Numbers(*numbers, UP)
-    pipeline = make_pipeline(NUM_STAGES, 1, 2)
+    pipeline = make_pipeline(NUM_STAGES, 1, WARPGROUPS)
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
-    gl.warp_specialize(
-        [
-            (_multiply, (output, tiles, pipeline, scheduler, of_groups, 0, UNIT)),
-            (_multiply, (output, tiles, pipeline, scheduler, of_groups, 1, UNIT)),
-            (load, (a, b, tiles, pipeline, scheduler, UNIT)),
-        ],
-        [4, 1],
-        [REGISTERS, 504 - 2 * REGISTERS],
-    )
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (output, tiles, pipeline, scheduler, of_groups, 0, UNIT)),
+                (_multiply, (output, tiles, pipeline, scheduler, of_groups, 1, UNIT)),
+                (load, (a, b, tiles, pipeline, scheduler, UNIT)),
+            ],
+            [4, 1],
+            [REGISTERS, 504 - 2 * REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (output, tiles, pipeline, scheduler, of_groups, 0, UNIT)),
+                (load, (a, b, tiles, pipeline, scheduler, UNIT)),
+            ],
+            [1],
+            [64],
+        )

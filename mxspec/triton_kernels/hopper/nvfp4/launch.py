@@ -9,6 +9,7 @@ from torch import Tensor
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.triton_kernels.common.launch import FUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.hopper.choice import Choice, cheapest
 from mxspec.triton_kernels.hopper.fp8.launch import with_scratch
 from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
 
@@ -17,14 +18,21 @@ if releases.refusal() is None:
 
     from mxspec.triton_kernels.hopper.names import shared_layout
     from mxspec.triton_kernels.hopper.nvfp4.gemm import nvfp4_gemm_sm90
+    from mxspec.triton_kernels.hopper.rows import rows_to_read
 
-FEW = 128  # rows of a, which make one row of tiles
+FEW = 128  # rows of all groups together
 # The first number is the cost of one element of the output: it is higher for smaller tiles, which read more bytes per
-# element. No other tile was tried.
-TILES = (
-    (1.0, {"BLOCK_N": 256, "NUM_STAGES": 4, "REGISTERS": 232}),
-    (1.2, {"BLOCK_N": 128, "NUM_STAGES": 6, "REGISTERS": 208}),
+# element. Tiles of 64 rows have one math warpgroup.
+TILES: tuple[Choice, ...] = (
+    (1.0, {"BLOCK_M": 128, "BLOCK_N": 256, "NUM_STAGES": 4, "REGISTERS": 232}),
+    (1.05, {"BLOCK_M": 128, "BLOCK_N": 128, "NUM_STAGES": 6, "REGISTERS": 208}),
+    (1.75, {"BLOCK_M": 128, "BLOCK_N": 64, "NUM_STAGES": 8, "REGISTERS": 168}),
+    (1.45, {"BLOCK_M": 64, "BLOCK_N": 128, "NUM_STAGES": 8}),
+    (2.3, {"BLOCK_M": 64, "BLOCK_N": 64, "NUM_STAGES": 12}),
+    (2.4, {"BLOCK_M": 64, "BLOCK_N": 32, "NUM_STAGES": 16}),
 )
+# For groups of rows, by their own measured times, and for groups of K.
+TILES_BY_GROUPS: dict[str, tuple[Choice, ...]] = {"": TILES, "M": (*TILES[:2], (1.3, TILES[3][1])), "K": TILES[:2]}
 
 
 def turned(values: Tensor) -> bool:
@@ -89,21 +97,13 @@ def by_memory(
 
 
 def pays(a: Tensor, b_scale: Tensor | None) -> bool:
-    """Whether it pays to write the values of codes: not for a few rows, whose tiles read the codes of b once."""
+    """Whether it pays to write the values of all experts: not for a few rows, which only a few experts may have."""
     return a.shape[0] > FEW or b_scale is None
 
 
-def tile_for(row_tiles: int, N: int, processors: int) -> dict[str, int]:
-    """The tile with the least estimated cost: the number of waves, times the cost of a tile.
-
-    A wave is as many tiles as there are processors.
-    """
-
-    def cost(choice: tuple[float, dict[str, int]]) -> float:
-        of_element, tile = choice
-        return -(-row_tiles * -(-N // tile["BLOCK_N"]) // processors) * tile["BLOCK_N"] * of_element
-
-    return min(TILES, key=cost)[1]
+def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
+    """The tile with the least estimated cost."""
+    return cheapest(TILES_BY_GROUPS[grouped], M, N, processors, E, grouped)
 
 
 def nvfp4_sm90(
@@ -116,11 +116,10 @@ def nvfp4_sm90(
     override fields of the tile.
     """
     (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
-    row_tiles = -(-M // 128)
-    all_tiles = row_tiles * E if grouped == "K" else row_tiles + E // 2 * (grouped == "M")
     programs = processors(a.device)
-    config: dict[str, Any] = {"SWIZZLE": 8, **tile_for(all_tiles, N, programs), **options}
-    BLOCK_N, size = config["BLOCK_N"], out.element_size()
+    config: dict[str, Any] = {"SWIZZLE": 8, "REGISTERS": 168, **tile_for(M, N, programs, E, grouped), **options}
+    BLOCK_M, BLOCK_N, size = config["BLOCK_M"], config["BLOCK_N"], out.element_size()
+    row_tiles = -(-M // BLOCK_M)
     config.setdefault("BUFFERS", 2 if size == 2 else 1)
     col_tiles = -(-N // BLOCK_N)
     tiles = row_tiles * col_tiles
@@ -129,23 +128,30 @@ def nvfp4_sm90(
     elif grouped == "K":
         tiles *= E
     layout, (a_turned, b_turned) = shared_layout(128, 16), (turned(a), turned(b))
+    of_columns = shared_layout(min(2 * BLOCK_N, 128), 16) if b_turned else layout
+    ROWS, box_of_a = (BLOCK_M, 64) if a_turned else rows_to_read(M, BLOCK_M)
+    # Across the memory, TMA can begin only at some of the rows.
+    overlap = not grouped and not a_turned and M > BLOCK_M and M % BLOCK_M > 0
     of_a, of_b = _stored(a), _stored(b)
     if grouped == "K":  # only the device knows the sizes of the groups
         operands: tuple[Any, ...] = (of_a, of_a.stride(0)), (of_b, of_b.stride(0))
     else:
         of_b = of_b.reshape(-1, of_b.shape[-1])
         operands = (
-            TensorDescriptor.from_tensor(of_a, [64, 64] if a_turned else [128, 64], layout),
-            TensorDescriptor.from_tensor(of_b, [64, BLOCK_N] if b_turned else [BLOCK_N, 64], layout),
+            TensorDescriptor.from_tensor(of_a, [64, 64] if a_turned else [box_of_a, 64], layout),
+            TensorDescriptor.from_tensor(of_b, [64, BLOCK_N] if b_turned else [BLOCK_N, 64], of_columns),
         )
-    rows = TensorDescriptor.from_tensor(out.view(-1, N), [64, 64], shared_layout(128, 8 * size))
+    WIDTH = min(BLOCK_N, 64)
+    rows = TensorDescriptor.from_tensor(
+        out.view(-1, N), [64, WIDTH], shared_layout(min(WIDTH * size, 128), 8 * size)
+    )  # fmt: skip
     numbers = (*_of_groups(a_number), *_of_groups(b_number))
     blocks = offs, 0 if offs is None else offs.stride(0), E, tiles, M, N, K, row_tiles, col_tiles
 
     def launch() -> Any:
         return nvfp4_gemm_sm90[(min(tiles, programs),)](
             *operands, rows, out, numbers, blocks,
-            A_TURNED=a_turned, B_TURNED=b_turned, GROUPED=grouped, UNIT=unit,
+            A_TURNED=a_turned, B_TURNED=b_turned, GROUPED=grouped, UNIT=unit, ROWS=ROWS, OVERLAP=overlap,
             UP=up if a_number is None else None, **config, num_warps=4, **FUSED,
         )  # fmt: skip
 

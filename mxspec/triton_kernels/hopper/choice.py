@@ -1,0 +1,30 @@
+"""The choice of a tile for Hopper's matmuls of bfloat16 values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# A tile, and the cost of one element of the output in it, by measured times: benchmarks/results/decisions.md.
+Choice = tuple[float, dict[str, Any]]
+
+
+def cheapest(
+    choices: Sequence[Choice], M: int, N: int, processors: int, E: int = 1, grouped: str = ""
+) -> dict[str, Any]:
+    """The tile with the least estimated cost: the number of waves, times the cost of a tile.
+
+    A wave is as many tiles as there are processors.
+
+    Groups of rows may end inside a tile, so the last tile of each counts as half empty. The device alone knows how many
+    tiles such groups have, so they count as 0.4 of a wave more than they fill.
+    """
+
+    def cost(choice: Choice) -> float:
+        of_element, tile = choice
+        rows, columns = -(-M // tile.get("BLOCK_M", 128)), -(-N // tile["BLOCK_N"])
+        tiles = columns * (rows + E // 2 if grouped == "M" else rows * E)
+        waves = max(1, tiles / processors + 0.4) if grouped == "M" else -(-tiles // processors)
+        return waves * tile.get("BLOCK_M", 128) * tile["BLOCK_N"] * of_element
+
+    return min(choices, key=cost)[1]
