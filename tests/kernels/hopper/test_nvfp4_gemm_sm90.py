@@ -19,6 +19,7 @@ if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
 
 from mxspec.triton_kernels.hopper.nvfp4 import launch as kernel
+from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
 
 VALUES = "values", "values"
@@ -217,3 +218,6 @@ def test_tiles_and_the_gluon_kernel_give_a_row_the_same_bits():
     whole = fn(*args)
     for rows in (1, 64, 128, 129):
         assert fn(a[:rows], a_scale[:rows], *others).equal(whole[:rows])
+    by_tiles = torch.empty_like(whole)
+    nvfp4_tiles(*args, by_tiles, "plain")
+    assert by_tiles.equal(whole)
