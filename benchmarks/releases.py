@@ -59,8 +59,8 @@ def compile_shape(shape: str, options: dict[str, Any], folder: Path) -> None:
         a_scale, b_scale = empty(-(-K // BLOCK), M).t(), empty(*lead, -(-N // BLOCK), -(-K // BLOCK))
         tile = {**launch.tile_for(M, N, launch.processors(a.device), max(E, 1), "M" if E else ""), **options}
         right, chunk = tile.get("RIGHT", 0), tile.get("chunk", tile["BLOCK_N"])
-        if M <= 32 or chunk < 32:
-            raise SystemExit(f"{shape} runs a small tile, whose TMA boxes this script does not know")
+        if tile["BLOCK_M"] > M or chunk < 32:
+            raise SystemExit(f"{shape} has few rows or a small tile, whose TMA boxes this script does not know")
         grouped: dict[str, Any] = {"offs": empty(E, dtype=torch.int32), "grouped": "M"} if E else {}
         launch.fp8_sm90(a, a_scale, b, b_scale, empty(M, N, dtype=torch.bfloat16), tile=tile, **grouped, **options)
         kernel = compiled[-1]

@@ -1,7 +1,7 @@
 """nvfp4_gemm in Triton: on Hopper `hopper/nvfp4/`, which multiplies bfloat16 values; elsewhere plain tiles.
 
-Codes become values in memory first, for few rows, too: plain tiles read fewer bytes, but take longer. Both sum in the
-same order, so a row has the same bits in each.
+Codes become values in memory first. Plain tiles would read fewer bytes, but take longer, also for few rows. Both sum in
+the same order, so a row has the same bits in each.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_the_parameters_are_those_of_the_compiled_kernel(shape, boxes, width, tm
 
 
 def test_a_small_tile_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="16x512x512 runs a small tile"):
+    with pytest.raises(SystemExit, match="16x512x512 has few rows or a small tile"):
         releases.compile_shape("16x512x512", {}, tmp_path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# A tile, and the cost of one element of the output in it, by measured times: benchmarks/results/decisions.md.
+# The cost of one element of the output in a tile, by measured times (benchmarks/results/decisions.md), and the tile.
 Choice = tuple[float, dict[str, Any]]
 
 

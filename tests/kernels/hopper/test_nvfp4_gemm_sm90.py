@@ -1,5 +1,6 @@
 """The Gluon kernel of the NVFP4 matmuls with each of its tiles, and the values that it multiplies."""
 
+import re
 from functools import partial
 
 import pytest
@@ -89,6 +90,42 @@ def test_codes_become_values_before_the_matmul(op, kinds):
     code = compile_call(fn, *args, scale_layout=layout, target="sm90")
     assert {c.kernel for c in code} == {"nvfp4_gemm_sm90", *(["_nvfp4_values"] if "codes" in kinds else [])}
     assert problems(code, (), (), edge=False) == []
+
+
+@pytest.mark.parametrize("features", [16, 40, 72, 528])
+def test_a_stage_of_the_wgrad_of_codes_expects_the_bytes_of_two_whole_tiles(features):
+    """The device makes descriptors of whole tiles, whatever the number of features."""
+    fn = dispatch.kernel_module("nvfp4_grouped_gemm_wgrad", "triton").nvfp4_grouped_gemm_wgrad
+    code = compile_call(fn, *wgrad.sized([144, 0, 320, 16], 32, features, 512), target="sm90")
+    ptx = next(c.ptx for c in code if c.kernel == "nvfp4_gemm_sm90")
+    columns = kernel.tile_for(features, 512, 132, 4, "K")["BLOCK_N"]
+    expected = {int(size) for size in re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[[^]]+\], (\d+);", ptx)}
+    assert expected == {(128 + columns) * 128}
+
+
+@on_hopper
+@pytest.mark.parametrize("kinds", [("codes", "codes"), ("codes", "values")], ids="-".join)
+@pytest.mark.parametrize("features", [16, 40, 72])
+def test_the_wgrad_of_codes_of_few_features_and_many_tokens(features, kinds):
+    """A program hands each stage round several times."""
+    op = "nvfp4_grouped_gemm_wgrad"
+    args = check.on_device(torch.device("cuda"), wgrad.sized([2048, 16, 3072], 0, features, 256, kinds=kinds))
+    expected = dispatch.reference(op)(*args)
+    assert (
+        check.difference((getattr(dispatch.kernel_module(op, "triton"), op)(*args),), (expected,), MIN_SQNR_DB) is None
+    )
+
+
+@on_hopper
+@each_tile
+def test_a_tile_waits_for_the_buffer_of_the_tile_before(tile, monkeypatch):
+    """One block of K, so that a program writes tile after tile."""
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    args = check.on_device(torch.device("cuda"), dense.sized(2000, 2048, 16, kinds=VALUES))
+    expected = dispatch.reference("nvfp4_gemm")(*args)
+    for _ in range(5):
+        out = launch(*args, op="nvfp4_gemm", out_dtype=torch.bfloat16, **tile)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
 
 
 def test_few_rows_of_groups_read_the_codes_of_their_experts():

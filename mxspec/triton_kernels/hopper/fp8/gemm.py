@@ -72,6 +72,7 @@ def _write_rest(out, tiles, scheduler, block, stage, first: gl.constexpr, ROWS: 
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, RIGHT or WIDTH, 32]
     )
     if scheduler.GROUPED == "M":
+        tma.store_wait(0)  # the last tile may have an odd number of parts, so the next one would have its buffer
         group = tiles.group_of(stage)
         while block < scheduler.num_blocks:
             group, _ = scheduler.get_next_group(block, group, scheduler.ends_after(group[0]))
@@ -252,6 +253,7 @@ def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, GUA
     right_mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, RIGHT, 32]
     )
+    WIDTH: gl.constexpr = out.desc.block_shape[1]
     first: gl.constexpr = WARPGROUP * 64
     own_buffer: gl.constexpr = WARPGROUP * out.BUFFERS
     if WARPGROUP == 1:
@@ -275,6 +277,9 @@ def _multiply_wide(out, tiles, pipeline, scheduler, WARPGROUP: gl.constexpr, GUA
         is_expert = _is_expert(tiles, scheduler, stage)
         expert, _, n_block_idx, row, end, _, _ = _place(tiles, scheduler, block, before)
         row, next_buffer = row + first, own_buffer + out.chunks(left) % out.BUFFERS
+        # Two buffers take turns. After an odd number of parts, the next tile begins with the buffer that was last used.
+        if (128 + RIGHT) // WIDTH % out.BUFFERS:
+            tma.store_wait(0)
         # Each column is computed where it is needed. Computed together, they change the order of the instructions.
         if scheduler.GROUPED == "":
             out.write(row, tiles.columns(n_block_idx)[0], left, own_buffer)

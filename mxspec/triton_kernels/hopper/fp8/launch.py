@@ -69,7 +69,7 @@ WIDE_BY_RELEASE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     "3.8": ({"REGISTERS": 232}, {"REGISTERS": 224}, {"REGISTERS": 232, "GUARDED": True}),
     "3.9": ({"REGISTERS": 232}, {"REGISTERS": 224}, {"REGISTERS": 232, "GUARDED": True}),
 }
-# The most rows of wide tiles of which the last one ends with the output. The times: benchmarks/results/decisions.md.
+# With more rows of wide tiles than this, the last one does not overlap the one above: benchmarks/results/decisions.md.
 OVERLAPPED = 10
 SHARED_BYTES = 232448  # what one program may take on Hopper
 

@@ -75,8 +75,8 @@ def _multiply(
                 b = tiles.b.index(stage).slice(0, 32, dim=1).permute((1, 0))
                 acc, next, i, before, stage = _step(a, acc, b, tiles, pipeline, i, before, stage, first, FORMAT)
         magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        # Rows past the group, and columns past N, are checked in the tile that they belong to. What is not read of a
-        # tile of b may be anything.
+        # Rows past the group, and columns past the expert's, are checked in the tile that they belong to. Columns past
+        # the N of one matrix belong to none, and what is not read of a tile of b may be anything.
         if GROUPED == "M" or tiles.COLUMNS < BLOCK_N:
             r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
             c = n_block_idx * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))

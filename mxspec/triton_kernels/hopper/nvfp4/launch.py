@@ -31,7 +31,7 @@ TILES: tuple[Choice, ...] = (
     (2.3, {"BLOCK_M": 64, "BLOCK_N": 64, "NUM_STAGES": 12}),
     (2.4, {"BLOCK_M": 64, "BLOCK_N": 32, "NUM_STAGES": 16}),
 )
-# For groups of rows, by their own measured times, and for groups of K.
+# By GROUPED. Groups of rows have a measured cost of their own for a tile of 64 rows. Groups of K were not measured.
 TILES_BY_GROUPS: dict[str, tuple[Choice, ...]] = {"": TILES, "M": (*TILES[:2], (1.3, TILES[3][1])), "K": TILES[:2]}
 
 
@@ -120,7 +120,8 @@ def nvfp4_sm90(
     config: dict[str, Any] = {"SWIZZLE": 8, "REGISTERS": 168, **tile_for(M, N, programs, E, grouped), **options}
     BLOCK_M, BLOCK_N, size = config["BLOCK_M"], config["BLOCK_N"], out.element_size()
     row_tiles = -(-M // BLOCK_M)
-    config.setdefault("BUFFERS", 2 if size == 2 else 1)
+    # Two buffers take turns, so a tile has an even number of parts of 64 columns.
+    config.setdefault("BUFFERS", 2 if size == 2 and BLOCK_N > 64 else 1)
     col_tiles = -(-N // BLOCK_N)
     tiles = row_tiles * col_tiles
     if grouped == "M":  # each group, and the rows that belong to no group, may begin a tile
@@ -129,7 +130,8 @@ def nvfp4_sm90(
         tiles *= E
     layout, (a_turned, b_turned) = shared_layout(128, 16), (turned(a), turned(b))
     of_columns = shared_layout(min(2 * BLOCK_N, 128), 16) if b_turned else layout
-    ROWS, box_of_a = (BLOCK_M, 64) if a_turned else rows_to_read(M, BLOCK_M)
+    # For groups of K, the device makes descriptors of whole tiles.
+    ROWS, box_of_a = (BLOCK_M, 64) if a_turned or grouped == "K" else rows_to_read(M, BLOCK_M)
     # Across the memory, TMA can begin only at some of the rows.
     overlap = not grouped and not a_turned and M > BLOCK_M and M % BLOCK_M > 0
     of_a, of_b = _stored(a), _stored(b)
