@@ -22,9 +22,10 @@ def cheapest(
 
     def cost(choice: Choice) -> float:
         of_element, tile = choice
-        rows, columns = -(-M // tile.get("BLOCK_M", 128)), -(-N // tile["BLOCK_N"])
+        BLOCK_M, BLOCK_N = tile.get("BLOCK_M", 128), tile["BLOCK_N"]
+        rows, columns = -(-M // BLOCK_M), -(-N // BLOCK_N)
         tiles = columns * (rows + E // 2 if grouped == "M" else rows * E)
         waves = max(1, tiles / processors + 0.4) if grouped == "M" else -(-tiles // processors)
-        return waves * tile.get("BLOCK_M", 128) * tile["BLOCK_N"] * of_element
+        return waves * BLOCK_M * BLOCK_N * of_element
 
     return min(choices, key=cost)[1]

@@ -97,7 +97,7 @@ def mx_sm90(
 
     turned, size, chunk_size = out.stride(-2) == 1 and M > 1, out.element_size(), min(128, BLOCK_N)
     rows = out.mT.reshape(-1, M) if turned else out.view(-1, N)
-    # Of the widest tile, all rows are read: the kernel has no registers left to tell them from others.
+    # TMA reads all rows of the widest tile of b. Its kernel has no registers left to leave out what was not read.
     columns, box_of_b = rows_to_read(N, BLOCK_N) if BLOCK_N < WIDEST_TILE and b.ndim == 2 else (BLOCK_N, BLOCK_N)
     descriptors = (
         TensorDescriptor.from_tensor(a.view(torch.int8), [128, 64], shared_layout(64, 8)),

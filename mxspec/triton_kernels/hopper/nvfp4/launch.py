@@ -133,7 +133,7 @@ def nvfp4_sm90(
     # For groups of K, the device makes descriptors of whole tiles.
     ROWS, box_of_a = (BLOCK_M, 64) if a_turned or grouped == "K" else rows_to_read(M, BLOCK_M)
     # Across the memory, TMA can begin only at some of the rows.
-    overlap = not grouped and not a_turned and M > BLOCK_M and M % BLOCK_M > 0
+    overlap = not grouped and not a_turned and 0 < M % BLOCK_M < M
     of_a, of_b = _stored(a), _stored(b)
     if grouped == "K":  # only the device knows the sizes of the groups
         operands: tuple[Any, ...] = (of_a, of_a.stride(0)), (of_b, of_b.stride(0))
