@@ -34,7 +34,7 @@ _BEGIN, _END = "<!-- written by benchmarks/results.py publish -->", "<!-- end --
 
 
 def name_of(run: Run) -> str:
-    """The name of a run's files, such as `h200-2026-11-21` or `h200-2026-11-22-matmuls`."""
+    """The name of a run's files, such as `h200-2026-11-21` or `h200-2026-11-27-matmuls`."""
     part = run.command.removeprefix(COMPLETE).split()
     return "-".join([*run.device.removeprefix("NVIDIA ").lower().split(), run.date, *part])
 

@@ -50,7 +50,7 @@ MEMORY = Pace(0.1, 6_000, 4_000)
 # rounds spread more than long rounds. A contender also starts at the clock that the contender before it needed, and
 # reads slow at first. So each contender runs until it has its own clock, and only then is timed (see
 # benchmarks/results/decisions.md).
-MATMUL = Pace(0, 120_000, 20_000, settle_us=200_000, rounds=3)
+MATMUL = Pace(0, 160_000, 20_000, settle_us=200_000, rounds=3)
 
 
 @contextlib.contextmanager
