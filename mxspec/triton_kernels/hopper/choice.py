@@ -16,16 +16,22 @@ def cheapest(
 
     A wave is as many tiles as there are processors.
 
-    Groups of rows may end inside a tile, so the last tile of each counts as half empty. The device alone knows how many
-    tiles such groups have, so they count as 0.4 of a wave more than they fill.
+    Groups of rows ("M") or of columns ("N") may end inside a tile, so the last tile of each counts as half empty. Each
+    group of columns has a tile, as far as there are columns. The device alone knows how many tiles groups have, so they
+    count as 0.4 of a wave more than they fill.
     """
 
     def cost(choice: Choice) -> float:
         of_element, tile = choice
         BLOCK_M, BLOCK_N = tile.get("BLOCK_M", 128), tile["BLOCK_N"]
         rows, columns = -(-M // BLOCK_M), -(-N // BLOCK_N)
-        tiles = columns * (rows + E // 2 if grouped == "M" else rows * E)
-        waves = max(1, tiles / processors + 0.4) if grouped == "M" else -(-tiles // processors)
+        if grouped == "M":
+            tiles = (rows + E // 2) * columns
+        elif grouped == "N":
+            tiles = rows * max(columns + E // 2, min(E, N))
+        else:
+            tiles = rows * columns * E
+        waves = max(1, tiles / processors + 0.4) if grouped in ("M", "N") else -(-tiles // processors)
         return waves * BLOCK_M * BLOCK_N * of_element
 
     return min(choices, key=cost)[1]

@@ -6,6 +6,7 @@ GROUPED says which dimension `offs` divides into the experts' token groups:
 |---|---|---|---|
 | "" | one matrix | one matrix | one matrix |
 | "M" | the rows of the experts, one group after the other | one matrix for each expert | as a |
+| "N" | one matrix for each expert | the rows of the experts, one group after the other | a column for each row of b |
 | "K" | the columns of the experts, one group after the other | as a | one matrix for each expert |
 """
 
@@ -24,8 +25,8 @@ class Scheduler:
     """The blocks of an output. Persistent programs share them: program p computes p, p + num_programs, ...
 
     `offs` counts rows of a (GROUPED "M") or columns of K (GROUPED "K"). `K` and an expert's part of K count units of
-    K_UNIT columns. With PLANNED, `offs` is a plan instead: three numbers for each row of blocks, namely the expert or
-    -1, the first row, and the end of the group's rows.
+    K_UNIT columns. For GROUPED "N", `offs` is a plan instead: four numbers for each column of blocks, namely the expert
+    or -1, the first column, the end of the group's columns, and a number for the caller.
 
     With OVERLAP, the last row of blocks of one matrix ends where the matrix ends. It repeats some rows of the blocks
     above it, and writes the same bits to them. TMA takes longer for rows past the end of a matrix.
@@ -43,7 +44,6 @@ class Scheduler:
     BLOCK_M: gl.constexpr
     SWIZZLE: gl.constexpr
     GROUPED: gl.constexpr
-    PLANNED: gl.constexpr
     K_UNIT: gl.constexpr
     OVERLAP: gl.constexpr
 
@@ -54,7 +54,7 @@ class Scheduler:
         for ahead in gl.static_range(AT_ONCE):
             at = expert + 1 + ahead
             end = self.M
-            if self.GROUPED == "M" and not self.PLANNED:
+            if self.GROUPED == "M":
                 end = gl.load(self.offs + at * self.offs_stride, mask=at < self.num_experts, other=self.M)
             ends = ends + (end,)
         return ends
@@ -68,20 +68,17 @@ class Scheduler:
         is outside of a, whatever `offs` holds.
         """
         if self.GROUPED == "M":
-            if not self.PLANNED:
-                expert, first, begin, end = group
-                while (expert <= self.num_experts) & (
-                    block >= first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
-                ):
-                    for ahead in gl.static_range(AT_ONCE):
-                        after = first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
-                        past = (expert <= self.num_experts) & (block >= after)
-                        expert += past
-                        first = gl.where(past, after, first)
-                        begin = gl.where(past, end, begin)
-                        end = gl.where(past, gl.minimum(gl.maximum(ends[ahead], end), self.M), end)
-                    ends = self.ends_after(expert)
-                group = expert, first, begin, end
+            expert, first, begin, end = group
+            while (expert <= self.num_experts) & (block >= first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks):
+                for ahead in gl.static_range(AT_ONCE):
+                    after = first + gl.cdiv(end - begin, self.BLOCK_M) * self.n_blocks
+                    past = (expert <= self.num_experts) & (block >= after)
+                    expert += past
+                    first = gl.where(past, after, first)
+                    begin = gl.where(past, end, begin)
+                    end = gl.where(past, gl.minimum(gl.maximum(ends[ahead], end), self.M), end)
+                ends = self.ends_after(expert)
+            group = expert, first, begin, end
         return group, ends
 
     @gluon.jit
@@ -91,7 +88,7 @@ class Scheduler:
         The host does not know how many blocks the groups have, so `num_blocks` is their largest possible number.
         """
         block += gl.num_programs(0)
-        if self.GROUPED == "M" and not self.PLANNED:
+        if self.GROUPED == "M":
             block = gl.where(expert > self.num_experts, self.num_blocks, block)
         return block
 
@@ -107,21 +104,29 @@ class Scheduler:
         return begin, gl.maximum(gl.minimum(end, self.K), begin)
 
     @gluon.jit
+    def columns(self, n_block_idx, BLOCK_N: gl.constexpr):
+        """The first column of a column of blocks, and the end of the columns that it may have."""
+        if self.GROUPED == "N":
+            at = self.offs + 4 * n_block_idx
+            return gl.load(at + 1), gl.load(at + 2)
+        else:
+            return n_block_idx * BLOCK_N, self.N
+
+    @gluon.jit
     def get_block(self, block, group):
         """A block's expert, row and column among blocks, first row, end of its group's rows, and part of K."""
         if self.GROUPED == "M":
-            if self.PLANNED:
-                m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)
-                at = self.offs + 3 * m_block_idx
-                expert, row, row_end = gl.load(at), gl.load(at + 1), gl.load(at + 2)
-                k_end = self.K * (expert >= 0)
-            else:
-                expert, first, begin, row_end = group
-                rows = gl.maximum(gl.cdiv(row_end - begin, self.BLOCK_M), 1)
-                m_block_idx, n_block_idx = swizzle(block - first, rows, self.n_blocks, self.SWIZZLE)
-                row = begin + m_block_idx * self.BLOCK_M
-                k_end = self.K * (expert < self.num_experts)
+            expert, first, begin, row_end = group
+            rows = gl.maximum(gl.cdiv(row_end - begin, self.BLOCK_M), 1)
+            m_block_idx, n_block_idx = swizzle(block - first, rows, self.n_blocks, self.SWIZZLE)
+            row = begin + m_block_idx * self.BLOCK_M
+            k_end = self.K * (expert < self.num_experts)
             return expert, m_block_idx, n_block_idx, row, row_end, 0, k_end
+        elif self.GROUPED == "N":
+            m_block_idx, n_block_idx = swizzle(block, self.m_blocks, self.n_blocks, self.SWIZZLE)
+            expert = gl.load(self.offs + 4 * n_block_idx)
+            row, k_end = m_block_idx * self.BLOCK_M, self.K * (expert >= 0)
+            return expert, m_block_idx, n_block_idx, row, self.M, 0, k_end
         elif self.GROUPED == "K":
             of_expert = self.m_blocks * self.n_blocks
             expert = block // of_expert

@@ -53,7 +53,7 @@ def _halves(acc):
 
 
 @gluon.jit
-def _parts(acc, WIDTH: gl.constexpr):
+def parts(acc, WIDTH: gl.constexpr):
     """A tile as one, two or four parts along N, each WIDTH columns wide."""
     if acc.shape[1] == WIDTH:
         return (acc,)
@@ -92,7 +92,7 @@ class Output:
     def fill(self, acc, CHUNK: gl.constexpr, buffer):
         """Copy a chunk of 64 rows to shared memory, in the output's dtype. Returns the tile there."""
         WIDTH: gl.constexpr = self.desc.block_shape[1]
-        part = _parts(acc, WIDTH)[CHUNK]
+        part = parts(acc, WIDTH)[CHUNK]
         mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
         target = self.tiles.index(buffer + CHUNK % self.BUFFERS)
         target.store(gl.convert_layout(part, mma).to(self.desc.dtype))
@@ -165,6 +165,30 @@ class Output:
         for c in gl.static_range(acc.shape[1] // WIDTH):
             target = self.tiles.index(buffer)
             tma.store_wait(0)  # wait for the store that last read this buffer
-            target.permute((1, 0)).store(gl.convert_layout(_parts(acc, WIDTH)[c], mma).to(self.desc.dtype))
+            target.permute((1, 0)).store(gl.convert_layout(parts(acc, WIDTH)[c], mma).to(self.desc.dtype))
             fence_async_shared()
             async_store(self.desc, [column + c * WIDTH, row], target)
+
+    @gluon.jit
+    def write_turned_columns(self, row, column, end, acc, buffer):
+        """`write_turned` for the columns before `end`. The columns from `end` on belong to another group.
+
+        A chunk with all its columns leaves by TMA. Of another one, a thread stores eight elements of a column at once.
+        """
+        WIDTH: gl.constexpr = self.desc.block_shape[0]
+        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+        by_column: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        for chunk in gl.static_range(acc.shape[1] // WIDTH):
+            first = column + chunk * WIDTH
+            if first < end:
+                target = self.tiles.index(buffer)
+                tma.store_wait(0)
+                target.permute((1, 0)).store(gl.convert_layout(parts(acc, WIDTH)[chunk], mma).to(self.desc.dtype))
+                if first + WIDTH <= end:
+                    fence_async_shared()
+                    async_store(self.desc, [first, row], target)
+                else:
+                    r = row + gl.arange(0, 64, gl.SliceLayout(0, by_column))
+                    c = first + gl.arange(0, WIDTH, gl.SliceLayout(1, by_column))
+                    at = self.pointer + (c.to(gl.int64) * self.stride)[:, None] + r[None, :]
+                    gl.store(at, target.load(by_column), mask=(c < end)[:, None] & (r < self.N)[None, :])

@@ -18,8 +18,6 @@ from tests.helpers import on_hopper
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
 
-import triton
-
 from mxspec.triton_kernels.hopper.mx import launch as kernel
 
 TILES = [tile for _, tile in kernel.TILES]
@@ -74,11 +72,8 @@ def test_every_tile_compiles_without_spilling(call, out_dtype, tile):
     args = made(call, layout, (E4M3FN, E5M2))
     code = compile_call(launch, *args, call=call, layout=layout, out_dtype=out_dtype, target="sm90", **tile)
     assert [c.kernel for c in code] == ["mx_values", "mx_gemm_sm90", "_marked_tiles"]
-    # Triton 3.7 and 3.8 keep two registers of one tile in local memory, whatever the number of registers.
-    spills = triton.__version__[:4] in ("3.7.", "3.8.")
-    one_pair = ["mx_gemm_sm90 keeps 8 bytes a thread in local memory"] if spills else []
     patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"
-    assert problems(code, patterns, (), edge=False) in ([], one_pair)
+    assert not problems(code, patterns, (), edge=False)
 
 
 def test_codes_are_made_bf16_without_a_turn_through_shared_memory():
@@ -109,6 +104,80 @@ def test_every_tile_gives_the_reference(call, dtypes, layout, tile, monkeypatch)
         expected = reference(call, *args, out_dtype=out_dtype, scale_layout=layout)
         assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
         assert launch(*args, call=call, layout=layout, out_dtype=out_dtype, **tile).equal(out)
+
+
+@on_hopper
+@each_tile
+@each_layout
+def test_experts_may_lie_apart_and_need_no_tokens(layout, tile, monkeypatch):
+    """The weights of an expert are rows of a larger matrix. One expert of many has all tokens, or none has."""
+    monkeypatch.setattr(kernel, "processors", lambda device: 3)
+    for sizes in ([0, 0, 300, 0], [0] * 4, [0] * 40 + [3] + [0] * 300 + [70]):
+        a, a_scale, b, b_scale, offs = check.on_device(torch.device("cuda"), grouped.made(sizes, 20, 136, 96, layout))
+        apart = torch.full((len(sizes), 150, 128), torch.nan, device="cuda").to(b.dtype)[:, 7:143, :96].copy_(b)
+        assert kernel.reads(a, apart, a.new_empty(1, 136, dtype=torch.bfloat16))
+        args = a, a_scale, apart, b_scale, offs
+        out = launch(*args, call="mx_grouped_gemm", layout=layout, out_dtype=torch.bfloat16, **tile)
+        expected = reference("mx_grouped_gemm", *args, scale_layout=layout)
+        assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
+
+
+@on_hopper
+@each_tile
+@each_layout
+def test_nothing_outside_is_read_or_written_if_offs_is_out_of_order(layout, tile):
+    """Values have no meaning then. Memory around the output keeps its values, and no access fails."""
+    a, a_scale, b, b_scale, offs = check.on_device(
+        torch.device("cuda"), grouped.made([130, 0, 150], 20, 136, 96, layout)
+    )
+    a[3, 5] = torch.nan  # so that there are marks, too
+    for wild in ([200, 100, 400], [-5, 3, 2], [2**31 - 1, 0, 20], [-(2**31), 2**31 - 1, -1], [0, 400, 380]):
+        around = torch.full((600, 136), 7.0, device="cuda", dtype=torch.bfloat16)
+        offs = torch.tensor(wild, device="cuda", dtype=torch.int32)
+        kernel.mx_sm90(a, a_scale, b, b_scale, around[150:450], layout, offs=offs, grouped="M", **tile)
+        torch.cuda.synchronize()
+        assert (around[:150] == 7).all()
+        assert (around[450:] == 7).all()
+
+
+@on_hopper
+@each_tile
+def test_only_marked_tokens_of_groups_are_done_over(tile, monkeypatch):
+    """A NaN of one token is in its own row alone, and a tile of tokens has marks for each 64 rows of weights."""
+    marks = []
+    real = kernel.mx_tiles
+    monkeypatch.setattr(kernel, "mx_tiles", lambda *a, **kw: (marks.append(kw["marks"]), real(*a, **kw)))
+    a, a_scale, b, b_scale, offs = check.on_device(
+        torch.device("cuda"), grouped.made([130, 0, 300, 1], 20, 200, 96, "blocked")
+    )
+    options = {"call": "mx_grouped_gemm", "layout": "blocked", "out_dtype": torch.float32, **tile}
+    clean = launch(a, a_scale, b, b_scale, offs, **options)
+    assert marks.pop()[0] == 0  # the rows of no group hold NaN, and belong to no tile
+    a[130 + 270, 5] = torch.nan
+    dirty = launch(a, a_scale, b, b_scale, offs, **options)
+    found = marks.pop()
+    tiles = {tuple(mark) for mark in found[1 : 1 + 2 * found[0]].view(-1, 2).tolist()}
+    # The 130 tokens are two tiles of 128. Tokens 256 to 299 of the third expert are their group's third.
+    first = {2 + 2, 2 + 3} if tile["BLOCK_N"] == 256 else {2 + 2}
+    assert tiles == {(row, column) for row in first for column in range(4)}
+    assert dirty[400].isnan().all()
+    dirty[400] = clean[400]
+    assert dirty.equal(clean)
+    expected = reference("mx_grouped_gemm", a, a_scale, b, b_scale, offs, out_dtype=torch.float32)
+    expected[400] = clean[400]
+    assert check.difference((dirty,), (expected,), MIN_SQNR_DB) is None
+
+
+@pytest.mark.parametrize(
+    ("T", "N", "E", "columns"),
+    [
+        (512, 1536, 128, 32), (64, 4096, 8, 32), (64, 4096, 256, 32), (4096, 1536, 128, 64), (2048, 1024, 16, 128),
+        (16384, 1536, 128, 256), (4096, 2048, 8, 256), (32768, 2048, 64, 256),
+    ],
+)  # fmt: skip
+def test_the_tile_of_token_groups_is_the_one_that_was_fastest(T, N, E, columns):
+    """At 16384 tokens, 128 columns were 2% faster on an H200. Elsewhere no other tile was faster."""
+    assert kernel.tile_for(N, T, 132, E, "N")["BLOCK_N"] == columns
 
 
 @on_hopper

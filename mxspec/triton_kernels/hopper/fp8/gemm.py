@@ -408,7 +408,7 @@ def fp8_gemm_sm90(
     WIDTH: gl.constexpr = out_desc.block_shape[1]
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS * BUFFERS, 64, WIDTH], out_desc.layout)
     of_tiles = Scales(*scales, VECTOR, AHEAD)
-    scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=128, OVERLAP=OVERLAP)
+    scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, K_UNIT=128, OVERLAP=OVERLAP)
     output = Output(out_desc, *out, scheduler.N, out_tiles, BUFFERS, ACCUMULATE)
     pipeline = make_pipeline(NUM_STAGES, 2, WARPGROUPS)  # two producers: the load warp and the pair of scale warps
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.

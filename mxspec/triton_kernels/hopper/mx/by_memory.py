@@ -3,7 +3,8 @@
 A kernel first writes the bf16 values of both operands to memory.
 
 This way writes and reads more bytes than the Gluon kernel. It pays for a large output: the power limit slows the tensor
-cores, and they multiply these values faster than other bf16 numbers, because the values have few mantissa bits.
+cores, and they multiply these values faster than other bf16 numbers, because the values have few mantissa bits. For
+token groups it pays if each expert has many tokens, because the Gluon kernel writes no values of weights to memory.
 
 A code times its scale is exactly a bf16 number, unless the scale is near either end of its range. A block with such a
 scale, and with a code that is not 0, raises the flag of its row. Then `mx_tiles` computes again each sum whose row of a
@@ -47,8 +48,10 @@ VALUES = {"BLOCKS": 64, "num_warps": 4}  # as in mx_dequantize
 # split K and round the partial sums to bf16. Then the bits of a row would depend on the number of rows.
 WAVES = 2
 FEW = 256
-# Rows of weights per token, up to which it pays to write the values of the weights, too.
-WEIGHTS = 4
+# Tokens per expert, from which it pays to write the values of the weights, too. With T tokens and E experts, that takes
+# the time of 3 * E * N * K bytes. The Gluon kernel takes a tenth longer than bf16 for 2 * T * N * K operations. So
+# neither N nor K decides.
+TOKENS = 2048
 MAX_GROUPS = 1023  # the limit of PyTorch's grouped matmul
 
 
@@ -159,7 +162,7 @@ def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torc
     It returns bf16, and rows of the output must begin at multiples of 16 bytes.
     """
     takes = out_dtype == torch.bfloat16 and N % 8 == 0 and E <= MAX_GROUPS
-    return takes and E * N <= WEIGHTS * M and pays(M, N, device)
+    return takes and M >= TOKENS * E and pays(M, N, device)
 
 
 def by_weights(

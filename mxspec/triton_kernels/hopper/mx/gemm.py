@@ -5,6 +5,7 @@ But a code times a power of two is a bf16 number, and the tensor cores sum bf16 
 
 - b, as a rule the smaller operand, becomes bf16 before this kernel starts: `values.py`.
 - a, as a rule the larger operand, is loaded as codes. A stage of shared memory holds 64 columns of K of 128 rows.
+  For token groups along N, a is the weights of the experts: each weight is read once, as a code.
 - Each of two math warpgroups turns its 64 rows of a stage into bf16 registers (`conversion.py`) while the tensor cores
   multiply for the other warpgroup.
 - A load warp fills the tiles with TMA, and two scale warps read the scales of a: `producers.py`.
@@ -12,7 +13,8 @@ But a code times a power of two is a bf16 number, and the tensor cores sum bf16 
 The values of a are multiplied by 2^A_SHIFT and those of b by 2^B_SHIFT, so that the smallest product of a code and a
 scale is still a bf16 number. The sums are multiplied by the reciprocal. A value that is no finite bf16 number becomes
 Inf or NaN: NaN and Inf codes, the scale NaN, and products past the range of bf16. If a sum of a tile is not finite, the
-kernel marks the tile, and another kernel computes this sum again.
+kernel marks the tile, and another kernel computes this sum again. For token groups along N, a and b have each other's
+place in that kernel. So a mark is then the plan's number of the tile of tokens, and the number of the 64 rows of a.
 
 `../scheduler.py` says which block of the output comes next. `../pipeline.py` has the barriers by which warps hand
 stages to each other.
@@ -27,7 +29,7 @@ from mxspec.triton_kernels.hopper.mx.producers import Scales, Tiles, load, scale
 from mxspec.triton_kernels.hopper.names import barrier
 from mxspec.triton_kernels.hopper.pipeline import make_pipeline
 from mxspec.triton_kernels.hopper.scheduler import Scheduler
-from mxspec.triton_kernels.hopper.warpgroup import Output
+from mxspec.triton_kernels.hopper.warpgroup import Output, parts
 
 
 @gluon.jit
@@ -41,6 +43,33 @@ def _step(a, acc, b, tiles, pipeline, i, before, stage, first: gl.constexpr, FOR
     pipeline.wait_full(i + 1, after)
     acc, a = warpgroup_mma_wait(0, deps=[running, a])
     return acc, values(tiles.a.index(after), tiles.factors.index(after), first, FORMAT), i + 1, stage, after
+
+
+@gluon.jit
+def _mark(marks, row, column):
+    """Note a tile whose sums are not all finite."""
+    mark = marks + 1 + 2 * gl.atomic_add(marks, 1)
+    gl.store(mark, row)
+    gl.store(mark + 1, column)
+
+
+@gluon.jit
+def _largest(acc, column, end, MASKED: gl.constexpr):
+    """The largest magnitude among the sums, as an integer. It is more than that of any finite sum if one is not finite.
+
+    MASKED ignores the columns from `end` on. Their groups check them, or they belong to nothing. What is not read of a
+    tile of b may be anything.
+    """
+    WIDTH: gl.constexpr = min(acc.shape[1], 64)
+    pieces = parts(acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF, WIDTH)
+    largest = gl.zeros_like(pieces[0])
+    for i in gl.static_range(acc.shape[1] // WIDTH):  # part by part, because the masks of all need too many registers
+        part = pieces[i]
+        if MASKED:
+            c = column + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, part.type.layout))
+            part = gl.where((c < end)[None, :].broadcast_to(part.shape), part, 0)
+        largest = gl.maximum(largest, part)
+    return gl.max(gl.max(largest, 1), 0)
 
 
 @gluon.jit
@@ -74,22 +103,22 @@ def _multiply(
                 a = gl.convert_layout(half, operand)
                 b = tiles.b.index(stage).slice(0, 32, dim=1).permute((1, 0))
                 acc, next, i, before, stage = _step(a, acc, b, tiles, pipeline, i, before, stage, first, FORMAT)
-        magnitude = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        # Rows past the group, and columns past the expert's, are checked in the tile that they belong to. Columns past
-        # the N of one matrix belong to none, and what is not read of a tile of b may be anything.
-        if GROUPED == "M" or tiles.COLUMNS < BLOCK_N:
-            r = row + first + gl.arange(0, 64, gl.SliceLayout(1, mma))
-            c = n_block_idx * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, mma))
-            magnitude = gl.where((r < row_end)[:, None] & (c < scheduler.N)[None, :], magnitude, 0)
-        if gl.max(gl.max(magnitude, 1), 0) >= 0x7F800000:
-            if GROUPED == "K":
-                m_block_idx += expert * scheduler.m_blocks
-            mark = marks + 1 + 2 * gl.atomic_add(marks, 1)
-            gl.store(mark, m_block_idx)
-            gl.store(mark + 1, n_block_idx)
+        # The columns are read only now, because registers are scarce in the loop.
+        column, column_end = scheduler.columns(n_block_idx, BLOCK_N)
+        if _largest(acc, column, column_end, GROUPED == "N" or tiles.COLUMNS < BLOCK_N) >= 0x7F800000:
+            if GROUPED == "N":
+                tile_of_tokens = gl.load(scheduler.offs + 4 * n_block_idx + 3)
+                for tile in gl.static_range((BLOCK_N + 127) // 128):  # those of 128 tokens each
+                    _mark(marks, tile_of_tokens + tile, 2 * m_block_idx + WARPGROUP)
+            elif GROUPED == "K":
+                _mark(marks, expert * scheduler.m_blocks + m_block_idx, n_block_idx)
+            else:
+                _mark(marks, m_block_idx, n_block_idx)
         acc *= UNSHIFT
-        above, column = 0, n_block_idx * BLOCK_N
-        if TURNED:  # the rows of the output are those of b, and the matrix of each expert has whole blocks of them
+        above = 0
+        if GROUPED == "N":
+            out.write_turned_columns(row + first, column, column_end, acc, WARPGROUP)
+        elif TURNED:  # the rows of the output are those of b, and the matrix of each expert has whole blocks of them
             if GROUPED == "K":
                 column += expert * scheduler.N
             out.write_turned(row + first, column, acc, WARPGROUP)
@@ -109,24 +138,29 @@ def _multiply(
 
 @gluon.jit
 def mx_gemm_sm90(
-    a_desc, b_desc, out_desc, out, scales, blocks, marks,
+    a_desc, b_desc, out_desc, out, scales, blocks, marks, rows_apart,
     NUM_STAGES: gl.constexpr, SWIZZLE: gl.constexpr, GROUPED: gl.constexpr, BLOCKED: gl.constexpr, CHUNK: gl.constexpr,
     FORMAT: gl.constexpr, TURNED: gl.constexpr, A_SHIFT: gl.constexpr, UNSHIFT: gl.constexpr,
     AHEAD: gl.constexpr, REGISTERS: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """`scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order. COLUMNS is for `Tiles`."""
+    """`scales` and `blocks` hold the first fields of `Scales` and `Scheduler`, in order.
+
+    `rows_apart` and COLUMNS are for `Tiles`.
+    """
     tiles = Tiles(
         gl.allocate_shared_memory(a_desc.dtype, [NUM_STAGES, 128, 64], a_desc.layout),
         gl.allocate_shared_memory(b_desc.dtype, [NUM_STAGES, BLOCK_N, 64], b_desc.layout),
         gl.allocate_shared_memory(gl.int16, [NUM_STAGES, 128, 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+        rows_apart,
         COLUMNS,
     )
     out_tiles = gl.allocate_shared_memory(
         out_desc.dtype, [2, out_desc.block_shape[0], out_desc.block_shape[1]], out_desc.layout
     )
     a_scales = Scales(*scales, BLOCKED, CHUNK, A_SHIFT, AHEAD)
-    scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, PLANNED=GROUPED == "M", K_UNIT=1, OVERLAP=False)
-    output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS=1, ACCUMULATE=False)
+    scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, K_UNIT=1, OVERLAP=False)
+    width = scheduler.M if GROUPED == "N" else scheduler.N
+    output = Output(out_desc, out, width, width, out_tiles, BUFFERS=1, ACCUMULATE=False)
     pipeline = make_pipeline(NUM_STAGES, 2, 2)  # two producers: the load warp and the pair of scale warps
     # Write each tuple where it is passed. A tuple that has a name, or that is concatenated, loses its constants.
     gl.warp_specialize(

@@ -2,8 +2,9 @@
 
 `mx_sm90` takes the arguments of `mx_tiles`.
 
-1. `mx_values` turns the second operand into bf16. If the rows of a are in token groups, it also writes the plan, that
-   is, the rows of each tile.
+1. `mx_values` turns the second operand into bf16. If the rows of a are in token groups, a takes the place of the
+   second operand, so each weight is read once, as a code. Then `mx_values` also writes the plan, that is, the rows of
+   each tile.
 2. The Gluon kernel multiplies, and marks each tile with a sum that is not finite. A NaN, an infinite code, or an
    exponent past the range of bf16 causes such a sum.
 3. `mx_tiles` computes the sums of the marked tiles that are not finite again, exactly. If no tile is marked, its
@@ -33,9 +34,10 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.names import shared_layout
     from mxspec.triton_kernels.hopper.rows import rows_to_read
 
-    # By code format: its constants, and the exponent by which its values are shifted. The shift makes the smallest
-    # value, 2^-9 or 2^-16 times 2^-127, at least a subnormal bf16.
-    CODES = {torch.float8_e4m3fn: (E4M3, 4), torch.float8_e5m2: (E5M2, 10)}
+    CODES = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}  # the constants of each code format
+# By code format: the exponent by which its values are shifted. The shift makes the smallest value, 2^-9 or 2^-16 times
+# 2^-127, at least a subnormal bf16.
+SHIFT = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 10}
 # The first number is the cost of one element of the output: it is higher for narrower tiles, which turn more codes into
 # bf16 per element.
 TILES: tuple[Choice, ...] = (
@@ -48,19 +50,50 @@ WIDEST_TILE = 256
 
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read a and write out.
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read the codes and write out.
 
-    TMA needs rows that begin at multiples of 16 bytes.
+    TMA needs rows that begin at multiples of 16 bytes. The codes are those of a, or of the b of each expert. TMA takes
+    all experts as one matrix, so their first rows must be whole rows apart.
     """
+    codes = b if b.ndim == 3 else a
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
         return False
-    rows_fit = a.stride(0) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
-    return rows_fit and a.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    rows_fit = codes.stride(-2) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
+    if b.ndim == 3:
+        rows_fit = rows_fit and codes.stride(1) > 0 and codes.stride(0) % codes.stride(1) == 0
+    return rows_fit and codes.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
 
 
 def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
-    """The tile with the least estimated cost. Narrow tiles are for one matrix."""
-    return cheapest(TILES[:2] if grouped else TILES, M, N, processors, E, grouped)
+    """The tile with the least estimated cost. Narrow tiles are for one matrix and for token groups along N."""
+    return cheapest(TILES[:2] if grouped == "K" else TILES, M, N, processors, E, grouped)
+
+
+def bf16_values(
+    codes: Tensor, scale: Tensor, scale_layout: str, marks: Tensor, offs: Tensor | None, grouped: str, tile: int
+) -> tuple[Tensor, Tensor | None]:
+    """The values of one operand for the Gluon kernel, and the plan if token groups divide its rows (grouped "M").
+
+    The plan is for tiles of `tile` rows. It holds four numbers for each: see `Scheduler`. The fourth is the tile's
+    number if each group is padded to tiles of 128 rows.
+
+    The number of marks is set to 0.
+    """
+    (R, K), E, blocked = codes.shape, 1 if offs is None else offs.shape[0], scale_layout == "blocked"
+    plan, tiles, padded, more = None, 0, R, 0
+    if grouped == "M" and offs is not None:
+        # Each group may begin a tile, and so may the rows that belong to no group.
+        tiles, plan = -(-R // tile) + E, offs.new_empty(-(-R // tile) + E, 4)
+        # A last tile is read to its end: TMA takes longer for rows past the end of an operand.
+        more, padded = tile, -(-R // 128) * 128 + 128 * E if blocked else R
+    columns = -(-K // 128) + (E if grouped == "K" else 0)
+    out = codes.new_empty(R + more, K if grouped == "K" else -(-K // 64) * 64, dtype=torch.bfloat16)
+    mx_values[(-(-padded // VALUES["ROWS"]), columns)](
+        codes, codes.stride(0), scale.view(torch.uint8), *((0, 0) if blocked else scale.stride()), out, out.stride(0),
+        R, K, offs, 0 if offs is None else offs.stride(0), E, plan, tiles, marks,
+        grouped, blocked, chunk(E), SHIFT[codes.dtype], tile if grouped == "M" else 0, **VALUES, **UNFUSED,
+    )  # fmt: skip
+    return out, plan
 
 
 def mx_sm90(
@@ -68,53 +101,47 @@ def mx_sm90(
     *, offs: Tensor | None = None, grouped: str = "", **options: Any,
 ) -> Any:  # fmt: skip
     """`mx_tiles` by Hopper's bf16 tensor cores. `options` override fields of the tile. Returns the compiled kernel."""
-    (M, K), N, E = a.shape, b.shape[-2], 1 if offs is None else offs.shape[0]
-    C, blocked, row_tiles = K // MX_BLOCK_SIZE, scale_layout == "blocked", -(-M // 128)
-    (a_format, a_shift), (_, b_shift) = CODES[a.dtype], CODES[b.dtype]
-    a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-    plan, plan_tiles, offs_stride, all_tiles = None, 0, 0 if offs is None else offs.stride(0), row_tiles
-    if grouped == "M" and offs is not None:
-        all_tiles = plan_tiles = row_tiles + E  # each group, and the rows that belong to no group, may begin a tile
-        plan = offs.new_empty(3 * plan_tiles)
-    elif grouped == "K":
-        all_tiles = row_tiles * E
-    programs = processors(a.device)
-    config = {"SWIZZLE": 8, **tile_for(M, N, programs, E, grouped), **options}
+    K, E, of_groups = a.shape[1], 1 if offs is None else offs.shape[0], grouped == "M"
+    turned = of_groups or (out.stride(-2) == 1 and a.shape[0] > 1)
+    # The Gluon kernel reads the codes of the first operand, and the values of the second.
+    first, first_scale, second, second_scale = (b, b_scale, a, a_scale) if of_groups else (a, a_scale, b, b_scale)
+    (M, N), C, blocked = (first.shape[-2], second.shape[0]), K // MX_BLOCK_SIZE, scale_layout == "blocked"
+    first_shift, second_shift, first_scale = SHIFT[first.dtype], SHIFT[second.dtype], first_scale.view(torch.uint8)
+    programs, row_tiles = processors(a.device), -(-M // 128)
+    of_kernel = "N" if of_groups else grouped  # the kernel's name for the groups: they are its columns
+    config = {"SWIZZLE": 16 if of_groups else 8, **tile_for(M, N, programs, E, of_kernel), **options}
     BLOCK_N = config["BLOCK_N"]
-    col_tiles = -(-N // BLOCK_N)
-    tiles = all_tiles * col_tiles
-    marks = out.new_empty(1 + 4 * tiles, dtype=torch.int32)  # each of the two math warpgroups may mark a tile
-    R = b.numel() // K
-    values = b.new_empty(R, K if grouped == "K" else -(-K // 64) * 64, dtype=torch.bfloat16)
-    of_b = b_scale.stride(0) if b.ndim == 3 else 0, *((0, 0) if blocked else b_scale.stride()[-2:])
-    tokens = offs if grouped else None
-    columns = -(-K // 128) + (E if grouped == "K" else 0)
-    mx_values[(-(-R // VALUES["ROWS"]), columns)](
-        b, b.stride(0) if b.ndim == 3 else 0, b.stride(-2), b_scale, *of_b, values, values.stride(0),
-        R, N, K, tokens, offs_stride, E, plan, plan_tiles, M, marks, grouped, blocked, chunk(E), b_shift,
-        **VALUES, **UNFUSED,
-    )  # fmt: skip
+    col_tiles = -(-N // BLOCK_N) + (E if of_groups else 0)
+    tiles = row_tiles * col_tiles * (E if grouped == "K" else 1)
+    rows_apart = 0
+    if of_groups:
+        rows_apart = first.stride(0) // first.stride(1)
+        first = first.as_strided(((E - 1) * rows_apart + M, K), first.stride()[1:])
+    # Each of the two math warpgroups may mark a tile, and a tile of 256 tokens has two marks.
+    marks = out.new_empty(1 + (8 if of_groups else 4) * tiles, dtype=torch.int32)
+    values, plan = bf16_values(second, second_scale, scale_layout, marks, offs, grouped, BLOCK_N)
 
-    turned, size, chunk_size = out.stride(-2) == 1 and M > 1, out.element_size(), min(128, BLOCK_N)
-    rows = out.mT.reshape(-1, M) if turned else out.view(-1, N)
-    # TMA reads all rows of the widest tile of b. Its kernel has no registers left to leave out what was not read.
-    columns, box_of_b = rows_to_read(N, BLOCK_N) if BLOCK_N < WIDEST_TILE and b.ndim == 2 else (BLOCK_N, BLOCK_N)
+    size, chunk_size = out.element_size(), min(128, BLOCK_N)
+    rows_of_out = out.mT.reshape(-1, M) if turned and not of_groups else out.view(-1, out.shape[-1])
+    columns, box = (BLOCK_N, BLOCK_N) if grouped else rows_to_read(N, BLOCK_N)
     descriptors = (
-        TensorDescriptor.from_tensor(a.view(torch.int8), [128, 64], shared_layout(64, 8)),
-        TensorDescriptor.from_tensor(values, [box_of_b, 64], shared_layout(128, 16)),
+        TensorDescriptor.from_tensor(first.view(torch.int8), [128, 64], shared_layout(64, 8)),
+        TensorDescriptor.from_tensor(values, [box, 64], shared_layout(128, 16)),
         TensorDescriptor.from_tensor(
-            rows,
+            rows_of_out,
             [chunk_size, 64] if turned else [64, chunk_size],
             shared_layout(128 if turned else min(128, chunk_size * size), 8 * size),
         ),
     )
-    of_a = (0, 0) if blocked else a_scale.stride()
-    blocks = plan if grouped == "M" else tokens, offs_stride, E, tiles, M, N, K, plan_tiles or row_tiles, col_tiles
+    of_matrix = first_scale.stride(0) if of_groups else 0
+    of_first = (of_matrix, 0, 0) if blocked else (of_matrix, *first_scale.stride()[-2:])
+    blocks = plan if of_groups else offs, 0 if offs is None else offs.stride(0), E, tiles, M, N, K, row_tiles, col_tiles
     compiled = mx_gemm_sm90[(min(tiles, programs),)](
-        *descriptors, out, (a_scale, *of_a, C), blocks, marks,
-        GROUPED=grouped, BLOCKED=blocked, CHUNK=chunk(E), FORMAT=a_format, TURNED=turned, A_SHIFT=a_shift,
-        UNSHIFT=2.0 ** -(a_shift + b_shift), COLUMNS=columns, **config, num_warps=4, **FUSED,
+        *descriptors, out, (first_scale, *of_first, C), blocks, marks, rows_apart,
+        GROUPED=of_kernel, BLOCKED=blocked, CHUNK=chunk(E), FORMAT=CODES[first.dtype], TURNED=turned,
+        A_SHIFT=first_shift, UNSHIFT=2.0 ** -(first_shift + second_shift), COLUMNS=columns, **config, num_warps=4,
+        **FUSED,
     )  # fmt: skip
-    only: Any = {"marks": marks, "width": BLOCK_N, "programs": programs}
+    only: Any = {"marks": marks, "width": 64 if of_groups else BLOCK_N, "programs": programs}
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, grouped=grouped, **only)
     return compiled

@@ -12,12 +12,14 @@ from mxspec.triton_kernels.hopper.rows import load_rows
 class Tiles:
     """The shared memory of the stages, 64 columns of K each: codes of a, values of b, factors of the rows of a.
 
-    TMA fills the first COLUMNS rows of a tile of b.
+    TMA fills the first COLUMNS rows of a tile of b. For token groups along N, a row of an expert's matrix of a lies
+    `rows_apart` rows below the same row of the expert before.
     """
 
     a: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 64), codes
     b: gl.shared_memory_descriptor  # (NUM_STAGES, BLOCK_N, 64), bf16
     factors: gl.shared_memory_descriptor  # (NUM_STAGES, 128, 2), bf16 as integers: one factor for each block of 32
+    rows_apart: Value
     COLUMNS: gl.constexpr
 
 
@@ -29,6 +31,7 @@ class Scales:
     """
 
     a: gl.tensor
+    stride_e: Value
     stride_m: Value
     stride_k: Value
     num_columns: Value
@@ -45,15 +48,15 @@ def load(a_desc, b_desc, tiles, pipeline, scheduler):
     i = 0
     for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
         expert, _, n_block_idx, row, _, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
-        b_row = n_block_idx * BLOCK_N
-        if scheduler.GROUPED == "M":  # the experts' matrices lie one below the other
-            b_row += expert * scheduler.N
+        column, _ = scheduler.columns(n_block_idx, BLOCK_N)
+        if scheduler.GROUPED == "N":
+            row += expert * tiles.rows_apart
         for k in range(begin, end, 64):
             stage = pipeline.wait_empty(i)
             bar = pipeline.full.index(stage)
             mbarrier.expect(bar, (128 + 2 * tiles.COLUMNS) * 64)
             async_load(a_desc, [row, k], bar, tiles.a.index(stage))
-            load_rows(b_desc, b_row, k, bar, tiles.b.index(stage), tiles.COLUMNS)
+            load_rows(b_desc, column, k, bar, tiles.b.index(stage), tiles.COLUMNS)
             i += 1
     pipeline.fill_one_more(i)
 
@@ -88,8 +91,11 @@ def scale(scales, tiles, pipeline, scheduler):
         expert, m_block_idx, _, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
         there = (row + rows < row_end)[:, None]
         first, columns = begin // 32, gl.minimum(end // 32, C)
-        if BLOCKED:  # a row of output tiles is a row of scale tiles, in token groups, too
-            of_rows = scales.a + (rows % 32 * 16 + rows // 32 * 4)[:, None]
+        of_matrix = scales.a
+        if scheduler.GROUPED == "N":
+            of_matrix += expert.to(gl.int64) * scales.stride_e
+        if BLOCKED:  # a row of output tiles is a row of scale tiles
+            of_rows = of_matrix + (rows % 32 * 16 + rows // 32 * 4)[:, None]
             if scheduler.GROUPED == "K":  # the tiles of an expert are stored together, row by row
                 before = _blocks_before(expert, scheduler.offs, scheduler.offs_stride, scales.CHUNK, layout)
                 across = gl.cdiv(end - begin, 128)
@@ -100,7 +106,7 @@ def scale(scales, tiles, pipeline, scheduler):
             else:
                 of_rows += m_block_idx.to(gl.int64) * (gl.cdiv(C, 4) * 512)
         else:
-            of_rows = scales.a + ((row + rows).to(gl.int64) * scales.stride_m)[:, None]
+            of_rows = of_matrix + ((row + rows).to(gl.int64) * scales.stride_m)[:, None]
         c = first + gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :]
         # The loops over AHEAD are unrolled and the tuples are renamed, so that no byte moves from one register to
         # another between steps.

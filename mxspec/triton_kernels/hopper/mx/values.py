@@ -1,6 +1,6 @@
 """The kernel that turns the second operand of Hopper's MX matmuls into bf16.
 
-If the rows of the output are in token groups, it also writes the plan: the rows that each block of the output has.
+If its rows are in token groups, it also writes the plan: which rows each block of the output has.
 """
 
 from __future__ import annotations
@@ -8,42 +8,56 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels.common.groups import group_of
+from mxspec.triton_kernels.common.groups import group_of, rows_before
 
 VALUES = {"ROWS": 32, "num_warps": 8}  # a program has ROWS rows of 128 codes each
 
 
 @triton.jit
-def _plan(plan, tiles, offs, offs_stride, G, M, CHUNK: tl.constexpr):
-    """For each 128 padded rows of token groups: the group, the first row, and the end of the group's rows.
+def _plan(plan, tiles, offs, offs_stride, G, R, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """For each TILE padded rows of token groups: the group, the first row, the end of the group's rows, and a number.
+
+    The number is that of the first row's tile, if each group is padded to tiles of 128 rows.
 
     Rows that belong to no group have the group -1, and their tiles are zeros. No row is outside of the operand,
     whatever offs holds.
     """
     rows_of_groups = tl.load(offs + (G - 1) * offs_stride)
-    for m in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        group, first, stop, begin = group_of(m * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
-        none = (group >= G) | (m * 128 + 128 > M + 128 * G)
-        row = tl.where(none, rows_of_groups, first) + m * 128 - begin
-        tl.store(plan + 3 * m, tl.where(none, -1, group))
-        tl.store(plan + 3 * m + 1, tl.minimum(tl.maximum(row, 0), M))
-        tl.store(plan + 3 * m + 2, tl.where(none, M, tl.minimum(stop, M)))
+    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        group, first, stop, begin = group_of(t * TILE, offs, offs_stride, G, None, None, False, TILE, CHUNK)
+        none = (group >= G) | (t * TILE + TILE > R + TILE * G)
+        row = tl.where(none, rows_of_groups, first) + t * TILE - begin
+        in_tiles = (rows_before(group, offs, offs_stride, 128, CHUNK) + t * TILE - begin) // 128
+        tl.store(plan + 4 * t, tl.where(none, -1, group))
+        tl.store(plan + 4 * t + 1, tl.minimum(tl.maximum(row, 0), R))
+        tl.store(plan + 4 * t + 2, tl.where(none, R, tl.minimum(stop, R)))
+        tl.store(plan + 4 * t + 3, tl.maximum(in_tiles, 0))
 
 
 @triton.jit
 def mx_values(
-    codes, stride_e, stride_r, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, out_stride,
-    R, N, K, offs, offs_stride, G, plan, plan_tiles, plan_rows, marks,
-    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
+    codes, stride_r, scale, scale_stride_r, scale_stride_c, out, out_stride,
+    R, K, offs, offs_stride, G, plan, plan_tiles, marks,
+    GROUPED: tl.constexpr, BLOCKED: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write 2^SHIFT times the values of ROWS x 128 codes. There are R rows, and N rows for each expert."""
+    """Write 2^SHIFT times the values of ROWS x 128 codes of one matrix of R rows.
+
+    GROUPED says whether token groups divide the rows ("M") or the columns ("K").
+    """
     if tl.program_id(1) == 0:
         tl.store(marks, 0, mask=tl.program_id(0) == 0)
-        if plan is not None:
-            _plan(plan, plan_tiles, offs, offs_stride, G, plan_rows, CHUNK)
-    r, tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    e, n = r // N, r % N
+        if GROUPED == "M":
+            _plan(plan, plan_tiles, offs, offs_stride, G, R, CHUNK, TILE)
+    n, tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    r, last = n, R
+    if GROUPED == "M" and BLOCKED:  # each group begins a new tile of scales, so a program has padded rows of one tile
+        top = tl.program_id(0) * ROWS // 128 * 128
+        group, of_group, stop, begin = group_of(top, offs, offs_stride, G, None, None, False, 128, CHUNK)
+        last = tl.where((group < G) & (top + 128 <= R + 128 * G), tl.minimum(stop, R), 0)
+        r += of_group - begin
+        if tl.program_id(0) * ROWS + of_group - begin >= last:
+            return
     first, end = tile * 128, K
     tiles_before, across = tile * 0, tl.cdiv(K, 128)
     if GROUPED == "K":  # the 128 tokens of a tile belong to one group
@@ -53,20 +67,20 @@ def mx_values(
         tiles_before = begin // 128
         first = (first + tile * 128 - begin) // 32 * 32  # the same value, as a multiple of 32 for the compiler
     c, k = tl.arange(0, 4), tl.arange(0, 128)
-    in_r, in_c = r < R, (first >= 0) & (first + 32 * c < end)
+    in_r, in_c = (r >= 0) & (r < last), (first >= 0) & (first + 32 * c < end)
     in_k = (first >= 0) & (first + k < end)
     if BLOCKED:
         of_row = (n // 128 * across + tile - tiles_before) * 512 + n % 32 * 16 + n % 128 // 32 * 4
         if GROUPED == "K":
-            of_row += tiles_before.to(tl.int64) * tl.cdiv(N, 128) * 512
+            of_row += tiles_before.to(tl.int64) * tl.cdiv(R, 128) * 512
             in_c &= (tiles_before + across) * 4 <= K // 32 + 4 * G
-        at = scale + (e * scale_stride_e + of_row)[:, None] + c[None, :]
+        at = scale + of_row[:, None] + c[None, :]
     else:
-        at = scale + (e * scale_stride_e + n * scale_stride_r)[:, None]
+        at = scale + (r * scale_stride_r)[:, None]
         at += ((first // 32 + c).to(tl.int64) * scale_stride_c)[None, :]
     byte = tl.load(at, mask=in_r[:, None] & in_c[None, :], other=0).to(tl.int32)
     factor = (tl.minimum(byte + SHIFT, 255) << 23).to(tl.float32, bitcast=True)  # infinite for the scale NaN
-    x = tl.load(codes + (e * stride_e + n * stride_r + first)[:, None] + k[None, :], mask=in_r[:, None] & in_k[None, :])
+    x = tl.load(codes + (r * stride_r + first)[:, None] + k[None, :], mask=in_r[:, None] & in_k[None, :])
     value = (x.to(tl.float32).reshape(ROWS, 4, 32) * factor[:, :, None]).to(tl.bfloat16)
     # In each 16 columns, (thread of four, half, pair) becomes (half, thread, pair): the same permutation as that of
     # `values` in `conversion.py`.

@@ -242,7 +242,7 @@ def nvfp4_gemm_sm90(
     )  # fmt: skip
     WIDTH: gl.constexpr = out_desc.block_shape[1]
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS * BUFFERS, 64, WIDTH], out_desc.layout)
-    scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, PLANNED=False, K_UNIT=1, OVERLAP=OVERLAP)
+    scheduler = Scheduler(*blocks, BLOCK_M, SWIZZLE, GROUPED, K_UNIT=1, OVERLAP=OVERLAP)
     output = Output(out_desc, out, scheduler.N, scheduler.N, out_tiles, BUFFERS, ACCUMULATE=False)
     of_groups = Numbers(*numbers, UP)
     pipeline = make_pipeline(NUM_STAGES, 1, WARPGROUPS)
