@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import re
@@ -55,6 +56,15 @@ def generated(op: str) -> tuple[Case, ...]:
         taken = enough([choice.items() for choice in space.choices])
         names = {case.name for i, case in enumerate(space.cases()) if i in taken}
     return tuple(check.cases_of(op, lambda case: "generated" in case.flags and (case.raises or case.name in names)))
+
+
+def combined(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """One value of each dimension, in all combinations.
+
+    `make test` takes half of them, in which every two values of two dimensions still meet.
+    """
+    numbered = itertools.product(*map(enumerate, dimensions))
+    return [tuple(v for _, v in some) for some in numbered if COMPLETE or not sum(i for i, _ in some) % 2]
 
 
 def ends(*offs: int) -> Tensor:

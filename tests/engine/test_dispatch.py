@@ -382,7 +382,7 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     assert said("mx_gemm", *by_codes(64)) is None, "another kernel"
     assert said("mx_gemm", *by_fp4(64)).startswith("on an H100, 16 to 128 rows: ")
     assert said("mx_gemm", *by_fp4(64, 1056)) is None, "plain tiles"
-    sizes = (64, 256, "up to 32"), (32, 1, "up to 32"), (512, 4, "128 to 1024"), (32768, 8, "4096 and 8192")
+    sizes = (64, 256, "up to 32"), (32, 1, "up to 32"), (512, 4, "128 to 1024"), (32768, 8, "4096 to 8192")
     for M, E, words in sizes:
         tokens = *by_codes(M, E), offs(E)
         assert said("mx_grouped_gemm", *tokens, **plain).startswith(f"on an H200, {words} tokens an expert: ")
@@ -390,7 +390,8 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     assert said("mx_grouped_gemm", *by_codes(64, 1), offs(1), **plain) is None, "not measured"
     far = of(8 * N + 1, K).as_strided((8, N, K), (N * K + 16, K, 1))
     strided = (*by_codes(64, 8)[:2], far, by_codes(64, 8)[3])
-    assert said("mx_grouped_gemm", *strided, offs(8), **plain) is None, "plain tiles"
+    assert said("mx_grouped_gemm", *strided, offs(8), **plain) is None, "the weights are copied first"
+    assert said("mx_grouped_gemm", *by_codes(32768, 0), offs(0), **plain) is None, "nothing to multiply"
     assert said("mx_grouped_gemm_wgrad", *sums(8), **plain).startswith("on an H200, 8 to 64 experts: ")
     assert said("mx_grouped_gemm_wgrad", *sums(2), **plain) is None
     of_fp8 = of(N, 4096), of(N, 32, dtype=torch.float32), of(K, 4096), of(K, 32, dtype=torch.float32)

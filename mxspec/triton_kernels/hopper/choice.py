@@ -17,8 +17,8 @@ def cheapest(
     A wave is as many tiles as there are processors.
 
     Groups of rows ("M") or of columns ("N") may end inside a tile, so the last tile of each counts as half empty. Each
-    group of columns has a tile, as far as there are columns. The device alone knows how many tiles groups have, so they
-    count as 0.4 of a wave more than they fill.
+    group of columns has a tile, as far as there are columns. The device alone knows how many tiles groups have, so the
+    tiles of groups count as 0.4 of a wave more than they fill.
     """
 
     def cost(choice: Choice) -> float:

@@ -173,7 +173,8 @@ class Output:
     def write_turned_columns(self, row, column, end, acc, buffer):
         """`write_turned` for the columns before `end`. The columns from `end` on belong to another group.
 
-        A chunk with all its columns leaves by TMA. Of another one, a thread stores eight elements of a column at once.
+        A chunk leaves by TMA if all its columns are before `end`. If not, a thread stores eight elements of a column
+        at once.
         """
         WIDTH: gl.constexpr = self.desc.block_shape[0]
         mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])

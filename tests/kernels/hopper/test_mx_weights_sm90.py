@@ -7,7 +7,7 @@ from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.common.matmul import MIN_SQNR_DB
 from mxspec.reference.mx_gemm import mx_gemm as reference
-from tests.helpers import on_hopper
+from tests.helpers import combined, on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -22,11 +22,18 @@ OTHERS = [
     {"BLOCK_M": 64, "BLOCK_N": 64, "STEP": 256, "STAGES": 2},
     {"BLOCK_M": 128, "BLOCK_N": 128, "STEP": 128, "STAGES": 5},
 ]
-each_tile = pytest.mark.parametrize(
-    "tile", [*kernel.TILES.values(), kernel.MANY_TILES, *OTHERS], ids=lambda t: "x".join(map(str, t.values()))
-)
+TILES = [*kernel.TILES.values(), kernel.MANY_TILES, *OTHERS]
+LAYOUTS = "plain", "blocked"
+
+
+def name(value):
+    """A test's name for a value: for a tile, its numbers."""
+    return "x".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+
+
+each_tile = pytest.mark.parametrize("tile", TILES, ids=name)
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
-each_layout = pytest.mark.parametrize("layout", ["plain", "blocked"])
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def operands(M, N, K, layout):
@@ -46,9 +53,7 @@ def launch(x, b, b_scale, *, multiply, layout, out_dtype, **tile):
     return out
 
 
-@each_tile
-@each_output
-@each_layout
+@pytest.mark.parametrize(("layout", "out_dtype", "tile"), combined(LAYOUTS, MIN_SQNR_DB, TILES), ids=name)
 def test_every_tile_compiles_without_spilling(layout, out_dtype, tile):
     args = operands(200, 192, 1024, layout)
     options = {"layout": layout, "out_dtype": out_dtype, "target": "sm90"}

@@ -14,7 +14,7 @@ from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.common.matmul import MIN_SQNR_DB
 from mxspec.reference.common.nvfp4_matmul import values
-from tests.helpers import on_hopper, runs_kernels
+from tests.helpers import combined, on_hopper, runs_kernels
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -25,7 +25,14 @@ from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
 
 VALUES = "values", "values"
 TILES = [tile for _, tile in kernel.TILES]
-each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t['BLOCK_M']}x{t['BLOCK_N']}")
+
+
+def name(value):
+    """A test's name for a value: for a tile, its size."""
+    return f"{value['BLOCK_M']}x{value['BLOCK_N']}" if isinstance(value, dict) else str(value)
+
+
+each_tile = pytest.mark.parametrize("tile", TILES, ids=name)
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
 # The operands of each call, and whether the rows of a and of b lie across the memory.
 CALLS = {
@@ -33,14 +40,12 @@ CALLS = {
     "nvfp4_grouped_gemm": partial(grouped.sized, [130, 0, 200, 1], 21, 528, 320, kinds=VALUES),
     "nvfp4_grouped_gemm_wgrad": partial(wgrad.sized, [97, 0, 321, 3], 64, 304, 512, kinds=VALUES),
 }
-each_call = pytest.mark.parametrize(
-    ("op", "across"),
-    [
-        *(("nvfp4_gemm", across) for across in ("", "a", "b", "ab")),
-        *(("nvfp4_grouped_gemm", across) for across in ("", "b")),  # `reads` declines the others
-        ("nvfp4_grouped_gemm_wgrad", ""),
-    ],
-)
+EACH_CALL = [
+    *(("nvfp4_gemm", across) for across in ("", "a", "b", "ab")),
+    *(("nvfp4_grouped_gemm", across) for across in ("", "b")),  # `reads` declines the others
+    ("nvfp4_grouped_gemm_wgrad", ""),
+]
+each_call = pytest.mark.parametrize(("op", "across"), EACH_CALL)
 
 
 def operands(op, across):
@@ -60,10 +65,9 @@ def launch(a, _, Ta, b, __, Tb, *offs, op, out_dtype, **tile):
     return out
 
 
-@each_tile
-@each_output
-@each_call
-def test_every_tile_compiles_without_spilling(op, across, out_dtype, tile):
+@pytest.mark.parametrize(("call", "out_dtype", "tile"), combined(EACH_CALL, MIN_SQNR_DB, TILES), ids=name)
+def test_every_tile_compiles_without_spilling(call, out_dtype, tile):
+    op, across = call
     code = compile_call(launch, *operands(op, across), op=op, out_dtype=out_dtype, target="sm90", **tile)
     assert [c.kernel for c in code] == ["nvfp4_gemm_sm90"]
     patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"setmaxnreg"

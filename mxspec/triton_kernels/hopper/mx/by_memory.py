@@ -48,9 +48,9 @@ VALUES = {"BLOCKS": 64, "num_warps": 4}  # as in mx_dequantize
 # split K and round the partial sums to bf16. Then the bits of a row would depend on the number of rows.
 WAVES = 2
 FEW = 256
-# Tokens per expert, from which it pays to write the values of the weights, too. With T tokens and E experts, that takes
-# the time of 3 * E * N * K bytes. The Gluon kernel takes a tenth longer than bf16 for 2 * T * N * K operations. So
-# neither N nor K decides.
+# Tokens per expert, from which it pays to write the values of the weights, too. With T tokens and E experts, this way
+# takes the time of 3 * E * N * K bytes for the weights. The Gluon kernel takes a tenth longer than bf16 for
+# 2 * T * N * K operations. So neither N nor K decides.
 TOKENS = 2048
 MAX_GROUPS = 1023  # the limit of PyTorch's grouped matmul
 

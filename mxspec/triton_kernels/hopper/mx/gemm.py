@@ -55,10 +55,10 @@ def _mark(marks, row, column):
 
 @gluon.jit
 def _largest(acc, column, end, MASKED: gl.constexpr):
-    """The largest magnitude among the sums, as an integer. It is more than that of any finite sum if one is not finite.
+    """The bits of the largest magnitude among the sums, as an integer. Inf and NaN have larger bits than finite sums.
 
-    MASKED ignores the columns from `end` on. Their groups check them, or they belong to nothing. What is not read of a
-    tile of b may be anything.
+    MASKED ignores the columns from `end` on. They belong to another group, which checks them, or to no group. What is
+    not read of a tile of b may be anything.
     """
     WIDTH: gl.constexpr = min(acc.shape[1], 64)
     pieces = parts(acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF, WIDTH)

@@ -50,22 +50,25 @@ WIDEST_TILE = 256
 
 
 def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read the codes and write out.
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read a and write out.
 
-    TMA needs rows that begin at multiples of 16 bytes. The codes are those of a, or of the b of each expert. TMA takes
-    all experts as one matrix, so their first rows must be whole rows apart.
+    TMA needs rows that begin at multiples of 16 bytes. If b holds the weights of experts, TMA reads b and not a. Then
+    `mx_sm90` copies a b that TMA cannot read.
     """
-    codes = b if b.ndim == 3 else a
     if a.device.type == "cpu" or capability(a.device) != (9, 0) or releases.refusal() or not a.numel() or not b.numel():
         return False
-    rows_fit = codes.stride(-2) % 16 == 0 and max(out.stride()[-2:]) * out.element_size() % 16 == 0
-    if b.ndim == 3:
-        rows_fit = rows_fit and codes.stride(1) > 0 and codes.stride(0) % codes.stride(1) == 0
-    return rows_fit and codes.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
+    rows_fit = b.ndim == 3 or (a.stride(0) % 16 == 0 and a.data_ptr() % 16 == 0)
+    return rows_fit and max(out.stride()[-2:]) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+
+
+def reads_experts(b: Tensor) -> bool:
+    """Whether TMA can read the weights of all experts as one matrix: their first rows are whole rows apart."""
+    apart = b.shape[0] == 1 or (b.stride(1) > 0 and b.stride(0) % b.stride(1) == 0)
+    return apart and b.stride(1) % 16 == 0 and b.data_ptr() % 16 == 0
 
 
 def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
-    """The tile with the least estimated cost. Narrow tiles are for one matrix and for token groups along N."""
+    """The tile with the least estimated cost. wgrad has no narrow tiles."""
     return cheapest(TILES[:2] if grouped == "K" else TILES, M, N, processors, E, grouped)
 
 
@@ -86,9 +89,9 @@ def bf16_values(
         tiles, plan = -(-R // tile) + E, offs.new_empty(-(-R // tile) + E, 4)
         # A last tile is read to its end: TMA takes longer for rows past the end of an operand.
         more, padded = tile, -(-R // 128) * 128 + 128 * E if blocked else R
-    columns = -(-K // 128) + (E if grouped == "K" else 0)
+    columns, rows = -(-K // 128) + (E if grouped == "K" else 0), -(-padded // VALUES["ROWS"])
     out = codes.new_empty(R + more, K if grouped == "K" else -(-K // 64) * 64, dtype=torch.bfloat16)
-    mx_values[(-(-padded // VALUES["ROWS"]), columns)](
+    mx_values[(max(rows, tiles), columns)](  # as many programs as the plan has tiles, so that each plans one
         codes, codes.stride(0), scale.view(torch.uint8), *((0, 0) if blocked else scale.stride()), out, out.stride(0),
         R, K, offs, 0 if offs is None else offs.stride(0), E, plan, tiles, marks,
         grouped, blocked, chunk(E), SHIFT[codes.dtype], tile if grouped == "M" else 0, **VALUES, **UNFUSED,
@@ -100,7 +103,10 @@ def mx_sm90(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
     *, offs: Tensor | None = None, grouped: str = "", **options: Any,
 ) -> Any:  # fmt: skip
-    """`mx_tiles` by Hopper's bf16 tensor cores. `options` override fields of the tile. Returns the compiled kernel."""
+    """`mx_tiles` by Hopper's bf16 tensor cores. `options` override fields of the tile. Returns the compiled kernel.
+
+    Weights of experts that TMA cannot read are copied first. So few tokens have the bits of many for any strides.
+    """
     K, E, of_groups = a.shape[1], 1 if offs is None else offs.shape[0], grouped == "M"
     turned = of_groups or (out.stride(-2) == 1 and a.shape[0] > 1)
     # The Gluon kernel reads the codes of the first operand, and the values of the second.
@@ -115,6 +121,7 @@ def mx_sm90(
     tiles = row_tiles * col_tiles * (E if grouped == "K" else 1)
     rows_apart = 0
     if of_groups:
+        first = first if reads_experts(first) else first.contiguous()
         rows_apart = first.stride(0) // first.stride(1)
         first = first.as_strided(((E - 1) * rows_apart + M, K), first.stride()[1:])
     # Each of the two math warpgroups may mark a tile, and a tile of 256 tokens has two marks.
@@ -123,7 +130,9 @@ def mx_sm90(
 
     size, chunk_size = out.element_size(), min(128, BLOCK_N)
     rows_of_out = out.mT.reshape(-1, M) if turned and not of_groups else out.view(-1, out.shape[-1])
-    columns, box = (BLOCK_N, BLOCK_N) if grouped else rows_to_read(N, BLOCK_N)
+    # TMA reads all rows of the widest tile, and of a tile of a token group, whose next rows are those of other groups.
+    few = BLOCK_N < WIDEST_TILE and not of_groups
+    columns, box = rows_to_read(N, BLOCK_N) if few else (BLOCK_N, BLOCK_N)
     descriptors = (
         TensorDescriptor.from_tensor(first.view(torch.int8), [128, 64], shared_layout(64, 8)),
         TensorDescriptor.from_tensor(values, [box, 64], shared_layout(128, 16)),

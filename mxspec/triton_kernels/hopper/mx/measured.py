@@ -19,10 +19,12 @@ from mxspec.triton_kernels.hopper.mx.by_memory import pays, pays_for_groups
 CODES = ((4096, 32768, "on an H200, 4096 to 32768 rows: 0.91 to 1.00 of the rate of cuBLAS in bfloat16"),)
 WEIGHTS = ((16, 128, "on an H100, 16 to 128 rows: 0.91 to 2.90 of the rate of torch.mm with bfloat16 weights"),)
 # By tokens per expert.
-GROUPED = (
+BY_CODES = (
     (1, 32, "on an H200, up to 32 tokens an expert: 1.02 to 1.44 of the rate of torch._grouped_mm in bfloat16"),
     (128, 1024, "on an H200, 128 to 1024 tokens an expert: 0.80 to 0.90 of the rate of torch._grouped_mm in bfloat16"),
-    (4096, 8192, "on an H200, 4096 and 8192 tokens an expert: 0.87 to 1.00 of the rate of torch._grouped_mm in bf16"),
+)
+BY_MEMORY = (
+    (4096, 8192, "on an H200, 4096 to 8192 tokens an expert: 0.87 to 1.0 of the rate of torch._grouped_mm in bfloat16"),
 )
 # By experts.
 WGRAD = ((8, 64, "on an H200, 8 to 64 experts: 0.93 to 0.97 of the rate of torch._grouped_mm in bfloat16"),)
@@ -43,11 +45,12 @@ def grouped(
     *, out_dtype: torch.dtype = torch.bfloat16, **_: Any,
 ) -> str | None:  # fmt: skip
     (T, _K), (E, N, _K) = a.shape, b.shape
-    out = a.new_empty(1, N, dtype=out_dtype)
-    by_memory = pays_for_groups(T, N, E, out_dtype, a.device)
-    if out_dtype != torch.bfloat16 or not (by_memory or launch.reads(a, b, out)):
+    if out_dtype != torch.bfloat16 or not E:
         return None
-    return of_size(max(1, T // E), GROUPED)
+    if pays_for_groups(T, N, E, out_dtype, a.device):
+        return of_size(T // E, BY_MEMORY)
+    out = a.new_empty(1, N, dtype=out_dtype)
+    return of_size(max(1, T // E), BY_CODES) if launch.reads(a, b, out) and launch.reads_experts(b) else None
 
 
 def wgrad(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offs: Tensor, **_: Any) -> str | None:

@@ -1,6 +1,7 @@
 """The kernel that turns the second operand of Hopper's MX matmuls into bf16.
 
-If its rows are in token groups, it also writes the plan: which rows each block of the output has.
+If token groups divide the rows of this operand, the kernel also writes the plan. The plan says which rows each block of
+the output has.
 """
 
 from __future__ import annotations
