@@ -109,6 +109,14 @@ def mx_dequantize(
     scale_layout: str = "plain",
     elem_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
+    return dequantized(qdata, scale, axis, out_dtype, scale_layout, elem_dtype)
+
+
+def dequantized(
+    qdata: Tensor, scale: Tensor, axis: int, out_dtype: torch.dtype, scale_layout: str,
+    elem_dtype: torch.dtype | str | None, role: str = "",
+) -> Tensor:  # fmt: skip
+    """`mx_dequantize` for an op that calls it twice, each time with a role: see `launch`."""
     fmt = element(qdata.dtype if elem_dtype is None else elem_dtype)
     fp6 = fmt.name if fmt.dtype is None else ""
     sizes = [fmt.held(n) if d - qdata.ndim == axis else n for d, n in enumerate(qdata.shape)]
@@ -130,17 +138,18 @@ def mx_dequantize(
         scales = bytes_.as_strided((extent(scale),), (1,))
         scale_strides = scale_stride_e, 0 if blocked else scale.stride(-2), scale.stride(-1)
         codes = (flat, stride_e, stride_r, stride_k, R, C, E)
-        launch(_turned, CONFIGS["turned"], *codes, scales, *scale_strides, col_tiles, out.view(-1), blocked, fp6)
+        scales_of = scales, *scale_strides, col_tiles
+        launch(_turned, CONFIGS["turned"], *codes, *scales_of, out.view(-1), blocked, fp6, role=role)
     elif not blocked and not fp6 and E * R * C > 1 and q.is_contiguous() and scale.is_contiguous():
         # Not for a single block: Helion does not mask along a dimension of 1. Not for FP6: a block has 24 bytes, and
         # the size of a tile is a power of two.
         values = out.view(-1, MX_BLOCK_SIZE)
-        launch(_flat, CONFIGS["flat"], q.view(-1, held), bytes_.view(-1), values)
+        launch(_flat, CONFIGS["flat"], q.view(-1, held), bytes_.view(-1), values, role=role)
     else:
         shape = (E, row_tiles, 512 * col_tiles) if blocked else (E, R, C)
         inner = (512 * col_tiles * scale.stride(-1), scale.stride(-1)) if blocked else scale.stride()[-2:]
         scales = bytes_.as_strided(shape, (scale_stride_e, *inner))
         layout = "strided" if not blocked else "blocked" if max(E, row_tiles) < 65536 else "tall"
         strides = (stride_e, stride_r, held * stride_k, stride_k)
-        launch(_strided, CONFIGS[layout], flat, *strides, R, C, scales, out.view(-1), blocked, fp6)
+        launch(_strided, CONFIGS[layout], flat, *strides, R, C, scales, out.view(-1), blocked, fp6, role=role)
     return out

@@ -25,7 +25,7 @@ from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, toke
 from mxspec.helion_kernels.common.launch import config, flat, launch
 from mxspec.helion_kernels.common.numerics import scale_value
 from mxspec.helion_kernels.fp8_gemm import PERSISTENT, options
-from mxspec.helion_kernels.mx_dequantize import mx_dequantize
+from mxspec.helion_kernels.mx_dequantize import dequantized
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place
 
 PTX = r"wgmma\.mma_async.*\.f32\.bf16\.bf16"
@@ -196,7 +196,7 @@ def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, firs
         codes.stride(0) if lead else 0, codes.stride(-2), R, C, bytes_, flags, first_flag, blocked,
         *EXACT[codes.dtype], role=role,
     )  # fmt: skip
-    return mx_dequantize(codes, scale, scale_layout="blocked" if blocked else "plain")
+    return dequantized(codes, scale, -1, torch.bfloat16, "blocked" if blocked else "plain", None, role)
 
 
 def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Tensor, G: int) -> Tensor:
