@@ -270,8 +270,9 @@ def format_of(
 def refusal_of_values(recipe: Recipe, backend: str | None, w: Tensor, dtype: torch.dtype) -> str | None:
     """Why a grouped matmul of MXFP8 does not multiply bf16 values, but codes. None if it multiplies values.
 
-    w is a weight `(E, N, K)` or `(E, K, N)`, and `dtype` is the dtype of the tokens. On a Hopper, values are faster at
-    every number of tokens: 1.2 to 1.5 times at 16 to 512 tokens an expert (benchmarks/results/decisions.md).
+    w is a weight `(E, N, K)` or `(E, K, N)`, and `dtype` is the dtype of the tokens. On a Hopper, values were faster at
+    every number of tokens: 1.2 to 1.5 times at 16 to 512 tokens an expert (benchmarks/results/decisions.md). Since then
+    `mx_grouped_gemm` of codes has become faster, and a step by codes was not measured again.
     """
     if recipe.format != "mxfp8":
         return f"the recipe's format is {recipe.format}"
