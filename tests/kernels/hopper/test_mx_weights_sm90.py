@@ -32,7 +32,6 @@ def name(value):
 
 
 each_tile = pytest.mark.parametrize("tile", TILES, ids=name)
-each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 

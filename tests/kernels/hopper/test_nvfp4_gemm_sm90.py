@@ -33,7 +33,6 @@ def name(value):
 
 
 each_tile = pytest.mark.parametrize("tile", TILES, ids=name)
-each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
 # The operands of each call, and whether the rows of a and of b lie across the memory.
 CALLS = {
     "nvfp4_gemm": partial(dense.sized, 304, 528, 352, kinds=VALUES),

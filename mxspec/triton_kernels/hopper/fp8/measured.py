@@ -1,7 +1,8 @@
 """For `mxspec.explain`: how fast the FP8 matmuls were beside other libraries, by the size of a call.
 
 Each range goes over shapes of one GPU in one interleaved loop of CUDA graphs, whose kernels share one clock:
-benchmarks/results/decisions.md. A number above 1 says that this backend was faster. DeepGEMM was sgl-deep-gemm 0.1.2.
+benchmarks/results/decisions.md. For wgrad, it also goes over the newest stored run. A number above 1 says that this
+backend was faster. DeepGEMM was sgl-deep-gemm 0.1.2.
 At four shapes of 768 and 1024 rows it took three times as long as the op; these are left out. Triton was 3.6, and for
 large outputs 3.6 to 3.9: 3.8 was the slowest. The figures beside cuBLAS are older than today's kernel.
 """

@@ -63,8 +63,9 @@ def reads(a: Tensor, b: Tensor, out: Tensor) -> bool:
 
 def reads_experts(b: Tensor) -> bool:
     """Whether TMA can read the weights of all experts as one matrix: their first rows are whole rows apart."""
-    apart = b.shape[0] == 1 or (b.stride(1) > 0 and b.stride(0) % b.stride(1) == 0)
-    return apart and b.stride(1) % 16 == 0 and b.data_ptr() % 16 == 0
+    if b.stride(1) <= 0 or (b.shape[0] > 1 and b.stride(0) % b.stride(1)):
+        return False
+    return b.stride(1) % 16 == 0 and b.data_ptr() % 16 == 0
 
 
 def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
@@ -105,7 +106,8 @@ def mx_sm90(
 ) -> Any:  # fmt: skip
     """`mx_tiles` by Hopper's bf16 tensor cores. `options` override fields of the tile. Returns the compiled kernel.
 
-    Weights of experts that TMA cannot read are copied first. So few tokens have the bits of many for any strides.
+    Weights of experts that TMA cannot read are copied first. So the bits of a token do not depend on the number of
+    tokens, for any strides.
     """
     K, E, of_groups = a.shape[1], 1 if offs is None else offs.shape[0], grouped == "M"
     turned = of_groups or (out.stride(-2) == 1 and a.shape[0] > 1)
@@ -121,7 +123,8 @@ def mx_sm90(
     tiles = row_tiles * col_tiles * (E if grouped == "K" else 1)
     rows_apart = 0
     if of_groups:
-        first = first if reads_experts(first) else first.contiguous()
+        if not reads_experts(first):  # not `contiguous()`, which copies no contiguous weights at an odd address
+            first = first.clone(memory_format=torch.contiguous_format)
         rows_apart = first.stride(0) // first.stride(1)
         first = first.as_strided(((E - 1) * rows_apart + M, K), first.stride()[1:])
     # Each of the two math warpgroups may mark a tile, and a tile of 256 tokens has two marks.
@@ -130,7 +133,8 @@ def mx_sm90(
 
     size, chunk_size = out.element_size(), min(128, BLOCK_N)
     rows_of_out = out.mT.reshape(-1, M) if turned and not of_groups else out.view(-1, out.shape[-1])
-    # TMA reads all rows of the widest tile, and of a tile of a token group, whose next rows are those of other groups.
+    # TMA reads all rows of the widest tile. It also reads all rows of a tile of a token group: the rows after the group
+    # are those of other groups.
     few = BLOCK_N < WIDEST_TILE and not of_groups
     columns, box = rows_to_read(N, BLOCK_N) if few else (BLOCK_N, BLOCK_N)
     descriptors = (
