@@ -68,3 +68,19 @@ def test_the_values_of_one_matrix():
         exponents = scale.view(torch.uint8).int().repeat_interleave(32, 1) - 123
         assert in_order(values)[:, :96].equal(torch.ldexp(codes.float(), exponents).bfloat16())
         assert plan is None
+
+
+@runs_kernels
+def test_weights_of_experts_are_copied_from_any_strides():
+    b = torch.randn(3, 70, 160).to(torch.float8_e4m3fn).to(DEVICE)
+    inside = torch.empty(70, 3, 168, device=DEVICE).to(b.dtype).transpose(0, 1)[..., :160].copy_(b)
+    shifted = torch.empty(b.numel() + 1, device=DEVICE).to(b.dtype)[1:].view(b.shape).copy_(b)
+    for strided in (b, inside, shifted):
+        out = kernel.copied(strided)
+        assert out.is_contiguous()
+        assert out.view(torch.uint8).equal(b.view(torch.uint8))
+    assert (
+        kernel.copied(b[:, :1].expand(3, 70, 160))
+        .view(torch.uint8)
+        .equal(b[:, :1].expand(3, 70, 160).view(torch.uint8))
+    )

@@ -23,7 +23,7 @@ from mxspec.triton_kernels.common.groups import chunk
 from mxspec.triton_kernels.common.launch import FUSED, UNFUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.choice import Choice, cheapest
-from mxspec.triton_kernels.hopper.mx.values import VALUES, mx_values
+from mxspec.triton_kernels.hopper.mx.values import VALUES, copy_experts, mx_values
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 if releases.refusal() is None:
@@ -66,6 +66,16 @@ def reads_experts(b: Tensor) -> bool:
     if b.stride(1) <= 0 or (b.shape[0] > 1 and b.stride(0) % b.stride(1)):
         return False
     return b.stride(1) % 16 == 0 and b.data_ptr() % 16 == 0
+
+
+def copied(b: Tensor) -> Tensor:
+    """A contiguous copy of the weights of experts, by a kernel, so that a launch plan can hold it."""
+    E, N, K = b.shape
+    out = b.new_empty(E, N, K)
+    copy_experts[(-(-E * N // VALUES["ROWS"]), -(-K // 128))](
+        b, *b.stride()[:2], out, E * N, N, K, **VALUES, **UNFUSED
+    )  # fmt: skip
+    return out
 
 
 def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> dict[str, Any]:
@@ -123,8 +133,7 @@ def mx_sm90(
     tiles = row_tiles * col_tiles * (E if grouped == "K" else 1)
     rows_apart = 0
     if of_groups:
-        if not reads_experts(first):  # not `contiguous()`, which copies no contiguous weights at an odd address
-            first = first.clone(memory_format=torch.contiguous_format)
+        first = first if reads_experts(first) else copied(first)
         rows_apart = first.stride(0) // first.stride(1)
         first = first.as_strided(((E - 1) * rows_apart + M, K), first.stride()[1:])
     # Each of the two math warpgroups may mark a tile, and a tile of 256 tokens has two marks.
@@ -133,9 +142,9 @@ def mx_sm90(
 
     size, chunk_size = out.element_size(), min(128, BLOCK_N)
     rows_of_out = out.mT.reshape(-1, M) if turned and not of_groups else out.view(-1, out.shape[-1])
-    # TMA reads all rows of the widest tile. It also reads all rows of a tile of a token group: the rows after the group
-    # are those of other groups.
-    few = BLOCK_N < WIDEST_TILE and not of_groups
+    # TMA reads all rows of the widest tile. With groups it reads all rows of each tile: with less, Triton 3.7 keeps
+    # registers of wgrad in local memory, and the rows after a group along N are those of other groups.
+    few = BLOCK_N < WIDEST_TILE and not grouped
     columns, box = rows_to_read(N, BLOCK_N) if few else (BLOCK_N, BLOCK_N)
     descriptors = (
         TensorDescriptor.from_tensor(first.view(torch.int8), [128, 64], shared_layout(64, 8)),

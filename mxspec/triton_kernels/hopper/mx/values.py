@@ -1,4 +1,4 @@
-"""The kernel that turns the second operand of Hopper's MX matmuls into bf16.
+"""The kernel that turns the second operand of Hopper's MX matmuls into bf16, and a copy of weights.
 
 If token groups divide the rows of this operand, the kernel also writes the plan. The plan says which rows each block of
 the output has.
@@ -33,6 +33,16 @@ def _plan(plan, tiles, offs, offs_stride, G, R, CHUNK: tl.constexpr, TILE: tl.co
         tl.store(plan + 4 * t + 1, tl.minimum(tl.maximum(row, 0), R))
         tl.store(plan + 4 * t + 2, tl.where(none, R, tl.minimum(stop, R)))
         tl.store(plan + 4 * t + 3, tl.maximum(in_tiles, 0))
+
+
+@triton.jit
+def copy_experts(codes, stride_e, stride_r, out, rows, N, K, ROWS: tl.constexpr):
+    """Write the weights of experts, N rows each, one row directly after the other. There are `rows` rows."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * 128 + tl.arange(0, 128)
+    there = (r < rows)[:, None] & (k < K)[None, :]
+    code = tl.load(codes + (r // N * stride_e + r % N * stride_r)[:, None] + k[None, :], mask=there)
+    tl.store(out + (r * K)[:, None] + k[None, :], code, mask=there)
 
 
 @triton.jit
