@@ -79,8 +79,5 @@ def test_weights_of_experts_are_copied_from_any_strides():
         out = kernel.copied(strided)
         assert out.is_contiguous()
         assert out.view(torch.uint8).equal(b.view(torch.uint8))
-    assert (
-        kernel.copied(b[:, :1].expand(3, 70, 160))
-        .view(torch.uint8)
-        .equal(b[:, :1].expand(3, 70, 160).view(torch.uint8))
-    )
+    repeated = b[:, :1].expand(3, 70, 160)  # one row of weights
+    assert kernel.copied(repeated).view(torch.uint8).equal(repeated.view(torch.uint8))
