@@ -44,7 +44,7 @@ def test_the_values_of_tokens_and_the_plan(dtype, sizes, layout):
     laid = scale if layout == "plain" else mxspec.to_blocked_m_groups(scale, offs, backend="reference")[0]
     for tile in (32, 64, 128, 256):
         marks = torch.full((3,), 9, dtype=torch.int32, device=DEVICE)
-        values, plan = kernel.bf16_values(codes, laid, layout, marks, offs, "M", tile)
+        values, plan = kernel.values_and_plan(codes, laid, layout, marks, offs, "M", tile)
         exponents = scale.view(torch.uint8).int().repeat_interleave(32, 1) - 127 + FORMATS[dtype]
         expected = torch.ldexp(codes.float(), exponents).bfloat16()
         assert in_order(values)[:of_groups, :K].equal(expected[:of_groups])
@@ -64,7 +64,7 @@ def test_the_values_of_one_matrix():
     codes, scale = tokens(70, 96, torch.float8_e4m3fn)
     marks = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for layout, laid in (("plain", scale), ("blocked", mxspec.to_blocked(scale, backend="reference"))):
-        values, plan = kernel.bf16_values(codes, laid, layout, marks, None, "", 256)
+        values, plan = kernel.values_and_plan(codes, laid, layout, marks, None, "", 256)
         exponents = scale.view(torch.uint8).int().repeat_interleave(32, 1) - 123
         assert in_order(values)[:, :96].equal(torch.ldexp(codes.float(), exponents).bfloat16())
         assert plan is None

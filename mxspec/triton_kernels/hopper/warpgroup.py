@@ -158,14 +158,21 @@ class Output:
         gl.store(at, elements.to(self.pointer.dtype.element_ty), mask=there)
 
     @gluon.jit
+    def fill_turned(self, acc, CHUNK: gl.constexpr, buffer):
+        """`fill` for the output's transpose. It first waits for the store that last read the buffer."""
+        WIDTH: gl.constexpr = self.desc.block_shape[0]
+        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+        target = self.tiles.index(buffer)
+        tma.store_wait(0)
+        target.permute((1, 0)).store(gl.convert_layout(parts(acc, WIDTH)[CHUNK], mma).to(self.desc.dtype))
+        return target
+
+    @gluon.jit
     def write_turned(self, row, column, acc, buffer):
         """Write 64 rows of the output's transpose. Its columns are rows of the output."""
         WIDTH: gl.constexpr = self.desc.block_shape[0]
-        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
         for c in gl.static_range(acc.shape[1] // WIDTH):
-            target = self.tiles.index(buffer)
-            tma.store_wait(0)  # wait for the store that last read this buffer
-            target.permute((1, 0)).store(gl.convert_layout(parts(acc, WIDTH)[c], mma).to(self.desc.dtype))
+            target = self.fill_turned(acc, c, buffer)
             fence_async_shared()
             async_store(self.desc, [column + c * WIDTH, row], target)
 
@@ -177,14 +184,11 @@ class Output:
         at once.
         """
         WIDTH: gl.constexpr = self.desc.block_shape[0]
-        mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
         by_column: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         for chunk in gl.static_range(acc.shape[1] // WIDTH):
             first = column + chunk * WIDTH
             if first < end:
-                target = self.tiles.index(buffer)
-                tma.store_wait(0)
-                target.permute((1, 0)).store(gl.convert_layout(parts(acc, WIDTH)[chunk], mma).to(self.desc.dtype))
+                target = self.fill_turned(acc, chunk, buffer)
                 if first + WIDTH <= end:
                     fence_async_shared()
                     async_store(self.desc, [first, row], target)

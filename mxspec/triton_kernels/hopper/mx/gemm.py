@@ -115,7 +115,6 @@ def _multiply(
             else:
                 _mark(marks, m_block_idx, n_block_idx)
         acc *= UNSHIFT
-        above = 0
         if GROUPED == "N":
             out.write_turned_columns(row + first, column, column_end, acc, WARPGROUP)
         elif TURNED:  # the rows of the output are those of b, and the matrix of each expert has whole blocks of them
@@ -124,9 +123,8 @@ def _multiply(
             out.write_turned(row + first, column, acc, WARPGROUP)
         elif GROUPED == "":
             out.write(row + first, column, acc, WARPGROUP)
-        else:
-            if GROUPED == "K":
-                above = expert * scheduler.M
+        else:  # the experts' matrices lie one below the other
+            above = expert * scheduler.M
             row += first
             if row + 64 <= row_end:
                 out.write(above + row, column, acc, WARPGROUP)

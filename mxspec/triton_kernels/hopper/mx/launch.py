@@ -83,7 +83,7 @@ def tile_for(M: int, N: int, processors: int, E: int = 1, grouped: str = "") -> 
     return cheapest(TILES[:2] if grouped == "K" else TILES, M, N, processors, E, grouped)
 
 
-def bf16_values(
+def values_and_plan(
     codes: Tensor, scale: Tensor, scale_layout: str, marks: Tensor, offs: Tensor | None, grouped: str, tile: int
 ) -> tuple[Tensor, Tensor | None]:
     """The values of one operand for the Gluon kernel, and the plan if token groups divide its rows (grouped "M").
@@ -97,7 +97,8 @@ def bf16_values(
     plan, tiles, padded, more = None, 0, R, 0
     if grouped == "M" and offs is not None:
         # Each group may begin a tile, and so may the rows that belong to no group.
-        tiles, plan = -(-R // tile) + E, offs.new_empty(-(-R // tile) + E, 4)
+        tiles = -(-R // tile) + E
+        plan = offs.new_empty(tiles, 4)
         # A last tile is read to its end: TMA takes longer for rows past the end of an operand.
         more, padded = tile, -(-R // 128) * 128 + 128 * E if blocked else R
     columns, rows = -(-K // 128) + (E if grouped == "K" else 0), -(-padded // VALUES["ROWS"])
@@ -138,7 +139,7 @@ def mx_sm90(
         first = first.as_strided(((E - 1) * rows_apart + M, K), first.stride()[1:])
     # Each of the two math warpgroups may mark a tile, and a tile of 256 tokens has two marks.
     marks = out.new_empty(1 + (8 if of_groups else 4) * tiles, dtype=torch.int32)
-    values, plan = bf16_values(second, second_scale, scale_layout, marks, offs, grouped, BLOCK_N)
+    values, plan = values_and_plan(second, second_scale, scale_layout, marks, offs, grouped, BLOCK_N)
 
     size, chunk_size = out.element_size(), min(128, BLOCK_N)
     rows_of_out = out.mT.reshape(-1, M) if turned and not of_groups else out.view(-1, out.shape[-1])
