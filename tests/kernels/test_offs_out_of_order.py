@@ -18,10 +18,9 @@ OFFS = [  # falling, negative, past the last token, and the ends of int32
 OPS = [
     "clamped_swiglu_backward_fp8_quantize_rowcol_groups", "clamped_swiglu_fp8_quantize_rowcol_groups",
     "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
-    "fp8_quantize_rowcol_groups", "fp8_requantize_k_groups", "mx_fake_quantize_rowcol_groups", "mx_quantize_groups",
-    "mx_quantize_rowcol_groups", "mx_requantize_groups", "nvfp4_fake_quantize_rowcol_groups", "nvfp4_quantize_groups",
-    "pad_token_groups",
-    "place_token_groups",
+    "fp8_quantize_rowcol_groups", "fp8_requantize_k_groups", "mx_fake_quantize_rowcol_groups", "mx_grouped_gemm",
+    "mx_grouped_gemm_wgrad", "mx_quantize_groups", "mx_quantize_rowcol_groups", "mx_requantize_groups",
+    "nvfp4_fake_quantize_rowcol_groups", "nvfp4_quantize_groups", "pad_token_groups", "place_token_groups",
     "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_backward_mx_quantize_rowcol_groups",
     "swiglu_fp8_quantize_rowcol_groups", "swiglu_mx_quantize_rowcol_groups", "to_blocked_k_groups",
     "to_blocked_m_groups", "unpad_token_groups", "zero_unused_",
@@ -46,10 +45,27 @@ def calls(op, offs):
         weights = [amid_nan(t) for t in (codes(E * N, K).view(E, N, K), scales(E, 1)[..., None])]
         tokens = [[amid_nan(t) for t in (codes(count, K), scales(count, 1))] for count in (M, 300)]
         return [((*of, *weights, offs), {}, (len(of[0]), N)) for of in tokens]
+    if op.startswith("mx_grouped_gemm"):
+
+        def ones(*shape):
+            return amid_nan(torch.ones(shape).to(torch.float8_e8m0fnu))
+
+        if op == "mx_grouped_gemm":
+            weights, tokens = amid_nan(codes(E * N, K).view(E, N, K)), amid_nan(codes(M, K))
+            of_a, of_b = {"plain": (M, 4), "blocked": (M + 128 * E, 4)}, {"plain": (E, N, 4), "blocked": (E, 512)}
+            return [
+                ((tokens, ones(*of_a[layout]), weights, ones(*of_b[layout]), offs), {"scale_layout": layout}, (M, N))
+                for layout in ("plain", "blocked")
+            ]
+        dy, features = amid_nan(codes(N, R)).mT, amid_nan(codes(K, R)).mT
+        return [
+            ((dy, ones(rows_of_dy, cols), features, ones(128, cols), offs), {"scale_layout": layout}, (E, N, K))
+            for layout, rows_of_dy, cols in (("plain", N, R // 32), ("blocked", 128, R // 32 + 4 * E))
+        ]
     x = amid_nan(torch.ones(M, D, dtype=torch.bfloat16))
     wide = amid_nan(torch.ones(M, 256, dtype=torch.bfloat16))
     scale = x.view(torch.uint8)
-    ones = {dtype: amid_nan(torch.ones(M, D // 32).to(dtype)) for dtype in (torch.float32, torch.float8_e8m0fnu)}
+    of_ones = {dtype: amid_nan(torch.ones(M, D // 32).to(dtype)) for dtype in (torch.float32, torch.float8_e8m0fnu)}
     starts = [offs.flip(0), mxspec.pad_token_groups(x, offs, 8, backend="reference")[1]]
     columns = [{"axis": -2, "scale_layout": layout} for layout in ("plain", "blocked")]
     plain = {"scale_layout": "plain"}
@@ -73,10 +89,10 @@ def calls(op, offs):
             ((wide, amid_nan(wide[:E]), amid_nan(wide[:, :128]), offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))
         ],
         "fp8_requantize_k_groups": [
-            ((amid_nan(codes(M, D)), amid_nan(ones[torch.float32][:, :2]), offs), {}, (D, 512), (D, 4))
+            ((amid_nan(codes(M, D)), amid_nan(of_ones[torch.float32][:, :2]), offs), {}, (D, 512), (D, 4))
         ],
         "mx_requantize_groups": [
-            ((amid_nan(codes(M, D)), ones[torch.float8_e8m0fnu], offs), {"scale_layout": layout}, (512, D))
+            ((amid_nan(codes(M, D)), of_ones[torch.float8_e8m0fnu], offs), {"scale_layout": layout}, (512, D))
             for layout in ("plain", "blocked")
         ],
         "mx_fake_quantize_rowcol_groups": [((x, offs), {}, (M, D), (M, D))],

@@ -51,7 +51,7 @@ def matmul_config(block_sizes: list[int], num_warps: int, num_stages: int, persi
     return helion.Config(block_sizes=block_sizes, num_warps=num_warps, loop_orders=[[1, 0]], **tma)
 
 
-def _inexact(of_block: Tensor, there: Tensor, lowest: int, highest: int) -> Tensor:
+def inexact_scales(of_block: Tensor, there: Tensor, lowest: int, highest: int) -> Tensor:
     """Where the values under a scale may be no bf16 numbers."""
     return there & ((of_block < lowest) | ((of_block > highest) & (of_block < 255)))
 
@@ -65,7 +65,7 @@ def _flags(
         matrix, row_, byte_ = e.index[:, None, None], row.index[None, :, None], byte.index[None, None, :]
         r, c = blocked_to_row_col(row_, byte_) if blocked else (row_, byte_)
         there = ((matrix < scale.size(0)) & (r < R) & (c < C)).expand(e, row, byte)
-        inexact = _inexact(scale[e, row, byte].to(torch.int32), there, lowest, highest)
+        inexact = inexact_scales(scale[e, row, byte].to(torch.int32), there, lowest, highest)
         if inexact.to(torch.int32).amax(-1).amax(-1).amax(-1) > 0:
             source = (matrix * stride_e + r * stride_r + c * 32).unsqueeze(-1) + hl.arange(32)[None, None, None, :]
             code = hl.load(codes, [source], extra_mask=inexact.unsqueeze(-1).expand(source.size()))
@@ -129,7 +129,7 @@ def _flags_of_groups(
         r, c = blocked_to_row_col(byte.index * 0, byte.index)
         r = first + r
         there = (r >= 0) & (r < stop) & (c < C) & (group < G)
-        inexact = _inexact(scale[tile.id, byte].to(torch.int32), there, lowest, highest)
+        inexact = inexact_scales(scale[tile.id, byte].to(torch.int32), there, lowest, highest)
         if inexact.to(torch.int32).amax(0) > 0:
             source = (r * stride + c * 32).unsqueeze(1) + hl.arange(32).unsqueeze(0)
             code = hl.load(codes, [source], extra_mask=inexact.unsqueeze(1).expand(byte, 32))

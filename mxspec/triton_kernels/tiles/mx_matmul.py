@@ -175,7 +175,8 @@ def _tile(
         first, stop = tokens_of(group, offs, offs_stride, E)
         # The same value, as a multiple of 32, so that a load knows its alignment.
         first = tl.maximum(first, 0) // 32 * 32
-        blocks = tl.maximum(tl.minimum(stop, K) - first, 0) // 32
+        stop = tl.maximum(tl.minimum(stop, K), 0)  # a difference of two numbers of at least 0 fits in int32
+        blocks = tl.maximum(stop - first, 0) // 32
         a += first
         b += first
         if BLOCKED:  # the tiles of a group are stored together, row by row
