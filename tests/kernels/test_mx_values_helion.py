@@ -1,6 +1,7 @@
 """Helion's MX matmuls of bf16 values: rows whose values are no bf16 numbers are computed again, and no other rows."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import mxspec
 from mxspec import check, dispatch
 from mxspec.cases import mx_gemm as dense
 from mxspec.cases import mx_grouped_gemm as grouped
+from mxspec.cases import mx_grouped_gemm_wgrad as wgrad
 from mxspec.reference.common.matmul import MIN_SQNR_DB
+from mxspec.reference.to_blocked_k_groups import to_blocked_k_groups
 
 if not dispatch.has_kernel("mx_gemm", "helion"):
     pytest.skip("helion is not installed", allow_module_level=True)
@@ -77,14 +80,52 @@ def test_only_a_row_with_a_flag_is_computed_again(op, row, first, beyond, other)
     assert check.difference((out,), (dispatch.reference(op)(*args, **kwargs),), MIN_SQNR_DB) is None
 
 
+@runs_helion
+@pytest.mark.parametrize("layout", ["plain", "blocked"])
+@pytest.mark.parametrize("row", [0, 129])
+@pytest.mark.parametrize(("first", "beyond"), [(1, 254), (3, 254), (1, 0), (3, 0)])
+def test_only_a_row_with_a_flag_in_its_group_is_summed_again(layout, row, first, beyond):
+    """One row of one operand has such scales in the last group of three. No other sum changes its bits."""
+    sizes, rest, N, K = [160, 0, 96], 32, 136, 150
+    args, kwargs = wgrad.made(sizes, rest, N, K, "plain"), {"scale_layout": layout, "out_dtype": torch.float32}
+    outs = []
+    for change in (False, True):
+        *operands, offs = (t.clone() if t.is_contiguous() else t.mT.clone().mT for t in args)
+        operands[first].view(torch.uint8)[:, : sum(sizes) // 32] = 127
+        operands[4 - first].view(torch.uint8)[:, : sum(sizes) // 32] = 60 if beyond == 254 else 200
+        if change:
+            operands[first].view(torch.uint8)[row, 6:7] = beyond
+        if beyond == 0:  # so small that bf16 would lose the codes
+            operands[first - 1].view(torch.uint8)[192:224, row] = 3
+        if layout == "blocked":
+            for i in (1, 3):
+                operands[i] = to_blocked_k_groups(operands[i], offs // 32)[0]
+        given = check.on_device(check.default_device(), (*operands, offs))
+        with check.poisoned(0xFF):
+            outs.append(mxspec.mx_grouped_gemm_wgrad(*given, **kwargs, backend="helion"))
+        want = dispatch.reference("mx_grouped_gemm_wgrad")(*given, **kwargs)
+        assert check.difference((outs[-1],), (want,), MIN_SQNR_DB) is None
+    changed = outs[0].view(torch.int32) != outs[1].view(torch.int32)
+    summed_again = changed[2, row] if first == 1 else changed[2, :, row]
+    assert summed_again.any()
+    summed_again[:] = False
+    assert not changed.any()
+
+
 @pytest.mark.skipif(os.environ.get("HELION_INTERPRET") != "1", reason="needs HELION_INTERPRET=1")
 @pytest.mark.parametrize("layout", ["plain", "blocked"])
-@pytest.mark.parametrize("op", ["mx_gemm", "mx_grouped_gemm"])
+@pytest.mark.parametrize("op", ["mx_gemm", "mx_grouped_gemm", "mx_grouped_gemm_wgrad"])
 def test_the_kernel_for_blackwell_multiplies_codes(op, layout, monkeypatch):
     """Without a GPU the op runs the kernel for Hopper. Helion's interpreter has steps of one block, not of four."""
-    monkeypatch.setattr(dispatch.kernel_module(op, "helion"), "MX_BLOCK_SIZE", 0)
-    monkeypatch.setattr(kernel, "launch", None)  # the kernel for Hopper would call it
-    args = dense.made(150, 136, 160, layout) if op == "mx_gemm" else grouped.made([130, 0, 20], 6, 136, 160, layout)
+    module = dispatch.kernel_module(op, "helion")
+    monkeypatch.setattr(module, "MX_BLOCK_SIZE", 0)
+    monkeypatch.setattr(kernel, "launch", None)  # the kernels for Hopper would call these two
+    monkeypatch.setattr(module, "_of_values", None)
+    args = {
+        "mx_gemm": partial(dense.made, 150, 136, 160),
+        "mx_grouped_gemm": partial(grouped.made, [130, 0, 20], 6, 136, 160),
+        "mx_grouped_gemm_wgrad": partial(wgrad.made, [160, 0, 96], 32, 136, 150),
+    }[op](layout)
     kwargs = {"scale_layout": layout, "out_dtype": torch.float32}
     with check.poisoned(0xFF):
         out = getattr(mxspec, op)(*args, **kwargs, backend="helion")

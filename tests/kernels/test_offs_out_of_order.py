@@ -1,6 +1,7 @@
 """If offs is out of order, the values have no meaning, but no access is outside of the operands and the result."""
 
 import inspect
+import math
 
 import pytest
 import torch
@@ -15,16 +16,7 @@ OFFS = [  # falling, negative, past the last token, and the ends of int32
     (5, 3, 9), (4, 2, 20), (30, 10, 999), (-5, 3, 2), (-128, 256, 512), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1),
     (0, 400, 380), (100, -(2**31), 20), (256, 128, 384), (384, 128, 256), (0, 0, 2**20),
 ]  # fmt: skip
-OPS = [
-    "clamped_swiglu_backward_fp8_quantize_rowcol_groups", "clamped_swiglu_fp8_quantize_rowcol_groups",
-    "fp8_grouped_gemm", "fp8_grouped_gemm_wgrad", "fp8_grouped_gemm_wgrad_", "fp8_quantize_k_groups",
-    "fp8_quantize_rowcol_groups", "fp8_requantize_k_groups", "mx_fake_quantize_rowcol_groups", "mx_grouped_gemm",
-    "mx_grouped_gemm_wgrad", "mx_quantize_groups", "mx_quantize_rowcol_groups", "mx_requantize_groups",
-    "nvfp4_fake_quantize_rowcol_groups", "nvfp4_quantize_groups", "pad_token_groups", "place_token_groups",
-    "swiglu_backward_fp8_quantize_rowcol_groups", "swiglu_backward_mx_quantize_rowcol_groups",
-    "swiglu_fp8_quantize_rowcol_groups", "swiglu_mx_quantize_rowcol_groups", "to_blocked_k_groups",
-    "to_blocked_m_groups", "unpad_token_groups", "zero_unused_",
-]  # fmt: skip
+OPS = [op for op in dispatch.ops() if "offs" in inspect.signature(dispatch.reference(op)).parameters]
 CHECKED = [op for op in OPS if "check_offs" in inspect.signature(dispatch.reference(op)).parameters]
 
 
@@ -32,6 +24,38 @@ def amid_nan(t):
     """The same values, contiguous on the device, with NaN before and after."""
     buffer = torch.full((t.numel() + 2 * MARGIN,), torch.nan).to(t.dtype).to(DEVICE)
     return buffer[MARGIN : MARGIN + t.numel()].view(t.shape).copy_(t)
+
+
+def block_matmuls(op, offs):
+    """The MX matmuls, and the NVFP4 matmuls of codes and of values."""
+    E, N, K, M, tokens = 3, 40, 160, 20, 256
+    block, dtype = (32, torch.float8_e8m0fnu) if op.startswith("mx") else (16, torch.float8_e4m3fn)
+    tensor_scale = [] if op.startswith("mx") else [amid_nan(torch.ones(E))]
+
+    def operand(*shape):
+        if op.startswith("mx"):
+            return amid_nan(codes(math.prod(shape[:-1]), shape[-1]).view(shape))
+        return amid_nan(torch.full((*shape[:-1], shape[-1] // 2), 0x22, dtype=torch.uint8)).view(torch.float4_e2m1fn_x2)
+
+    def scale(*shape):
+        return amid_nan(torch.ones(shape).to(dtype))
+
+    C = (tokens if op.endswith("wgrad") else K) // block
+    cols = -(-C // 4) * 4
+    for layout, options in ((layout, {"scale_layout": layout}) for layout in ("plain", "blocked")):
+        if op.endswith("wgrad"):
+            shapes = [(rows, C) if layout == "plain" else (-(-rows // 128) * 128, C + 4 * E) for rows in (N, K)]
+            dy, x = ([operand(rows, tokens).mT, scale(*shape)] for rows, shape in zip((N, K), shapes, strict=True))
+            yield (*dy, *tensor_scale, *x, *tensor_scale, offs), options, (E, N, K)
+        else:
+            a = [operand(M, K), scale(*(M, C) if layout == "plain" else (M + 128 * E, cols))]
+            b = [operand(E, N, K), scale(*(E, N, C) if layout == "plain" else (E, 128 * cols))]
+            yield (*a, *tensor_scale, *b, *tensor_scale, offs), options, (M, N)
+    if tensor_scale:
+        a, b = (amid_nan(torch.ones(shape).bfloat16()) for shape in ((M, K), (E, N, K)))
+        dy, x = (amid_nan(torch.ones(shape).bfloat16()) for shape in ((tokens, N), (tokens, K)))
+        first, second, shape = (dy, x, (E, N, K)) if op.endswith("wgrad") else (a, b, (M, N))
+        yield (first, None, *tensor_scale, second, None, *tensor_scale, offs), {}, shape
 
 
 def calls(op, offs):
@@ -45,27 +69,12 @@ def calls(op, offs):
         weights = [amid_nan(t) for t in (codes(E * N, K).view(E, N, K), scales(E, 1)[..., None])]
         tokens = [[amid_nan(t) for t in (codes(count, K), scales(count, 1))] for count in (M, 300)]
         return [((*of, *weights, offs), {}, (len(of[0]), N)) for of in tokens]
-    if op.startswith("mx_grouped_gemm"):
-
-        def ones(*shape):
-            return amid_nan(torch.ones(shape).to(torch.float8_e8m0fnu))
-
-        if op == "mx_grouped_gemm":
-            weights, tokens = amid_nan(codes(E * N, K).view(E, N, K)), amid_nan(codes(M, K))
-            of_a, of_b = {"plain": (M, 4), "blocked": (M + 128 * E, 4)}, {"plain": (E, N, 4), "blocked": (E, 512)}
-            return [
-                ((tokens, ones(*of_a[layout]), weights, ones(*of_b[layout]), offs), {"scale_layout": layout}, (M, N))
-                for layout in ("plain", "blocked")
-            ]
-        dy, features = amid_nan(codes(N, R)).mT, amid_nan(codes(K, R)).mT
-        return [
-            ((dy, ones(rows_of_dy, cols), features, ones(128, cols), offs), {"scale_layout": layout}, (E, N, K))
-            for layout, rows_of_dy, cols in (("plain", N, R // 32), ("blocked", 128, R // 32 + 4 * E))
-        ]
+    if op.startswith(("mx_grouped_gemm", "nvfp4_grouped_gemm")):
+        return list(block_matmuls(op, offs))
     x = amid_nan(torch.ones(M, D, dtype=torch.bfloat16))
     wide = amid_nan(torch.ones(M, 256, dtype=torch.bfloat16))
     scale = x.view(torch.uint8)
-    of_ones = {dtype: amid_nan(torch.ones(M, D // 32).to(dtype)) for dtype in (torch.float32, torch.float8_e8m0fnu)}
+    ones = {dtype: amid_nan(torch.ones(M, D // 32).to(dtype)) for dtype in (torch.float32, torch.float8_e8m0fnu)}
     starts = [offs.flip(0), mxspec.pad_token_groups(x, offs, 8, backend="reference")[1]]
     columns = [{"axis": -2, "scale_layout": layout} for layout in ("plain", "blocked")]
     plain = {"scale_layout": "plain"}
@@ -89,10 +98,10 @@ def calls(op, offs):
             ((wide, amid_nan(wide[:E]), amid_nan(wide[:, :128]), offs), {}, (M, 256), (M, 2), (256, 512), (256, 4))
         ],
         "fp8_requantize_k_groups": [
-            ((amid_nan(codes(M, D)), amid_nan(of_ones[torch.float32][:, :2]), offs), {}, (D, 512), (D, 4))
+            ((amid_nan(codes(M, D)), amid_nan(ones[torch.float32][:, :2]), offs), {}, (D, 512), (D, 4))
         ],
         "mx_requantize_groups": [
-            ((amid_nan(codes(M, D)), of_ones[torch.float8_e8m0fnu], offs), {"scale_layout": layout}, (512, D))
+            ((amid_nan(codes(M, D)), ones[torch.float8_e8m0fnu], offs), {"scale_layout": layout}, (512, D))
             for layout in ("plain", "blocked")
         ],
         "mx_fake_quantize_rowcol_groups": [((x, offs), {}, (M, D), (M, D))],

@@ -103,7 +103,8 @@ def _tiles(
         top, end = (tile * BLOCK_M).to(tl.int64), M
         out += group.to(tl.int64) * M * N
         first, stop = tokens_of(group, offs, offs_stride, E)
-        first, stop = tl.minimum(tl.maximum(first, 0), K), tl.minimum(stop, K)
+        # A difference of two numbers of at least 0 fits in int32.
+        first, stop = tl.minimum(tl.maximum(first, 0), K), tl.minimum(tl.maximum(stop, 0), K)
         if A_CODES or B_CODES:  # whole blocks
             first, stop = first // 16 * 16, stop // 16 * 16
         columns = tl.maximum(stop - first, 0)

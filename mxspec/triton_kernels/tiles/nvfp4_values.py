@@ -50,9 +50,10 @@ def _nvfp4_values(
     elif GROUPED == "K":
         across = tl.program_id(0) * BLOCKS // 512  # a column of tiles, among the padded columns of all groups
         _, first, stop, begin = group_of(across * 64, offs, offs_stride, G, None, None, False, 64, CHUNK)
+        stop = tl.minimum(tl.maximum(stop, 0), C * 16)
         before, width = begin // 64, tl.cdiv(tl.maximum(stop - first, 0), 64)
         c = first // 16 + (across - before) * 4 + col
-        most = tl.where((first >= 0) & ((before + width) * 4 <= C + 4 * G), tl.minimum(stop // 16, C), 0)
+        most = tl.where((first >= 0) & ((before + width) * 4 <= C + 4 * G), stop // 16, 0)
         of_tile = (before.to(tl.int64) * tiles + tile.to(tl.int64) * width + (across - before)) * 512 + i % 512
     r = top + row
     there = (r >= 0) & (r < end) & (row < 128) & (c >= 0) & (c < most) & (place < all_tiles)
