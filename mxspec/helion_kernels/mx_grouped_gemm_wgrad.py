@@ -30,17 +30,21 @@ PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
 _PERSISTENT = {name: value for name, value in PERSISTENT.items() if name == "pid_type"}
 
 
-def _config(cols: int, num_stages: int) -> helion.Config:
+# Two offs, dy and x in each of two loops, and the output. TMA needs shared memory to write a tile of fp32: 128 KiB.
+_READ = ["pointer", "pointer", *["tensor_descriptor"] * 4]
+_WRITTEN_BY_TMA, _WRITTEN = [*_READ, "tensor_descriptor"], [*_READ, "pointer"]
+
+
+def _config(indexing: list[str], num_stages: int) -> helion.Config:
     """Programs run down eight tiles of N, then along K, then to the next group, as in mx_gemm."""
-    tma = {**options("tensor_descriptor"), **_PERSISTENT, "num_stages": num_stages}
-    return helion.Config(block_sizes=[128, cols], num_warps=8, loop_orders=[[1, 2, 0]], **tma)
+    tma = {**options(indexing), **_PERSISTENT, "num_stages": num_stages}
+    return helion.Config(block_sizes=[128, 256], num_warps=8, loop_orders=[[1, 2, 0]], **tma)
 
 
 _CODES = helion.Config(block_sizes=[128, 128], num_warps=8, num_stages=4)
 CONFIGS = {
-    # The large tile of fp32 would need 272 KiB of shared memory.
-    torch.bfloat16: {(9, 0): _config(256, 3), (10, 0): _CODES},
-    torch.float32: {(9, 0): _config(128, 4), (10, 0): _CODES},
+    torch.bfloat16: {(9, 0): _config(_WRITTEN_BY_TMA, 3), (10, 0): _CODES},
+    torch.float32: {(9, 0): _config(_WRITTEN, 4), (10, 0): _CODES},
 }
 _PLAN, _VALUES = config([64], 4), config([32, 4], 4)
 _MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)

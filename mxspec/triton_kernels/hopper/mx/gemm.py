@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from mxspec.triton_kernels.hopper.mx.conversion import values
-from mxspec.triton_kernels.hopper.mx.producers import Scales, Tiles, load, scale
+from mxspec.triton_kernels.hopper.mx.producers import Scales, Tiles, block_of, load, scale
 from mxspec.triton_kernels.hopper.names import barrier
 from mxspec.triton_kernels.hopper.pipeline import make_pipeline
 from mxspec.triton_kernels.hopper.scheduler import Scheduler
@@ -87,7 +87,7 @@ def _multiply(
     next = values(tiles.a.index(0), tiles.factors.index(0), first, FORMAT)
     barrier()
     for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
-        expert, m_block_idx, n_block_idx, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
+        expert, m_block_idx, n_block_idx, row, row_end, begin, end = block_of(scheduler, block)
         acc = gl.zeros([64, BLOCK_N], gl.float32, mma)
         whole = end
         # The number of an expert's tokens may be an odd multiple of 32. The last block of 64 columns is then half the
@@ -156,7 +156,7 @@ def mx_gemm_sm90(
         out_desc.dtype, [2, out_desc.block_shape[0], out_desc.block_shape[1]], out_desc.layout
     )
     a_scales = Scales(*scales, BLOCKED, CHUNK, A_SHIFT, AHEAD)
-    scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, K_UNIT=1, OVERLAP=False)
+    scheduler = Scheduler(*blocks, 128, SWIZZLE, GROUPED, K_UNIT=32, OVERLAP=False)
     width = scheduler.M if GROUPED == "N" else scheduler.N
     output = Output(out_desc, out, width, width, out_tiles, BUFFERS=1, ACCUMULATE=False)
     pipeline = make_pipeline(NUM_STAGES, 2, 2)  # two producers: the load warp and the pair of scale warps

@@ -158,7 +158,7 @@ def mx_sm90(
     )
     of_matrix = first_scale.stride(0) if of_groups else 0
     of_first = (of_matrix, 0, 0) if blocked else (of_matrix, *first_scale.stride()[-2:])
-    blocks = plan if of_groups else offs, 0 if offs is None else offs.stride(0), E, tiles, M, N, K, row_tiles, col_tiles
+    blocks = plan if of_groups else offs, 0 if offs is None else offs.stride(0), E, tiles, M, N, C, row_tiles, col_tiles
     compiled = mx_gemm_sm90[(min(tiles, programs),)](
         *descriptors, out, (first_scale, *of_first, C), blocks, marks, rows_apart,
         GROUPED=of_kernel, BLOCKED=blocked, CHUNK=chunk(E), FORMAT=CODES[first.dtype], TURNED=turned,

@@ -42,12 +42,19 @@ class Scales:
 
 
 @gluon.jit
+def block_of(scheduler, block):
+    """`get_block` with the part of K in columns, from units of 32."""
+    expert, m_block_idx, n_block_idx, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
+    return expert, m_block_idx, n_block_idx, row, row_end, begin * 32, end * 32
+
+
+@gluon.jit
 def load(a_desc, b_desc, tiles, pipeline, scheduler):
     """The load warp."""
     BLOCK_N: gl.constexpr = tiles.b.shape[1]
     i = 0
     for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
-        expert, _, n_block_idx, row, _, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
+        expert, _, n_block_idx, row, _, begin, end = block_of(scheduler, block)
         column, _ = scheduler.columns(n_block_idx, BLOCK_N)
         if scheduler.GROUPED == "N":
             row += expert * tiles.rows_apart
@@ -88,7 +95,7 @@ def scale(scales, tiles, pipeline, scheduler):
     layout: gl.constexpr = gl.BlockedLayout([2, 2], [32, 1], [2, 1], [1, 0])
     rows = gl.arange(0, 128, gl.SliceLayout(1, layout))
     for block in range(gl.program_id(0), scheduler.num_blocks, gl.num_programs(0)):
-        expert, m_block_idx, _, row, row_end, begin, end = scheduler.get_block(block, (-1, 0, 0, 0))
+        expert, m_block_idx, _, row, row_end, begin, end = block_of(scheduler, block)
         there = (row + rows < row_end)[:, None]
         first, columns = begin // 32, gl.minimum(end // 32, C)
         of_matrix = scales.a
@@ -100,8 +107,8 @@ def scale(scales, tiles, pipeline, scheduler):
                 before = _blocks_before(expert, scheduler.offs, scheduler.offs_stride, scales.CHUNK, layout)
                 across = gl.cdiv(end - begin, 128)
                 of_rows += (before.to(gl.int64) * scheduler.m_blocks + m_block_idx.to(gl.int64) * across) * 512
-                in_memory = C + 4 * scheduler.num_blocks // (scheduler.m_blocks * scheduler.n_blocks)
-                columns = gl.where((before + across) * 4 <= in_memory, columns - first, 0)
+                in_memory = C // 4 + scheduler.num_blocks // (scheduler.m_blocks * scheduler.n_blocks)
+                columns = gl.where((before >= 0) & (before <= in_memory - across), columns - first, 0)
                 first = 0
             else:
                 of_rows += m_block_idx.to(gl.int64) * (gl.cdiv(C, 4) * 512)

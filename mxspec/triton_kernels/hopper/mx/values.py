@@ -73,10 +73,14 @@ def mx_values(
     tiles_before, across = tile * 0, tl.cdiv(K, 128)
     if GROUPED == "K":  # the 128 tokens of a tile belong to one group
         _, first, end, begin = group_of(tile * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
-        across = tl.cdiv(end - first, 128)
-        end = tl.minimum(end, K) // 32 * 32
+        # If offs is out of order, the tile may be none of the group's, or none of the scale's. Nothing is read then.
+        end = tl.minimum(tl.maximum(end, 0), K) // 32 * 32
+        across = tl.where(first >= 0, tl.cdiv(tl.maximum(end - first, 0), 128), 0)
         tiles_before = begin // 128
-        first = (first + tile * 128 - begin) // 32 * 32  # the same value, as a multiple of 32 for the compiler
+        of_group = (tiles_before >= 0) & (tiles_before <= tile) & (tile < tiles_before + across)
+        of_group &= tiles_before + across <= K // 128 + G
+        # The same value, as a multiple of 32 for the compiler.
+        first = tl.where(of_group, first + tile * 128 - begin, K) // 32 * 32
     c, k = tl.arange(0, 4), tl.arange(0, 128)
     in_r, in_c = (r >= 0) & (r < last), (first >= 0) & (first + 32 * c < end)
     in_k = (first >= 0) & (first + k < end)
@@ -84,7 +88,6 @@ def mx_values(
         of_row = (n // 128 * across + tile - tiles_before) * 512 + n % 32 * 16 + n % 128 // 32 * 4
         if GROUPED == "K":
             of_row += tiles_before.to(tl.int64) * tl.cdiv(R, 128) * 512
-            in_c &= (tiles_before + across) * 4 <= K // 32 + 4 * G
         at = scale + of_row[:, None] + c[None, :]
     else:
         at = scale + (r * scale_stride_r)[:, None]
