@@ -119,6 +119,7 @@ def parts(device: torch.device) -> None:
         console.print(f"{what} has no plan: {plan}")
         return
     facts, addresses = found
+    launch: Any = plan.launches[0]
     out = plans.Device.empty(plan.memory[0])
     places, stream = [*addresses, out.data_ptr()], plans.Device.stream(plan.device)
     us = us_of(
@@ -127,7 +128,7 @@ def parts(device: torch.device) -> None:
             "the look-up": lambda: plans.PLANS.find(facts),
             "whether a hook is set": plan.watched,
             "the output's memory": lambda: plans.Device.empty(plan.memory[0]),
-            "the launch": lambda: plan.launches[0](stream, places),
+            "the launch": lambda: launch(stream, places),
             "the plan (memory and launch)": lambda: plan.run([*addresses]),
             "the whole call": call,
         }

@@ -40,8 +40,8 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Result:
-    """An output: a tensor of the plan's memory, or a view of it if `view` has a shape, strides and an offset."""
+class Part:
+    """A tensor of the plan's memory, or a view of it if `view` has a shape, strides and an offset."""
 
     memory: int
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
@@ -52,6 +52,18 @@ class Result:
             return tensor
         shape, strides, offset = self.view  # the offset in the plan's memory, which may begin later in its storage
         return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+
+class Matmul(NamedTuple):
+    """A matmul by a function of torch, of parts of the plan's memory into another part."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    out: Part
+
+    def run(self, memory: list[Tensor]) -> None:
+        arguments = (value.of(memory) if type(value) is Part else value for value in self.arguments)
+        self.function(*arguments, out=self.out.of(memory))
 
 
 class Device:
@@ -72,8 +84,8 @@ class Plan:
 
     device: int
     memory: tuple[Memory, ...]
-    launches: tuple[Launch, ...]
-    results: tuple[Result, ...] | None  # None: the call returns None
+    launches: tuple[Launch | Matmul, ...]
+    results: tuple[Part, ...] | None  # None: the call returns None
     alone: bool  # whether the call returns its only output, and no tuple
     watched: Callable[[], bool]  # whether the launches must take the ordinary path, for a profiler or a debugger
 
@@ -89,7 +101,10 @@ class Plan:
             addresses.append(tensor.data_ptr())
         stream = Device.stream(self.device)
         for launch in self.launches:
-            launch(stream, addresses)
+            if isinstance(launch, Matmul):
+                launch.run(memory)
+            else:
+                launch(stream, addresses)
         if self.results is None:
             return None
         results = [result.of(memory) for result in self.results]

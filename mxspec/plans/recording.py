@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxspec.plans.plan import Descriptor, Memory, Plan, Pointer, Refused, Result
+from mxspec.plans.plan import Descriptor, Matmul, Memory, Part, Plan, Pointer, Refused
 
 T = TypeVar("T")
 _aten = torch.ops.aten
@@ -27,8 +27,12 @@ _ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     )
 )
+# These write to `out`. Autocast does not change their operands.
+_MATMULS = frozenset((_aten.mm.out, _aten.mm.dtype_out))
 # Methods that give the host a value. Some of them read the memory of a tensor without a call that a mode would see.
 _READS = frozenset(("tolist", "item", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"))
+_Launched = tuple[Any, Any, tuple[Any, ...], Any, dict[str, Any], range]
+_Multiplied = tuple[Any, tuple[Any, ...], Tensor]
 _one_at_a_time = threading.Lock()
 
 
@@ -92,7 +96,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self.inputs, self.memory = inputs, list[Tensor]()
-        self.launches: list[tuple[Any, Any, tuple[Any, ...], Any, dict[str, Any], range]] = []
+        # A launch of a kernel, or a function of torch with its arguments and output.
+        self.launches: list[_Launched | _Multiplied] = []
         self.refusal = ""
 
     @contextlib.contextmanager
@@ -104,6 +109,8 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.memory.append(result)
+        elif func in _MATMULS and set(kwargs) == {"out"}:
+            self.launches.append((func, args, kwargs["out"]))
         elif not func.is_view:  # for example a sum, a copy, or a read of a value
             self.refusal = self.refusal or f"the call uses {func}"
         return result
@@ -112,7 +119,7 @@ class Recorder(TorchDispatchMode):
         """The plan of the call that this recorder watched."""
         if self.refusal:
             raise Refused(self.refusal)
-        if not self.launches:
+        if not any(len(launch) == 6 for launch in self.launches):
             raise Refused("the call launches no kernel of Triton")
         devices = {tensor.device for tensor in (*self.inputs, *self.memory)}
         if len(devices) > 1 or not all(tensor.numel() for tensor in (*self.inputs, *self.memory)):
@@ -121,8 +128,10 @@ class Recorder(TorchDispatchMode):
 
         if launchers.release() not in launchers.RELEASES:
             raise Refused(f"plans are tested under Triton {', '.join(launchers.RELEASES)}")
-        made = tuple(self._launch(*launch) for launch in self.launches)
         memory, results = self._results(result)
+        made = tuple(
+            self._matmul(*launch, memory) if len(launch) == 3 else self._launch(*launch) for launch in self.launches
+        )
         device = self.inputs[0].get_device()
         return Plan(device, memory, made, results, isinstance(result, Tensor), launchers.watched)
 
@@ -175,7 +184,17 @@ class Recorder(TorchDispatchMode):
         scratch = Pointer(len(self.inputs) + during[0], 0) if during else None
         return launcher(kernel, (*grid, 1, 1)[:3], values, scratch)
 
-    def _results(self, result: Any) -> tuple[tuple[Memory, ...], tuple[Result, ...] | None]:
+    def _matmul(self, function: Any, args: tuple[Any, ...], out: Tensor, memory: tuple[Memory, ...]) -> Matmul:
+        def part(tensor: Tensor) -> Part:
+            place = self._place(tensor.data_ptr())
+            index = -1 if place is None else place[0] - len(self.inputs)
+            if place is None or index < 0 or memory[index].dtype != tensor.dtype:
+                raise Refused(f"{function} gets a tensor that is no part of the call's memory")
+            return Part(index, (tuple(tensor.shape), tensor.stride(), place[1] // tensor.element_size()))
+
+        return Matmul(function, tuple(part(v) if isinstance(v, Tensor) else v for v in args), part(out))
+
+    def _results(self, result: Any) -> tuple[tuple[Memory, ...], tuple[Part, ...] | None]:
         """The memory to allocate, and the outputs in it.
 
         If an output fills its memory, the plan allocates this memory with the output's shape, strides and dtype.
@@ -197,9 +216,9 @@ class Recorder(TorchDispatchMode):
             alone = sum(other is not None and other[0] == place[0] for other in places) == 1
             if alone and bytes_of[0] == bytes_of[1] == output.untyped_storage().nbytes():
                 memory[index] = form
-                results.append(Result(index))
+                results.append(Part(index))
             elif output.dtype == memory[index].dtype:
-                results.append(Result(index, (form.shape, form.strides, output.storage_offset())))
+                results.append(Part(index, (form.shape, form.strides, output.storage_offset())))
             else:
                 raise Refused("an output is a part of memory of another dtype")
         return tuple(memory), tuple(results)

@@ -23,7 +23,7 @@ from mxspec import dispatch, plans
 from mxspec.dispatch import planned
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.plans import Plan, Plans, described
-from mxspec.plans.plan import Descriptor, Device, Memory, Pointer, Refused, Result
+from mxspec.plans.plan import Descriptor, Device, Matmul, Memory, Part, Pointer, Refused
 from mxspec.plans.recording import Recorder
 from tests.helpers import COMPLETE, INTERPRETED, ROOT, plain_environment
 
@@ -259,7 +259,7 @@ def test_the_recorder_finds_each_pointer_again(launched):
         Memory((4,), (1,), torch.int32),
         Memory((64,), (1,), torch.int8),
     )
-    assert plan.results == (Result(0), Result(1))
+    assert plan.results == (Part(0), Part(1))
     assert (plan.alone, len(plan.launches)) == (False, 2)
 
 
@@ -271,7 +271,7 @@ def test_an_output_may_be_a_part_of_its_memory(launched, monkeypatch):
         return out[:7].view(14, 2), scale.view(torch.float8_e8m0fnu)
 
     plan = recorded((torch.zeros(8, 16),), host)
-    assert plan.results == (Result(0, ((14, 2), (2, 1), 0)), Result(1))
+    assert plan.results == (Part(0, ((14, 2), (2, 1), 0)), Part(1))
     assert plan.memory[1].dtype == torch.float8_e8m0fnu
     monkeypatch.setattr(Device, "empty", lambda m: torch.empty_strided(*m[:2], dtype=m[2]))
     monkeypatch.setattr(Device, "current", lambda: plan.device)
@@ -281,6 +281,27 @@ def test_an_output_may_be_a_part_of_its_memory(launched, monkeypatch):
     assert (out.shape, out.stride(), out.untyped_storage().nbytes()) == ((14, 2), (2, 1), 160)
     assert (scale.shape, scale.dtype) == ((6,), torch.float8_e8m0fnu)
     assert addresses == [X.data_ptr(), out.data_ptr(), scale.data_ptr()]
+
+
+@needs_triton
+def test_a_matmul_of_torch_into_memory_of_the_call_is_repeated(launched, monkeypatch):
+    def host(x, launch):
+        values, out = x.new_empty(3, 8, 4), x.new_empty(8, 8)
+        launch(x, values)
+        torch.mm(values[1], values[2].t(), out=out)
+        launch(out)
+        return out
+
+    plan = recorded((torch.zeros(8, 16),), host)
+    assert [type(step) is Matmul for step in plan.launches] == [False, True, False]
+    assert plan.launches[1].arguments == (Part(0, ((8, 4), (4, 1), 32)), Part(0, ((4, 8), (1, 4), 64)))
+    values = torch.randn(3, 8, 4)
+    monkeypatch.setattr(Device, "empty", lambda m: values if m.shape == (3, 8, 4) else torch.empty(m.shape))
+    monkeypatch.setattr(Device, "current", lambda: plan.device)
+    monkeypatch.setattr(Device, "stream", lambda device: 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = plan.run([X.data_ptr()])
+    assert out.equal(values[1] @ values[2].t())
 
 
 @needs_triton
@@ -320,6 +341,8 @@ def after(*work):
         (after(lambda x, y: x.mT.contiguous()), "the call uses aten.clone.default"),
         (after(lambda x, y: x.new_empty(0)), "a tensor is empty or on another device"),
         (after(lambda x, y: x.new_empty(4, device="meta")), "a tensor is empty or on another device"),
+        (after(lambda x, y: torch.mm(x, x.t())), "the call uses aten.mm.default"),
+        (after(lambda x, y: torch.mm(x, x.t(), out=x.new_empty(4, 4))), "aten.mm.out gets a tensor that is no part of"),
         (lambda x, y, launch: x.new_empty(4), "the call launches no kernel of Triton"),
         (lambda x, y, launch: launch(OUTSIDE), "memory that is neither an input nor allocated"),
         (lambda x, y, launch: launch(x.data_ptr()), "address that is not passed as a tensor"),

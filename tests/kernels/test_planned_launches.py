@@ -114,6 +114,28 @@ def test_tiles_of_every_size(shape, runs):
         assert same(got, ordinary("fp8_gemm", other, {}))
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_a_matmul_of_cublas_among_kernels(out_dtype, runs):
+    """A large `mx_gemm` multiplies values by cuBLAS. Autocast to another dtype changes no bit of it."""
+    from mxspec.triton_kernels.hopper.mx import by_memory
+
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    M, N, K = 512, 128 * -(-processors // 2), 256
+    torch.manual_seed(0)
+    x, w = (torch.randn(rows, K, device=DEVICE, dtype=torch.bfloat16) for rows in (M, N))
+    args = *mxspec.mx_quantize(x), *mxspec.mx_quantize(w)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert by_memory.pays(M, N, DEVICE)
+    expected = ordinary("mx_gemm", args, {"out_dtype": out_dtype})
+    assert isinstance(plan_of("mx_gemm", args, {"out_dtype": out_dtype}), Plan)
+    for enabled in (False, True):
+        with torch.autocast("cuda", torch.float16, enabled):
+            assert same(ordinary("mx_gemm", args, {"out_dtype": out_dtype}), expected)
+            runs.clear()
+            assert same(outputs("mx_gemm", args, {"out_dtype": out_dtype}), expected)
+            assert len(runs) == 1
+
+
 def test_auto_and_the_switch(runs):
     args = operands(*SHAPES[0])
     expected = ordinary("fp8_gemm", args, {})

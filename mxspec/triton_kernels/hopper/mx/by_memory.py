@@ -215,10 +215,10 @@ def mx_bf16(
     w = bf16_values(b, b_scale, scale_layout, flags, 1 + 128 * row_tiles)
     if ends is not None:
         out = grouped_mm(x, w.mT, offs=ends)
-    elif out_dtype == torch.bfloat16:
-        out = torch.mm(x, w.t())
-    else:
-        out = torch.mm(x, w.t(), out_dtype=out_dtype)
+    else:  # A launch plan holds a matmul that writes to `out`, and autocast does not cast its operands.
+        out = x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
+        options = {} if out_dtype == torch.bfloat16 else {"out_dtype": out_dtype}
+        torch.mm(x, w.t(), out=out, **options)
     only: Any = {"flags": flags, "programs": processors(a.device)}
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=ends, grouped=grouped, **only)
     return out
