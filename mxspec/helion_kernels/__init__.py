@@ -12,6 +12,7 @@ from mxspec import interpreters
 from mxspec.interpreters.accelerations import multiply_as_fp32
 
 INTERPRETERS = ("HELION_INTERPRET", "TRITON_INTERPRET")
+PLANNED = True  # as in mxspec.triton_kernels: a kernel of Helion has one configuration for each device
 
 interpreters.install()
 if os.environ.get("HELION_INTERPRET") == "1":

@@ -54,16 +54,20 @@ class Part:
         return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
-class Matmul(NamedTuple):
-    """A matmul by a function of torch, of parts of the plan's memory into another part."""
+class TorchCall(NamedTuple):
+    """A call of a function of torch, for example a matmul. All its tensors are parts of the plan's memory."""
 
     function: Any
     arguments: tuple[Any, ...]
-    out: Part
+    options: dict[str, Any]
 
     def run(self, memory: list[Tensor]) -> None:
-        arguments = (value.of(memory) if type(value) is Part else value for value in self.arguments)
-        self.function(*arguments, out=self.out.of(memory))
+        options = {name: _with_tensors(value, memory) for name, value in self.options.items()}
+        self.function(*(_with_tensors(value, memory) for value in self.arguments), **options)
+
+
+def _with_tensors(value: Any, memory: list[Tensor]) -> Any:
+    return value.of(memory) if type(value) is Part else value
 
 
 class Device:
@@ -84,7 +88,7 @@ class Plan:
 
     device: int
     memory: tuple[Memory, ...]
-    launches: tuple[Launch | Matmul, ...]
+    launches: tuple[Launch | TorchCall, ...]
     results: tuple[Part, ...] | None  # None: the call returns None
     alone: bool  # whether the call returns its only output, and no tuple
     watched: Callable[[], bool]  # whether the launches must take the ordinary path, for a profiler or a debugger
@@ -101,7 +105,7 @@ class Plan:
             addresses.append(tensor.data_ptr())
         stream = Device.stream(self.device)
         for launch in self.launches:
-            if isinstance(launch, Matmul):
+            if isinstance(launch, TorchCall):
                 launch.run(memory)
             else:
                 launch(stream, addresses)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mxspec.plans.plan import Descriptor, Matmul, Memory, Part, Plan, Pointer, Refused
+from mxspec.plans.plan import Descriptor, Memory, Part, Plan, Pointer, Refused, TorchCall
 
 T = TypeVar("T")
 _aten = torch.ops.aten
@@ -27,12 +27,14 @@ _ALLOCATIONS = frozenset(
         _aten.new_empty_strided.default,
     )
 )
-# These write to `out`. Autocast does not change their operands.
-_MATMULS = frozenset((_aten.mm.out, _aten.mm.dtype_out))
+_ZEROS = frozenset((_aten.zeros.default, _aten.new_zeros.default))
+# A plan repeats these calls, if all their tensors are memory of the call. They allocate nothing, and autocast does not
+# cast their operands.
+_REPEATED = frozenset((_aten.mm.out, _aten.mm.dtype_out, _aten.zero_.default))
 # Methods that give the host a value. Some of them read the memory of a tensor without a call that a mode would see.
 _READS = frozenset(("tolist", "item", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"))
 _Launched = tuple[Any, Any, tuple[Any, ...], Any, dict[str, Any], range]
-_Multiplied = tuple[Any, tuple[Any, ...], Tensor]
+_Called = tuple[Any, tuple[Any, ...], dict[str, Any]]
 _one_at_a_time = threading.Lock()
 
 
@@ -96,8 +98,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self.inputs, self.memory = inputs, list[Tensor]()
-        # A launch of a kernel, or a function of torch with its arguments and output.
-        self.launches: list[_Launched | _Multiplied] = []
+        # A launch of a kernel, or a function of torch with its arguments and options.
+        self.launches: list[_Launched | _Called] = []
         self.refusal = ""
 
     @contextlib.contextmanager
@@ -109,8 +111,11 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.memory.append(result)
-        elif func in _MATMULS and set(kwargs) == {"out"}:
-            self.launches.append((func, args, kwargs["out"]))
+        elif func in _ZEROS:
+            self.memory.append(result)
+            self.launches.append((_aten.zero_.default, (result,), {}))
+        elif func in _REPEATED:
+            self.launches.append((func, args, kwargs or {}))
         elif not func.is_view:  # for example a sum, a copy, or a read of a value
             self.refusal = self.refusal or f"the call uses {func}"
         return result
@@ -130,7 +135,7 @@ class Recorder(TorchDispatchMode):
             raise Refused(f"plans are tested under Triton {', '.join(launchers.RELEASES)}")
         memory, results = self._results(result)
         made = tuple(
-            self._matmul(*launch, memory) if len(launch) == 3 else self._launch(*launch) for launch in self.launches
+            self._call(*launch, memory) if len(launch) == 3 else self._launch(*launch) for launch in self.launches
         )
         device = self.inputs[0].get_device()
         return Plan(device, memory, made, results, isinstance(result, Tensor), launchers.watched)
@@ -170,9 +175,10 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         from mxspec.plans.launchers import launcher
 
-        package = sys.modules[".".join(function.fn.__module__.split(".")[:2])]
-        if not getattr(package, "PLANNED", False):
-            raise Refused(f"{package.__name__} says nothing about plans")
+        by_helion = function.fn.__name__.startswith("_helion_")  # Helion wrote the function, into a file of its own
+        package = "mxspec.helion_kernels" if by_helion else ".".join(function.fn.__module__.split(".")[:2])
+        if not getattr(sys.modules.get(package), "PLANNED", False):
+            raise Refused(f"{package} says nothing about plans")
         if function.pre_run_hooks or not isinstance(grid, tuple) or not hasattr(kernel, "packed_metadata"):
             raise Refused("the launch has a hook, a computed grid or no compiled kernel")
         if len(during) != bool(kernel.run.global_scratch_size):
@@ -184,15 +190,19 @@ class Recorder(TorchDispatchMode):
         scratch = Pointer(len(self.inputs) + during[0], 0) if during else None
         return launcher(kernel, (*grid, 1, 1)[:3], values, scratch)
 
-    def _matmul(self, function: Any, args: tuple[Any, ...], out: Tensor, memory: tuple[Memory, ...]) -> Matmul:
-        def part(tensor: Tensor) -> Part:
-            place = self._place(tensor.data_ptr())
+    def _call(
+        self, function: Any, args: tuple[Any, ...], options: dict[str, Any], memory: tuple[Memory, ...]
+    ) -> TorchCall:
+        def part(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            place = self._place(value.data_ptr())
             index = -1 if place is None else place[0] - len(self.inputs)
-            if place is None or index < 0 or memory[index].dtype != tensor.dtype:
+            if place is None or index < 0 or memory[index].dtype != value.dtype:
                 raise Refused(f"{function} gets a tensor that is no part of the call's memory")
-            return Part(index, (tuple(tensor.shape), tensor.stride(), place[1] // tensor.element_size()))
+            return Part(index, (tuple(value.shape), value.stride(), place[1] // value.element_size()))
 
-        return Matmul(function, tuple(part(v) if isinstance(v, Tensor) else v for v in args), part(out))
+        return TorchCall(function, tuple(map(part, args)), {name: part(value) for name, value in options.items()})
 
     def _results(self, result: Any) -> tuple[tuple[Memory, ...], tuple[Part, ...] | None]:
         """The memory to allocate, and the outputs in it.

@@ -1,4 +1,6 @@
-"""Compare planned launches with ordinary launches, without a GPU: `python -m tests.engine.planned_launches OP ...`.
+"""Compare planned launches with ordinary launches, without a GPU.
+
+    python -m tests.engine.planned_launches BACKEND CASES OP ...
 
 CPU tensors stand in for GPU tensors. `stub_cuda.c` stands in for the driver: it keeps the grid, the stream and the
 bytes of all parameters of each launch. The addresses of the memory that a call allocates differ from call to call. So
@@ -41,7 +43,7 @@ MAJOR = int(os.environ.get("STUB_MAJOR", "9"))
 class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "empty" in str(func):
+        if "empty" in str(func) or "zeros" in str(func):
             ALLOCATED.append(result)
         return result
 
@@ -58,6 +60,27 @@ def parameters(signature: Any, release: str) -> list[int]:
     if release == "3.6" and signature in ("i1", "u1"):  # later releases take 4 bytes
         return [1]
     return [8 if signature[0] == "*" else SIZES[signature]]
+
+
+def pretend_to_helion() -> None:
+    """Make Helion compile for the pretended GPU when it gets CPU tensors."""
+    import helion.runtime
+    import torch._inductor.runtime.hints as hints
+    from helion._compiler.compile_environment import CompileEnvironment
+
+    cuda, to_fake_tensor = torch.device("cuda:0"), CompileEnvironment._to_fake_tensor
+    hint = hints.DeviceProperties("cuda", 0, 132, MAJOR * 10, MAJOR, warp_size=32)
+
+    def to_cuda(self: Any, tensor: Tensor, source: Any) -> Any:
+        fake = to_fake_tensor(self, tensor, source)
+        fake.fake_device = cuda
+        return fake
+
+    torch.cuda.is_available, torch.cuda.get_device_name = (lambda: True), (lambda device=None: "sm90")
+    sys.modules["helion.runtime.kernel"]._find_device = lambda args: cuda  # type: ignore[attr-defined]
+    CompileEnvironment._to_fake_tensor = to_cuda  # type: ignore[method-assign]
+    hints.DeviceProperties.create = lambda device: hint  # type: ignore[method-assign]
+    helion.runtime.get_num_sm = lambda device, *, reserved_sms=0: 132 - reserved_sms
 
 
 def pretend() -> None:
@@ -119,7 +142,7 @@ def pretend() -> None:
 
     def ordinarily(fn: Any, args: Any, kwargs: Any, backend: Any) -> Any:
         fn.spec.check_args(*args, **kwargs)
-        return getattr(dispatch.kernel_module(fn.__name__, "triton"), fn.__name__)(*args, **kwargs)
+        return getattr(dispatch.kernel_module(fn.__name__, backend), fn.__name__)(*args, **kwargs)
 
     planned.resolve.run = ordinarily  # type: ignore[assignment]
 
@@ -148,18 +171,18 @@ def comparable(launched: bytes, inputs: list[Tensor]) -> list[Any]:
     return words
 
 
-def difference(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
+def difference(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], backend: str) -> tuple[int, str]:
     """The number of launches of a call, and how its planned launch differs from its ordinary launch."""
     name = fn.__name__
     plans.PLANS.clear()
 
     def call(args: tuple[Any, ...]) -> tuple[Any, list[Any], str]:
         ALLOCATED.clear()
-        found = plans.described(name, "triton", args, kwargs)
+        found = plans.described(name, backend, args, kwargs)
         assert found is not None
         plan = plans.PLANS.find(found[0])
         with Allocations() if plan is None else torch.no_grad():
-            result = planned.run(fn, args, dict(kwargs), "triton", found)
+            result = planned.run(fn, args, dict(kwargs), backend, found)
         inputs = [value for value in args if isinstance(value, Tensor)]
         said = plan if isinstance(plan, str) else "planned" if plan else "ordinary"
         return result, comparable(take(), inputs), said
@@ -178,7 +201,7 @@ def difference(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         found = None
         ALLOCATED.clear()
         with Allocations():
-            plain = planned.run(fn, again, dict(kwargs), "triton", found)
+            plain = planned.run(fn, again, dict(kwargs), backend, found)
     expected = comparable(take(), [value for value in again if isinstance(value, Tensor)])
     if got != expected:
         wrong = [(i, a, b) for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b]
@@ -202,8 +225,10 @@ def another(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(inside, offset, tensor.shape, tensor.stride())
 
 
-def main(ops: list[str], most: int) -> None:
+def main(backend: str, ops: list[str], most: int) -> None:
     pretend()
+    if backend == "helion":
+        pretend_to_helion()
     for op in ops:
         fn, done = dispatch.reference(op), 0
         for case in fn.spec.cases():
@@ -212,15 +237,15 @@ def main(ops: list[str], most: int) -> None:
             args = case.args()
             if MAJOR == 10 and not (op.startswith("mx_") and "blocked" in case.name):
                 continue
-            supports = getattr(dispatch.kernel_module(op, "triton"), "supports", None)
+            supports = getattr(dispatch.kernel_module(op, backend), "supports", None)
             if supports and supports(*args, **case.kwargs):
                 continue
             for way, given in (("as given", args), ("embedded", embedded(args, fn, case.kwargs))):
                 KERNELS.clear()
-                words, wrong = difference(fn, given, dict(case.kwargs))
+                words, wrong = difference(fn, given, dict(case.kwargs), backend)
                 print(json.dumps([op, f"{case.name}, {way}", words, wrong, sorted(KERNELS)]), flush=True)
             done += 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:], int(sys.argv[1]))
+    main(sys.argv[1], sys.argv[3:], int(sys.argv[2]))
