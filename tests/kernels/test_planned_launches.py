@@ -79,8 +79,8 @@ def test_a_planned_call_gives_the_bytes_of_an_ordinary_one(backend, op, runs):
             if case.kwargs.get("check_offs") or dispatch.refusal(op, backend, args, case.kwargs):
                 continue
             plan = plan_of(op, args, case.kwargs, backend)
-            if (backend, op) == ("helion", "nvfp4_quantize_groups") and len(args) == 2:
-                assert plan == "the call uses aten.linalg_vector_norm.default"  # it finds each group's amax by torch
+            if backend == "helion" and plan == "the call uses aten.linalg_vector_norm.default":
+                assert op.startswith("nvfp4_quantize")  # without an amax, PyTorch finds it
                 taken += 1
                 continue
             assert isinstance(plan, Plan), f"{case.name}: {plan}"
