@@ -1,11 +1,13 @@
 """mx_gemm in Helion: on Hopper a matmul of bf16 values (tiles/mx_by_memory.py), on Blackwell a matmul of the codes.
 
-Weights in e2m1 are read as codes on both, block by block, because four bits an element are the least bytes. The sum of
-each block is scaled in fp32, so no scale needs an exception.
+Weights in e2m1 are read as codes on both, because four bits an element are the least bytes. For bfloat16 tokens, a code
+times its scale and 2^-4 is exactly a bf16 number, under every scale. So the weights become bf16 in registers. They are
+the first operand of the tensor cores, as in Triton. For FP8 and e2m1 tokens, the sum of each block is scaled in fp32.
 """
 
 from __future__ import annotations
 
+import helion
 import helion.language as hl
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch import Tensor
 from mxspec.formats import E2M1, MX_BLOCK_SIZE, element
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.launch import config, flat, launch
+from mxspec.helion_kernels.common.numerics import e2m1_pairs, scale_value
+from mxspec.helion_kernels.fp8_gemm import options
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
 from mxspec.helion_kernels.tiles.mx_by_memory import FIRST_FLAG, bf16_values, matmul_config, mend
 from mxspec.helion_kernels.tiles.mx_matmul import (
@@ -35,7 +39,18 @@ CONFIGS = {
     "large, fp32": {(9, 0): matmul_config([128, 128, 64], 8, 4), (10, 0): _SCALED},
     "at most 64 rows": {(9, 0): matmul_config([64, 64, 128], 4, 4, persistent=False), (10, 0): _SCALED},
 }
-# For b in e2m1. With four warps, Triton 3.6 keeps 296 bytes a thread in local memory. The stored run has eight.
+# For b in e2m1 and tokens in bfloat16: tiles of weights x tokens, and the blocks of 32 that a step multiplies.
+_FEW, _MANY = (
+    helion.Config(
+        block_sizes=[64, tokens], num_warps=4, loop_orders=[[0, 1]], **{**options("pointer"), "num_stages": stages}
+    )
+    for tokens, stages in ((64, 4), (128, 3))
+)
+WEIGHTS = {
+    "at most 64 rows": ({(9, 0): _FEW, (10, 0): _FEW}, 8),
+    "more": ({(9, 0): _MANY, (10, 0): _MANY}, 4),
+}
+# For b and a in codes. With four warps, Triton 3.6 keeps 296 bytes a thread in local memory.
 _PACKED = config([64, 128], 8, num_stages=3, l2_groupings=[8])
 PACKED = {(9, 0): _PACKED, (10, 0): _PACKED}
 
@@ -67,10 +82,34 @@ def _mx_gemm(
         out[m, n] = acc.to(out.dtype)
 
 
+def _by_weights(
+    a: Tensor, a_stride: int, b: Tensor, b_stride: int, b_scale: Tensor, b_stride_r: int, b_stride_c: int,
+    C: int, col_tiles: int, out: Tensor, blocked: hl.constexpr, blocks: hl.constexpr,
+) -> None:  # fmt: skip
+    for n, m in hl.tile([out.size(1), out.size(0)]):
+        acc = hl.zeros([n, m], dtype=torch.float32)
+        # a and b are flat, because a last step may end past K.
+        for block in hl.tile(C, block_size=blocks):
+            row, col = m.index.unsqueeze(1), n.index.unsqueeze(1)
+            c = (block.begin + hl.arange(blocks)).unsqueeze(0)
+            byte = (block.begin * 16 + hl.arange(blocks * 16)).unsqueeze(0)
+            k = (block.begin * 32 + hl.arange(blocks * 32)).unsqueeze(0)
+            x = hl.load(a, [row * a_stride + k], extra_mask=k < C * 32)
+            codes = hl.load(b, [col * b_stride + byte], extra_mask=byte < C * 16)
+            place = scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
+            of_b = scale_value(hl.load(b_scale, [place], extra_mask=c < C))
+            scale = of_b.unsqueeze(-1).expand(n, blocks, 16).reshape(n, blocks * 16)
+            # 2^-14 times a value, times 2^10: so the smallest product with a scale, and the largest, are bf16 numbers.
+            even, odd = e2m1_pairs(codes)
+            even, odd = (even * 1024.0 * scale).to(torch.bfloat16), (odd * 1024.0 * scale).to(torch.bfloat16)
+            acc = hl.dot(hl.join(even, odd).reshape(n, blocks * 32), x.t(), acc=acc)
+        out[m, n] = (acc * 16.0).to(out.dtype).t()
+
+
 def _by_packed(
     a: Tensor, a_stride: int, a_scale: Tensor, a_stride_r: int, a_stride_c: int,
     b: Tensor, b_stride: int, b_scale: Tensor, b_stride_r: int, b_stride_c: int,
-    C: int, col_tiles: int, out: Tensor, blocked: hl.constexpr, held: hl.constexpr, with_scale: hl.constexpr,
+    C: int, col_tiles: int, out: Tensor, blocked: hl.constexpr, held: hl.constexpr,
 ) -> None:  # fmt: skip
     # held: the elements of a in a block. a and b are flat, because ref mode masks an access by one index tensor only.
     for m, n in hl.tile(out.size()):
@@ -82,8 +121,7 @@ def _by_packed(
             of_b = hl.load(b, [col * b_stride + (k.id * 16 + hl.arange(16)).unsqueeze(0)])
             a_at = scale_place(row, c, a_stride_r, a_stride_c, col_tiles, blocked)
             b_at = scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
-            byte = hl.load(a_scale, [a_at]) if with_scale else None
-            acc = multiplied_by_packed(acc, of_a, byte, of_b, hl.load(b_scale, [b_at]))
+            acc = multiplied_by_packed(acc, of_a, hl.load(a_scale, [a_at]), of_b, hl.load(b_scale, [b_at]))
         out[m, n] = acc.to(out.dtype)
 
 
@@ -97,27 +135,34 @@ def mx_gemm(
     scale_layout: str = "plain",
 ) -> Tensor:
     M, N, K, blocked = a.shape[0], b.shape[0], b.shape[1] * element(b.dtype).per_byte, scale_layout == "blocked"
+    C = K // MX_BLOCK_SIZE
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
     if not K:
         return out.zero_()
-    if b.dtype == E2M1.dtype:
-        codes, C = a.view(torch.uint8) if a.dtype == E2M1.dtype else a, K // MX_BLOCK_SIZE
-        of_a = (flat(b_scale.view(torch.uint8)), 0, 0) if a_scale is None else scale_arguments(a_scale, blocked)
+    if b.dtype == E2M1.dtype and a_scale is None:
+        configs, blocks = WEIGHTS["at most 64 rows" if M <= 64 else "more"]
         launch(
-            _by_packed, PACKED, flat(codes), a.stride(0), *of_a, flat(b.view(torch.uint8)), b.stride(0),
-            *scale_arguments(b_scale, blocked), C, blocked_shape(1, C)[1], out, blocked,
-            codes.shape[1] // C, a_scale is not None,
+            _by_weights, configs, flat(a), a.stride(0), flat(b.view(torch.uint8)), b.stride(0),
+            *scale_arguments(b_scale, blocked), C, blocked_shape(1, C)[1], out, blocked, blocks,
         )  # fmt: skip
         return out
     assert a_scale is not None  # only bfloat16 has no scales
+    if b.dtype == E2M1.dtype:
+        codes = a.view(torch.uint8) if a.dtype == E2M1.dtype else a
+        launch(
+            _by_packed, PACKED, flat(codes), a.stride(0), *scale_arguments(a_scale, blocked),
+            flat(b.view(torch.uint8)), b.stride(0), *scale_arguments(b_scale, blocked),
+            C, blocked_shape(1, C)[1], out, blocked, codes.shape[1] // C,
+        )  # fmt: skip
+        return out
     large = "large, fp32" if out_dtype == torch.float32 else "large"
     configs = CONFIGS["at most 64 rows" if M <= 64 else large]
     if step_for(a.device) != MX_BLOCK_SIZE:
         launch(
             _mx_gemm, configs, a, *scale_arguments(a_scale, blocked), b, *scale_arguments(b_scale, blocked),
-            blocked_shape(1, K // 32)[1], out, blocked, step_for(a.device),
+            blocked_shape(1, C)[1], out, blocked, step_for(a.device),
         )  # fmt: skip
         return out
     flags = torch.zeros(FIRST_FLAG + M + N, dtype=torch.int32, device=a.device)

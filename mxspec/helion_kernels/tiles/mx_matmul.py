@@ -57,19 +57,14 @@ def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
     return _power(((byte + 1) >> 1) + 63, byte), _power((byte >> 1) + 64, byte)
 
 
-def multiplied_by_packed(acc: Tensor, a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor) -> Tensor:
+def multiplied_by_packed(acc: Tensor, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     """`acc` plus a block of a `(M, 32)` times the transpose of a block of b, which holds e2m1 codes `(N, 16)`.
 
-    a: e2m1 or FP8 codes, which bf16 holds exactly; or bf16 numbers, without scales. Such a number may be as large as
-    fp32 allows. So half of b's exponent scales its codes before the sum, and the other half scales the sum.
+    a: e2m1 or FP8 codes, which bf16 holds exactly.
     """
-    values = code_values(b)
-    if a_scale is None:
-        down, up = _halves(b_scale)
-        return acc + hl.dot(a, (values * down).to(torch.bfloat16).t(), out_dtype=torch.float32) * up.t()
     # Triton converts e5m2 to bfloat16 without Inf and NaN. By way of fp16 it keeps them, and every code is exact.
     of_a = code_values(a) if a.dtype == torch.uint8 else a.to(torch.float16)
-    block = hl.dot(of_a.to(torch.bfloat16), values.to(torch.bfloat16).t(), out_dtype=torch.float32)
+    block = hl.dot(of_a.to(torch.bfloat16), code_values(b).to(torch.bfloat16).t(), out_dtype=torch.float32)
     return acc + scaled(block, a_scale, b_scale)
 
 
