@@ -7,14 +7,17 @@ the first operand of the tensor cores, as in Triton. For FP8 and e2m1 tokens, th
 
 from __future__ import annotations
 
+import os
+
 import helion
 import helion.language as hl
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mxspec.formats import E2M1, MX_BLOCK_SIZE, element
 from mxspec.helion_kernels.common.blocked import blocked_shape
-from mxspec.helion_kernels.common.launch import config, flat, launch
+from mxspec.helion_kernels.common.launch import Configs, config, flat, launch
 from mxspec.helion_kernels.common.numerics import e2m1_pairs, scale_value
 from mxspec.helion_kernels.fp8_gemm import options
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
@@ -30,6 +33,7 @@ from mxspec.helion_kernels.tiles.mx_matmul import (
 # Rates: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 BATCH_INVARIANT = True
+_REF = os.environ.get("HELION_INTERPRET") == "1"  # ref mode cuts the last tile short
 PTX = {"sm90": (mx_by_memory.PTX,), "sm100": (rf"{mx_matmul.PTX['sm100'][0]}|tcgen05\.mma.*\.kind::f16",)}
 # Programs run down eight tiles of M, then along N, so that programs that run at the same time share rows of a and b.
 _SCALED = config([128, 128], 8, num_stages=4, l2_groupings=[8])
@@ -39,17 +43,17 @@ CONFIGS = {
     "large, fp32": {(9, 0): matmul_config([128, 128, 64], 8, 4), (10, 0): _SCALED},
     "at most 64 rows": {(9, 0): matmul_config([64, 64, 128], 4, 4, persistent=False), (10, 0): _SCALED},
 }
-# For b in e2m1 and tokens in bfloat16: tiles of weights x tokens, and the blocks of 32 that a step multiplies.
-_FEW, _MANY = (
-    helion.Config(
-        block_sizes=[64, tokens], num_warps=4, loop_orders=[[0, 1]], **{**options("pointer"), "num_stages": stages}
-    )
-    for tokens, stages in ((64, 4), (128, 3))
-)
-WEIGHTS = {
-    "at most 64 rows": ({(9, 0): _FEW, (10, 0): _FEW}, 8),
-    "more": ({(9, 0): _MANY, (10, 0): _MANY}, 4),
-}
+
+
+def _weights(tokens: int, num_stages: int) -> Configs:
+    """For b in e2m1 and up to so many tokens in bfloat16. TMA reads the tokens, and is slow for rows past the last."""
+    tma = options(["pointer", "pointer", "tensor_descriptor", "pointer"])  # the codes, their scales, a, the output
+    tile = {"block_sizes": [64, tokens], "num_warps": 4, "loop_orders": [[0, 1]]}
+    config = helion.Config(**{**tma, **tile, "num_stages": num_stages})
+    return {(9, 0): config, (10, 0): config}
+
+
+WEIGHTS = {16: _weights(16, 5), 32: _weights(32, 4), 64: _weights(64, 3), 128: _weights(128, 3)}
 # For b and a in codes. With four warps, Triton 3.6 keeps 296 bytes a thread in local memory.
 _PACKED = config([64, 128], 8, num_stages=3, l2_groupings=[8])
 PACKED = {(9, 0): _PACKED, (10, 0): _PACKED}
@@ -82,27 +86,29 @@ def _mx_gemm(
         out[m, n] = acc.to(out.dtype)
 
 
+def _whole(x: Tensor, columns: int) -> Tensor:
+    """x with zeros up to a whole step. In compiled code, masks put zeros there."""
+    return pad(x, (0, columns - x.shape[1])) if _REF else x
+
+
 def _by_weights(
-    a: Tensor, a_stride: int, b: Tensor, b_stride: int, b_scale: Tensor, b_stride_r: int, b_stride_c: int,
+    a: Tensor, b: Tensor, b_stride: int, b_scale: Tensor, b_stride_r: int, b_stride_c: int,
     C: int, col_tiles: int, out: Tensor, blocked: hl.constexpr, blocks: hl.constexpr,
 ) -> None:  # fmt: skip
     for n, m in hl.tile([out.size(1), out.size(0)]):
         acc = hl.zeros([n, m], dtype=torch.float32)
-        # a and b are flat, because a last step may end past K.
-        for block in hl.tile(C, block_size=blocks):
-            row, col = m.index.unsqueeze(1), n.index.unsqueeze(1)
-            c = (block.begin + hl.arange(blocks)).unsqueeze(0)
-            byte = (block.begin * 16 + hl.arange(blocks * 16)).unsqueeze(0)
-            k = (block.begin * 32 + hl.arange(blocks * 32)).unsqueeze(0)
-            x = hl.load(a, [row * a_stride + k], extra_mask=k < C * 32)
-            codes = hl.load(b, [col * b_stride + byte], extra_mask=byte < C * 16)
+        for k in hl.tile(a.size(1), block_size=blocks * 32):
+            # b is flat, because a step of K is half as many bytes.
+            col, c = n.index.unsqueeze(1), (k.id * blocks + hl.arange(blocks)).unsqueeze(0)
+            byte = (k.id * (blocks * 16) + hl.arange(blocks * 16)).unsqueeze(0)
+            even, odd = e2m1_pairs(hl.load(b, [col * b_stride + byte], extra_mask=byte < C * 16))
             place = scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
             of_b = scale_value(hl.load(b_scale, [place], extra_mask=c < C))
             scale = of_b.unsqueeze(-1).expand(n, blocks, 16).reshape(n, blocks * 16)
-            # 2^-14 times a value, times 2^10: so the smallest product with a scale, and the largest, are bf16 numbers.
-            even, odd = e2m1_pairs(codes)
-            even, odd = (even * 1024.0 * scale).to(torch.bfloat16), (odd * 1024.0 * scale).to(torch.bfloat16)
-            acc = hl.dot(hl.join(even, odd).reshape(n, blocks * 32), x.t(), acc=acc)
+            # 2^-4 times the value: so the smallest product with a scale, and the largest, are bf16 numbers.
+            even, odd = (even * 2.0**122 * scale).to(torch.bfloat16), (odd * 2.0**122 * scale).to(torch.bfloat16)
+            w = hl.join(even, odd).reshape(n, blocks * 32)
+            acc = hl.dot(w, _whole(a[m, k], blocks * 32).t(), acc=acc)
         out[m, n] = (acc * 16.0).to(out.dtype).t()
 
 
@@ -142,9 +148,10 @@ def mx_gemm(
     if not K:
         return out.zero_()
     if b.dtype == E2M1.dtype and a_scale is None:
-        configs, blocks = WEIGHTS["at most 64 rows" if M <= 64 else "more"]
+        configs = WEIGHTS[min((tokens for tokens in WEIGHTS if tokens >= M), default=max(WEIGHTS))]
+        blocks = 8 if max(WEIGHTS) >= M else 4  # of 32 columns, which a step multiplies
         launch(
-            _by_weights, configs, flat(a), a.stride(0), flat(b.view(torch.uint8)), b.stride(0),
+            _by_weights, configs, a, flat(b.view(torch.uint8)), b.stride(0),
             *scale_arguments(b_scale, blocked), C, blocked_shape(1, C)[1], out, blocked, blocks,
         )  # fmt: skip
         return out

@@ -185,14 +185,15 @@ def in_pairs(code: Tensor) -> Tensor:
 
 
 def e2m1_pairs(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """The values of the low and the high codes of bytes, times 2^-14, as fp32.
+    """The values of the low and the high codes of bytes, times 2^-126, as fp32.
 
-    The bits of a code become the upper bits of an fp16, which is the value times 2^-14, also if it is subnormal.
+    The three bits of a magnitude become the last two bits of the exponent and the first of the mantissa. That is the
+    value times 2^-126, also if it is subnormal.
     """
     pairs = pairs.to(torch.int32)
-    even = ((pairs & 7) << 9 | (pairs & 8) << 12).to(torch.int16).view(torch.float16).to(torch.float32)
-    odd = ((pairs & 0x70) << 5 | (pairs & 0x80) << 8).to(torch.int16).view(torch.float16).to(torch.float32)
-    return even, odd
+    even = ((pairs << 22) & 0x01C00000) | ((pairs << 28) & -0x80000000)
+    odd = ((pairs << 18) & 0x01C00000) | ((pairs << 24) & -0x80000000)
+    return even.view(torch.float32), odd.view(torch.float32)
 
 
 def code_values(q: Tensor) -> Tensor:
@@ -202,4 +203,4 @@ def code_values(q: Tensor) -> Tensor:
     if q.dtype != torch.uint8:
         return q.to(torch.float32)
     even, odd = e2m1_pairs(q)
-    return hl.join(even * 16384.0, odd * 16384.0).reshape(*q.shape[:-1], q.shape[-1] * 2)
+    return hl.join(even * 2.0**126, odd * 2.0**126).reshape(*q.shape[:-1], q.shape[-1] * 2)

@@ -131,8 +131,8 @@ def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor, byte: Tenso
 def values_of_pairs(q: Tensor, s: Tensor, T: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of packed codes `(rows, cols, 8)` under scales `(rows, cols)`: `(rows, cols, 16)`.
 
-    The product of a code's value times 2^-14 with s * 2^14 is exact.
+    The product of a code's value with s is exact.
     """
-    even, odd = e2m1_pairs(q)
-    s, T = s.to(torch.float32).unsqueeze(2) * 16384.0, T.unsqueeze(2)
+    even, odd = (half * 2.0**126 for half in e2m1_pairs(q))
+    s, T = s.to(torch.float32).unsqueeze(2), T.unsqueeze(2)
     return hl.join((even * s * T).to(dtype), (odd * s * T).to(dtype)).reshape(q.shape[0], q.shape[1], 16)
