@@ -83,7 +83,7 @@ def measure(chosen: list[str], device: torch.device) -> None:
     empty = partial(torch.empty, (8, 7168), dtype=torch.bfloat16, device=device)
     base = us_of({"matmul": lambda: torch.matmul(x, w.T), "empty": empty})
     console.print(f"torch.matmul {base['matmul']:.1f} us, torch.empty {base['empty']:.1f} us")
-    table = Table("call", PLAIN, "with a plan", "of torch.matmul", "outputs", "launches", "bar", "")
+    table = Table("call", PLAIN, "with a plan", "of torch.matmul", "outputs", "steps", "bar", "")
     for column in table.columns[1:]:
         column.justify = "right"
     for what, op, args, kwargs in calls(device):
@@ -117,6 +117,11 @@ def parts(device: torch.device) -> None:
     plan = found and plans.PLANS.find(found[0])
     if found is None or not isinstance(plan, plans.Plan):
         console.print(f"{what} has no plan: {plan}")
+        return
+    if len(plan.memory) != 1 or len(plan.launches) != 1:
+        console.print(
+            f"{what} has {len(plan.launches)} steps and {len(plan.memory)} tensors in memory; needs one of each"
+        )
         return
     facts, addresses = found
     launch: Any = plan.launches[0]

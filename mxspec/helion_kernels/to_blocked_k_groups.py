@@ -70,7 +70,7 @@ def _to_blocked_k_groups(
         begin = torch.where(last > 0, (col_program * tiles + last) * 4, first_begin)
         first, stop = tokens_of(group, offs, stride_offs, G)
         c = first + tile * 4 - begin
-        limit = torch.where(stop < C, stop, C)
+        limit = torch.clamp(stop, 0, C)
         rest = torch.where(limit - c < 4, limit - c, 4)
         left = torch.where((c >= 0) & (rest > 0), rest, 0).unsqueeze(0)  # of the four columns of a tile
         row = hl.arange(128).unsqueeze(1)

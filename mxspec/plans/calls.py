@@ -44,6 +44,9 @@ def described(name: str, asked: str, args: tuple[Any, ...], kwargs: Mapping[str,
     neither a plain tensor nor a plain option. A flag such as `check_offs=True` makes the ordinary path read the values
     of a tensor. The recorder refuses such a call.
 
+    Helion's dispatch reads a few more facts, such as whether two arguments are one tensor. They choose how a kernel is
+    compiled, and a plan launches the kernel that was compiled for its recorded call.
+
     The description holds the type of each option too, because 1 == True == 1.0. The storage offset of a tensor is not
     needed: kernels get addresses, and the address modulo 16 is part of the description.
     """

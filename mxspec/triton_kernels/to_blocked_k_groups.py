@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels.common.groups import chunk, grouped_tile, groups_of, tokens_of
+from mxspec.triton_kernels.common.groups import chunk, grouped_tile, groups_of, tokens_left, tokens_of
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
@@ -43,7 +43,7 @@ def _to_blocked_k_groups(
     group, begin = groups_of(tile0, offs, stride_offs, G, None, start, writes, 4, CHUNK, TILES)
     first, stop = tokens_of(group, offs, stride_offs, G)
     c = first + tile * 4 - begin
-    left = tl.where(c >= 0, tl.minimum(tl.minimum(stop, C) - c, 4), 0)[None, :]  # columns of a tile that exist
+    left = tl.minimum(tokens_left(c, stop, C), 4)[None, :]  # columns of a tile that exist
     row_tile, r = tl.program_id(0) // programs, tl.arange(0, 128)
     there = (row_tile * 128 + r < R)[:, None]
     scale += row_tile.to(tl.int64) * stride_r * (32 if WORDS else 128)

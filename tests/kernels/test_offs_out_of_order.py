@@ -9,12 +9,12 @@ import torch
 import mxspec
 from mxspec import dispatch
 from mxspec.cases.common.fp8_operands import codes, scales
-from tests.helpers import DEVICE, ends
+from tests.helpers import DEVICE, INTERPRETED, ends
 
 MARGIN = 2**16
 OFFS = [  # falling, negative, past the last token, and the ends of int32
     (5, 3, 9), (4, 2, 20), (30, 10, 999), (-5, 3, 2), (-128, 256, 512), (2**31 - 1, 0, 20), (-(2**31), 2**31 - 1, -1),
-    (0, 400, 380), (100, -(2**31), 20), (256, 128, 384), (384, 128, 256), (0, 0, 2**20),
+    (0, 400, 380), (100, -(2**31), 20), (2**30, -(2**31), 20), (256, 128, 384), (384, 128, 256), (0, 0, 2**20),
 ]  # fmt: skip
 OPS = [op for op in dispatch.ops() if "offs" in inspect.signature(dispatch.reference(op)).parameters]
 CHECKED = [op for op in OPS if "check_offs" in inspect.signature(dispatch.reference(op)).parameters]
@@ -147,18 +147,55 @@ def guarded(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", guard(torch.empty))
         patch.setattr(torch.Tensor, "new_empty", guard(torch.Tensor.new_empty))
+        patch.setattr(torch, "zeros", guard(torch.zeros))
         yield buffers
+
+
+@pytest.fixture
+def accessed(monkeypatch):
+    """The addresses of each masked access in Triton's interpreter, as (first bytes, size). Elsewhere there are none."""
+    seen = []
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        def watched(access, mask_at):
+            def accessed(self, pointers, *args, **more):
+                mask = args[mask_at].data.astype(bool)
+                there = pointers.data[mask if mask.shape == pointers.data.shape else ...].reshape(-1)
+                if there.size:
+                    size = pointers.get_element_ty().primitive_bitwidth // 8
+                    seen.append((int(there.min()), int(there.max()) + size))
+                return access(self, pointers, *args, **more)
+
+            return accessed
+
+        for name, mask_at in (("create_masked_load", 0), ("create_masked_store", 1)):
+            monkeypatch.setattr(InterpreterBuilder, name, watched(getattr(InterpreterBuilder, name), mask_at))
+    return seen
+
+
+def are_inside(accessed, tensors, buffers) -> bool:
+    """Whether each access is inside of one of the tensors, or of the part of a buffer that the call asked for."""
+    ranges = []
+    for t in tensors:
+        if isinstance(t, torch.Tensor) and t.numel():
+            last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+            ranges.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
+    ranges += [(b.data_ptr() + MARGIN, b.data_ptr() + b.nbytes - MARGIN) for b in buffers]
+    return all(any(low <= first and end <= high for low, high in ranges) for first, end in accessed)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("backend", ["reference", "triton", "helion"])
-def test_nothing_else_is_read_or_written(backend, op, guarded):
+def test_nothing_else_is_read_or_written(backend, op, guarded, accessed):
     for offs in OFFS:
         for args, options, *shapes in calls(op, ends(*offs).to(DEVICE)):
             if reason := dispatch.refusal(op, backend, args, options):
                 pytest.skip(reason)
             guarded.clear()
+            accessed.clear()
             out = getattr(mxspec, op)(*args, backend=backend, **options)
+            assert are_inside(accessed, args, guarded), offs
             outputs = args[:1] if out is None else out if isinstance(out, tuple) else (out,)
             assert [t.shape for t in outputs[: len(shapes)]] == shapes, offs
             # e2m1 has no NaN, but the scale of a block that has read a NaN is NaN.

@@ -71,7 +71,7 @@ def moved(args):
 @pytest.mark.parametrize(("backend", "op"), OPS)
 def test_a_planned_call_gives_the_bytes_of_an_ordinary_one(backend, op, runs):
     """Both write to poisoned memory. The plan was recorded from tensors at other addresses."""
-    fn, taken = dispatch.reference(op), 0
+    fn, taken, refused = dispatch.reference(op), 0, 0
     cases = [case for case in fn.spec.cases() if not case.flags]
     for case in cases[:: max(1, len(cases) // 3)]:
         first = check.on_device(DEVICE, case.args())
@@ -81,7 +81,7 @@ def test_a_planned_call_gives_the_bytes_of_an_ordinary_one(backend, op, runs):
             plan = plan_of(op, args, case.kwargs, backend)
             if backend == "helion" and plan == "the call uses aten.linalg_vector_norm.default":
                 assert op.startswith("nvfp4_quantize")  # without an amax, PyTorch finds it
-                taken += 1
+                refused += 1
                 continue
             assert isinstance(plan, Plan), f"{case.name}: {plan}"
             again = args if args is not first else moved(args)
@@ -93,7 +93,8 @@ def test_a_planned_call_gives_the_bytes_of_an_ordinary_one(backend, op, runs):
             assert same(got, expected), case.name
             assert overrun() is None, case.name
             taken += 1
-    assert taken >= 2
+    assert taken + refused >= 2
+    assert taken or op == "nvfp4_quantize_groups"
 
 
 SHAPES = [(8, 7168, 2048), (300, 264, 384), (2048, 1024, 1024)]

@@ -73,7 +73,7 @@ def mx_values(
     tiles_before, across = tile * 0, tl.cdiv(K, 128)
     if GROUPED == "K":  # the 128 tokens of a tile belong to one group
         _, first, end, begin = group_of(tile * 128, offs, offs_stride, G, None, None, False, 128, CHUNK)
-        # If offs is out of order, the tile may be none of the group's, or none of the scale's. Nothing is read then.
+        # If offs is out of order, the tile may lie outside of the group or of the scales. Then nothing is read.
         end = tl.minimum(tl.maximum(end, 0), K) // 32 * 32
         across = tl.where(first >= 0, tl.cdiv(tl.maximum(end - first, 0), 128), 0)
         tiles_before = begin // 128
