@@ -125,6 +125,7 @@ def cases() -> Iterator[Case]:
         name = " by ".join(str(dtype).removeprefix("torch.float8_") for dtype in dtypes)
         yield Case(name, partial(made, [64, 96], 0, 40, 72, dtypes=dtypes))
     yield Case("many tokens", partial(made, [32, 1056], 0, 40, 72))
+    yield Case("300 groups", partial(made, [32] * 300, 0, 8, 16))
     yield Case("checked", partial(made, [64, 0, 96], 32, 40, 72), {"check_offs": True})
     sizes: dict[str, tuple[list[int], int]] = {
         "one group": ([256], 0),

@@ -1,6 +1,6 @@
 """mx_gemm in Helion: on Hopper a matmul of bf16 values (tiles/mx_by_memory.py), on Blackwell a matmul of the codes.
 
-Weights in e2m1 are read as codes on both, because four bits an element are the least bytes. For bfloat16 tokens, a code
+Weights in e2m1 are read as codes on both, because codes of four bits need the fewest bytes. For bfloat16 tokens, a code
 times its scale and 2^-4 is exactly a bf16 number, under every scale. So the weights become bf16 in registers. They are
 the first operand of the tensor cores, as in Triton. For FP8 and e2m1 tokens, the sum of each block is scaled in fp32.
 """
@@ -105,7 +105,7 @@ def _by_weights(
             place = scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
             of_b = scale_value(hl.load(b_scale, [place], extra_mask=c < C))
             scale = of_b.unsqueeze(-1).expand(n, blocks, 16).reshape(n, blocks * 16)
-            # 2^-4 times the value: so the smallest product with a scale, and the largest, are bf16 numbers.
+            # 2^-4 times the weight: under every scale, the smallest and the largest weight are then bf16 numbers.
             even, odd = (even * 2.0**122 * scale).to(torch.bfloat16), (odd * 2.0**122 * scale).to(torch.bfloat16)
             w = hl.join(even, odd).reshape(n, blocks * 32)
             acc = hl.dot(w, _whole(a[m, k], blocks * 32).t(), acc=acc)
@@ -141,7 +141,7 @@ def mx_gemm(
     scale_layout: str = "plain",
 ) -> Tensor:
     M, N, K, blocked = a.shape[0], b.shape[0], b.shape[1] * element(b.dtype).per_byte, scale_layout == "blocked"
-    C = K // MX_BLOCK_SIZE
+    C = K // 32
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out

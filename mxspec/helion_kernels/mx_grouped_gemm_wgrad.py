@@ -1,4 +1,4 @@
-"""mx_grouped_gemm_wgrad in Helion: each program sums the tokens of one group.
+"""mx_grouped_gemm_wgrad in Helion: each tile of the output sums the tokens of one group.
 
 On Hopper, a kernel writes the bf16 values of both operands, and Helion multiplies them: tiles/mx_by_memory.py says why.
 A plan in memory holds the group of each block of tokens. On Blackwell, a program multiplies the codes, and finds the
@@ -28,9 +28,8 @@ from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, s
 RANK = {(9, 0): 2, (10, 0): 2}
 PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
 _PERSISTENT = {name: value for name, value in PERSISTENT.items() if name == "pid_type"}
-
-
-# Two offs, dy and x in each of two loops, and the output. TMA needs shared memory to write a tile of fp32: 128 KiB.
+# The kernel reads offs twice, reads dy and x in each of two loops, and writes the output. TMA needs 128 KiB of shared
+# memory to write a tile of fp32.
 _READ = ["pointer", "pointer", *["tensor_descriptor"] * 4]
 _WRITTEN_BY_TMA, _WRITTEN = [*_READ, "tensor_descriptor"], [*_READ, "pointer"]
 
@@ -80,7 +79,8 @@ def _plan_blocks(plan: Tensor, M: int, offs: Tensor, stride_offs: int, G: int, c
 
 
 def _of_plan(plan: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    group, begin, tiles, place = (hl.load(plan, [block, i]).unsqueeze(0) for i in range(4))
+    """The four numbers of blocks, in the index type of the kernel."""
+    group, begin, tiles, place = (hl.load(plan, [block, i]).unsqueeze(0) + hl.arange(1) for i in range(4))
     return group, begin, tiles, place
 
 
@@ -147,7 +147,8 @@ def _wgrad(
         for i in range(0, G if blocked else 0, chunk):
             g, begins, _ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
             start = start + torch.where(g == e.id, begins, 0).sum(0, dtype=torch.int32)
-        begin = start >> 7 if blocked else first >> 5
+        begin = (start if blocked else first) + hl.arange(1).sum(0)  # in the index type of the kernel
+        begin = begin >> 7 if blocked else begin >> 5
         dy_begin = begin * (dy_row_tiles * 512 if blocked else dy_stride_c)
         x_begin = begin * (x_row_tiles * 512 if blocked else x_stride_c)
         col_tiles = (stop - first + 127) >> 7

@@ -18,6 +18,7 @@ if not dispatch.has_kernel("mx_gemm", "helion"):
     pytest.skip("helion is not installed", allow_module_level=True)
 try:
     from mxspec.helion_kernels.tiles import mx_by_memory as kernel
+    from mxspec.helion_kernels.tiles.mx_matmul import scale_arguments
 except ImportError as error:
     pytest.skip(f"helion cannot be imported: {error}", allow_module_level=True)
 
@@ -28,9 +29,21 @@ runs_helion = pytest.mark.skipif(
 )
 
 
+def values_for_wgrad(codes, scale, flags):
+    """The values of one group's codes."""
+    module = dispatch.kernel_module("mx_grouped_gemm_wgrad", "helion")
+    plan = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=codes.device)  # block 0 of group 0
+    return module._bf16_values(codes, scale_arguments(scale, False), False, plan, 1, flags, kernel.FIRST_FLAG, "dy")
+
+
+def values_of_rows(codes, scale, flags):
+    return kernel.bf16_values(codes, scale, False, flags, kernel.FIRST_FLAG, "a")
+
+
 @runs_helion
+@pytest.mark.parametrize("write", [values_of_rows, values_for_wgrad])
 @pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
-def test_flags_say_which_scales_lead_out_of_bf16(dtype):
+def test_flags_say_which_scales_lead_out_of_bf16(dtype, write):
     """The 256 codes under a scale, one in a row: the scales on both sides of each limit, and the ends of the range."""
     device, limits = check.default_device(), LIMITS[dtype]
     bytes_ = torch.tensor(sorted({0, 127, 254, 255, *(limit + by for limit in limits for by in (-1, 0, 1))}))
@@ -39,7 +52,7 @@ def test_flags_say_which_scales_lead_out_of_bf16(dtype):
     scale = bytes_.to(torch.uint8).repeat_interleave(256)[:, None]
     codes, scale = codes.view(dtype).to(device), scale.view(torch.float8_e8m0fnu).to(device)
     flags = torch.zeros(kernel.FIRST_FLAG + len(codes), dtype=torch.int32, device=device)
-    got = kernel.bf16_values(codes, scale, False, flags, kernel.FIRST_FLAG, "a")
+    got = write(codes, scale, flags)
     exact = dispatch.reference("mx_dequantize")(codes, scale, out_dtype=torch.float32).double()
     of_row = flags[kernel.FIRST_FLAG :].bool()
     outside = (bytes_ < limits[0]) | ((bytes_ > limits[1]) & (bytes_ < 255))
@@ -83,31 +96,35 @@ def test_only_a_row_with_a_flag_is_computed_again(op, row, first, beyond, other)
 @runs_helion
 @pytest.mark.parametrize("layout", ["plain", "blocked"])
 @pytest.mark.parametrize("row", [0, 129])
-@pytest.mark.parametrize(("first", "beyond"), [(1, 254), (3, 254), (1, 0), (3, 0)])
-def test_only_a_row_with_a_flag_in_its_group_is_summed_again(layout, row, first, beyond):
-    """One row of one operand has such scales in the last group of three. No other sum changes its bits."""
-    sizes, rest, N, K = [160, 0, 96], 32, 136, 150
+@pytest.mark.parametrize(("first", "beyond", "code"), [(1, 254, 3), (3, 254, 3), (1, 0, 3), (3, 0, 3), (1, 254, 0)])
+def test_only_a_row_with_a_flag_in_its_group_is_summed_again(layout, row, first, beyond, code):
+    """One row of one operand has such scales in a block of the last group of three. No other sum changes its bits.
+
+    The codes of this block are 3 or 0. A block of zeros raises no flag.
+    """
+    sizes, rest, N, K = [160, 0, 96], 32, 136, 300  # the operands have other numbers of row tiles
     args, kwargs = wgrad.made(sizes, rest, N, K, "plain"), {"scale_layout": layout, "out_dtype": torch.float32}
     outs = []
     for change in (False, True):
         *operands, offs = (t.clone() if t.is_contiguous() else t.mT.clone().mT for t in args)
+        operands[3] = operands[3].mT.clone().mT  # other strides than those of dy
         operands[first].view(torch.uint8)[:, : sum(sizes) // 32] = 127
         operands[4 - first].view(torch.uint8)[:, : sum(sizes) // 32] = 60 if beyond == 254 else 200
         if change:
             operands[first].view(torch.uint8)[row, 6:7] = beyond
-        if beyond == 0:  # so small that bf16 would lose the codes
-            operands[first - 1].view(torch.uint8)[192:224, row] = 3
+        operands[first - 1].view(torch.uint8)[192:224, row] = code  # so small that bf16 would lose it under 2^-127
         if layout == "blocked":
             for i in (1, 3):
                 operands[i] = to_blocked_k_groups(operands[i], offs // 32)[0]
         given = check.on_device(check.default_device(), (*operands, offs))
+        given = *given[:4], given[4].repeat_interleave(3)[::3]
         with check.poisoned(0xFF):
             outs.append(mxspec.mx_grouped_gemm_wgrad(*given, **kwargs, backend="helion"))
         want = dispatch.reference("mx_grouped_gemm_wgrad")(*given, **kwargs)
         assert check.difference((outs[-1],), (want,), MIN_SQNR_DB) is None
     changed = outs[0].view(torch.int32) != outs[1].view(torch.int32)
     summed_again = changed[2, row] if first == 1 else changed[2, :, row]
-    assert summed_again.any()
+    assert summed_again.any() == (code != 0)
     summed_again[:] = False
     assert not changed.any()
 
