@@ -114,7 +114,8 @@ def mx_gemm(
         multiples of 16 bytes. There are two exceptions, in Triton on Hopper, in which the last bits may depend on the
         size of the output: elements whose row of a or of b has a scale byte below 10 or above 246 (e5m2: below 17 or
         above 239), and sums near the ends of fp32's range: subnormal sums, and sums from 2^120 on (e5m2: 2^108). If b
-        is e2m1, only the scale bytes of an e4m3 or e5m2 a make an exception.
+        is e2m1, only the scale bytes of an e4m3 or e5m2 a make an exception. If a is bfloat16, a kernel may lose what a
+        sum has below 2^-145.
 
     Special values: a NaN code, a NaN in bfloat16 or byte 255 in a makes its output row NaN; in b, its output column.
         e2m1 has no NaN. Byte 0 is 2^-127, and 448 * 2^127 times 2^-127 is 448: a product that is finite stays finite.
