@@ -17,7 +17,7 @@ from torch import Tensor
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.groups import chunk, padded_ends
-from mxspec.helion_kernels.common.launch import config, flat, launch
+from mxspec.helion_kernels.common.launch import Configs, config, flat, launch
 from mxspec.helion_kernels.common.numerics import scale_value
 from mxspec.helion_kernels.fp8_gemm import PERSISTENT, options
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
@@ -34,16 +34,18 @@ _READ = ["pointer", "pointer", *["tensor_descriptor"] * 4]
 _WRITTEN_BY_TMA, _WRITTEN = [*_READ, "tensor_descriptor"], [*_READ, "pointer"]
 
 
-def _config(indexing: list[str], num_stages: int) -> helion.Config:
+def _config(indexing: list[str], num_stages: int, cols: int = 256) -> helion.Config:
     """Programs run down eight tiles of N, then along K, then to the next group, as in mx_gemm."""
     tma = {**options(indexing), **_PERSISTENT, "num_stages": num_stages}
-    return helion.Config(block_sizes=[128, 256], num_warps=8, loop_orders=[[1, 2, 0]], **tma)
+    return helion.Config(block_sizes=[128, cols], num_warps=8, loop_orders=[[1, 2, 0]], **tma)
 
 
 _CODES = helion.Config(block_sizes=[128, 128], num_warps=8, num_stages=4)
-CONFIGS = {
+CONFIGS: dict[Any, Configs] = {
     torch.bfloat16: {(9, 0): _config(_WRITTEN_BY_TMA, 3), (10, 0): _CODES},
     torch.float32: {(9, 0): _config(_WRITTEN, 4), (10, 0): _CODES},
+    # If TMA cannot read a tile, or if K is no multiple of 16, the addresses of a wide tile need too many registers.
+    "small or odd": {(9, 0): _config(_WRITTEN, 4, 128), (10, 0): _CODES},
 }
 _PLAN, _VALUES = config([64], 4), config([32, 4], 4)
 _MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)
@@ -265,7 +267,8 @@ def mx_grouped_gemm_wgrad(
     flags = torch.zeros(FIRST_FLAG + E * (N + K), dtype=torch.int32, device=dy.device)
     dy_values = _bf16_values(dy.mT, of_dy, blocked, plan, E, flags, FIRST_FLAG, "dy")
     x_values = _bf16_values(x.mT, of_x, blocked, plan, E, flags, FIRST_FLAG + E * N, "x")
-    launch(_of_values, CONFIGS[out_dtype], dy_values, x_values, out, *of_offs, _STEP)
+    configs = CONFIGS["small or odd" if N < 128 or K < 256 or K % 16 else out_dtype]
+    launch(_of_values, configs, dy_values, x_values, out, *of_offs, _STEP)
     launch(
         _mend, {(9, 0): _MEND}, flat(dy), dy.stride(1), *of_dy, dy_row_tiles, flat(x), x.stride(1), *of_x, x_row_tiles,
         flat(out), N, K, *of_offs, E, plan, flags, FIRST_FLAG, processors(dy.device), -(-N // 128) * -(-K // 64),
