@@ -63,7 +63,10 @@ def parameters(signature: Any, release: str) -> list[int]:
 
 
 def pretend_to_helion() -> None:
-    """Make Helion compile for the pretended GPU when it gets CPU tensors."""
+    """Make Helion compile for the pretended GPU when it gets CPU tensors.
+
+    The type checker does not allow to replace functions of other modules, so these lines tell it not to look.
+    """
     import helion.runtime
     import torch._inductor.runtime.hints as hints
     from helion._compiler.compile_environment import CompileEnvironment

@@ -154,7 +154,7 @@ def guarded(monkeypatch):
 
 @pytest.fixture
 def accessed(monkeypatch):
-    """The addresses of each masked access in Triton's interpreter, as (first bytes, size). Elsewhere there are none."""
+    """The addresses of each masked access in Triton's interpreter: first byte and end. Elsewhere there are none."""
     seen = []
     if INTERPRETED:
         from triton.runtime.interpreter import InterpreterBuilder
