@@ -1,6 +1,6 @@
 """mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs, `hopper/mx/` for small ones, or plain tiles.
 
-`tiles/mx_weights.py` and, for Hopper, `hopper/mx/weights.py` are for weights in e2m1.
+`hopper/weights/` is for few tokens on Hopper. `tiles/mx_weights.py` is for weights in e2m1 on other GPUs.
 The first two are for Hopper. `blackwell/mx_matmul.py` is for Blackwell and blocked scales. Plain tiles run on any GPU.
 """
 
@@ -15,7 +15,7 @@ from mxspec.triton_kernels.blackwell import mx_matmul as blackwell
 from mxspec.triton_kernels.common.launch import capability
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.mx.by_memory import by_weights, mx_bf16, pays
-from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
+from mxspec.triton_kernels.hopper.mx.launch import mx_few, mx_sm90, reads, takes_few
 from mxspec.triton_kernels.hopper.mx.measured import dense as measured
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_matmul
@@ -64,6 +64,9 @@ def mx_gemm(
         return out
     if not packed and blackwell.reads(a, a_scale, b, b_scale, out, scale_layout):
         blackwell.mx_sm100(a, a_scale, b, b_scale, out)
+        return out
+    if not packed and takes_few(a, b, b_scale, scale_layout):
+        mx_few(a, a_scale, b, b_scale, out, scale_layout)
         return out
     # `mx_sm90` runs a separate kernel that turns its second operand into bf16. So the operand with fewer rows comes
     # second.

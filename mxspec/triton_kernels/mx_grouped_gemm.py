@@ -12,7 +12,7 @@ from torch import Tensor
 from mxspec.triton_kernels.blackwell import mx_matmul as blackwell
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.mx.by_memory import mx_bf16, pays_for_groups
-from mxspec.triton_kernels.hopper.mx.launch import mx_sm90, reads
+from mxspec.triton_kernels.hopper.mx.launch import mx_few, mx_sm90, reads, takes_few
 from mxspec.triton_kernels.hopper.mx.measured import grouped as measured
 from mxspec.triton_kernels.hopper.releases import note
 from mxspec.triton_kernels.tiles import mx_matmul
@@ -44,6 +44,8 @@ def mx_grouped_gemm(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if blackwell.reads(a, a_scale, b, b_scale, out, scale_layout):
         blackwell.mx_sm100(a, a_scale, b, b_scale, out, offs=offs, grouped="M")
+    elif out.numel() and takes_few(a, b, b_scale, scale_layout):
+        mx_few(a, a_scale, b, b_scale, out, scale_layout, offs=offs)
     elif out.numel():
         multiply = mx_sm90 if reads(a, b, out) else mx_tiles
         multiply(a, a_scale, b, b_scale, out, scale_layout, offs=offs, grouped="M")

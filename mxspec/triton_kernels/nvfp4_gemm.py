@@ -6,10 +6,12 @@ the same order, so a row has the same bits in each.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, reads
+from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, few, reads, takes_few
 from mxspec.triton_kernels.hopper.nvfp4.measured import dense as measured
 from mxspec.triton_kernels.tiles import nvfp4_matmul
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
@@ -35,6 +37,10 @@ def nvfp4_gemm(
 ) -> Tensor:
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if out.numel():
-        multiply = by_memory if reads(a, a_scale, b, b_scale, out) else nvfp4_tiles
+        multiply: Any = nvfp4_tiles
+        if takes_few(a, a_scale, b, b_scale, scale_layout):
+            multiply = few
+        elif reads(a, a_scale, b, b_scale, out):
+            multiply = by_memory
         multiply(a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale, out, scale_layout)
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, pays, reads
+from mxspec.triton_kernels.hopper.nvfp4.launch import by_memory, few, pays, reads, takes_few
 from mxspec.triton_kernels.hopper.nvfp4.measured import grouped as measured
 from mxspec.triton_kernels.tiles import nvfp4_matmul
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
@@ -34,6 +34,10 @@ def nvfp4_grouped_gemm(
     out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     if out.numel():
         operands = a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale
-        multiply = by_memory if pays(a, b_scale) and reads(a, a_scale, b, b_scale, out, "M") else nvfp4_tiles
-        multiply(*operands, out, scale_layout, offs=offs, grouped="M")
+        if takes_few(a, a_scale, b, b_scale, scale_layout):
+            assert b_scale is not None
+            few(a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale, out, scale_layout, offs=offs)
+        else:
+            multiply = by_memory if pays(a, b_scale) and reads(a, a_scale, b, b_scale, out, "M") else nvfp4_tiles
+            multiply(*operands, out, scale_layout, offs=offs, grouped="M")
     return out

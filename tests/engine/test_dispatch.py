@@ -346,13 +346,15 @@ def test_explain_says_what_was_measured_for_a_call_of_this_size(monkeypatch):
 def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     from mxspec.triton_kernels.hopper import releases
     from mxspec.triton_kernels.hopper.fp8 import launch as fp8
-    from mxspec.triton_kernels.hopper.mx import by_memory, launch_weights
+    from mxspec.triton_kernels.hopper.mx import by_memory
     from mxspec.triton_kernels.hopper.mx import launch as mx
     from mxspec.triton_kernels.hopper.nvfp4 import launch as nvfp4
+    from mxspec.triton_kernels.hopper.weights import launch as weights
 
-    for module in (releases, fp8, by_memory, launch_weights, mx, nvfp4):
+    for module in (releases, fp8, by_memory, weights, mx, nvfp4):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(by_memory, "processors", lambda device: 132)
+    for module in (by_memory, weights):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
     monkeypatch.setattr("mxspec.dispatch.explanation.refusal", lambda name, backend, args, kwargs: None)
 
     def of(*sizes, dtype=torch.float8_e4m3fn):

@@ -101,7 +101,7 @@ def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str) -> 
     large tile of token groups. The oldest release is tested on a GPU, where the same files run all tiles. For
     Blackwell, the compiler makes barriers and a pipeline, so each release may make others.
     """
-    names = "fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "mx_weights", "nvfp4_gemm"
+    names = "fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "nvfp4_gemm", "weights"
     hopper = [f"tests/kernels/hopper/test_{name}_sm90.py" for name in names]
     files = [*([] if version == OLDEST else hopper), "tests/kernels/blackwell/test_mx_matmul_sm100.py"]
     chosen = "test_mx_matmul_sm100 or (without_spilling and not bfloat16)"
@@ -138,7 +138,7 @@ def test_every_launch_says_whether_sums_are_fused(monkeypatch):
         limits.copy(torch.empty(64, device="meta"))
         limits.bare_cast(torch.empty(64, device="meta"))
     sums = {"fp8_gemm_sm90", "mx_gemm_sm90", "_tiles", "_marked_tiles", "_flagged_tiles", "mx_matmul_sm100"}
-    sums |= {"nvfp4_gemm_sm90", "mx_weights_sm90", "_mx_weights"}
+    sums |= {"nvfp4_gemm_sm90", "weights_sm90", "_mx_weights"}
     assert said.keys() >= {*sums, "mx_values", "_bf16_values", "_prepare", "_bare_cast", "_copy"}
     assert {name: {name in sums} for name in said} == said
 

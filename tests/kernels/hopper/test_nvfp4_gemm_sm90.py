@@ -85,9 +85,9 @@ def test_a_matmul_waits_while_another_runs():
 
 @pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize("kinds", [("codes", "codes"), ("codes", "values"), ("values", "codes"), VALUES], ids="-".join)
-def test_codes_become_values_before_the_matmul(op, kinds):
+def test_codes_of_many_tokens_become_values_before_the_matmul(op, kinds):
     made = CALLS[op].func
-    args = made(*([300, 528, 352] if op == "nvfp4_gemm" else [[144, 0, 320, 16], 32, 528, 320]), kinds=kinds)
+    args = made(*([400, 9000, 64] if op == "nvfp4_gemm" else [[144, 0, 1600, 16], 32, 528, 320]), kinds=kinds)
     fn = getattr(dispatch.kernel_module(op, "triton"), op)
     layout = "plain" if op == "nvfp4_gemm" else "blocked"
     code = compile_call(fn, *args, scale_layout=layout, target="sm90")
@@ -131,11 +131,24 @@ def test_a_tile_waits_for_the_buffer_of_the_tile_before(tile, monkeypatch):
         assert check.difference((out,), (expected,), MIN_SQNR_DB) is None
 
 
-def test_few_rows_of_groups_read_the_codes_of_their_experts():
-    fn = dispatch.kernel_module("nvfp4_grouped_gemm", "triton").nvfp4_grouped_gemm
-    for kinds, kernels in ((("codes", "codes"), ["_tiles"]), (VALUES, ["nvfp4_gemm_sm90"])):
-        args = grouped.sized([100, 0, 27, 1], 0, 528, 320, kinds=kinds)
-        assert [c.kernel for c in compile_call(fn, *args, target="sm90")] == kernels
+@pytest.mark.parametrize("op", ["nvfp4_gemm", "nvfp4_grouped_gemm"])
+def test_few_tokens_read_the_codes_of_weights(op):
+    """Their values are not written. A scale that is no whole word is for plain tiles, if tokens are very few."""
+    fn, dense = getattr(dispatch.kernel_module(op, "triton"), op), op == "nvfp4_gemm"
+    made, sizes = CALLS[op].func, [128] if dense else [[100, 0, 27, 1], 0]
+    for kinds, kernels in (
+        (("codes", "codes"), {"_nvfp4_values", "weights_sm90"}),
+        (("values", "codes"), {"weights_sm90"}),
+        (("codes", "values"), {"_nvfp4_values", "nvfp4_gemm_sm90"}),
+        (VALUES, {"nvfp4_gemm_sm90"}),
+    ):
+        code = compile_call(fn, *made(*sizes, 528, 320, kinds=kinds), target="sm90")
+        assert {c.kernel for c in code} == kernels | (
+            {"write_plan"} if "weights_sm90" in kernels and not dense else set()
+        )
+        assert problems(code, (), (), edge=False) == []
+    odd = compile_call(fn, *made(*sizes, 528, 336), target="sm90")
+    assert {c.kernel for c in odd} == ({"_nvfp4_values", "nvfp4_gemm_sm90"} if dense else {"_tiles"})
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ from mxspec.triton_kernels.common.groups import chunk, group_of, store_in_order
 from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid, processors
 from mxspec.triton_kernels.common.numerics import scale_value
 from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
-from mxspec.triton_kernels.hopper.mx.launch_weights import mx_weights_on_hopper, reads
 from mxspec.triton_kernels.hopper.nvfp4.launch import nvfp4_sm90
 from mxspec.triton_kernels.hopper.nvfp4.launch import reads as multiplies_values
+from mxspec.triton_kernels.hopper.weights import launch as weights
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 from mxspec.triton_kernels.tiles.mx_weights import UNSHIFT, mx_weights
 
@@ -191,7 +191,7 @@ def by_weights(
         w = bf16_values(b, b_scale, scale_layout, unused, 1, up=1 / UNSHIFT)  # it raises no flag
         nvfp4_sm90(x, None, w, None, out, up=up * UNSHIFT)
     else:
-        multiply = mx_weights_on_hopper if reads(x, b, b_scale, scale_layout) else mx_weights
+        multiply = weights.by_weights if weights.reads(x, b, b_scale, scale_layout) else mx_weights
         multiply(x, b, b_scale, out, scale_layout, up)
     if flags is not None and a_scale is not None and a.dtype != E2M1:
         only: Any = {"flags": flags, "programs": processors(on)}

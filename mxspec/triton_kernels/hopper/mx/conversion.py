@@ -37,14 +37,31 @@ def values(codes, factors, first: gl.constexpr, FORMAT: gl.constexpr):
     x = codes.slice(first, 64).load(read)
     half = factors.slice(first, 64).load(gl.SliceLayout(2, by_block)).to(gl.int32)
     factor = gl.expand_dims(half | half << 16, 2).broadcast_to(64, 2, 32).reshape([64, 64])
+    return in_order(decoded(x, gl.convert_layout(factor, read), FORMAT))
+
+
+@gluon.jit
+def in_order(x):
+    """Values in the order of K in which their threads hold them, as `values` says."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    # (step of 16, thread of four, half, pair) becomes (step, half, thread, pair)
+    x = x.reshape([ROWS, COLUMNS // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4])
+    return x.reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def decoded(x, factor, FORMAT: gl.constexpr):
+    """The product of codes and factors in bf16. A factor is an integer that holds a bf16 number in both halves."""
     SHIFT: gl.constexpr = FORMAT[0]
     BITS: gl.constexpr = FORMAT[1]
     VALUE: gl.constexpr = FORMAT[2]
     LIMIT: gl.constexpr = FORMAT[3]
-    shift, bits = gl.full([64, 64], SHIFT, gl.int32, read), gl.full([64, 64], BITS, gl.int32, read)
-    value, limit = gl.full([64, 64], VALUE, gl.int32, read), gl.full([64, 64], LIMIT, gl.int32, read)
+    layout: gl.constexpr = x.type.layout
+    shift, bits = gl.full(x.shape, SHIFT, gl.int32, layout), gl.full(x.shape, BITS, gl.int32, layout)
+    value, limit = gl.full(x.shape, VALUE, gl.int32, layout), gl.full(x.shape, LIMIT, gl.int32, layout)
     # Infinity times 0 is NaN, so the last instruction turns a value that `limit` made infinite into NaN.
-    x = gl.inline_asm_elementwise(
+    return gl.inline_asm_elementwise(
         """{
         .reg .b32 x, y, zero;
         mov.b32 zero, 0;
@@ -65,8 +82,6 @@ def values(codes, factors, first: gl.constexpr, FORMAT: gl.constexpr):
         mul.rn.bf16x2 x, x, $3;
         fma.rn.bf16x2 $1, y, zero, x;
         }""",
-        "=r,=r,r" + ",r" * 20, [x, gl.convert_layout(factor, read), shift, bits, value, limit],
+        "=r,=r,r" + ",r" * 20, [x, factor, shift, bits, value, limit],
         dtype=gl.bfloat16, is_pure=True, pack=4,
     )  # fmt: skip
-    # (step of 16, thread of four, half, pair) becomes (step, half, thread, pair)
-    return x.reshape([64, 4, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([64, 64])

@@ -24,6 +24,8 @@ from mxspec.triton_kernels.common.launch import FUSED, UNFUSED, capability, proc
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.choice import Choice, cheapest
 from mxspec.triton_kernels.hopper.mx.values import VALUES, copy_experts, mx_values
+from mxspec.triton_kernels.hopper.plan import tiles_of
+from mxspec.triton_kernels.hopper.weights import launch as weights
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 
 if releases.refusal() is None:
@@ -96,8 +98,7 @@ def values_and_plan(
     (R, K), E, blocked = codes.shape, 1 if offs is None else offs.shape[0], scale_layout == "blocked"
     plan, tiles, padded, more = None, 0, R, 0
     if grouped == "M" and offs is not None:
-        # Each group may begin a tile, and so may the rows that belong to no group.
-        tiles = -(-R // tile) + E
+        tiles = tiles_of(R, E, tile)
         plan = offs.new_empty(tiles, 4)
         # A last tile is read to its end: TMA takes longer for rows past the end of an operand.
         more, padded = tile, -(-R // 128) * 128 + 128 * E if blocked else R
@@ -168,3 +169,31 @@ def mx_sm90(
     only: Any = {"marks": marks, "width": 64 if of_groups else BLOCK_N, "programs": programs}
     mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, grouped=grouped, **only)
     return compiled
+
+
+def mx_few(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str,
+    *, offs: Tensor | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """`mx_tiles` of few tokens by `../weights/`, if `takes_few`. `options` override fields of the tile.
+
+    Returns the compiled kernel.
+    """
+    (M, N), shift, grouped = out.shape, SHIFT[b.dtype], "" if offs is None else "M"
+    tile = {**weights.tile_for(M, b, b_scale), **options}
+    of_tokens = -(-M // tile["BLOCK_M"]) if offs is None else tiles_of(M, offs.shape[0], tile["BLOCK_M"])
+    of_columns = -(-N // tile["BLOCK_N"]) * (tile["BLOCK_N"] // 64)
+    marks = out.new_empty(1 + 2 * of_tokens * of_columns, dtype=torch.int32)
+    values, plan = values_and_plan(a, a_scale, scale_layout, marks, offs, grouped, tile["BLOCK_M"])
+    unshift = 2.0 ** -(shift + SHIFT[a.dtype])
+    compiled = weights.by_weights(
+        values, b, b_scale, out, scale_layout, unshift, shift=shift, plan=plan, marks=marks, **tile
+    )
+    only: Any = {"marks": marks, "width": 64, "programs": processors(a.device)}
+    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=offs, grouped=grouped, **only)
+    return compiled
+
+
+def takes_few(a: Tensor, b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
+    """Whether `mx_few` can run, and is faster than the other kernels."""
+    return weights.reads(None, b, b_scale, scale_layout) and a.numel() > 0 and weights.pays(a.shape[0], b, b_scale)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mxspec.triton_kernels.hopper.measured import of_size
-from mxspec.triton_kernels.hopper.mx import launch, launch_weights
+from mxspec.triton_kernels.hopper.mx import launch
 from mxspec.triton_kernels.hopper.mx.by_memory import pays, pays_for_groups
+from mxspec.triton_kernels.hopper.weights import launch as weights
 
 # By rows: codes by codes, and bfloat16 by e2m1.
 CODES = ((4096, 32768, "on an H200, 4096 to 32768 rows: 0.91 to 1.01 of the rate of cuBLAS in bfloat16"),)
@@ -35,7 +36,7 @@ def dense(
 ) -> str | None:
     if b.dtype != torch.float4_e2m1fn_x2:
         return of_size(a.shape[0], CODES) if pays(a.shape[0], b.shape[0], a.device) else None
-    if a.dtype == torch.bfloat16 and launch_weights.reads(a, b, b_scale, scale_layout):
+    if a.dtype == torch.bfloat16 and weights.reads(a, b, b_scale, scale_layout):
         return of_size(a.shape[0], WEIGHTS)
     return None
 

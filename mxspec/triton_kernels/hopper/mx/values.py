@@ -9,30 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels.common.groups import group_of, rows_before
+from mxspec.triton_kernels.common.groups import group_of
+from mxspec.triton_kernels.hopper.plan import write_plan
 
 VALUES = {"ROWS": 32, "num_warps": 8}  # a program has ROWS rows of 128 codes each
-
-
-@triton.jit
-def _plan(plan, tiles, offs, offs_stride, G, R, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """For each TILE padded rows of token groups: the group, the first row, the end of the group's rows, and a number.
-
-    The number is that of the first row's tile, if each group is padded to tiles of 128 rows.
-
-    Rows that belong to no group have the group -1, and their tiles are zeros. No row is outside of the operand,
-    whatever offs holds.
-    """
-    rows_of_groups = tl.load(offs + (G - 1) * offs_stride)
-    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        group, first, stop, begin = group_of(t * TILE, offs, offs_stride, G, None, None, False, TILE, CHUNK)
-        none = (group >= G) | (t * TILE + TILE > R + TILE * G)
-        row = tl.where(none, rows_of_groups, first) + t * TILE - begin
-        in_tiles = (rows_before(group, offs, offs_stride, 128, CHUNK) + t * TILE - begin) // 128
-        tl.store(plan + 4 * t, tl.where(none, -1, group))
-        tl.store(plan + 4 * t + 1, tl.minimum(tl.maximum(row, 0), R))
-        tl.store(plan + 4 * t + 2, tl.where(none, R, tl.minimum(stop, R)))
-        tl.store(plan + 4 * t + 3, tl.maximum(in_tiles, 0))
 
 
 @triton.jit
@@ -59,7 +39,7 @@ def mx_values(
     if tl.program_id(1) == 0:
         tl.store(marks, 0, mask=tl.program_id(0) == 0)
         if GROUPED == "M":
-            _plan(plan, plan_tiles, offs, offs_stride, G, R, CHUNK, TILE)
+            write_plan(plan, plan_tiles, offs, offs_stride, G, R, CHUNK, TILE)
     n, tile = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     r, last = n, R
     if GROUPED == "M" and BLOCKED:  # each group begins a new tile of scales, so a program has padded rows of one tile

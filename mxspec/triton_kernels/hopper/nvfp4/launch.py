@@ -11,6 +11,8 @@ from mxspec.triton_kernels.common.launch import FUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.choice import Choice, cheapest
 from mxspec.triton_kernels.hopper.fp8.launch import with_scratch
+from mxspec.triton_kernels.hopper.plan import plan_of
+from mxspec.triton_kernels.hopper.weights import launch as weights
 from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
 
 if releases.refusal() is None:
@@ -94,6 +96,27 @@ def by_memory(
     w = b if b_scale is None else nvfp4_values(b, b_scale, scale_layout, offs if of_columns else None, of_columns)
     unit = NVFP4_BLOCK_SIZE if grouped == "K" and (a_scale is not None or b_scale is not None) else 1
     return nvfp4_sm90(x, a_number, w, b_number, out, offs=offs, grouped=grouped, unit=unit)
+
+
+def few(
+    a: Tensor, a_scale: Tensor | None, a_number: Tensor, b: Tensor, b_scale: Tensor, b_number: Tensor,
+    out: Tensor, scale_layout: str, *, offs: Tensor | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """`nvfp4_tiles` of few tokens by `../weights/`, if `takes_few`. `options` override fields of the tile.
+
+    Returns the compiled kernel.
+    """
+    x = a if a_scale is None else nvfp4_values(a, a_scale, scale_layout, offs, "" if offs is None else "M")
+    tile = {**weights.tile_for(a.shape[0], b, b_scale), **options}
+    plan = None if offs is None else plan_of(offs, a.shape[0], tile["BLOCK_M"])
+    return weights.by_weights(x, b, b_scale, out, scale_layout, numbers=(a_number, b_number), plan=plan, **tile)
+
+
+def takes_few(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor | None, scale_layout: str) -> bool:
+    """Whether `few` can run, and is faster than the other kernels."""
+    if b_scale is None or not a.numel() or not weights.reads(a if a_scale is None else None, b, b_scale, scale_layout):
+        return False
+    return weights.pays(a.shape[0], b, b_scale)
 
 
 def pays(a: Tensor, b_scale: Tensor | None) -> bool:

@@ -1,0 +1,1 @@
+"""Matmuls of few bfloat16 tokens by weights in codes, which become bf16 in registers, on Hopper."""

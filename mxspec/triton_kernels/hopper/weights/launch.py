@@ -1,0 +1,140 @@
+"""The launch of `gemm.py`: few bfloat16 tokens by weights in codes, on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxspec.formats import MX_BLOCK_SIZE, NVFP4_BLOCK_SIZE
+from mxspec.triton_kernels.common.launch import FUSED, capability, processors
+from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.tiles.mx_weights import UNSHIFT
+
+if releases.refusal() is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from mxspec.triton_kernels.hopper.names import shared_layout
+    from mxspec.triton_kernels.hopper.weights.gemm import weights_sm90
+
+# By codes, and by the largest number of tokens of a tile: the columns of K of a stage, and the stages. Tokens of
+# experts have more tiles, so a processor should hold more programs. The races: benchmarks/results/decisions.md.
+_FP8 = {16: (128, 4), 32: (128, 4), 64: (128, 4), 128: (128, 3)}
+_FP8_OF_EXPERTS = {16: (128, 4), 32: (128, 4), 64: (128, 3), 128: (128, 2)}
+TILES = {"e2m1": {16: (256, 4), 32: (256, 4), 64: (128, 4), 128: (128, 3)}, "e4m3": _FP8, "e5m2": _FP8}
+TILES_OF_EXPERTS = {
+    "e2m1": {16: (256, 4), 32: (256, 4), 64: (128, 3), 128: (128, 3)},
+    "e4m3": _FP8_OF_EXPERTS,
+    "e5m2": _FP8_OF_EXPERTS,
+}
+# For 17 to 32 tokens by MXFP4 weights, if there are more than two tiles for each processor. A processor holds two
+# programs of the tile of TILES, and four of this one.
+MANY_TILES = (128, 4)
+# The most tokens per expert for which a tile has 16, 32 or 64. Some experts have more than others.
+PER_EXPERT = {16: 10, 32: 21, 64: 96}
+# The most tokens, and the most tokens per expert, for which this kernel is faster than those for many tokens, by the
+# columns of K that a scale is for. NVFP4's kernel for many tokens needs the values of all weights in memory.
+FEW = {NVFP4_BLOCK_SIZE: (384, 384), MX_BLOCK_SIZE: (64, 128)}
+BLOCK_N = 64
+CODES = {torch.float4_e2m1fn_x2: "e2m1", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def reads(x: Tensor | None, b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
+    """Whether the Gluon kernel can run: the GPU is a Hopper, TMA can read the operands, and scales are whole words.
+
+    x has the tokens, as bfloat16 numbers. If it is None, another kernel will write them as TMA needs them.
+    """
+    if b.device.type == "cpu" or capability(b.device) != (9, 0) or releases.refusal() or not b.numel():
+        return False
+    if _columns(b) % (4 * _block(b_scale)) or not all(_tma_reads(t) for t in (x, b) if t is not None):
+        return False
+    if b.ndim == 3 and b.shape[0] > 1 and (b.stride(0) % b.stride(1) or b_scale.stride(0) % 4):
+        return False
+    if scale_layout == "blocked":
+        return b_scale.data_ptr() % 4 == 0
+    return b_scale.stride(-1) == 1 and (b_scale.stride(-2) | b_scale.data_ptr()) % 4 == 0
+
+
+def _columns(b: Tensor) -> int:
+    return b.shape[-1] * (2 if CODES[b.dtype] == "e2m1" else 1)
+
+
+def _block(b_scale: Tensor) -> int:
+    return NVFP4_BLOCK_SIZE if b_scale.dtype == torch.float8_e4m3fn else MX_BLOCK_SIZE
+
+
+def _tma_reads(t: Tensor) -> bool:
+    """Whether rows are contiguous, begin at multiples of 16 bytes, and do not share memory."""
+    of_row = t.stride(-2) * t.element_size()
+    return t.stride(-1) == 1 and t.stride(-2) >= t.shape[-1] and (of_row | t.data_ptr()) % 16 == 0
+
+
+def pays(M: int, b: Tensor, b_scale: Tensor) -> bool:
+    """Whether this kernel is faster than those for many tokens. b holds the codes of NVFP4 or fp8 codes."""
+    dense, of_expert = FEW[_block(b_scale)]
+    if b.ndim == 3:
+        return of_expert * b.shape[0] >= M
+    N, tiles = b.shape[0], -(-M // 64) * -(-b.shape[0] // BLOCK_N)
+    return dense >= M or (N >= M and tiles <= 2 * processors(b.device))
+
+
+def tile_for(M: int, b: Tensor, b_scale: Tensor) -> dict[str, int]:
+    """The tile for M tokens by weights b."""
+    codes, of_columns, programs = CODES[b.dtype], -(-b.shape[-2] // BLOCK_N), processors(b.device)
+    if b.ndim == 3:
+        rows = next((rows for rows, most in PER_EXPERT.items() if most * b.shape[0] >= M), 128)
+        return _tile(rows, *TILES_OF_EXPERTS[codes][rows])
+    rows = next((rows for rows in TILES[codes] if rows >= M), 128)
+    if rows == 128 and -(-M // 64) * of_columns <= programs:
+        rows = 64
+    if codes == "e2m1" and _block(b_scale) == MX_BLOCK_SIZE and rows == 32 and of_columns > 2 * programs:
+        return _tile(rows, *MANY_TILES)
+    return _tile(rows, *TILES[codes][rows])
+
+
+def _tile(rows: int, step: int, stages: int) -> dict[str, int]:
+    return {"BLOCK_M": rows, "BLOCK_N": BLOCK_N, "STEP": step, "STAGES": stages}
+
+
+def by_weights(
+    x: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str, up: float = 1.0, *, shift: int = 0,
+    numbers: tuple[Tensor, Tensor] | None = None, plan: Tensor | None = None, marks: Tensor | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Multiply tokens x, `(M, K)`, by codes b and by `up`, into `out`. Returns the compiled kernel.
+
+    - `shift`: the values of fp8 codes are multiplied by 2^shift. Their tokens are in the order of `mx_values`.
+    - `numbers`: the tensor scales of NVFP4.
+    - `plan`: see `Scheduler`, for tiles of BLOCK_M tokens.
+    - `marks`: of the sums of fp8 codes. It starts with 0.
+
+    `options` override fields of the tile.
+    """
+    (M, N), stored, blocked = out.shape, b.shape[-1], scale_layout == "blocked"
+    codes, nvfp4, block = CODES[b.dtype], b_scale.dtype == torch.float8_e4m3fn, _block(b_scale)
+    config = {**tile_for(M, b, b_scale), **options}
+    rows, columns, STEP = (config.pop(name) for name in ("BLOCK_M", "BLOCK_N", "STEP"))
+    rows_apart, stride_e, matrix = 0, 0, b
+    if b.ndim == 3:
+        rows_apart, stride_e = b.stride(0) // b.stride(1), b_scale.stride(0) // 4
+        matrix = b.as_strided(((b.shape[0] - 1) * rows_apart + N, stored), b.stride()[1:])
+    K = _columns(b)
+    stride_r, stride_w = (128 * -(-K // (4 * block)), 128) if blocked else (b_scale.stride(-2) // 4, 1)
+    of_step = STEP // 2 if codes == "e2m1" else STEP
+    descriptors = (
+        TensorDescriptor.from_tensor(x, [rows, STEP], shared_layout(128, 16)),
+        TensorDescriptor.from_tensor(matrix.view(torch.uint8), [columns, of_step], shared_layout(min(of_step, 128), 8)),
+    )
+    of_numbers: Any = None
+    if numbers is not None:
+        of_numbers = tuple(field for t in numbers for field in (t, t.stride(0) if t.ndim else 0))
+    tiles = -(-M // rows) if plan is None else plan.shape[0]
+    if codes == "e2m1" and not nvfp4:
+        up *= UNSHIFT
+    return weights_sm90[(-(-N // columns) * tiles,)](
+        *descriptors, b_scale.view(torch.int32), stride_e, stride_r, stride_w, out, out.stride(0), of_numbers, plan,
+        rows_apart, marks, M, N, K,
+        CODES=codes, SCALES="e4m3" if nvfp4 else "e8m0", BLOCK=block, SHIFT=shift, UP=up, BLOCKED=blocked, **config,
+        num_warps=columns // 16, **FUSED,
+    )  # fmt: skip

@@ -1,0 +1,277 @@
+"""The Gluon kernel of few bfloat16 tokens by weights in codes, with each format of the codes and each of its tiles."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mxspec import check, dispatch
+from mxspec.cases.common.token_groups import offs_of
+from mxspec.machine_code.compile import compile_call, problems
+from mxspec.machine_code.fake_gpu import fake_gpu, unavailable
+from mxspec.reference.common.matmul import MIN_SQNR_DB
+from mxspec.reference.mx_gemm import mx_gemm as reference
+from mxspec.reference.to_blocked import to_blocked
+from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
+from tests.helpers import combined, on_hopper
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+from mxspec.triton_kernels.hopper.mx import launch as mx
+from mxspec.triton_kernels.hopper.nvfp4 import launch as nvfp4
+from mxspec.triton_kernels.hopper.weights import launch as kernel
+from mxspec.triton_kernels.tiles.mx_weights import mx_weights
+from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
+
+
+def tile(rows, columns, step, stages):
+    return {"BLOCK_M": rows, "BLOCK_N": columns, "STEP": step, "STAGES": stages}
+
+
+CHOSEN = {
+    (rows, kernel.BLOCK_N, *of_stage)
+    for tiles in (kernel.TILES, kernel.TILES_OF_EXPERTS, {"": {32: kernel.MANY_TILES}})
+    for of_codes in tiles.values()
+    for rows, of_stage in of_codes.items()
+}
+# Tiles that the launch does not choose: two warpgroups, other steps, other numbers of stages.
+OTHERS = [(16, 64, 128, 8), (64, 128, 256, 2), (64, 64, 256, 2), (128, 128, 128, 3)]
+TILES = [tile(*of) for of in [*sorted(CHOSEN), *OTHERS]]
+LAYOUTS = "plain", "blocked"
+# The dtypes of codes and of scales, and the columns of K that a scale is for.
+FORMATS = {
+    "mxfp4": (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, 32),
+    "nvfp4": (torch.float4_e2m1fn_x2, torch.float8_e4m3fn, 16),
+    "e4m3": (torch.float8_e4m3fn, torch.float8_e8m0fnu, 32),
+    "e5m2": (torch.float8_e5m2, torch.float8_e8m0fnu, 32),
+}
+OF_EXPERTS = ("nvfp4", "e4m3", "e5m2")
+
+
+def name(value):
+    """A test's name for a value: for a tile, its numbers."""
+    return "x".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+each_format = pytest.mark.parametrize("format", FORMATS)
+
+
+def codes_of(format, *shape):
+    dtype = FORMATS[format][0]
+    if dtype == torch.float4_e2m1fn_x2:
+        return torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8).view(dtype)
+    return torch.randn(*shape).to(dtype)
+
+
+def scales_of(format, rows, K, rare=()):
+    """Plain scales. `rare` are bytes for the first rows of the second column."""
+    _, dtype, block = FORMATS[format]
+    low, high = (0x28, 0x48) if format == "nvfp4" else (118, 125)
+    scale = torch.randint(low, high, (*rows, K // block), dtype=torch.uint8)
+    scale[..., : len(rare), 1] = torch.tensor(rare, dtype=torch.uint8)
+    return scale.view(dtype)
+
+
+RARE = {"mxfp4": (0, 132, 133, 254, 255), "nvfp4": (0, 1, 7, 8, 0x7E, 0x7F, 0x81, 0xFF), "e4m3": (), "e5m2": ()}
+
+
+def weights(format, rows, K, layout):
+    scale = scales_of(format, rows, K, RARE[format])
+    return codes_of(format, *rows, K), to_blocked(scale) if layout == "blocked" else scale
+
+
+def launch(x, b, b_scale, *, layout, out_dtype, experts=False, **tile):
+    """The kernel alone. The plan and the marks have any contents, because nothing reads them."""
+    nvfp4, few = b_scale.dtype == torch.float8_e4m3fn, b.dtype == torch.float4_e2m1fn_x2
+    out = torch.empty(x.shape[0], b.shape[-2], dtype=out_dtype, device=x.device)
+    one = x.new_ones(b.shape[:-2], dtype=torch.float32)
+    kernel.by_weights(
+        x, b, b_scale, out, layout, numbers=(one, one) if nvfp4 else None, shift=0 if few else 4,
+        plan=x.new_empty(7, 4, dtype=torch.int32) if experts else None,
+        marks=None if few else x.new_empty(999, dtype=torch.int32), **tile,
+    )  # fmt: skip
+    return out
+
+
+CALLS = [*((format, False) for format in FORMATS), *((format, True) for format in OF_EXPERTS if format != "e5m2")]
+
+
+@pytest.mark.parametrize(
+    ("call", "layout", "out_dtype", "tile"), combined(CALLS, LAYOUTS, MIN_SQNR_DB, TILES), ids=name
+)
+def test_every_tile_compiles_without_spilling(call, layout, out_dtype, tile):
+    format, experts = call
+    if format in ("e4m3", "e5m2") and tile["STEP"] == 256 and tile["BLOCK_N"] == 128:
+        pytest.skip("more shared memory than a processor has")
+    args = torch.randn(200, 1024).bfloat16(), *weights(format, (3, 192) if experts else (192,), 1024, layout)
+    options = {"layout": layout, "out_dtype": out_dtype, "experts": experts, "target": "sm90"}
+    code = compile_call(launch, *args, **options, **tile)
+    assert [c.kernel for c in code] == ["weights_sm90"]
+    patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"mul\.rn\.bf16x2"
+    assert problems(code, patterns, (), edge=False) == []
+
+
+@each_format
+def test_a_wait_for_the_tensor_cores_comes_after_the_codes_of_the_next_step(format):
+    args = torch.randn(64, 1024).bfloat16(), *weights(format, (192,), 1024, "plain")
+    ptx = compile_call(launch, *args, layout="plain", out_dtype=torch.bfloat16, target="sm90")[0].ptx
+    multiplied = ptx.index("wgmma.commit_group")
+    assert ptx.index("mul.rn.bf16x2", multiplied) < ptx.index("wgmma.wait_group", multiplied)
+
+
+# --- the choice ---------------------------------------------------------------------------------------------------
+
+
+def chosen(format, M, *rows, K=2048):
+    with fake_gpu("sm90"):
+        b, scale = weights(format, rows, K, "plain")
+        return kernel.tile_for(M, b.to("meta"), scale.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "rows"),
+    [
+        (1, 64, 16),
+        (16, 64, 16),
+        (17, 64, 32),
+        (64, 64, 64),
+        (65, 8448, 128),
+        (65, 4096, 64),
+        (128, 8448, 128),
+        (999, 64, 64),
+    ],
+)
+def test_the_tile_has_as_many_tokens_as_there_are_and_fewer_if_processors_are_idle(M, N, rows):
+    for format in FORMATS:
+        assert chosen(format, M, N, K=128)["BLOCK_M"] == rows
+
+
+@pytest.mark.parametrize(("M", "N", "step"), [(16, 57344, 256), (32, 57344, 128), (32, 14336, 256), (17, 16960, 128)])
+def test_more_tiles_than_two_a_processor_take_shorter_steps(M, N, step):
+    assert chosen("mxfp4", M, N, K=128)["STEP"] == step
+
+
+@pytest.mark.parametrize(("of_each", "rows"), [(1, 16), (10, 16), (11, 32), (21, 32), (22, 64), (96, 64), (97, 128)])
+def test_the_tile_of_experts_follows_their_tokens(of_each, rows):
+    for format in OF_EXPERTS:
+        assert chosen(format, 6 * of_each, 6, 64, K=128)["BLOCK_M"] == rows
+
+
+@pytest.mark.parametrize(
+    ("format", "M", "rows", "few"),
+    [
+        ("nvfp4", 384, (9000,), True),
+        ("nvfp4", 385, (9000,), False),
+        ("nvfp4", 385, (2048,), True),
+        ("e4m3", 64, (9000,), True),
+        ("e4m3", 65, (9000,), False),
+        ("e4m3", 256, (4096,), True),
+        ("e4m3", 320, (4096,), False),
+        ("e4m3", 300, (200,), False),
+        ("nvfp4", 6 * 384, (6, 64), True),
+        ("nvfp4", 6 * 384 + 1, (6, 64), False),
+        ("e5m2", 6 * 128, (6, 64), True),
+        ("e5m2", 6 * 128 + 1, (6, 64), False),
+    ],
+)
+def test_few_tokens_are_those_for_which_this_kernel_is_faster(format, M, rows, few):
+    with fake_gpu("sm90"):
+        b, scale = (t.to("meta") for t in weights(format, rows, 128, "plain"))
+        assert kernel.pays(M, b, scale) == few
+
+
+def test_what_the_kernel_cannot_read():
+    def read(b, scale, x=None, layout="plain"):
+        return kernel.reads(x, b, scale, layout)
+
+    with fake_gpu("sm90"):
+        for format in FORMATS:
+            of_word = 4 * FORMATS[format][2]
+            b, scale = (t.to("meta") for t in weights(format, (3, 64), of_word * 3, "plain"))
+            x = torch.empty(5, of_word * 3, dtype=torch.bfloat16, device="meta")
+            assert read(b, scale)
+            assert read(b, scale, x)
+            assert not read(b, scale, torch.empty(5, of_word * 3 + 4, device="meta").bfloat16()[:, :-4])
+            assert not read(b, scale, x.t().contiguous().t())
+            assert not read(b, scale.mT.contiguous().mT)
+            assert not read(b, torch.empty(3, 64, 13, device="meta").to(scale.dtype)[..., :12])
+            spaced = torch.empty(3, 64, b.shape[-1] + 8, dtype=torch.uint8, device="meta").view(b.dtype)
+            assert not read(spaced[..., : b.shape[-1]], scale)
+            inside = torch.empty(64, 3, b.shape[-1], dtype=torch.uint8, device="meta").view(b.dtype).transpose(0, 1)
+            assert not read(inside[:, :, : b.shape[-1]], scale)
+            b, scale = (t.to("meta") for t in weights(format, (64,), of_word * 3 - FORMATS[format][2], "plain"))
+            assert not read(b, scale)  # three words and a half
+
+
+# --- the bits -----------------------------------------------------------------------------------------------------
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", TILES, ids=name)
+@each_layout
+@pytest.mark.parametrize(("M", "N", "K"), [(200, 328, 1024), (5, 64, 256), (128, 1000, 2304)])
+def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
+    """MXFP4, with scales at both ends of the range."""
+    x, (b, scale) = torch.randn(M, K).bfloat16().cuda(), (t.cuda() for t in weights("mxfp4", (N,), K, layout))
+    got = launch(x, b, scale, layout=layout, out_dtype=torch.float32, **tile)
+    plain = torch.empty_like(got)
+    mx_weights(x, b, scale, plain, layout)
+    assert torch.equal(got.view(torch.int32), plain.view(torch.int32))
+    expected = reference(x, None, b, scale, out_dtype=torch.float32, scale_layout=layout)
+    assert torch.equal(got.isnan(), expected.isnan())
+    ordinary = expected.isfinite().all(0) & (expected.abs() < 2.0**30).all(0)
+    off = (got - expected)[:, ordinary].square().sum() / expected[:, ordinary].square().sum()
+    assert ordinary.sum() > N - 8
+    assert off < 10 ** -(MIN_SQNR_DB[torch.float32] / 10)
+
+
+def calls(format, layout) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Ops with operands for them: one matrix, and experts of which some have no tokens."""
+    N, K, sizes, rest = 200, 768, [33, 0, 130, 1, 0, 70], 21
+    M, offs = sum(sizes) + rest, offs_of(sizes)
+    b, b_scale = weights(format, (len(sizes), N), K, layout)
+    a, a_scale = codes_of(format, M, K), scales_of(format, (M,), K)
+    if format in ("e4m3", "e5m2"):  # sums that another kernel computes again
+        a.view(torch.uint8)[7, 5], a_scale.view(torch.uint8)[40, 2] = 0x7F, 254
+        b.view(torch.uint8)[2, 3, 9] = 0xFF
+    blocked = layout == "blocked"
+    one, groups = (to_blocked(a_scale), to_blocked_m_groups(a_scale, offs)[0]) if blocked else (a_scale, a_scale)
+    of = {"out_dtype": torch.float32, "scale_layout": layout}
+    if format != "nvfp4":
+        return [
+            ("mx_gemm", (a, one, b[2], b_scale[2]), of),
+            ("mx_grouped_gemm", (a, groups, b, b_scale, offs), of),
+        ]
+    number, values = torch.rand(len(sizes)), torch.randn(M, K).bfloat16()
+    number[1], number[4] = torch.nan, torch.inf  # of experts without tokens
+    return [
+        ("nvfp4_gemm", (a, one, number[0], b[2], b_scale[2], number[2]), of),
+        ("nvfp4_gemm", (values, None, number[0], b[2], b_scale[2], number[2]), of),
+        ("nvfp4_grouped_gemm", (a, groups, number, b, b_scale, number, offs), of),
+        ("nvfp4_grouped_gemm", (values, None, number, b, b_scale, number, offs), of),
+    ]
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", TILES, ids=name)
+@each_layout
+@pytest.mark.parametrize("format", OF_EXPERTS)
+def test_every_tile_gives_the_bits_of_the_kernels_for_many_tokens(format, layout, tile):
+    if format != "nvfp4" and tile["STEP"] == 256 and tile["BLOCK_N"] == 128:
+        pytest.skip("more shared memory than a processor has")
+    for op, args, options in calls(format, layout):
+        args = check.on_device(torch.device("cuda"), args)
+        expected = dispatch.reference(op)(*args, **options)
+        offs = {"offs": args[-1]} if "grouped" in op else {}
+        grouped = {**offs, "grouped": "M"} if offs else {}
+        operands = args[:-1] if offs else args
+        got, other = torch.empty_like(expected), torch.empty_like(expected)
+        with check.poisoned(0xFF):
+            few = nvfp4.few if format == "nvfp4" else mx.mx_few
+            few(*operands, got, layout, **offs, **tile)
+        many = nvfp4_tiles if format == "nvfp4" else mx.mx_sm90
+        many(*operands, other, layout, **grouped)
+        assert check.difference((got,), (expected,), MIN_SQNR_DB) is None
+        assert torch.equal(got.view(torch.int32), other.view(torch.int32))
