@@ -381,7 +381,8 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
 
     plain = {"scale_layout": "plain"}
     assert said("mx_gemm", *by_codes(8192)).startswith("on an H200, 4096 to 32768 rows: ")
-    assert said("mx_gemm", *by_codes(64)) is None, "another kernel"
+    assert said("mx_gemm", *by_codes(64)).startswith("on an H200, 1 to 128 rows: ")
+    assert said("mx_gemm", *by_codes(1024)) is None, "another kernel"
     assert said("mx_gemm", *by_fp4(64)).startswith("on an H100, 16 to 128 rows: ")
     assert said("mx_gemm", *by_fp4(64, 1056)) is None, "plain tiles"
     sizes = (64, 256, "up to 32"), (32, 1, "up to 32"), (512, 4, "128 to 1024"), (32768, 8, "4096 to 8192")
@@ -407,7 +408,7 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     dense = of(4096, K, dtype=bf16), None, one, of(N, K, dtype=bf16), None, one
     assert said("nvfp4_gemm", *dense).startswith("on an H100, 4096 to 8192 rows: 1.01")
     assert said("nvfp4_gemm", *nvfp4_codes(4096), *nvfp4_codes(N)).startswith("on an H100, 4096 to 8192 rows: 0.72")
-    assert said("nvfp4_gemm", *nvfp4_codes(16), *nvfp4_codes(N)).startswith("on an H200, 1 to 128 rows: 0.35")
+    assert said("nvfp4_gemm", *nvfp4_codes(16), *nvfp4_codes(N)).startswith("on an H200, 1 to 128 rows: 0.41")
     assert (
         said("nvfp4_gemm", *dense, out_dtype=torch.float32) is said("nvfp4_gemm", *dense[:3], *nvfp4_codes(N)) is None
     )
@@ -415,6 +416,13 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     values = of(4096, K, dtype=bf16), None, one, of(16, N, K, dtype=bf16), None, one, offs(16)
     assert said("nvfp4_grouped_gemm", *values).startswith("on an H100, 16 to 128 experts: ")
     assert said("nvfp4_grouped_gemm", *values, out_dtype=torch.float32) is None
+    weights = of(16, N, K // 2, dtype=fp4), of(16, N, K // 16, dtype=fp8), one
+    for M, words in ((32, "up to 32"), (2048, "128 to 256")):
+        codes = *nvfp4_codes(M)[:2], one, *weights, offs(16)
+        assert said("nvfp4_grouped_gemm", *codes, **plain).startswith(f"on an H200, {words} tokens an expert: ")
+        assert said("nvfp4_grouped_gemm", *codes, **plain, out_dtype=torch.float32) is None
+    of_values = of(32, K, dtype=bf16), None, one, *weights, offs(16)
+    assert said("nvfp4_grouped_gemm", *of_values, **plain) is None, "values by codes were not measured"
     one = of(32, dtype=torch.float32)
     tokens = of(4096, N, dtype=bf16), None, one, of(4096, K, dtype=bf16), None, one, offs(32)
     assert "to bfloat16" in said("nvfp4_grouped_gemm_wgrad", *tokens)

@@ -32,7 +32,7 @@ TILES_OF_EXPERTS = {
 # programs of the tile of TILES, and four of this one.
 MANY_TILES = (128, 4)
 # The most tokens per expert for which a tile has 16, 32 or 64. Some experts have more than others.
-PER_EXPERT = {16: 10, 32: 21, 64: 96}
+PER_EXPERT = {16: 10, 32: 40, 64: 96}
 # The most tokens, and the most tokens per expert, for which this kernel is faster than those for many tokens, by the
 # columns of K that a scale is for. NVFP4's kernel for many tokens needs the values of all weights in memory.
 FEW = {NVFP4_BLOCK_SIZE: (384, 384), MX_BLOCK_SIZE: (64, 128)}
