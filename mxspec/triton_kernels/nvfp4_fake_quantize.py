@@ -1,9 +1,9 @@
 """nvfp4_fake_quantize in Triton: one launch finds the largest magnitudes and writes the values.
 
-A program has a tile of 16 rows and COLS columns of a matrix, and one of two tasks. The first kind of program finds the
-largest magnitude of its tile. The second kind waits until all magnitudes of its matrix are found, and writes the values
-of its tile. It follows the first kind at a distance that the L2 cache holds. So a stack of small matrices comes from
-memory once.
+A program has PARTS tiles of 16 rows and COLS columns of a matrix, side by side, and one of two tasks. The first kind of
+program finds the largest magnitude of its tiles. The second kind loads its tiles, waits until all magnitudes of its
+matrix are found, and writes the values. It follows the first kind at a distance that the L2 cache holds. So a stack of
+small matrices comes from memory once.
 
 GPUs start programs in the order of their numbers, and a program waits only for programs with smaller numbers. So all
 programs for which it waits have started. CUDA does not promise this order. The scans of NVIDIA's CUB rely on it, too.
@@ -27,15 +27,14 @@ from mxspec.triton_kernels.common.runs import load16, store16
 from mxspec.triton_kernels.tiles.largest import zeros_beside
 
 RANK = {(9, 0): 1, (10, 0): 1}
-# "large matrix": the L2 cache cannot hold one. "large element": fp32 takes more registers. So do elements of a row that
-# lie apart: each has an address.
+# "narrow": a row has few columns, or its addresses are not multiples of 16. "large element": fp32 takes more registers.
+# So do elements of a row that lie apart: each has an address.
 _HOPPER = {
-    "small": {"COLS": 512, "num_warps": 4},
-    "large matrix": {"COLS": 1024, "num_warps": 8},
-    "large element": {"COLS": 256, "num_warps": 4},
+    "wide": {"COLS": 512, "PARTS": 2, "num_warps": 4},
+    "narrow": {"COLS": 512, "PARTS": 1, "num_warps": 4},
+    "large element": {"COLS": 256, "PARTS": 1, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-_LARGE_MATRIX = 2**22  # elements
 _AHEAD = 2**22  # elements between the two kinds of programs, besides those of one matrix: about as many as run at once
 PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
 
@@ -72,31 +71,47 @@ def _task(tiles, lead):
 @triton.jit
 def _nvfp4_fake_quantize(
     x, found, values, tensor_scale, R, K, stride_e, stride_m, stride_k, of_row, per_matrix, tiles, lead, E,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, WAITS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, WAITS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     tile, writes = _task(tiles, lead)
     e, place = tile // per_matrix, tile % per_matrix
-    row, k = place // of_row * 16, place % of_row * COLS + tl.arange(0, COLS)
-    inside, left = k < K, R - row
+    row, k = place // of_row * 16, place % of_row * (COLS * PARTS) + tl.arange(0, COLS)
+    left = R - row
     stride = tl.cast(stride_m, tl.int64) if WIDE else stride_m
     at = x + e.to(tl.int64) * stride_e + row.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k
+    beside = at + tl.cast(stride_k, tl.int64) * COLS
     if writes:
-        loaded = load16(at, stride, inside, left, "evict_first").reshape(COLS, 16)
+        loaded = load16(at, stride, k < K, left, "evict_first").reshape(COLS, 16)
+        other = loaded
+        if PARTS == 2:
+            other = load16(beside, stride, k + COLS < K, left, "evict_first").reshape(COLS, 16)
         if WAITS:  # an interpreter runs one program after the other
             while _acquired(found + E + e) < per_matrix:
                 pass
         amax = tl.load(found + e, cache_modifier=".cg").to(tl.float32, bitcast=True)
-        out = matrix_values(widened(loaded), amax, loaded.dtype, BLOCK)
         to = values + (e.to(tl.int64) * R + row) * K + k
-        store16(to, K, out.reshape([COLS, 2, 2, 2, 2]), inside, left, "evict_first")
+        _write(to, K, loaded, amax, k, left, BLOCK)
+        if PARTS == 2:
+            _write(to + COLS, K, other, amax, k + COLS, left, BLOCK)
         A, _, _, wrong = of_matrix(amax)
         store_tensor_scale(tensor_scale, A, wrong, e, place == per_matrix - 1)
     else:
-        loaded = load16(at, stride, inside, left, "evict_last").reshape(COLS, 16)
-        largest = tl.max(tl.max(magnitude_bits(widened(loaded)), axis=1), axis=0)
+        loaded = load16(at, stride, k < K, left, "evict_last").reshape(COLS, 16)
+        bits = magnitude_bits(widened(loaded))
+        if PARTS == 2:
+            other = load16(beside, stride, k + COLS < K, left, "evict_last").reshape(COLS, 16)
+            bits = tl.maximum(bits, magnitude_bits(widened(other)))
+        largest = tl.max(tl.max(bits, axis=1), axis=0)
         if largest > tl.load(found + e, volatile=True):  # a later magnitude is seldom the largest one
             tl.atomic_max(found + e, largest, sem="relaxed")
         tl.atomic_add(found + E + e, 1, sem="release")
+
+
+@triton.jit
+def _write(to, K, loaded, amax, k, left, BLOCK: tl.constexpr):
+    """The values of a tile."""
+    out = matrix_values(widened(loaded), amax, loaded.dtype, BLOCK)
+    store16(to, K, out.reshape([loaded.shape[0], 2, 2, 2, 2]), k < K, left, "evict_first")
 
 
 def nvfp4_fake_quantize(x: Tensor, *, axis: int = -1, block: str = "1x16") -> tuple[Tensor, Tensor]:
@@ -106,12 +121,13 @@ def nvfp4_fake_quantize(x: Tensor, *, axis: int = -1, block: str = "1x16") -> tu
     tensor_scale = x.new_empty(tuple(lead), dtype=torch.float32)
     if E:
         strides = x.stride()[-2:] if x.numel() else (16, 1)  # without elements, PyTorch makes strides 1
-        is_large, is_apart = R * K > _LARGE_MATRIX and K >= 2048, strides[1] != 1 or x.dtype == torch.float32
-        size = "large element" if is_apart else "large matrix" if is_large else "small"
+        is_large, is_wide = strides[1] != 1 or x.dtype == torch.float32, K > 512 and K % 16 == 0
+        size = "large element" if is_large else "wide" if is_wide else "narrow"
         config = launch.for_device(CONFIGS, x.device)[size]
-        of_row, rows = max(1, -(-K // config["COLS"])), max(1, -(-R // 16))
+        width = config["COLS"] * config["PARTS"]
+        of_row, rows = max(1, -(-K // width)), max(1, -(-R // 16))
         tiles = E * of_row * rows
-        ahead = min(tiles, of_row * rows + _AHEAD // (16 * config["COLS"]))
+        ahead = min(tiles, of_row * rows + _AHEAD // (16 * width))
         found = zeros_beside(x, 2 * E)  # the magnitudes, and how many tiles are read
         shape = "16x16" if block == "16x16" else "rows" if axis == -1 else "columns"
         _nvfp4_fake_quantize[(2 * tiles,)](

@@ -34,13 +34,15 @@ RANK = {(9, 0): 1, (10, 0): 1}
 # address.
 _HOPPER = {"small": {"COLS": 256, "num_warps": 2}, "large": {"COLS": 256, "num_warps": 4}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+MOST = 8  # the most tiles of a program that finds magnitudes
 PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
 
 
 @triton.jit
-def _place(offs, tokens, G, stride_offs, start, end, COLS: tl.constexpr, CHUNK: tl.constexpr):
-    """A program's tile of 16 padded rows, its group, its first token, the tokens that are left, and its columns.
+def _place(offs, tokens, G, stride_offs, start, end, of_program, COLS: tl.constexpr, CHUNK: tl.constexpr):
+    """A program's tile of 16 padded rows, its group, its first token, the tokens that are left, and its first columns.
 
+    A program owns `of_program` columns.
     The rows after the last group count as one more group, G. The last result says whether the program is the first.
     """
     tile = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -50,7 +52,7 @@ def _place(offs, tokens, G, stride_offs, start, end, COLS: tl.constexpr, CHUNK: 
     grouped = group < G
     token = tl.where(grouped, token, last) + tile * 16 - begin
     left = tokens_left(token, tl.where(grouped, stop, tokens), tokens)
-    return tile, group, token, left, tl.program_id(0) * COLS + tl.arange(0, COLS), first
+    return tile, group, token, left, tl.program_id(0) * of_program + tl.arange(0, COLS), first
 
 
 @triton.jit
@@ -62,21 +64,27 @@ def _loaded(x, token, left, k, K, stride_m, stride_k, WIDE: tl.constexpr):
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "span"])
 def _largest(
-    x, found, offs, start, end, tokens, K, stride_m, stride_k, G, stride_offs,
+    x, found, offs, start, end, tokens, span, K, stride_m, stride_k, G, stride_offs,
     SIGNS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    _, group, token, left, k, _ = _place(offs, tokens, G, stride_offs, start, end, COLS, CHUNK)
+    """The magnitudes of a program's `span` tiles of the same rows."""
+    _, group, token, left, k, _ = _place(offs, tokens, G, stride_offs, start, end, span * COLS, COLS, CHUNK)
     if group < G:
-        values = _loaded(x, token, left, k, K, stride_m, stride_k, WIDE)
-        wide = widened(values)
-        tl.atomic_max(found + group, tl.max(tl.max(magnitude_bits(wide), axis=1), axis=0), sem="relaxed")
+        most, most_turned = tl.zeros((COLS,), tl.int32), tl.zeros((COLS,), tl.int32)
+        for _i in range(span):
+            values = _loaded(x, token, left, k, K, stride_m, stride_k, WIDE)
+            wide = widened(values)
+            most = tl.maximum(most, tl.max(magnitude_bits(wide), axis=1))
+            if SIGNS is not None:
+                most_turned = tl.maximum(most_turned, tl.max(magnitude_bits(transformed_sums(wide, SIGNS)), axis=1))
+            k += COLS
+        tl.atomic_max(found + group, tl.max(most, axis=0), sem="relaxed")
         if SIGNS is not None:
             # The largest product is that of the largest sum. The largest rounded one is the largest one, rounded.
-            bits = tl.max(tl.max(magnitude_bits(transformed_sums(wide, SIGNS)), axis=1), axis=0)
-            bits = magnitude_bits(bits.to(tl.float32, bitcast=True) * 0.25)
-            rounded = bits.to(tl.float32, bitcast=True).to(values.dtype).to(tl.float32).to(tl.int32, bitcast=True)
+            bits = magnitude_bits(tl.max(most_turned, axis=0).to(tl.float32, bitcast=True) * 0.25)
+            rounded = bits.to(tl.float32, bitcast=True).to(x.dtype.element_ty).to(tl.float32).to(tl.int32, bitcast=True)
             tl.atomic_max(found + G + group, tl.where(bits < 0x7F800000, rounded, bits), sem="relaxed")
 
 
@@ -86,7 +94,7 @@ def _nvfp4_fake_quantize_rowcol_groups(
     tokens, tiles, K, stride_m, stride_k, G, stride_offs, stride_random,
     SIGNS: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    tile, group, token, left, k, first = _place(offs, tokens, G, stride_offs, None, None, COLS, CHUNK)
+    tile, group, token, left, k, first = _place(offs, tokens, G, stride_offs, None, None, COLS, COLS, CHUNK)
     of_columns = 0 if SIGNS is None else G
     if first:
         for i in range(0, G, CHUNK):
@@ -152,10 +160,12 @@ def nvfp4_fake_quantize_rowcol_groups(
         of_amax = configs["large" if is_apart else "small"]
         is_large = is_apart or (random is not None and x.dtype != torch.bfloat16)
         of_values = configs["large" if is_large else "small"]
-        grids = [launch.grid(max(1, -(-K // config["COLS"])), R // 16) for config in (of_amax, of_values)]
+        across = [max(1, -(-K // config["COLS"])) for config in (of_amax, of_values)]
+        span = launch.span(across[0], R // 16, x.device, MOST)
+        grids = [launch.grid(-(-across[0] // span), R // 16), launch.grid(across[1], R // 16)]
         given = signs, 16 * strides[0] >= 2**31, chunk(G)
         sizes = K, *strides, G, offs.stride(0)
-        _largest[grids[0]](x, found, offs, start, end, M, *sizes, *given, **of_amax, **launch.UNFUSED)
+        _largest[grids[0]](x, found, offs, start, end, M, span, *sizes, *given, **of_amax, **launch.UNFUSED)
         _nvfp4_fake_quantize_rowcol_groups[grids[1]](
             x, found, rows, columns, row_scale, column_scale, offs, random, M, R // 16, *sizes,
             0 if random is None else random.stride(0), *given, **of_values, **launch.UNFUSED,

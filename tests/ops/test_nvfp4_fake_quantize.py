@@ -9,6 +9,7 @@ import mxspec
 from mxspec import dispatch
 from mxspec.shapes import Shapes
 from mxspec.spec import random_normal
+from tests.helpers import DEVICE, runs_kernels
 
 BF16 = torch.bfloat16
 
@@ -98,3 +99,16 @@ def test_bench_cases_are_the_matrices_and_the_experts(sizes, names):
     assert [case.name for case in found] == [*names, *(f"2x{name}" for name in names if "16x16" in name)]
     for case in found:
         assert op(*case.args(), **case.kwargs)[0].dtype == BF16
+
+
+@runs_kernels
+@pytest.mark.parametrize("columns", [512, 528, 1008, 1024, 1040, 2064])
+@pytest.mark.parametrize("options", [{"block": "16x16"}, {}, {"axis": -2}], ids=str)
+def test_a_program_has_two_tiles_side_by_side(columns, options):
+    """The largest magnitude is in the first tile, in the second, or in the next program's."""
+    x = random_normal(5, 32, columns).bfloat16().clamp(-4, 4)
+    for matrix, column in enumerate((0, 511, min(512, columns - 1), columns - 1)):
+        x[matrix, 17, column] = -50.0 - matrix
+    expected = values(x, **options)
+    got = mxspec.nvfp4_fake_quantize(x.to(DEVICE), backend="triton", **options)
+    assert all(mine.cpu().equal(theirs) for mine, theirs in zip(got, expected, strict=True))

@@ -11,7 +11,7 @@ from mxspec import dispatch
 from mxspec.reference.common.philox import bytes_of_blocks
 from mxspec.shapes import Shapes
 from mxspec.spec import random_normal
-from tests.helpers import ends
+from tests.helpers import DEVICE, ends, runs_kernels, u8
 
 BF16 = torch.bfloat16
 
@@ -137,3 +137,27 @@ def test_bench_cases_are_the_matrices():
     for case in found:
         rows, *_ = op(*case.args(), **case.kwargs, check_offs=True)
         assert rows.shape == (1024, 64)
+
+
+def same_as_the_reference(x, offs, signs):
+    got = mxspec.nvfp4_fake_quantize_rowcol_groups(x.to(DEVICE), offs.to(DEVICE), signs=signs, backend="triton")
+    want = mxspec.nvfp4_fake_quantize_rowcol_groups(x.to(DEVICE), offs.to(DEVICE), signs=signs, backend="reference")
+    return all(u8(mine).equal(u8(theirs)) for mine, theirs in zip(got, want, strict=True))
+
+
+@runs_kernels
+@pytest.mark.parametrize("columns", [256, 272, 512, 784])
+@pytest.mark.parametrize("signs", [None, 0xD7E8])
+def test_a_program_finds_the_magnitude_of_several_tiles(columns, signs):
+    """The largest magnitude is in the first tile, in the second, or in the next program's."""
+    x = random_normal(48, columns).bfloat16().clamp(-4, 4)
+    for group, column in enumerate((0, 255, columns - 1)):
+        x[16 * group + 5, column] = -50.0 - group
+    assert same_as_the_reference(x, ends(16, 32, 48), signs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the interpreter would take minutes")
+def test_programs_of_several_tiles():
+    """A large matrix, in which the last program has fewer tiles."""
+    offs = ends(1, 1, 200, 5000, 5128, 20000, 20001, 31000)
+    assert same_as_the_reference(random_normal(32768, 7184).bfloat16(), offs, 0xD7E8)

@@ -98,15 +98,13 @@ def launch(x, b, b_scale, *, layout, out_dtype, experts=False, **tile):
 CALLS = [*((format, False) for format in FORMATS), *((format, True) for format in OF_EXPERTS if format != "e5m2")]
 
 
-@pytest.mark.parametrize(
-    ("call", "layout", "out_dtype", "tile"), combined(CALLS, LAYOUTS, MIN_SQNR_DB, TILES), ids=name
-)
-def test_every_tile_compiles_without_spilling(call, layout, out_dtype, tile):
+@pytest.mark.parametrize(("call", "layout", "tile"), combined(CALLS, LAYOUTS, TILES), ids=name)
+def test_every_tile_compiles_without_spilling(call, layout, tile):
     format, experts = call
     if format in ("e4m3", "e5m2") and tile["STEP"] == 256 and tile["BLOCK_N"] == 128:
         pytest.skip("more shared memory than a processor has")
     args = torch.randn(200, 1024).bfloat16(), *weights(format, (3, 192) if experts else (192,), 1024, layout)
-    options = {"layout": layout, "out_dtype": out_dtype, "experts": experts, "target": "sm90"}
+    options = {"layout": layout, "out_dtype": torch.float32, "experts": experts, "target": "sm90"}
     code = compile_call(launch, *args, **options, **tile)
     assert [c.kernel for c in code] == ["weights_sm90"]
     patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"mul\.rn\.bf16x2"

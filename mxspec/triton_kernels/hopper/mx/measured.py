@@ -22,7 +22,7 @@ FEW_CODES = ((1, 128, "on an H200, 1 to 128 rows: 0.40 to 1.29 of the rate of to
 WEIGHTS = ((16, 128, "on an H100, 16 to 128 rows: 0.91 to 2.90 of the rate of torch.mm with bfloat16 weights"),)
 # By tokens per expert.
 BY_CODES = (
-    (1, 32, "on an H200, up to 32 tokens an expert: 1.21 to 2.41 of the rate of torch._grouped_mm in bfloat16"),
+    (1, 32, "on an H200, up to 32 tokens an expert: 1.11 to 2.41 of the rate of torch._grouped_mm in bfloat16"),
     (128, 1024, "on an H200, 128 to 1024 tokens an expert: 0.67 to 0.93 of the rate of torch._grouped_mm in bfloat16"),
 )
 BY_MEMORY = (
