@@ -1,7 +1,7 @@
 """mx_gemm in Triton: `hopper/mx/by_memory.py` for large outputs, `hopper/mx/` for small ones, or plain tiles.
 
-`hopper/weights/` is for few tokens on Hopper. `tiles/mx_weights.py` is for weights in e2m1 on other GPUs.
-The first two are for Hopper. `blackwell/mx_matmul.py` is for Blackwell and blocked scales. Plain tiles run on any GPU.
+The first two are for Hopper, and so is `hopper/weights/`, for few tokens. `tiles/mx_weights.py` is for weights in e2m1
+that TMA cannot read. `blackwell/mx_matmul.py` is for Blackwell and blocked scales. Plain tiles run on any GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def mx_gemm(
     if not packed and blackwell.reads(a, a_scale, b, b_scale, out, scale_layout):
         blackwell.mx_sm100(a, a_scale, b, b_scale, out)
         return out
-    if not packed and takes_few(a, b, b_scale, scale_layout):
+    if not packed and takes_few(a, b, b_scale, out, scale_layout):
         mx_few(a, a_scale, b, b_scale, out, scale_layout)
         return out
     # `mx_sm90` runs a separate kernel that turns its second operand into bf16. So the operand with fewer rows comes

@@ -44,7 +44,7 @@ def mx_grouped_gemm(
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if blackwell.reads(a, a_scale, b, b_scale, out, scale_layout):
         blackwell.mx_sm100(a, a_scale, b, b_scale, out, offs=offs, grouped="M")
-    elif out.numel() and takes_few(a, b, b_scale, scale_layout):
+    elif out.numel() and takes_few(a, b, b_scale, out, scale_layout):
         mx_few(a, a_scale, b, b_scale, out, scale_layout, offs=offs)
     elif out.numel():
         multiply = mx_sm90 if reads(a, b, out) else mx_tiles

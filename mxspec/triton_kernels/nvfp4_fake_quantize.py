@@ -27,7 +27,7 @@ from mxspec.triton_kernels.common.runs import load16, store16
 from mxspec.triton_kernels.tiles.largest import zeros_beside
 
 RANK = {(9, 0): 1, (10, 0): 1}
-# "narrow": a row has few columns, or its addresses are not multiples of 16. "large element": fp32 takes more registers.
+# "narrow": a row has few columns, or their number is no multiple of 16. "large element": fp32 takes more registers.
 # So do elements of a row that lie apart: each has an address.
 _HOPPER = {
     "wide": {"COLS": 512, "PARTS": 2, "num_warps": 4},

@@ -34,7 +34,7 @@ RANK = {(9, 0): 1, (10, 0): 1}
 # address.
 _HOPPER = {"small": {"COLS": 256, "num_warps": 2}, "large": {"COLS": 256, "num_warps": 4}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-MOST = 8  # the most tiles of a program that finds magnitudes
+_SPAN = 8  # the most tiles of a program that finds magnitudes
 PTX = (r"(red|atom)\.global\..*max", r"st\.global\.(v2\.)?b32", r"cvt\.rn\.bf16x2\.f32")
 
 
@@ -63,7 +63,8 @@ def _loaded(x, token, left, k, K, stride_m, stride_k, WIDE: tl.constexpr):
     return load16(at, stride, k < K, left).reshape(k.shape[0], 16)
 
 
-# `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
+# `span` is not specialized, so that no number compiles a kernel of its own. `tokens` is not specialized either: with
+# tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
 @triton.jit(do_not_specialize=["tokens", "span"])
 def _largest(
     x, found, offs, start, end, tokens, span, K, stride_m, stride_k, G, stride_offs,
@@ -161,7 +162,7 @@ def nvfp4_fake_quantize_rowcol_groups(
         is_large = is_apart or (random is not None and x.dtype != torch.bfloat16)
         of_values = configs["large" if is_large else "small"]
         across = [max(1, -(-K // config["COLS"])) for config in (of_amax, of_values)]
-        span = launch.span(across[0], R // 16, x.device, MOST)
+        span = launch.span(across[0], R // 16, x.device, _SPAN)
         grids = [launch.grid(-(-across[0] // span), R // 16), launch.grid(across[1], R // 16)]
         given = signs, 16 * strides[0] >= 2**31, chunk(G)
         sizes = K, *strides, G, offs.stride(0)

@@ -1,7 +1,8 @@
 """nvfp4_gemm in Triton: on Hopper `hopper/nvfp4/`, which multiplies bfloat16 values; elsewhere plain tiles.
 
-Codes become values in memory first. Plain tiles would read fewer bytes, but take longer, also for few rows. Both sum in
-the same order, so a row has the same bits in each.
+For few tokens, `hopper/weights/` reads the codes of the weights. For more tokens, the values of codes are written to
+memory first. Plain tiles would read fewer bytes, but take longer. All three sum in the same order, so a row has the
+same bits in each.
 """
 
 from __future__ import annotations

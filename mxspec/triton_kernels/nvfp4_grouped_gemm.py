@@ -1,4 +1,8 @@
-"""nvfp4_grouped_gemm in Triton: the kernels of nvfp4_gemm. Each program finds its group by itself."""
+"""nvfp4_grouped_gemm in Triton: the kernels of nvfp4_gemm.
+
+In the kernel for few tokens, a plan in memory holds the rows of each tile. In the others, each program finds its group
+by itself.
+"""
 
 from __future__ import annotations
 

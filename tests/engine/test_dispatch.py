@@ -385,11 +385,16 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     assert said("mx_gemm", *by_codes(1024)) is None, "another kernel"
     assert said("mx_gemm", *by_fp4(64)).startswith("on an H100, 16 to 128 rows: ")
     assert said("mx_gemm", *by_fp4(64, 1056)) is None, "plain tiles"
-    sizes = (64, 256, "up to 32"), (32, 1, "up to 32"), (512, 4, "128 to 1024"), (32768, 8, "4096 to 8192")
+    sizes = (64, 256, "up to 32"), (32, 1, "up to 32"), (2048, 4, "128 to 1024"), (32768, 8, "4096 to 8192")
     for M, E, words in sizes:
         tokens = *by_codes(M, E), offs(E)
         assert said("mx_grouped_gemm", *tokens, **plain).startswith(f"on an H200, {words} tokens an expert: ")
         assert said("mx_grouped_gemm", *tokens, **plain, out_dtype=torch.float32) is None, "another kernel"
+    assert said("mx_grouped_gemm", *by_codes(512, 4), offs(4), **plain).startswith("on an H200, 128 tokens an expert: ")
+    assert "1.11 to 2.41" in said("mx_grouped_gemm", *by_codes(64, 256), offs(256), **plain)
+    K = 1056  # no whole number of scale words, so the kernel for many tokens runs
+    assert "0.92 to 1.75" in said("mx_grouped_gemm", *by_codes(64, 256), offs(256), **plain)
+    K = 1024
     assert said("mx_grouped_gemm", *by_codes(64, 1), offs(1), **plain) is None, "not measured"
     far = of(8 * N + 1, K).as_strided((8, N, K), (N * K + 16, K, 1))
     strided = (*by_codes(64, 8)[:2], far, by_codes(64, 8)[3])
@@ -409,6 +414,9 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     assert said("nvfp4_gemm", *dense).startswith("on an H100, 4096 to 8192 rows: 1.01")
     assert said("nvfp4_gemm", *nvfp4_codes(4096), *nvfp4_codes(N)).startswith("on an H100, 4096 to 8192 rows: 0.72")
     assert said("nvfp4_gemm", *nvfp4_codes(16), *nvfp4_codes(N)).startswith("on an H200, 1 to 128 rows: 0.41")
+    K = 1040  # no whole number of scale words, so the values of the weights are written
+    assert said("nvfp4_gemm", *nvfp4_codes(16), *nvfp4_codes(N)).startswith("on an H200, 1 to 128 rows: 0.35")
+    K = 1024
     assert (
         said("nvfp4_gemm", *dense, out_dtype=torch.float32) is said("nvfp4_gemm", *dense[:3], *nvfp4_codes(N)) is None
     )

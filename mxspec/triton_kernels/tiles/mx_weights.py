@@ -39,11 +39,11 @@ _HOPPER = {
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _BY_POINTERS = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64}
 UNSHIFT = 16.0
-_DECODED = tl.constexpr(
+DECODED = tl.constexpr(
     "{ .reg .b32 t, s; mul.lo.u32 t, $2, 0x40040; mul.lo.u32 s, $2, 0x1001000; and.b32 s, s, 0x80008000;"
     " lop3.b32 t, t, 0x01C001C0, s, 0xEA; mul.rn.bf16x2 t, t, $3; mov.b32 {$0, $1}, t; }"
 )
-_DECODED_TWICE = tl.constexpr(
+DECODED_TWICE = tl.constexpr(
     "{ .reg .b32 t, s; mul.lo.u32 t, $2, 0x40040; mul.lo.u32 s, $2, 0x1001000; and.b32 s, s, 0x80008000;"
     " lop3.b32 t, t, 0x01C001C0, s, 0xEA; mov.b32 s, 0x7E807E80; mul.rn.bf16x2 t, t, s; mul.rn.bf16x2 t, t, $3;"
     " mov.b32 {$0, $1}, t; }"
@@ -67,7 +67,7 @@ def _pairs(byte, factor, TWICE: tl.constexpr, ASM: tl.constexpr):
     the code's value times 2^-126: for an exponent of 0, both are subnormal. TWICE first multiplies by 2^126.
     """
     if ASM:
-        text: tl.constexpr = _DECODED_TWICE if TWICE else _DECODED
+        text: tl.constexpr = DECODED_TWICE if TWICE else DECODED
         return tl.inline_asm_elementwise(
             text, "=h,=h,r,r", [byte, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
         )

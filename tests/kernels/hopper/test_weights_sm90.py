@@ -13,7 +13,7 @@ from mxspec.reference.common.matmul import MIN_SQNR_DB
 from mxspec.reference.mx_gemm import mx_gemm as reference
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
-from tests.helpers import combined, on_hopper
+from tests.helpers import combined, on_hopper, u8
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -162,7 +162,9 @@ def test_the_tile_of_experts_follows_their_tokens(of_each, rows):
     [
         ("nvfp4", 384, (9000,), True),
         ("nvfp4", 385, (9000,), False),
-        ("nvfp4", 385, (2048,), True),
+        ("nvfp4", 385, (2048,), False),
+        ("e4m3", 384, (2048,), True),
+        ("e4m3", 385, (2048,), False),
         ("e4m3", 64, (9000,), True),
         ("e4m3", 65, (9000,), False),
         ("e4m3", 256, (4096,), True),
@@ -197,6 +199,14 @@ def test_what_the_kernel_cannot_read():
             assert not read(b, torch.empty(3, 64, 13, device="meta").to(scale.dtype)[..., :12])
             spaced = torch.empty(3, 64, b.shape[-1] + 8, dtype=torch.uint8, device="meta").view(b.dtype)
             assert not read(spaced[..., : b.shape[-1]], scale)
+            assert not read(
+                torch.empty(9999, dtype=torch.uint8, device="meta").view(b.dtype).as_strided(b.shape, (64, 16, 1)),
+                scale,
+            )
+            for experts in (1, 3):  # words that lie 4 bytes apart, and experts that do not
+                whole = torch.empty(9999, dtype=torch.uint8, device="meta").view(scale.dtype)
+                assert not read(b[:experts], whole.as_strided((experts, 64, 12), (769, 12, 1)))
+                assert not read(b[:experts], whole.as_strided((experts, 2048), (2049, 1)), layout="blocked")
             inside = torch.empty(64, 3, b.shape[-1], dtype=torch.uint8, device="meta").view(b.dtype).transpose(0, 1)
             assert not read(inside[:, :, : b.shape[-1]], scale)
             b, scale = (t.to("meta") for t in weights(format, (64,), of_word * 3 - FORMATS[format][2], "plain"))
@@ -227,9 +237,12 @@ def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
 
 def calls(format, layout) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Ops with operands for them: one matrix, and experts of which some have no tokens."""
-    N, K, sizes, rest = 200, 768, [33, 0, 130, 1, 0, 70], 21
-    M, offs = sum(sizes) + rest, offs_of(sizes)
+    N, K, sizes, rest = 200, 896, [33, 0, 130, 1, 0, 70], 21  # 896 columns are an odd number of steps
+    M, offs = sum(sizes) + rest, offs_of(sizes).repeat_interleave(2)[::2]
     b, b_scale = weights(format, (len(sizes), N), K, layout)
+    apart = torch.zeros(len(sizes), N + 3, b.shape[2], dtype=torch.uint8).view(b.dtype)[:, :N]
+    apart.view(torch.uint8)[:] = b.view(torch.uint8)
+    b = apart
     a, a_scale = codes_of(format, M, K), scales_of(format, (M,), K)
     if format in ("e4m3", "e5m2"):  # sums that another kernel computes again
         a.view(torch.uint8)[7, 5], a_scale.view(torch.uint8)[40, 2] = 0x7F, 254
@@ -242,7 +255,7 @@ def calls(format, layout) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
             ("mx_gemm", (a, one, b[2], b_scale[2]), of),
             ("mx_grouped_gemm", (a, groups, b, b_scale, offs), of),
         ]
-    number, values = torch.rand(len(sizes)), torch.randn(M, K).bfloat16()
+    number, values = torch.rand(2 * len(sizes))[::2], torch.randn(M, K).bfloat16()
     number[1], number[4] = torch.nan, torch.inf  # of experts without tokens
     return [
         ("nvfp4_gemm", (a, one, number[0], b[2], b_scale[2], number[2]), of),
@@ -273,3 +286,30 @@ def test_every_tile_gives_the_bits_of_the_kernels_for_many_tokens(format, layout
         many(*operands, other, layout, **grouped)
         assert check.difference((got,), (expected,), MIN_SQNR_DB) is None
         assert torch.equal(got.view(torch.int32), other.view(torch.int32))
+
+
+@on_hopper
+@pytest.mark.parametrize("N", [96, 100])
+@pytest.mark.parametrize("format", OF_EXPERTS)
+def test_a_token_has_the_same_bits_with_one_more_token_than_this_kernel_takes(format, N):
+    """The ops then take another kernel. Rows of 200 bytes are for plain tiles."""
+    most, of_expert = kernel.LIMITS[kernel.NVFP4_BLOCK_SIZE if format == "nvfp4" else kernel.MX_BLOCK_SIZE]
+    K, E, wide = 256, 3, 64 * 300 + N
+    b, scale = (t.cuda() for t in weights(format, (E, N), K, "plain"))
+    for experts in (True, False):
+        M = 1 + (of_expert * E if experts else most)
+        a, a_scale = codes_of(format, M, K).cuda(), scales_of(format, (M,), K).cuda()
+        one = torch.ones(E if experts else (), device="cuda")
+        w = (b, scale) if experts else tuple(t.cuda() for t in weights(format, (wide,), K, "plain"))
+        sizes = torch.tensor([40, 50, M], dtype=torch.int32, device="cuda")
+        op = ("nvfp4_" if format == "nvfp4" else "mx_") + ("grouped_gemm" if experts else "gemm")
+        fn = getattr(dispatch.kernel_module(op, "triton"), op)
+        number = (one,) if format == "nvfp4" else ()
+
+        def run(rows, fn=fn, a=a, a_scale=a_scale, number=number, w=w, offs=sizes, experts=experts):
+            of_groups = (offs.clamp(max=rows),) if experts else ()
+            return fn(a[:rows], a_scale[:rows], *number, *w, *number, *of_groups, scale_layout="plain")
+
+        whole, few = run(M), 45 if experts else 7
+        assert u8(whole[:-1]).equal(u8(run(M - 1)))
+        assert u8(whole[:few]).equal(u8(run(few)))

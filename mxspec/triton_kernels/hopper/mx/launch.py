@@ -1,6 +1,7 @@
 """MX matmuls on Hopper in three launches: `mx_values`, the Gluon kernel of `gemm.py`, and `mx_tiles` for marked tiles.
 
-`mx_sm90` takes the arguments of `mx_tiles`.
+`mx_sm90` takes the arguments of `mx_tiles`. For few tokens, `mx_few` has the kernel of `../weights/` in place of the
+second.
 
 1. `mx_values` turns the second operand into bf16. If the rows of a are in token groups, a takes the place of the
    second operand, so each weight is read once, as a code. Then `mx_values` also writes the plan, that is, the rows of
@@ -136,8 +137,7 @@ def mx_sm90(
     rows_apart = 0
     if of_groups:
         first = first if reads_experts(first) else copied(first)
-        rows_apart = first.stride(0) // first.stride(1)
-        first = first.as_strided(((E - 1) * rows_apart + M, K), first.stride()[1:])
+        first, rows_apart = weights.one_matrix(first)
     # Each of the two math warpgroups may mark a tile, and a tile of 256 tokens has two marks.
     marks = out.new_empty(1 + (8 if of_groups else 4) * tiles, dtype=torch.int32)
     values, plan = values_and_plan(second, second_scale, scale_layout, marks, offs, grouped, BLOCK_N)
@@ -177,7 +177,8 @@ def mx_few(
 ) -> Any:  # fmt: skip
     """`mx_tiles` of few tokens by `../weights/`, if `takes_few`. `options` override fields of the tile.
 
-    Returns the compiled kernel.
+    Several tiles of tokens may mark the same 128 rows. The last kernel then computes them as often. Returns the
+    compiled kernel.
     """
     (M, N), shift, grouped = out.shape, SHIFT[b.dtype], "" if offs is None else "M"
     tile = {**weights.tile_for(M, b, b_scale), **options}
@@ -194,6 +195,12 @@ def mx_few(
     return compiled
 
 
-def takes_few(a: Tensor, b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
-    """Whether `mx_few` can run, and is faster than the other kernels."""
-    return weights.reads(None, b, b_scale, scale_layout) and a.numel() > 0 and weights.pays(a.shape[0], b, b_scale)
+def takes_few(a: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str) -> bool:
+    """Whether `mx_few` can run, and is faster than the other kernels.
+
+    If TMA cannot write the output, plain tiles are for many tokens. They sum in another order, so they are for few
+    tokens, too.
+    """
+    if not a.numel() or out.stride(-2) * out.element_size() % 16 or out.data_ptr() % 16:
+        return False
+    return weights.reads(None, b, b_scale, scale_layout) and weights.pays(a.shape[0], b, b_scale)

@@ -109,7 +109,8 @@ def few(
     x = a if a_scale is None else nvfp4_values(a, a_scale, scale_layout, offs, "" if offs is None else "M")
     tile = {**weights.tile_for(a.shape[0], b, b_scale), **options}
     plan = None if offs is None else plan_of(offs, a.shape[0], tile["BLOCK_M"])
-    return weights.by_weights(x, b, b_scale, out, scale_layout, numbers=(a_number, b_number), plan=plan, **tile)
+    numbers = (*_of_groups(a_number), *_of_groups(b_number))
+    return weights.by_weights(x, b, b_scale, out, scale_layout, numbers=numbers, plan=plan, **tile)
 
 
 def takes_few(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor | None, scale_layout: str) -> bool:
@@ -120,7 +121,10 @@ def takes_few(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor | No
 
 
 def pays(a: Tensor, b_scale: Tensor | None) -> bool:
-    """Whether it pays to write the values of all experts: not for a few rows, which only a few experts may have."""
+    """Whether it pays to write the values of all experts, where `takes_few` declines.
+
+    It does not for a few rows, which only a few experts may have.
+    """
     return a.shape[0] > FEW or b_scale is None
 
 

@@ -11,19 +11,8 @@ from triton.experimental.gluon import language as gl
 
 from mxspec.triton_kernels.hopper.mx.conversion import E4M3, E5M2, decoded, in_order
 from mxspec.triton_kernels.hopper.names import aggregate
+from mxspec.triton_kernels.tiles.mx_weights import DECODED, DECODED_TWICE
 
-# A byte with two codes of e2m1 and a factor, which 32 bits hold twice, become two bf16 numbers in one register. The
-# three low bits of a code become the bits 8 to 6 of a bf16, whose value is the code's times 2^-126. See
-# `tiles/mx_weights.py`.
-_PAIR = (
-    "mul.lo.u32 t, $2, 0x40040; mul.lo.u32 s, $2, 0x1001000; and.b32 s, s, 0x80008000;"
-    " lop3.b32 t, t, 0x01C001C0, s, 0xEA;"
-)
-_ONCE = gl.constexpr(f"{{ .reg .b32 t, s; {_PAIR} mul.rn.bf16x2 t, t, $3; mov.b32 {{$0, $1}}, t; }}")
-_TWICE = gl.constexpr(
-    f"{{ .reg .b32 t, s; {_PAIR} mov.b32 s, 0x7E807E80; mul.rn.bf16x2 t, t, s; mul.rn.bf16x2 t, t, $3;"
-    " mov.b32 {$0, $1}, t; }"
-)
 # An e4m3 scale becomes a bf16 number, twice in 32 bits. The last two instructions make NaN of its NaN, as in
 # `../mx/conversion.py`.
 _OF_E4M3 = gl.constexpr(
@@ -130,7 +119,7 @@ def values(codes, words, operand: gl.constexpr, format, EXACT: gl.constexpr):
     factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(2, by_block)), 2)
     factor = gl.convert_layout(factor.broadcast_to(ROWS, BYTES // BLOCK, BLOCK).reshape([ROWS, BYTES]), read)
     if CODES == "e2m1":
-        text: gl.constexpr = _TWICE if EXACT or format.SCALES == "e4m3" else _ONCE
+        text: gl.constexpr = DECODED_TWICE if EXACT or format.SCALES == "e4m3" else DECODED
         even, odd = gl.inline_asm_elementwise(
             text, "=h,=h,r,r", [codes.load(read).to(gl.int32), factor], dtype=(gl.bfloat16, gl.bfloat16),
             is_pure=True, pack=1,

@@ -12,8 +12,8 @@ The scales of two stages are loaded one pair of stages ahead, into registers.
 
 For tokens of experts, a plan in memory says which tokens a tile has: see `../scheduler.py`.
 
-A sum is taken over steps of 16 columns of K in ascending order, as in the kernels for many tokens. So the bits of a
-token depend neither on the number of tokens nor on the tile.
+A sum is taken over steps of 16 columns of K in ascending order, as in `../mx/gemm.py` and `../nvfp4/gemm.py`. So the
+bits of a token depend neither on the number of tokens nor on the tile.
 """
 
 from triton.experimental import gluon
