@@ -87,8 +87,9 @@ def launch(x, b, b_scale, *, layout, out_dtype, experts=False, **tile):
     nvfp4, few = b_scale.dtype == torch.float8_e4m3fn, b.dtype == torch.float4_e2m1fn_x2
     out = torch.empty(x.shape[0], b.shape[-2], dtype=out_dtype, device=x.device)
     one = x.new_ones(b.shape[:-2], dtype=torch.float32)
+    numbers = (one, int(experts), one, int(experts)) if nvfp4 else None
     kernel.by_weights(
-        x, b, b_scale, out, layout, numbers=(one, one) if nvfp4 else None, shift=0 if few else 4,
+        x, b, b_scale, out, layout, numbers=numbers, shift=0 if few else 4,
         plan=x.new_empty(7, 4, dtype=torch.int32) if experts else None,
         marks=None if few else x.new_empty(999, dtype=torch.int32), **tile,
     )  # fmt: skip
