@@ -82,7 +82,6 @@ def _nvfp4_fake_quantize(
     beside = at + tl.cast(stride_k, tl.int64) * COLS
     if writes:
         loaded = load16(at, stride, k < K, left, "evict_first").reshape(COLS, 16)
-        other = loaded
         if PARTS == 2:
             other = load16(beside, stride, k + COLS < K, left, "evict_first").reshape(COLS, 16)
         if WAITS:  # an interpreter runs one program after the other

@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from mxspec.triton_kernels.hopper.marks import mark
 from mxspec.triton_kernels.hopper.mx.conversion import values
 from mxspec.triton_kernels.hopper.mx.producers import Scales, Tiles, block_of, load, scale
 from mxspec.triton_kernels.hopper.names import barrier
@@ -43,14 +44,6 @@ def _step(a, acc, b, tiles, pipeline, i, before, stage, first: gl.constexpr, FOR
     pipeline.wait_full(i + 1, after)
     acc, a = warpgroup_mma_wait(0, deps=[running, a])
     return acc, values(tiles.a.index(after), tiles.factors.index(after), first, FORMAT), i + 1, stage, after
-
-
-@gluon.jit
-def _mark(marks, row, column):
-    """Note a tile whose sums are not all finite."""
-    mark = marks + 1 + 2 * gl.atomic_add(marks, 1)
-    gl.store(mark, row)
-    gl.store(mark + 1, column)
 
 
 @gluon.jit
@@ -109,11 +102,11 @@ def _multiply(
             if GROUPED == "N":
                 tile_of_tokens = gl.load(scheduler.offs + 4 * n_block_idx + 3)
                 for tile in gl.static_range((BLOCK_N + 127) // 128):  # those of 128 tokens each
-                    _mark(marks, tile_of_tokens + tile, 2 * m_block_idx + WARPGROUP)
+                    mark(marks, tile_of_tokens + tile, 2 * m_block_idx + WARPGROUP)
             elif GROUPED == "K":
-                _mark(marks, expert * scheduler.m_blocks + m_block_idx, n_block_idx)
+                mark(marks, expert * scheduler.m_blocks + m_block_idx, n_block_idx)
             else:
-                _mark(marks, m_block_idx, n_block_idx)
+                mark(marks, m_block_idx, n_block_idx)
         acc *= UNSHIFT
         if GROUPED == "N":
             out.write_turned_columns(row + first, column, column_end, acc, WARPGROUP)

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mxspec.triton_kernels.hopper.marks import mark
 from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load, barrier
 from mxspec.triton_kernels.hopper.weights.formats import Format, bytes_of, of_words, values
 
@@ -127,14 +128,6 @@ def _exact_sums(ring, scales, steps, begin, acc, operand: gl.constexpr, format):
 
 
 @gluon.jit
-def _mark(marks, row, column):
-    """Note a tile whose sums are not all finite."""
-    mark = marks + 1 + 2 * gl.atomic_add(marks, 1)
-    gl.store(mark, row)
-    gl.store(mark + 1, column)
-
-
-@gluon.jit
 def weights_sm90(
     x_desc, w_desc, scale, stride_e, stride_r, stride_w, out, out_stride, numbers, plan, rows_apart, marks, M, N, K,
     CODES: gl.constexpr, SCALES: gl.constexpr, BLOCK: gl.constexpr, SHIFT: gl.constexpr, UP: gl.constexpr,
@@ -199,7 +192,7 @@ def weights_sm90(
         if gl.max(gl.max(bits, 1), 0) >= 0x7F800000:
             of_tokens = top // 128 if plan is None else gl.load(plan + 4 * tile + 3)
             for part in gl.static_range(BLOCK_N // 64):
-                _mark(marks, of_tokens, left // 64 + part)
+                mark(marks, of_tokens, left // 64 + part)
     at_n = gl.expand_dims(left + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout)), 1)
     at = out + m.to(gl.int64) * out_stride + at_n
     gl.store(at, (acc * number).to(out.dtype.element_ty), mask=(m < end) & (at_n < N))

@@ -123,11 +123,11 @@ def by_weights(
     - `plan`: see `Scheduler`, for tiles of BLOCK_M tokens.
     - `marks`: of the sums of fp8 codes. It starts with 0.
 
-    `options` override fields of the tile.
+    `options` are the fields of the tile. Without them, it is that of `tile_for`.
     """
     (M, N), K, blocked = out.shape, _columns(b), scale_layout == "blocked"
     codes, nvfp4, block = CODES[b.dtype], b_scale.dtype == torch.float8_e4m3fn, _block(b_scale)
-    config = {**tile_for(M, b, b_scale), **options}
+    config = options or tile_for(M, b, b_scale)
     rows, columns, STEP = (config.pop(name) for name in ("BLOCK_M", "BLOCK_N", "STEP"))
     rows_apart, stride_e, matrix = 0, 0, b
     if b.ndim == 3:
