@@ -13,6 +13,7 @@ from torch import Tensor
 from mxspec.cases.common import taken_rows
 from mxspec.cases.common.matmuls import (
     MX_SIZES,
+    OF_E2M1,
     SIZES,
     affordable,
     costly,
@@ -27,8 +28,8 @@ from mxspec.cases.common.mx_operands import E4M3FN, E5M2, Operands, codes, every
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space, given
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
+from mxspec.reference.common.matmul import A_DTYPES
 from mxspec.reference.mx_dequantize import OUT_DTYPES
-from mxspec.reference.mx_gemm import A_DTYPES
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.to_blocked import blocked_bytes, to_blocked
 from mxspec.spec import Case, Shapes, normal, random_normal, these
@@ -274,14 +275,6 @@ ROWS_TAKEN = taken_rows.of_matmul
 TOLD_BEFORE = ("b.cols",)
 IMPOSSIBLE = (
     *impossible("a", "b"),
-    (r"a\.dtype (?:bfloat16|float4_e2m1fn_x2) \| b\.dtype float8_.*", "e2m1 codes and bfloat16 meet e2m1 codes only"),
-    (r"([ab])\.dtype float4_e2m1fn_x2 \| \1\.[+-]?(?:NaN|Inf) somewhere", "e2m1 has no NaN and no Inf"),
-    (r"([ab])\.[+-]?(?:NaN|Inf) somewhere \| \1\.dtype float4_e2m1fn_x2", "e2m1 has no NaN and no Inf"),
-    (
-        r"a\.dtype (?:bfloat16|float4_e2m1fn_x2) \| b\.[+-]?(?:NaN|Inf) somewhere",
-        "b is e2m1, which has no NaN and no Inf",
-    ),
-    (r"a\.dtype bfloat16 \| a\.largest somewhere", "bfloat16 is no element format"),
-    (r"a\.dtype bfloat16 \| a_scale\..*", "bfloat16 has no scales"),
+    *OF_E2M1,
     (r"scale_layout = blocked \| [ab]_scale\.strides (?!row-major).*", "blocked scales are one run of bytes"),
 )

@@ -15,6 +15,7 @@ from mxspec.cases.common.groups import OF_EXPERTS, arranged_groups, groups_fit, 
 from mxspec.cases.common.matmuls import (
     EXPERTS,
     MX_SIZES,
+    OF_E2M1,
     PADDING_ALONE,
     SIZES,
     affordable,
@@ -43,6 +44,7 @@ from mxspec.cases.common.space import Space, given
 from mxspec.cases.common.token_groups import grouped, offs_of
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
 from mxspec.reference.common.groups import round_up
+from mxspec.reference.common.matmul import A_DTYPES, B_DTYPES
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.mx_quantize_groups import mx_quantize_groups
@@ -50,16 +52,24 @@ from mxspec.reference.to_blocked import blocked_bytes, to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
 from mxspec.spec import Case, Shapes, random_normal, these
 
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+E2M1 = torch.float4_e2m1fn_x2
+Arguments = tuple[Any, ...]
 
 
 def arguments(operands: Operands, offs: Tensor, layout: str = "blocked") -> Arguments:
-    """The arguments of a call, from codes and plain scales. Rows that belong to no group hold only NaN."""
+    """The arguments of a call, from codes and plain scales. Rows that belong to no group hold only NaN.
+
+    If a is bfloat16, it has no scales.
+    """
     a, a_scale, b, b_scale = operands
     if offs.numel():
-        a[offs[-1] :], a_scale.view(torch.uint8)[offs[-1] :] = torch.nan, 255
-    a_scale = laid_out(a_scale, layout, lambda scale: to_blocked_m_groups(scale, offs)[0])
-    return a, a_scale, b, laid_out(b_scale, layout, to_blocked), offs
+        if a.dtype != E2M1:  # e2m1 has no NaN; the scales do
+            a[offs[-1] :] = torch.nan
+        a_scale.view(torch.uint8)[offs[-1] :] = 255
+    of_a = None
+    if a.dtype != torch.bfloat16:
+        of_a = laid_out(a_scale, layout, lambda scale: to_blocked_m_groups(scale, offs)[0])
+    return a, of_a, b, laid_out(b_scale, layout, to_blocked), offs
 
 
 def made(
@@ -91,6 +101,40 @@ def every_scale_pair(sizes: list[int], N: int, K: int, layout: str) -> Arguments
     return arguments((first, every_scale(M, C, down=False), second, b_scale), offs_of(sizes), layout)
 
 
+def every_byte_of_fp4(layout: str) -> Arguments:
+    """For each of two experts, every scale byte in a row of its own, with every code.
+
+    One element of a is not zero in each row.
+    """
+    bits = (torch.arange(16, dtype=torch.uint8) | torch.arange(15, -1, -1, dtype=torch.uint8) << 4).expand(2, 256, 16)
+    scale = torch.arange(256, dtype=torch.uint8)[None, :, None]
+    scale = torch.cat([scale, scale.flip(1)]).view(torch.float8_e8m0fnu)
+    a = torch.eye(32).to(torch.bfloat16)
+    return a, None, bits.contiguous().view(E2M1), laid_out(scale, layout, to_blocked), offs_of([13, 19])
+
+
+def special_fp4() -> Iterator[tuple[str, Operands]]:
+    """Operands by e2m1 codes, with special values in a few rows."""
+    for dtype in (torch.bfloat16, E4M3FN):
+        name = "bfloat16" if dtype == torch.bfloat16 else "e4m3fn"
+        operands = pair((50, 96), (3, 40, 96), (dtype, E2M1))
+        operands[3].view(torch.uint8)[1, 5, 1] = 255
+        operands[0][41, 37] = torch.nan
+        operands[2].view(torch.uint8)[2, 2, :16] &= 0x88
+        operands[3].view(torch.uint8)[2, 2, 0], operands[3].view(torch.uint8)[0, 3, 2] = 254, 0
+        yield f"NaN and blocks of zeros, {name}", operands
+    operands = pair((50, 96), (3, 40, 96), (torch.bfloat16, E2M1))
+    operands[0][1, 33], operands[0][9, 2] = torch.inf, -torch.inf
+    yield "Inf in bfloat16", operands
+    operands = pair((50, 96), (3, 40, 96), (E5M2, E2M1))
+    operands[0][1, 33], operands[0][9, 2], operands[0][11, 40] = torch.inf, -torch.inf, torch.nan
+    yield "Inf and NaN in e5m2", operands
+    operands = pair((50, 96), (3, 40, 96), (E4M3FN, E2M1))
+    operands[1].view(torch.uint8)[8, 1], operands[1].view(torch.uint8)[30, 0] = 4, 2
+    operands[3].view(torch.uint8)[:, :, 1] = 240
+    yield "scale bytes of a at which no bfloat16 has its values", operands
+
+
 def refused() -> Iterator[Case]:
     plain = made([5, 0, 40], 5, 40, 64, "plain")
     a, a_scale, b, b_scale, offs = made([5, 0, 40], 5, 40, 64)
@@ -99,6 +143,13 @@ def refused() -> Iterator[Case]:
         return Case(name, these(a, a_scale, b, b_scale, offs), kwargs, raises=error, match=match)
 
     yield case("bf16 codes", TypeError, "b has dtype torch.bfloat16; needs torch.float8_e4m3fn or", b=b.bfloat16())
+    yield case("fp16 tokens", TypeError, "a has dtype torch.float16; needs torch.float8_e4m3fn or", a.half())
+    by_4 = torch.zeros(3, 40, 32, dtype=torch.uint8).view(E2M1)
+    bf16 = a.bfloat16()
+    yield case("bfloat16 by fp8 codes", TypeError, "a has dtype torch.bfloat16 and b has dtype torch.float8", bf16)
+    yield case("bfloat16 with a scale", TypeError, "a is bfloat16 and a_scale is a tensor; needs None", bf16, b=by_4)
+    yield case("codes without a scale", TypeError, "torch.float8_e4m3fn and a_scale is None; needs its", a_scale=None)
+    yield case("half of fp4 codes", ValueError, "b has shape (3, 40, 16); needs (3, 40, 32)", b=by_4[..., :16])
     yield case("a uint8 scale", TypeError, "b_scale has dtype torch.uint8", b_scale=b_scale.view(torch.uint8))
     yield case("int64 offs", TypeError, "offs has dtype torch.int64; needs torch.int32", offs=offs.long())
     yield case("fp64 out", TypeError, "out_dtype = torch.float64", out_dtype=torch.float64)
@@ -133,6 +184,14 @@ def cases() -> Iterator[Case]:
     for dtypes in ((E4M3FN, E5M2), (E5M2, E5M2)):
         name = " by ".join(str(dtype).removeprefix("torch.float8_") for dtype in dtypes)
         yield Case(name, partial(made, [30, 20], 0, 40, 128, dtypes=dtypes))
+    for dtype, layout in product((torch.bfloat16, E4M3FN, E5M2, E2M1), SCALE_LAYOUTS):
+        name = f"{str(dtype).removeprefix('torch.').removeprefix('float8_').removesuffix('fn_x2')} by e2m1, {layout}"
+        kw = {"scale_layout": layout}
+        fp32 = {"out_dtype": torch.float32, **kw}
+        yield Case(name, partial(made, [40, 0, 70], 3, 72, 160, layout, (dtype, E2M1)), fp32)
+        for sizes, rest, N, K in [([1], 0, 72, 32), ([3, 1, 8], 0, 72, 1056), ([20, 12], 0, 1, 96), ([4, 3], 2, 40, 0)]:
+            args = partial(made, sizes, rest, N, K, layout, (dtype, E2M1))
+            yield Case(f"{sizes}, {N}x{K}, {name}", args, kw, flags={"edge"})
     yield Case("few tokens and a long K", partial(made, [3, 1, 8], 0, 72, 1056))
     yield Case("checked", partial(made, [30, 0, 10], 3, 40, 64), {"check_offs": True})
     for layout in SCALE_LAYOUTS:
@@ -150,6 +209,11 @@ def cases() -> Iterator[Case]:
         for name, operands in special((50, 96), (3, 40, 96)):
             given = these(*arguments(operands, offs_of([7, 11, 20]), layout))
             yield Case(f"{name}, {layout}", given, kw, flags={"edge"})
+        for name, operands in special_fp4():
+            given = these(*arguments(operands, offs_of([7, 11, 20]), layout))
+            yield Case(f"{name}, by e2m1, {layout}", given, kw, flags={"edge"})
+        every = partial(every_byte_of_fp4, layout)
+        yield Case(f"every byte of e2m1, {layout}", every, {"out_dtype": torch.float32, **kw}, flags={"edge"})
     yield from refused()
 
 
@@ -167,6 +231,13 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         a, a_scale, _, end = mx_quantize_groups(torch.randn(M, K, dtype=torch.bfloat16), offs_of(sizes))
         return a[:rows], a_scale[: rows + 128 * E], *weights(N, K, E), end
 
+    def few_tokens(T: int, N: int, K: int, E: int) -> Arguments:
+        b = mx_quantize(torch.randn(E, N, K, dtype=torch.bfloat16), elem_dtype=E2M1)
+        return torch.randn(T, K, dtype=torch.bfloat16), None, *b, offs_of(bench_sizes(T, E, ragged=True)[0])
+
+    for N, K, E in dict.fromkeys((N, K, E) for _, N, K, E in shapes.grouped):
+        args = partial(few_tokens, 4 * E, N, K, E)
+        yield Case(f"{4 * E}x{N}x{K}, E {E}, bfloat16 by e2m1", args, {"scale_layout": "plain"})
     for M, N, K, E in shapes.grouped:
         yield Case(f"{M}x{N}x{K}, E {E}, even", partial(even, M, N, K, E))
         if E > 1:
@@ -186,7 +257,10 @@ def _possible(choice: Choice) -> bool:
     if given(choice, "scale_layout", "blocked") == "blocked":
         a_tiles = (None if M is None or E is None else M + 128 * E, None if C is None else round_up(C, 4))
         b_tiles = (E, None if N is None or C is None else blocked_bytes(N, C))
-    return operand_fits(choice, "a", (M, K), (M, C), a_tiles) and operand_fits(
+    if choice.get("a dtype") in (torch.bfloat16, E2M1) and choice.get("b dtype") not in (None, E2M1):
+        return False
+    unscaled = choice.get("b dtype") in (None, E2M1)
+    return operand_fits(choice, "a", (M, K), (M, C), a_tiles, unscaled) and operand_fits(
         choice, "b", (E, N, K), (E, N, C), b_tiles
     )
 
@@ -196,7 +270,7 @@ def _blind(choice: Choice) -> bool:
     return costly(M, N, K, E) or nothing_in_groups(choice) or hides(choice, "a", M, C) or hides(choice, "b", N, C)
 
 
-def _make(choice: Choice) -> tuple[Tensor, ...]:
+def _make(choice: Choice) -> Arguments:
     M, N, K, E, _ = _sizes(choice)
     assert M is not None
     assert N is not None
@@ -208,25 +282,32 @@ def _make(choice: Choice) -> tuple[Tensor, ...]:
         # Rows in no group hold NaN. If no row is in a group, the first half keep other values, which must not count
         # either.
         poison(choice, "a", a, int(offs[-1]) or M // 2)
-    of_a = lay(choice, "a", a, layout, lambda scale: to_blocked_m_groups(scale, offs)[0])
+    of_a: Arguments = lay(choice, "a", a, layout, lambda scale: to_blocked_m_groups(scale, offs)[0])
+    if a[0].dtype == torch.bfloat16:
+        of_a = of_a[0], None
     return *of_a, *lay(choice, "b", b, layout, to_blocked), offs
 
 
 DIMENSIONS: dict[str, Any] = {
     "M": SIZES,
     "N": SIZES,
-    "K": MX_SIZES,
+    "K": (*MX_SIZES, 8448),  # so many elements of e2m1 are more than 4096 bytes
     **OF_EXPERTS,
-    **operand("a", FP8_DTYPES),
-    **operand("b", FP8_DTYPES, experts=True),
+    **operand("a", A_DTYPES),
+    **operand("b", B_DTYPES, experts=True),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS, "check_offs": (False, True)}
 ALSO: list[Choice] = [
     {"M": 1041, "groups": "of 128", "rest": True},
     {"M": 1, "groups": "forty", "a values": "Inf"},
-    {"M": 1, "groups": "forty", "a values": "NaN"},
+    {"M": 1, "groups": "one", "rest": False, "a values": "NaN", "a dtype": E4M3FN},
     {"M": 384, "groups": "one offset repeated", "rest": False},
     {"groups": "all empty", "K": 384, "a_scale values": "extreme", "a_scale strides": "one row repeated"},
+    {"a dtype": E4M3FN, "a_scale values": "extreme", "M": 1, "groups": "one", "rest": False},
+    {"a dtype": E4M3FN, "a_scale values": "extreme", "groups": "no group", "scale_layout": "plain"},
+    {"a dtype": E4M3FN, "a_scale values": "extreme", "b_scale strides": "rows apart"},
+    {"b dtype": E5M2, "b values": "Inf", "M": 4128},
+    {"b_scale strides": "one row repeated", "offs": "dense"},
 ]
 _PLAIN: Choice = {
     **{name: "dense" if name == "offs" else "at 0" for name in ("offs", "offs begin")},
@@ -251,10 +332,10 @@ TOKENS = "a.rows"
 ROWS_TAKEN = partial(taken_rows.of_groups, scale_layout="blocked")
 TOLD_BEFORE = ("b.cols", "b.experts")
 IMPOSSIBLE = (
-    (r"a\.-NaN somewhere \| a\.rows = 1", "one row has a NaN of one sign in every case"),
     *impossible("a", "b", padded=("a.rows",)),
     (r"a\.rows = 0 \| a_scale\." + PADDING_ALONE[0], PADDING_ALONE[1]),
     *EXPERTS,
+    *OF_E2M1,
     (
         r"scale_layout (?:= blocked|not given) \| [ab]_scale\.strides (?!row-major).*",
         "blocked scales are one run of bytes",

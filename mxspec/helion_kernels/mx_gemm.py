@@ -86,9 +86,21 @@ def _mx_gemm(
         out[m, n] = acc.to(out.dtype)
 
 
-def _whole(x: Tensor, columns: int) -> Tensor:
+def whole(x: Tensor, columns: int) -> Tensor:
     """x with zeros up to a whole step. In compiled code, masks put zeros there."""
     return pad(x, (0, columns - x.shape[1])) if _REF else x
+
+
+def weights(pairs: Tensor, scale: Tensor, blocks: int) -> Tensor:
+    """2^-4 times the weights of `blocks` blocks, `(N, 32 * blocks)` bf16, from e2m1 pairs and scale bytes.
+
+    Under every scale, 2^-4 times the smallest and the largest weight are bf16 numbers.
+    """
+    N = pairs.shape[0]
+    even, odd = e2m1_pairs(pairs)
+    of_pair = scale_value(scale).unsqueeze(-1).expand(N, blocks, 16).reshape(N, blocks * 16)
+    even, odd = (even * 2.0**122 * of_pair).to(torch.bfloat16), (odd * 2.0**122 * of_pair).to(torch.bfloat16)
+    return hl.join(even, odd).reshape(N, blocks * 32)
 
 
 def _by_weights(
@@ -101,14 +113,10 @@ def _by_weights(
             # b is flat, because a step of K is half as many bytes.
             col, c = n.index.unsqueeze(1), (k.id * blocks + hl.arange(blocks)).unsqueeze(0)
             byte = (k.id * (blocks * 16) + hl.arange(blocks * 16)).unsqueeze(0)
-            even, odd = e2m1_pairs(hl.load(b, [col * b_stride + byte], extra_mask=byte < C * 16))
+            pairs = hl.load(b, [col * b_stride + byte], extra_mask=byte < C * 16)
             place = scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
-            of_b = scale_value(hl.load(b_scale, [place], extra_mask=c < C))
-            scale = of_b.unsqueeze(-1).expand(n, blocks, 16).reshape(n, blocks * 16)
-            # 2^-4 times the weight: under every scale, the smallest and the largest weight are then bf16 numbers.
-            even, odd = (even * 2.0**122 * scale).to(torch.bfloat16), (odd * 2.0**122 * scale).to(torch.bfloat16)
-            w = hl.join(even, odd).reshape(n, blocks * 32)
-            acc = hl.dot(w, _whole(a[m, k], blocks * 32).t(), acc=acc)
+            w = weights(pairs, hl.load(b_scale, [place], extra_mask=c < C), blocks)
+            acc = hl.dot(w, whole(a[m, k], blocks * 32).t(), acc=acc)
         out[m, n] = (acc * 16.0).to(out.dtype).t()
 
 

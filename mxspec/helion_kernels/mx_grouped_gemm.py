@@ -1,19 +1,25 @@
-"""mx_grouped_gemm in Helion: tiles of 128 rows of one group each.
+"""mx_grouped_gemm in Helion: tiles of rows of one group each.
 
 On Hopper, a plan in memory holds the rows of each tile, and a matmul multiplies bf16 values (tiles/mx_by_memory.py). On
 Blackwell, each program finds its group by itself and multiplies the codes.
+
+Weights in e2m1 are read as codes on both, by a plan. As in mx_gemm, they become bf16 in registers for bfloat16 tokens.
+For tokens in codes, the sum of each block is scaled in fp32.
 """
 
 from __future__ import annotations
 
+import helion
 import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.formats import E2M1, MX_BLOCK_SIZE, element
 from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
-from mxspec.helion_kernels.common.launch import config, flat, launch
+from mxspec.helion_kernels.common.launch import Configs, config, flat, launch
+from mxspec.helion_kernels.fp8_gemm import options
+from mxspec.helion_kernels.mx_gemm import weights, whole
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
 from mxspec.helion_kernels.tiles.mx_by_memory import (
     FIRST_FLAG,
@@ -24,16 +30,36 @@ from mxspec.helion_kernels.tiles.mx_by_memory import (
     of_plan,
     plan_of,
 )
-from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
+from mxspec.helion_kernels.tiles.mx_matmul import (
+    multiplied,
+    multiplied_by_packed,
+    scale_arguments,
+    scale_place,
+    step_for,
+)
 
 # Rates: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 BATCH_INVARIANT = True
-PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
+PTX = {"sm90": (mx_by_memory.PTX,), "sm100": (rf"{mx_matmul.PTX['sm100'][0]}|tcgen05\.mma.*\.kind::f16",)}
 # Programs run down the rows first, so that programs that run at the same time share the weights of an expert.
 _ROWS = 128  # as the tiles of a group's scales
 _STEP = 64  # columns of K of the bf16 values
 CONFIGS = {(9, 0): matmul_config([256], 8, 4), (10, 0): config([128], 8, num_stages=4)}
+# The most tokens per expert for which a tile has 16, 32 or 64, as in Triton.
+PER_EXPERT = {16: 10, 32: 40, 64: 96}
+
+
+def _weights(num_stages: int) -> Configs:
+    """For b in e2m1 and bfloat16 tokens. TMA reads the tokens."""
+    tma = options([*6 * ["pointer"], "tensor_descriptor", "pointer"])
+    config = helion.Config(**{**tma, "block_sizes": [64], "num_warps": 4, "num_stages": num_stages})
+    return {(9, 0): config, (10, 0): config}
+
+
+WEIGHTS = {16: _weights(5), 32: _weights(4), 64: _weights(3), 128: _weights(3)}
+_PACKED = config([64], 8, num_stages=3)
+PACKED = {(9, 0): _PACKED, (10, 0): _PACKED}
 
 
 def _of_values(
@@ -91,9 +117,60 @@ def _mx_grouped_gemm(
         hl.store(out, [row * N + n.index.unsqueeze(0)], acc.to(out.dtype), extra_mask=there)
 
 
+def _by_weights(
+    a: Tensor, b: Tensor, b_stride_e: int, b_stride: int,
+    b_scale: Tensor, b_stride_r: int, b_stride_c: int, b_scale_stride_e: int,
+    C: int, col_tiles: int, out: Tensor, plan: Tensor, G: int,
+    rows: hl.constexpr, every: hl.constexpr, blocked: hl.constexpr, blocks: hl.constexpr,
+) -> None:  # fmt: skip
+    for tile, n in hl.tile([plan.size(0), out.size(1)], block_size=[1, None]):
+        M = a.size(0)
+        expert, first, stop = of_plan(plan, tile.id)
+        top = torch.clamp(first, 0, M - rows) if every else first * 0  # as in `_of_values`
+        acc = hl.zeros([n, rows], dtype=torch.float32)
+        for k in hl.tile(0, torch.where(expert < G, a.size(1), 0), block_size=blocks * 32):
+            col, c = n.index.unsqueeze(1), (k.id * blocks + hl.arange(blocks)).unsqueeze(0)
+            byte = (k.id * (blocks * 16) + hl.arange(blocks * 16)).unsqueeze(0)
+            pairs = hl.load(b, [expert * b_stride_e + col * b_stride + byte], extra_mask=byte < C * 16)
+            place = expert * b_scale_stride_e + scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
+            w = weights(pairs, hl.load(b_scale, [place], extra_mask=c < C), blocks)
+            row = top + hl.arange(rows)
+            if not every:
+                row = torch.clamp(row, max=M - 1)
+            acc = hl.dot(w, whole(a[row, k], blocks * 32).t(), acc=acc)
+        row = top + hl.arange(rows)
+        there = (row >= first) & (row < stop)
+        hl.store(out, [row, n], (acc * 16.0).to(out.dtype).t(), extra_mask=there[:, None])
+
+
+def _by_packed(
+    a: Tensor, a_stride: int, a_scale: Tensor, a_stride_r: int, a_stride_c: int,
+    b: Tensor, b_stride_e: int, b_stride: int,
+    b_scale: Tensor, b_stride_r: int, b_stride_c: int, b_scale_stride_e: int,
+    C: int, col_tiles: int, out: Tensor, N: int, plan: Tensor, G: int, blocked: hl.constexpr, held: hl.constexpr,
+) -> None:  # fmt: skip
+    # held: the elements of a in a block.
+    for tile, n in hl.tile([plan.size(0), N], block_size=[1, None]):
+        expert, first, stop = of_plan(plan, tile.id)
+        row, col = (first + hl.arange(128)).unsqueeze(1), n.index.unsqueeze(1)
+        there = (row >= 0) & (row < stop)
+        acc = hl.zeros([128, n], dtype=torch.float32)
+        for k in hl.tile(0, torch.where(expert < G, C, 0), block_size=1):
+            c = (k.id + hl.arange(1)).unsqueeze(0)
+            of_a = hl.load(a, [row * a_stride + (k.id * held + hl.arange(held)).unsqueeze(0)], extra_mask=there)
+            of_b = hl.load(b, [expert * b_stride_e + col * b_stride + (k.id * 16 + hl.arange(16)).unsqueeze(0)])
+            # Tile `tile.id` of the plan is that tile of the blocked scales.
+            of_row = tile.id * 128 + hl.arange(128).unsqueeze(1) if blocked else row
+            a_at = scale_place(of_row, c, a_stride_r, a_stride_c, col_tiles, blocked)
+            b_at = expert * b_scale_stride_e + scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
+            of_scale = hl.load(a_scale, [a_at], extra_mask=there)
+            acc = multiplied_by_packed(acc, of_a, of_scale, of_b, hl.load(b_scale, [b_at]))
+        hl.store(out, [row * N + n.index.unsqueeze(0)], acc.to(out.dtype), extra_mask=there)
+
+
 def mx_grouped_gemm(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     b: Tensor,
     b_scale: Tensor,
     offs: Tensor,
@@ -102,17 +179,36 @@ def mx_grouped_gemm(
     scale_layout: str = "blocked",
     check_offs: bool = False,
 ) -> Tensor:
-    (M, K), (E, N, _), blocked = a.shape, b.shape, scale_layout == "blocked"
+    M, (E, N, _), blocked = a.shape[0], b.shape, scale_layout == "blocked"
+    K = b.shape[2] * element(b.dtype).per_byte
     out = torch.empty((M, N), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
     if not K or not E:
         return out.zero_()
+    C, col_tiles = K // MX_BLOCK_SIZE, blocked_shape(1, K // MX_BLOCK_SIZE)[1]
+    if b.dtype == E2M1.dtype:
+        of_b = *scale_arguments(b_scale, blocked), b_scale.stride(0), C, col_tiles
+        pairs = flat(b.view(torch.uint8)), *b.stride()[:2]
+        if a_scale is None:
+            rows = next((rows for rows, most in PER_EXPERT.items() if most * E >= M), 128)
+            launch(
+                _by_weights, WEIGHTS[rows], a, *pairs, *of_b, out, plan_of(offs, M, rows), E,
+                rows, rows <= M, blocked, 8 if rows < 128 else 4,
+            )  # fmt: skip
+            return out
+        codes = a.view(torch.uint8) if a.dtype == E2M1.dtype else a
+        launch(
+            _by_packed, PACKED, flat(codes), a.stride(0), *scale_arguments(a_scale, blocked), *pairs, *of_b,
+            flat(out), N, plan_of(offs, M), E, blocked, codes.shape[1] // C,
+        )  # fmt: skip
+        return out
+    assert a_scale is not None  # only bfloat16 has no scales
     if step_for(a.device) != MX_BLOCK_SIZE:
         launch(
             _mx_grouped_gemm, CONFIGS, flat(a), a.stride(0), *scale_arguments(a_scale, blocked),
             flat(b), *b.stride()[:2], *scale_arguments(b_scale, blocked), b_scale.stride(0),
-            M, N, K, blocked_shape(1, K // 32)[1], flat(out), -(-M // _ROWS) + E, flat(offs), offs.stride(0), E,
+            M, N, K, col_tiles, flat(out), -(-M // _ROWS) + E, flat(offs), offs.stride(0), E,
             chunk(E), blocked, step_for(a.device),
         )  # fmt: skip
         return out

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxspec.formats import BY_DTYPE, E2M1, FP8_DTYPES, MX_BLOCK_SIZE, element
+from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.common.matmul import (
     MIN_SQNR_DB,
     check_layout,
+    check_operands,
     check_scale,
     check_unit_stride,
+    elements_of_row,
     values,
 )
 from mxspec.reference.common.numerics import round_once
@@ -19,9 +21,6 @@ from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.to_blocked import blocked_bytes
 from mxspec.spec import spec
-
-B_DTYPES = (*FP8_DTYPES, torch.float4_e2m1fn_x2)
-A_DTYPES = (*B_DTYPES, torch.bfloat16)
 
 
 def check_args(
@@ -34,46 +33,18 @@ def check_args(
     scale_layout: str = "plain",
 ) -> None:
     op = "mx_gemm"
-    checks.tensor_dtype(op, "a", a, A_DTYPES)
-    checks.tensor_dtype(op, "b", b, B_DTYPES)
-    packed = b.dtype == E2M1.dtype
-    if not packed and a.dtype in (E2M1.dtype, torch.bfloat16):
-        raise TypeError(
-            f"{op}: a has dtype {a.dtype} and b has dtype {b.dtype}; "
-            f"needs {' or '.join(map(str, FP8_DTYPES))} for a, or {E2M1.dtype} for b"
-        )
-    operands = [("a", a, a_scale), ("b", b, b_scale)]
-    for name, operand, scale in operands:
-        checks.rank(op, name, operand, (2,))
-        checks.same_device(op, ("a", a), (name, operand))
-        if operand.dtype == torch.bfloat16:
-            if scale is not None:
-                raise TypeError(f"{op}: {name} is bfloat16 and {name}_scale is a tensor; needs None for {name}_scale")
-            continue
-        if scale is None:
-            raise TypeError(f"{op}: {name} has dtype {operand.dtype} and {name}_scale is None; needs its scales")
-        checks.tensor_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,))
-        checks.same_device(op, ("a", a), (f"{name}_scale", scale))
-    M, N, K = a.shape[0], b.shape[0], elements_of_row(a)
-    per_byte = element(b.dtype).per_byte
-    checks.multiple(op, "K", K, MX_BLOCK_SIZE, quantized=True)
-    checks.shape(
-        op, "b", b, (N, K // per_byte), f"for a {tuple(a.shape)} of {a.dtype}" if packed else f"for a {(M, K)}"
-    )
+    K, per_byte = check_operands(op, a, a_scale, b, b_scale, ranks=(2, 2))
+    M, N = a.shape[0], b.shape[0]
+    of_a = f"for a {tuple(a.shape)} of {a.dtype}" if per_byte == 2 else f"for a {(M, K)}"
+    checks.shape(op, "b", b, (N, K // per_byte), of_a)
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     check_layout(op, scale_layout)
     C = K // MX_BLOCK_SIZE
-    for name, operand, scale in operands:
+    for name, operand, scale in (("a", a, a_scale), ("b", b, b_scale)):
         check_unit_stride(op, name, operand, 1, "K-major rows")
         if scale is not None:
             rows = operand.shape[0]
             check_scale(op, f"{name}_scale", scale, (rows, C), (blocked_bytes(rows, C),), scale_layout, operand)
-
-
-def elements_of_row(x: Tensor) -> int:
-    """The number of elements of a row: an e2m1 byte holds two."""
-    fmt = BY_DTYPE.get(x.dtype)
-    return x.shape[1] * (fmt.per_byte if fmt else 1)
 
 
 @spec(

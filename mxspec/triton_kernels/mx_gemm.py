@@ -36,6 +36,11 @@ PTX = {
 
 
 def supports(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, **_: Any) -> str | None:
+    return no_bfloat16(a)
+
+
+def no_bfloat16(a: Tensor) -> str | None:
+    """Why a bfloat16 `a` does not fit, or None."""
     # Triton 3.7 fails to compile `tiles/mx_weights.py` for sm_100.
     if a.dtype == torch.bfloat16 and capability(a.device) == (10, 0):
         return "multiplies bfloat16 by e2m1 on Hopper, not on Blackwell"
@@ -65,7 +70,7 @@ def mx_gemm(
     if not packed and blackwell.reads(a, a_scale, b, b_scale, out, scale_layout):
         blackwell.mx_sm100(a, a_scale, b, b_scale, out)
         return out
-    if not packed and takes_few(a, b, b_scale, out, scale_layout):
+    if not packed and takes_few(a, b, out):
         mx_few(a, a_scale, b, b_scale, out, scale_layout)
         return out
     # `mx_sm90` runs a separate kernel that turns its second operand into bf16. So the operand with fewer rows comes

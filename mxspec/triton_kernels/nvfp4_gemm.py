@@ -39,7 +39,7 @@ def nvfp4_gemm(
     out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if out.numel():
         multiply: Any = nvfp4_tiles
-        if takes_few(a, a_scale, b, b_scale, scale_layout):
+        if takes_few(a, a_scale, b, b_scale):
             multiply = few
         elif reads(a, a_scale, b, b_scale, out):
             multiply = by_memory

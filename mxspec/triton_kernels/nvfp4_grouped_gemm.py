@@ -38,7 +38,7 @@ def nvfp4_grouped_gemm(
     out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     if out.numel():
         operands = a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale
-        if takes_few(a, a_scale, b, b_scale, scale_layout):
+        if takes_few(a, a_scale, b, b_scale):
             assert b_scale is not None
             few(a, a_scale, a_tensor_scale, b, b_scale, b_tensor_scale, out, scale_layout, offs=offs)
         else:

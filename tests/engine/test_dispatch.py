@@ -369,8 +369,8 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     def by_codes(M, *E):
         return of(M, K), of(M, K // 32, dtype=e8m0), of(*E, N, K), of(*E, N, K // 32, dtype=e8m0)
 
-    def by_fp4(M, K=K):
-        return of(M, K, dtype=bf16), None, of(N, K // 2, dtype=fp4), of(N, K // 32, dtype=e8m0)
+    def by_fp4(M, K=K, E=()):
+        return of(M, K, dtype=bf16), None, of(*E, N, K // 2, dtype=fp4), of(*E, N, K // 32, dtype=e8m0)
 
     def offs(E):
         return of(E, dtype=torch.int32)
@@ -384,7 +384,13 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     assert said("mx_gemm", *by_codes(64)).startswith("on an H200, 1 to 128 rows: ")
     assert said("mx_gemm", *by_codes(1024)) is None, "another kernel"
     assert said("mx_gemm", *by_fp4(64)).startswith("on an H100, 16 to 128 rows: ")
-    assert said("mx_gemm", *by_fp4(64, 1056)) is None, "plain tiles"
+    assert said("mx_gemm", *by_fp4(64, 1056)).startswith("on an H100, 16 to 128 rows: "), "scales that are no words"
+    odd = of(65, 1032, dtype=bf16)[:, :1028].as_strided((64, K), (1028, 1))
+    assert said("mx_gemm", odd, *by_fp4(64)[1:]) is None, "plain tiles"
+    for tokens, words in ((4, "up to 32"), (64, "64"), (128, "128")):
+        of_experts = *by_fp4(32 * tokens, E=(32,)), offs(32)
+        assert said("mx_grouped_gemm", *of_experts, **plain).startswith(f"on an H200, {words} tokens an expert: ")
+    assert said("mx_grouped_gemm", *by_fp4(512 * 32, E=(32,)), offs(32), **plain) is None, "the values of the weights"
     sizes = (64, 256, "up to 32"), (32, 1, "up to 32"), (2048, 4, "128 to 1024"), (32768, 8, "4096 to 8192")
     for M, E, words in sizes:
         tokens = *by_codes(M, E), offs(E)
@@ -392,9 +398,9 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
         assert said("mx_grouped_gemm", *tokens, **plain, out_dtype=torch.float32) is None, "another kernel"
     assert said("mx_grouped_gemm", *by_codes(512, 4), offs(4), **plain).startswith("on an H200, 128 tokens an expert: ")
     assert "1.11 to 2.41" in said("mx_grouped_gemm", *by_codes(64, 256), offs(256), **plain)
-    K = 1056  # no whole number of scale words, so the kernel for many tokens runs
-    assert "0.92 to 1.75" in said("mx_grouped_gemm", *by_codes(64, 256), offs(256), **plain)
-    K = 1024
+    rows_apart = of(256 * N, K + 8)[:, :K].as_strided((256, N, K), (N * (K + 8), K + 8, 1))  # the weights are copied
+    codes_apart = (*by_codes(64, 256)[:2], rows_apart, by_codes(64, 256)[3])
+    assert said("mx_grouped_gemm", *codes_apart, offs(256), **plain) is None
     assert said("mx_grouped_gemm", *by_codes(64, 1), offs(1), **plain) is None, "not measured"
     far = of(8 * N + 1, K).as_strided((8, N, K), (N * K + 16, K, 1))
     strided = (*by_codes(64, 8)[:2], far, by_codes(64, 8)[3])

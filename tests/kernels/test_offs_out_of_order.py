@@ -50,8 +50,12 @@ def block_matmuls(op, offs):
             yield (*dy, *tensor_scale, *x, *tensor_scale, offs), options, (E, N, K)
         else:
             a = [operand(M, K), scale(*(M, C) if layout == "plain" else (M + 128 * E, cols))]
-            b = [operand(E, N, K), scale(*(E, N, C) if layout == "plain" else (E, 128 * cols))]
-            yield (*a, *tensor_scale, *b, *tensor_scale, offs), options, (M, N)
+            of_b = scale(*(E, N, C) if layout == "plain" else (E, 128 * cols))
+            yield (*a, *tensor_scale, operand(E, N, K), of_b, *tensor_scale, offs), options, (M, N)
+            if op == "mx_grouped_gemm":
+                by_4 = amid_nan(torch.full((E, N, K // 2), 0x22, dtype=torch.uint8)).view(torch.float4_e2m1fn_x2)
+                for of_a in (a, (amid_nan(torch.ones(M, K).bfloat16()), None)):
+                    yield (*of_a, by_4, of_b, offs), options, (M, N)
     if tensor_scale:
         a, b = (amid_nan(torch.ones(shape).bfloat16()) for shape in ((M, K), (E, N, K)))
         dy, x = (amid_nan(torch.ones(shape).bfloat16()) for shape in ((tokens, N), (tokens, K)))

@@ -151,6 +151,17 @@ def mx_grouped_gemm_blocked(place: Place, backend: str) -> list[Tensor]:
     return _of_rows(out, at=int(start[1]) + place.left)
 
 
+def mx_grouped_gemm_by_e2m1(place: Place, backend: str) -> list[Tensor]:
+    a = mxspec.mx_quantize(place.rows(K), backend="reference")
+    b = mxspec.mx_quantize(weights(), elem_dtype=torch.float4_e2m1fn_x2, backend="reference")
+    return _of_rows(mxspec.mx_grouped_gemm(*a, *b, place.offs, scale_layout="plain", backend=backend), at=place.at)
+
+
+def mx_grouped_gemm_of_bf16_by_e2m1(place: Place, backend: str) -> list[Tensor]:
+    b = mxspec.mx_quantize(weights(), elem_dtype=torch.float4_e2m1fn_x2, scale_layout="blocked", backend="reference")
+    return _of_rows(mxspec.mx_grouped_gemm(place.rows(K), None, *b, place.offs, backend=backend), at=place.at)
+
+
 def nvfp4_gemm(place: Place, backend: str) -> list[Tensor]:
     """The amax is given, because the other rows would change it, and with it the codes."""
     a = mxspec.nvfp4_quantize(place.rows(K), _amax(), backend="reference")
@@ -234,7 +245,7 @@ OF_ROWS: list[Run] = [
     swiglu_backward_fp8_quantize_rowcol_groups_rows, clamped_swiglu_fp8_quantize_rowcol_groups_rows,
     clamped_swiglu_backward_fp8_quantize_rowcol_groups_rows, fp8_grouped_gemm_of_messages,
     fp8_gemm, fp8_gemm_of_rows, fp8_grouped_gemm, mx_gemm, mx_grouped_gemm_plain, mx_grouped_gemm_blocked, mx_quantize,
-    mx_gemm_by_e2m1, mx_gemm_of_bf16_by_e2m1,
+    mx_gemm_by_e2m1, mx_gemm_of_bf16_by_e2m1, mx_grouped_gemm_by_e2m1, mx_grouped_gemm_of_bf16_by_e2m1,
     nvfp4_gemm, nvfp4_gemm_of_values, nvfp4_grouped_gemm, nvfp4_grouped_gemm_of_values,
     fp8_quantize_1x128, mx_quantize_groups_rows, mx_fake_quantize_rowcol_groups_rows, fp8_quantize_rowcol_groups_rows,
     swiglu_fp8_quantize_rowcol_groups_rows,

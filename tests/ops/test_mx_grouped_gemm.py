@@ -1,5 +1,6 @@
 """mx_grouped_gemm: literal sums, the weights that each token meets, and rows of no group."""
 
+import pytest
 import torch
 
 import mxspec
@@ -11,7 +12,7 @@ E4M3FN, E8M0FNU = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 
 def mx_grouped_gemm(a, a_scale, b, b_scale, offs, **options):
-    a_scale, b_scale = a_scale.view(E8M0FNU), b_scale.view(E8M0FNU)
+    a_scale, b_scale = None if a_scale is None else a_scale.view(E8M0FNU), b_scale.view(E8M0FNU)
     return mxspec.mx_grouped_gemm(a, a_scale, b, b_scale, offs, backend="reference", **options)
 
 
@@ -61,6 +62,29 @@ def test_golden_a_nan_stays_with_its_expert():
     assert out.isnan().tolist() == [[False, False], [True, False], [True, False], [False, False], [False, False]]
 
 
+@pytest.mark.parametrize("layout", ["blocked", "plain"])
+def test_golden_bfloat16_and_codes_by_e2m1_weights(layout):
+    b = torch.zeros(3, 2, 32, dtype=torch.uint8)
+    b[:, 1, 20] = torch.tensor([0x02, 0x0E, 0x70])  # elements 40 and 41: (1, 0), (-4, 0), (0, 6)
+    b = b.view(torch.float4_e2m1fn_x2)
+    plain = full(127, 3, 2, 2)
+    plain[2, 1, 1] = 126  # 1/2
+    b_scale = plain if layout == "plain" else mxspec.to_blocked(plain)
+    tokens = torch.zeros(5, 64, dtype=torch.bfloat16)
+    tokens[:, 40], tokens[:, 41] = torch.arange(1, 6), 0.015625
+    offs = ends(1, 3, 4)
+    out = mx_grouped_gemm(tokens, None, b, b_scale, offs, out_dtype=torch.float32, scale_layout=layout)
+    assert out[:, 1].tolist() == [1.0, -8.0, -12.0, 0.046875, 0.0]
+    assert out[:, 0].tolist() == 5 * [0.0]
+
+    a_scale = full(128, 5, 2)  # 2
+    codes = tokens.to(E4M3FN)
+    if layout == "blocked":
+        a_scale, _ = mxspec.to_blocked_m_groups(a_scale.view(E8M0FNU), offs)
+    out = mx_grouped_gemm(codes, a_scale, b, b_scale, offs, scale_layout=layout)
+    assert out[:, 1].tolist() == [2.0, -16.0, -24.0, 0.09375, 0.0]
+
+
 def test_what_the_quantizer_of_groups_gives_fits_as_it_is():
     x, w = torch.randn(50, 64), torch.randn(3, 40, 64)
     for layout in ("blocked", "plain"):
@@ -77,7 +101,12 @@ def test_what_the_quantizer_of_groups_gives_fits_as_it_is():
 
 def test_bench_cases_are_the_grouped_shapes():
     op = dispatch.reference("mx_grouped_gemm")
-    even, ragged = op.spec.bench_cases(Shapes(grouped=((64, 40, 96, 4),)))
+    few, even, ragged = op.spec.bench_cases(Shapes(grouped=((64, 40, 96, 4),)))
+    a, a_scale, b, b_scale, offs = few.args()
+    assert (few.name, few.kwargs) == ("16x40x96, E 4, bfloat16 by e2m1", {"scale_layout": "plain"})
+    assert (a.shape, a.dtype, a_scale) == ((16, 96), torch.bfloat16, None)
+    assert (b.shape, b.dtype, b_scale.shape, offs[-1]) == ((4, 40, 48), torch.float4_e2m1fn_x2, (4, 40, 3), 16)
+    assert op.spec.flops((a, a_scale, b, b_scale, offs), ()) == 2 * 16 * 40 * 96
     args = even.args()
     assert (even.name, args[4].tolist()) == ("64x40x96, E 4, even", [16, 32, 48, 64])
     assert op.spec.flops(args, ()) == 2 * 64 * 40 * 96

@@ -275,12 +275,16 @@ def poison(choice: Choice, name: str, operand: Operand, tokens: int, blocks: int
 
     A repeated row has no memory of its own and stays. A row of zeros also stays.
     """
-    q, scale = (t.view(torch.uint8) for t in operand)
+    q, scale = operand[0], operand[1].view(torch.uint8)
+    if q.dtype == torch.bfloat16:
+        code = torch.nan
+    else:  # the NaN of e4m3 and e5m2; of e2m1, only the scales have one
+        q, code = q.view(torch.uint8), 0x7F
     if blocks is not None:
-        q[:, tokens:], scale[:, blocks * scale.shape[1] // max(operand[1].shape[1], 1) :] = 0x7F, 0xFF
+        q[:, tokens:], scale[:, blocks * scale.shape[1] // max(operand[1].shape[1], 1) :] = code, 0xFF
     else:
         if choice[f"{name} strides"] != "one row repeated":
-            q[tokens:] = 0x7F
+            q[tokens:] = code
         if choice[f"{name}_scale strides"] != "one row repeated":
             scale[tokens:] = 0xFF
     if choice[f"{name} values"] == "zeros":
@@ -335,4 +339,16 @@ EXPERTS = (
 PADDING_ALONE = (
     r"(?:byte (?:0|127|254)|strides (?!row-major)).*",
     "blocked scales of no tokens are bytes 255 in a run",
+)
+# For MX matmuls of which b may hold e2m1 codes.
+OF_E2M1 = (
+    (r"a\.dtype (?:bfloat16|float4_e2m1fn_x2) \| b\.dtype float8_.*", "e2m1 codes and bfloat16 meet e2m1 codes only"),
+    (r"([ab])\.dtype float4_e2m1fn_x2 \| \1\.[+-]?(?:NaN|Inf) somewhere", "e2m1 has no NaN and no Inf"),
+    (r"([ab])\.[+-]?(?:NaN|Inf) somewhere \| \1\.dtype float4_e2m1fn_x2", "e2m1 has no NaN and no Inf"),
+    (
+        r"a\.dtype (?:bfloat16|float4_e2m1fn_x2) \| b\.[+-]?(?:NaN|Inf) somewhere",
+        "b is e2m1, which has no NaN and no Inf",
+    ),
+    (r"a\.dtype bfloat16 \| a\.largest somewhere", "bfloat16 is no element format"),
+    (r"a\.dtype bfloat16 \| a_scale\..*", "bfloat16 has no scales"),
 )

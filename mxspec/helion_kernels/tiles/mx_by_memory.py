@@ -75,21 +75,23 @@ def _flags(
             hl.atomic_add(flags, [torch.where(there, first_flag + matrix * R + r + c * 0, 0)], raised)
 
 
-def _plan_tiles(plan: Tensor, M: int, offs: Tensor, stride_offs: int, G: int, chunk: hl.constexpr) -> None:
-    """For each tile of 128 padded rows: the group, the first token, and the token after the group's last.
+def _plan_tiles(
+    plan: Tensor, M: int, offs: Tensor, stride_offs: int, G: int, chunk: hl.constexpr, rows: hl.constexpr
+) -> None:
+    """For each tile of padded rows: the group, the first token, and the token after the group's last.
 
     Past the last group, the group is G.
     """
     for tile in hl.tile(plan.size(0), block_size=1):
-        row0 = tile.index * 128
+        row0 = tile.index * rows
         group, begin = row0 * 0, row0 * 0
         before = hl.zeros([], dtype=torch.int32)
         for i in range(0, G, chunk):
-            g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
+            g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, rows, chunk)
             group, begin = passed(group, begin, row0, g, ends, G)
         first, stop = tokens_of_tile(row0, group, begin, offs, stride_offs, G, M)
         # If offs is out of order, a tile may be past the tiles of the scales. It then counts as a tile of no group.
-        plan[tile, 0] = torch.where(row0 + 128 <= M + G * 128, group, G)
+        plan[tile, 0] = torch.where(row0 + rows <= M + G * rows, group, G)
         plan[tile, 1] = first
         plan[tile, 2] = torch.where(stop < M, stop, M)
 
@@ -214,10 +216,11 @@ def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Ten
     return out
 
 
-def plan_of(offs: Tensor, M: int) -> Tensor:
+def plan_of(offs: Tensor, M: int, rows: int = 128) -> Tensor:
+    """The plan of tiles of `rows` tokens."""
     E = offs.shape[0]
-    plan = torch.empty((-(-M // 128) + E, 3), dtype=torch.int32, device=offs.device)
-    launch(_plan_tiles, {(9, 0): _PLAN}, plan, M, flat(offs), offs.stride(0), E, chunk(E))
+    plan = torch.empty((-(-M // rows) + E, 3), dtype=torch.int32, device=offs.device)
+    launch(_plan_tiles, {(9, 0): _PLAN}, plan, M, flat(offs), offs.stride(0), E, chunk(E), rows)
     return plan
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE, element
+from mxspec.formats import BY_DTYPE, E2M1, FP8_DTYPES, MX_BLOCK_SIZE, element
 from mxspec.reference.common import checks
 from mxspec.reference.common.groups import bounds, padded_rows, round_up
 from mxspec.reference.common.numerics import widened
@@ -20,6 +20,9 @@ from mxspec.reference.unpad_token_groups import unpad_token_groups
 # keep, pass both thresholds. An output with one wrong scale among 4096 fails them (see
 # benchmarks/results/decisions.md).
 MIN_SQNR_DB = {torch.float32: 70.0, torch.bfloat16: 55.0}
+# Of the tokens and of the weights.
+B_DTYPES = (*FP8_DTYPES, torch.float4_e2m1fn_x2)
+A_DTYPES = (*B_DTYPES, torch.bfloat16)
 
 
 def check_dtypes(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
@@ -31,6 +34,42 @@ def check_dtypes(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
         checks.rank(op, name, codes, (rank,))
         checks.same_device(op, first, (name, codes))
         checks.same_device(op, first, (f"{name}_scale", scale))
+
+
+def check_operands(
+    op: str, a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, ranks: tuple[int, int]
+) -> tuple[int, int]:
+    """Check dtypes, ranks and devices of tokens and weights, and K. Returns K, and the elements of b in a byte.
+
+    e2m1 codes and bfloat16 meet e2m1 codes only. bfloat16 has no scales.
+    """
+    checks.tensor_dtype(op, "a", a, A_DTYPES)
+    checks.tensor_dtype(op, "b", b, B_DTYPES)
+    if b.dtype != E2M1.dtype and a.dtype in (E2M1.dtype, torch.bfloat16):
+        raise TypeError(
+            f"{op}: a has dtype {a.dtype} and b has dtype {b.dtype}; "
+            f"needs {' or '.join(map(str, FP8_DTYPES))} for a, or {E2M1.dtype} for b"
+        )
+    for (name, operand, scale), rank in zip((("a", a, a_scale), ("b", b, b_scale)), ranks, strict=True):
+        checks.rank(op, name, operand, (rank,))
+        checks.same_device(op, ("a", a), (name, operand))
+        if operand.dtype == torch.bfloat16:
+            if scale is not None:
+                raise TypeError(f"{op}: {name} is bfloat16 and {name}_scale is a tensor; needs None for {name}_scale")
+            continue
+        if scale is None:
+            raise TypeError(f"{op}: {name} has dtype {operand.dtype} and {name}_scale is None; needs its scales")
+        checks.tensor_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,))
+        checks.same_device(op, ("a", a), (f"{name}_scale", scale))
+    K = elements_of_row(a)
+    checks.multiple(op, "K", K, MX_BLOCK_SIZE, quantized=True)
+    return K, element(b.dtype).per_byte
+
+
+def elements_of_row(x: Tensor) -> int:
+    """The number of elements of a row: an e2m1 byte holds two."""
+    fmt = BY_DTYPE.get(x.dtype)
+    return x.shape[-1] * (fmt.per_byte if fmt else 1)
 
 
 def check_unit_stride(op: str, name: str, codes: Tensor, dim: int, what: str) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mxspec.triton_kernels.common.launch import FUSED, for_device
+from mxspec.triton_kernels.hopper.plan import plan_of
 
 # By the largest number of rows of a. On Blackwell no GPU has run these tiles.
 _HOPPER = {
@@ -153,12 +154,22 @@ def _is_finite(x, ASM: tl.constexpr):
 
 @triton.jit
 def _mx_weights(
-    x, x_stride, w, w_stride, scale, scale_stride_r, scale_stride_c, out, out_stride, M, N, K,
+    x, x_stride, w, w_stride_e, w_stride, scale, scale_stride_e, scale_stride_r, scale_stride_c, out, out_stride,
+    plan, M, N, K,
     UP: tl.constexpr, TAIL: tl.constexpr, ASM: tl.constexpr, DESCRIBED: tl.constexpr, BLOCKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n_tiles = tl.cdiv(N, BLOCK_N)
-    left, top = tl.program_id(0) % n_tiles * BLOCK_N, tl.program_id(0) // n_tiles * BLOCK_M
+    tile, left = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles * BLOCK_N
+    top = tile * BLOCK_M
+    if plan is not None:  # M becomes the end of a group's tokens. Tokens of no group are sums of nothing
+        group = tl.load(plan + 4 * tile)
+        top, M = tl.load(plan + 4 * tile + 1), tl.load(plan + 4 * tile + 2)
+        if top >= M:
+            return
+        expert = tl.maximum(group, 0).to(tl.int64)
+        w, scale = w + expert * w_stride_e, scale + expert * scale_stride_e
+        K = tl.where(group < 0, 0, K)
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     if BLOCKED:  # scale_stride_r is the stride of a row of tiles
         scale += (n // 128).to(tl.int64) * scale_stride_r + (n % 32 * 16 + n % 128 // 32 * 4)
@@ -192,15 +203,17 @@ def _described(t: Tensor) -> bool:
 
 
 def mx_weights(
-    x: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str, up: float = 1.0, **options: Any
-) -> Any:
+    x: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str, up: float = 1.0,
+    *, offs: Tensor | None = None, **options: Any,
+) -> Any:  # fmt: skip
     """Multiply x, `(M, K)` bfloat16, by e2m1 codes `(N, K/2)` with their scales, and by `up`, into `out`, contiguous.
 
-    K is not 0. `options` override fields of the tile. Returns the compiled kernel.
+    With `offs`, the codes are those of experts, `(E, N, K/2)`. K is not 0. `options` override fields of the tile.
+    Returns the compiled kernel.
     """
-    (M, K), N, blocked = x.shape, b.shape[0], scale_layout == "blocked"
+    (M, K), N, blocked = x.shape, b.shape[-2], scale_layout == "blocked"
     codes = b.view(torch.uint8)
-    described = _described(x) and _described(codes)
+    described = offs is None and _described(x) and _described(codes)
     # Without TMA, pointers take registers. So few tokens and few columns of K are loaded at a time.
     config = {**config_for(M, x.device), **({} if described else _BY_POINTERS), **options}
     tile = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
@@ -209,9 +222,12 @@ def mx_weights(
     if described:
         x_at = TensorDescriptor(x, [M, K], [x.stride(0), 1], [tile[0], tile[2]])
         w_at = TensorDescriptor(codes, [N, K // 2], [codes.stride(0), 1], [tile[1], tile[2] // 2])
-    of_b = (512 * -(-K // 128), 1) if blocked else b_scale.stride()
-    return _mx_weights[(-(-N // tile[1]) * -(-M // tile[0]),)](
-        x_at, x.stride(0), w_at, codes.stride(0), b_scale.view(torch.uint8), *of_b, out, N, M, N, K,
+    of_b = (512 * -(-K // 128), 1) if blocked else b_scale.stride()[-2:]
+    plan, of_experts = (None, (0, 0)) if offs is None else (plan_of(offs, M, tile[0]), (b.stride(0), b_scale.stride(0)))
+    tiles = -(-M // tile[0]) if plan is None else plan.shape[0]
+    return _mx_weights[(-(-N // tile[1]) * tiles,)](
+        x_at, x.stride(0), w_at, of_experts[0], codes.stride(-2), b_scale.view(torch.uint8), of_experts[1], *of_b,
+        out, N, plan, M, N, K,
         UP=up * UNSHIFT, TAIL=K % tile[2] != 0, ASM=x.device.type != "cpu", DESCRIBED=described, BLOCKED=blocked,
         BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=tile[2], STAGES=config["num_stages"],
         num_warps=config["num_warps"], num_stages=config["num_stages"], **FUSED,

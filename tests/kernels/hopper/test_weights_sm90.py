@@ -11,6 +11,7 @@ from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import fake_gpu, unavailable
 from mxspec.reference.common.matmul import MIN_SQNR_DB
 from mxspec.reference.mx_gemm import mx_gemm as reference
+from mxspec.reference.mx_grouped_gemm import mx_grouped_gemm as grouped_reference
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
 from tests.helpers import combined, on_hopper, u8
@@ -20,6 +21,7 @@ if reason := unavailable():
 
 from mxspec.triton_kernels.hopper.mx import launch as mx
 from mxspec.triton_kernels.hopper.nvfp4 import launch as nvfp4
+from mxspec.triton_kernels.hopper.plan import plan_of
 from mxspec.triton_kernels.hopper.weights import launch as kernel
 from mxspec.triton_kernels.tiles.mx_weights import mx_weights
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
@@ -46,7 +48,7 @@ FORMATS = {
     "e4m3": (torch.float8_e4m3fn, torch.float8_e8m0fnu, 32),
     "e5m2": (torch.float8_e5m2, torch.float8_e8m0fnu, 32),
 }
-OF_EXPERTS = ("nvfp4", "e4m3", "e5m2")
+OF_EXPERTS = ("nvfp4", "e4m3", "e5m2")  # formats of tokens, too
 
 
 def name(value):
@@ -96,13 +98,19 @@ def launch(x, b, b_scale, *, layout, out_dtype, experts=False, **tile):
     return out
 
 
-CALLS = [*((format, False) for format in FORMATS), *((format, True) for format in OF_EXPERTS if format != "e5m2")]
+CALLS = [*((format, False) for format in FORMATS), *((format, True) for format in FORMATS if format != "e5m2")]
 
 
-@pytest.mark.parametrize(("call", "layout", "tile"), combined(CALLS, LAYOUTS, TILES), ids=name)
-def test_every_tile_compiles_without_spilling(call, layout, tile):
+# The scales of 864 columns are no whole words. Only tiles that the launch chooses are for them.
+BY_BYTES = combined(CALLS, (864,), LAYOUTS, TILES[: len(CHOSEN)])
+
+
+@pytest.mark.parametrize(
+    ("call", "K", "layout", "tile"), [*combined(CALLS, (1024,), LAYOUTS, TILES), *BY_BYTES], ids=name
+)
+def test_every_tile_compiles_without_spilling(call, K, layout, tile):
     format, experts = call
-    args = torch.randn(200, 1024).bfloat16(), *weights(format, (3, 192) if experts else (192,), 1024, layout)
+    args = torch.randn(200, K).bfloat16(), *weights(format, (3, 192) if experts else (192,), K, layout)
     options = {"layout": layout, "out_dtype": torch.float32, "experts": experts, "target": "sm90"}
     code = compile_call(launch, *args, **options, **tile)
     assert [c.kernel for c in code] == ["weights_sm90"]
@@ -177,39 +185,43 @@ def test_the_tile_of_experts_follows_their_tokens(of_each, rows):
 )
 def test_few_tokens_are_those_for_which_this_kernel_is_faster(format, M, rows, few):
     with fake_gpu("sm90"):
-        b, scale = (t.to("meta") for t in weights(format, rows, 128, "plain"))
-        assert kernel.pays(M, b, scale) == few
+        b = weights(format, rows, 128, "plain")[0].to("meta")
+        assert kernel.pays(M, b) == few
 
 
 def test_what_the_kernel_cannot_read():
-    def read(b, scale, x=None, layout="plain"):
-        return kernel.reads(x, b, scale, layout)
-
     with fake_gpu("sm90"):
         for format in FORMATS:
-            of_word = 4 * FORMATS[format][2]
-            b, scale = (t.to("meta") for t in weights(format, (3, 64), of_word * 3, "plain"))
-            x = torch.empty(5, of_word * 3, dtype=torch.bfloat16, device="meta")
-            assert read(b, scale)
-            assert read(b, scale, x)
-            assert not read(b, scale, torch.empty(5, of_word * 3 + 4, device="meta").bfloat16()[:, :-4])
-            assert not read(b, scale, x.t().contiguous().t())
-            assert not read(b, scale.mT.contiguous().mT)
-            assert not read(b, torch.empty(3, 64, 13, device="meta").to(scale.dtype)[..., :12])
+            b = codes_of(format, 3, 64, 384).to("meta")
+            x = torch.empty(5, 384, dtype=torch.bfloat16, device="meta")
+            assert kernel.reads(None, b)
+            assert kernel.reads(x, b)
+            assert not kernel.reads(torch.empty(5, 388, device="meta").bfloat16()[:, :-4], b)
+            assert not kernel.reads(x.t().contiguous().t(), b)
             spaced = torch.empty(3, 64, b.shape[-1] + 8, dtype=torch.uint8, device="meta").view(b.dtype)
-            assert not read(spaced[..., : b.shape[-1]], scale)
-            assert not read(
-                torch.empty(9999, dtype=torch.uint8, device="meta").view(b.dtype).as_strided(b.shape, (64, 16, 1)),
-                scale,
-            )
-            for experts in (1, 3):  # words that lie 4 bytes apart, and experts that do not
-                whole = torch.empty(9999, dtype=torch.uint8, device="meta").view(scale.dtype)
-                assert not read(b[:experts], whole.as_strided((experts, 64, 12), (769, 12, 1)))
-                assert not read(b[:experts], whole.as_strided((experts, 2048), (2049, 1)), layout="blocked")
+            assert not kernel.reads(x, spaced[..., : b.shape[-1]])
+            close = torch.empty(9999, dtype=torch.uint8, device="meta").view(b.dtype)
+            assert not kernel.reads(x, close.as_strided(b.shape, (64, 16, 1)))
             inside = torch.empty(64, 3, b.shape[-1], dtype=torch.uint8, device="meta").view(b.dtype).transpose(0, 1)
-            assert not read(inside[:, :, : b.shape[-1]], scale)
-            b, scale = (t.to("meta") for t in weights(format, (64,), of_word * 3 - FORMATS[format][2], "plain"))
-            assert not read(b, scale)  # three words and a half
+            assert not kernel.reads(x, inside)
+            assert not kernel.reads(x, b[:, :1].expand(3, 64, -1))
+
+
+def test_scales_are_words_or_bytes():
+    for format in FORMATS:
+        of_word = 4 * FORMATS[format][2]
+        b, scale = (t.to("meta") for t in weights(format, (3, 64), of_word * 3, "plain"))
+        assert kernel.in_words(b, scale, "plain")
+        assert kernel.in_words(b, to_blocked(scale), "blocked")
+        assert not kernel.in_words(b, scale.mT.contiguous().mT, "plain")
+        assert not kernel.in_words(b, torch.empty(3, 64, 13, device="meta").to(scale.dtype)[..., :12], "plain")
+        for experts in (1, 3):  # words that lie 4 bytes apart, and experts that do not
+            whole = torch.empty(9999, dtype=torch.uint8, device="meta").view(scale.dtype)
+            assert not kernel.in_words(b[:experts], whole.as_strided((experts, 64, 12), (769, 12, 1)), "plain")
+            assert not kernel.in_words(b[:experts], whole.as_strided((experts, 2048), (2049, 1)), "blocked")
+        b, scale = (t.to("meta") for t in weights(format, (64,), of_word * 3 - FORMATS[format][2], "plain"))
+        assert not kernel.in_words(b, scale, "plain")  # two words and three bytes
+        assert not kernel.in_words(b, to_blocked(scale), "blocked")
 
 
 # --- the bits -----------------------------------------------------------------------------------------------------
@@ -218,9 +230,9 @@ def test_what_the_kernel_cannot_read():
 @on_hopper
 @pytest.mark.parametrize("tile", TILES, ids=name)
 @each_layout
-@pytest.mark.parametrize(("M", "N", "K"), [(200, 328, 1024), (5, 64, 256), (128, 1000, 2304)])
+@pytest.mark.parametrize(("M", "N", "K"), [(200, 328, 1024), (5, 64, 256), (128, 1000, 2304), (33, 200, 864)])
 def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
-    """MXFP4, with scales at both ends of the range."""
+    """MXFP4, with scales at both ends of the range. Those of 864 columns are no whole words."""
     x, (b, scale) = torch.randn(M, K).bfloat16().cuda(), (t.cuda() for t in weights("mxfp4", (N,), K, layout))
     got = launch(x, b, scale, layout=layout, out_dtype=torch.float32, **tile)
     plain = torch.empty_like(got)
@@ -234,14 +246,37 @@ def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
     assert off < 10 ** -(MIN_SQNR_DB[torch.float32] / 10)
 
 
-def calls(format, layout) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+@on_hopper
+@pytest.mark.parametrize("tile", TILES, ids=name)
+@each_layout
+@pytest.mark.parametrize("K", [896, 864])
+def test_every_tile_of_experts_gives_the_bits_of_the_plain_tiles(K, layout, tile):
+    """MXFP4, with experts that have no tokens, and tokens of no expert."""
+    N, sizes, rest = 200, [33, 0, 130, 1, 0, 70], 21
+    M, offs = sum(sizes) + rest, offs_of(sizes).cuda()
+    b, scale = (t.cuda() for t in weights("mxfp4", (len(sizes), N), K, layout))
+    x = torch.randn(M, K).bfloat16().cuda()
+    x[-rest:] = torch.nan
+    got, plain = torch.empty(M, N, device="cuda"), torch.empty(M, N, device="cuda")
+    with check.poisoned(0xFF):
+        plan = plan_of(offs, M, tile["BLOCK_M"])
+        kernel.by_weights(x, b, scale, got, layout, plan=plan, **tile)
+        mx_weights(x, b, scale, plain, layout, offs=offs)
+    assert torch.equal(got.view(torch.int32), plain.view(torch.int32))
+    expected = grouped_reference(x, None, b, scale, offs, out_dtype=torch.float32, scale_layout=layout)
+    assert check.difference((got,), (expected,), MIN_SQNR_DB) is None
+
+
+def calls(format, layout, K) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Ops with operands for them: one matrix, and experts of which some have no tokens."""
-    N, K, sizes, rest = 200, 896, [33, 0, 130, 1, 0, 70], 21  # 896 columns are an odd number of steps
+    N, sizes, rest = 200, [33, 0, 130, 1, 0, 70], 21
     M, offs = sum(sizes) + rest, offs_of(sizes).repeat_interleave(2)[::2]
     b, b_scale = weights(format, (len(sizes), N), K, layout)
     apart = torch.zeros(len(sizes), N + 3, b.shape[2], dtype=torch.uint8).view(b.dtype)[:, :N]
     apart.view(torch.uint8)[:] = b.view(torch.uint8)
     b = apart
+    if K == 864 and layout == "plain":
+        b_scale = b_scale.mT.contiguous().mT
     a, a_scale = codes_of(format, M, K), scales_of(format, (M,), K)
     if format in ("e4m3", "e5m2"):  # sums that another kernel computes again
         a.view(torch.uint8)[7, 5], a_scale.view(torch.uint8)[40, 2] = 0x7F, 254
@@ -267,9 +302,11 @@ def calls(format, layout) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 @on_hopper
 @pytest.mark.parametrize("tile", TILES, ids=name)
 @each_layout
+@pytest.mark.parametrize("K", [896, 864])
 @pytest.mark.parametrize("format", OF_EXPERTS)
-def test_every_tile_gives_the_bits_of_the_kernels_for_many_tokens(format, layout, tile):
-    for op, args, options in calls(format, layout):
+def test_every_tile_gives_the_bits_of_the_kernels_for_many_tokens(format, K, layout, tile):
+    """896 columns are an odd number of steps. The scales of 864 columns are no whole words."""
+    for op, args, options in calls(format, layout, K):
         args = check.on_device(torch.device("cuda"), args)
         expected = dispatch.reference(op)(*args, **options)
         offs = {"offs": args[-1]} if "grouped" in op else {}
@@ -287,15 +324,17 @@ def test_every_tile_gives_the_bits_of_the_kernels_for_many_tokens(format, layout
 
 @on_hopper
 @pytest.mark.parametrize("N", [96, 100])
-@pytest.mark.parametrize("format", OF_EXPERTS)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_token_has_the_same_bits_with_one_more_token_than_this_kernel_takes(format, N):
     """The ops then take another kernel. Rows of 200 bytes are for plain tiles."""
-    most, of_expert = kernel.LIMITS[kernel.NVFP4_BLOCK_SIZE if format == "nvfp4" else kernel.MX_BLOCK_SIZE]
+    most, of_expert = (256, 384) if format == "mxfp4" else kernel.LIMITS[FORMATS[format][0]]
     K, E, wide = 256, 3, 64 * 300 + N
     b, scale = (t.cuda() for t in weights(format, (E, N), K, "plain"))
     for experts in (True, False):
         M = 1 + (of_expert * E if experts else most)
         a, a_scale = codes_of(format, M, K).cuda(), scales_of(format, (M,), K).cuda()
+        if format == "mxfp4":
+            a, a_scale = torch.randn(M, K).bfloat16().cuda(), None
         one = torch.ones(E if experts else (), device="cuda")
         w = (b, scale) if experts else tuple(t.cuda() for t in weights(format, (wide,), K, "plain"))
         sizes = torch.tensor([40, 50, M], dtype=torch.int32, device="cuda")
@@ -305,7 +344,8 @@ def test_a_token_has_the_same_bits_with_one_more_token_than_this_kernel_takes(fo
 
         def run(rows, fn=fn, a=a, a_scale=a_scale, number=number, w=w, offs=sizes, experts=experts):
             of_groups = (offs.clamp(max=rows),) if experts else ()
-            return fn(a[:rows], a_scale[:rows], *number, *w, *number, *of_groups, scale_layout="plain")
+            of_rows = None if a_scale is None else a_scale[:rows]
+            return fn(a[:rows], of_rows, *number, *w, *number, *of_groups, scale_layout="plain")
 
         whole, few = run(M), 45 if experts else 7
         assert u8(whole[:-1]).equal(u8(run(M - 1)))

@@ -34,6 +34,7 @@ from mxspec.triton_kernels.common.numerics import scale_value
 from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
 from mxspec.triton_kernels.hopper.nvfp4.launch import nvfp4_sm90
 from mxspec.triton_kernels.hopper.nvfp4.launch import reads as multiplies_values
+from mxspec.triton_kernels.hopper.plan import plan_of
 from mxspec.triton_kernels.hopper.weights import launch as weights
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 from mxspec.triton_kernels.tiles.mx_weights import UNSHIFT, mx_weights
@@ -48,6 +49,7 @@ VALUES = {"BLOCKS": 64, "num_warps": 4}  # as in mx_dequantize
 # split K and round the partial sums to bf16. Then the bits of a row would depend on the number of rows.
 WAVES = 2
 FEW = 256
+FEW_OF_GROUPS = 128  # so few rows only a few experts may have, so the values of all experts would not pay
 # Tokens per expert, from which it pays to write the values of the weights, too. With T tokens and E experts, this way
 # takes the time of 3 * E * N * K bytes for the weights. The Gluon kernel takes a tenth longer than bf16 for
 # 2 * T * N * K operations. So neither N nor K decides.
@@ -166,37 +168,57 @@ def pays_for_groups(M: int, N: int, E: int, out_dtype: torch.dtype, device: torc
 
 
 def by_weights(
-    a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, scale_layout: str
-) -> Tensor:
-    """`mx_gemm` by e2m1 weights, on any GPU. Each operand has at least one element.
+    a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, scale_layout: str,
+    offs: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`mx_gemm`, or with `offs` `mx_grouped_gemm`, by e2m1 weights, on any GPU. Each operand has at least one element.
 
     If a holds codes, a kernel writes its bf16 values first. For a large output on Hopper, another kernel writes the
     values of the weights, and the Gluon matmul of bf16 values multiplies them. Its sums are those of `mx_weights`: of
     the same numbers, in the same order. cuBLAS may sum in another order.
     """
-    M, N, on, up, flags = a.shape[0], b.shape[0], a.device, 1.0, None
+    M, N, on, up, flags, ends = a.shape[0], b.shape[-2], a.device, 1.0, None, offs
+    E, grouped = (1, "") if offs is None else (b.shape[0], "M")
     out = torch.empty((M, N), dtype=out_dtype, device=on)
-    row_tiles = -(-M // 128)
     if a.dtype == torch.bfloat16 or a_scale is None:
         x = a
     else:
-        flags = b.new_empty(1 + 128 * (row_tiles + -(-N // 128)), dtype=torch.int32)
-        programs = -(-flags.numel() // 128)
-        _prepare[(programs,)](flags, flags.numel(), None, 0, None, 0, 1, M, None, chunk(1), **UNFUSED)
+        flags, plan, ends = _flags_and_plan(a, b, offs)
         up = 4.0 if a.dtype == E2M1 else 1.0
-        x = bf16_values(a, a_scale, scale_layout, flags, 1, up=1 / up)
+        x = bf16_values(a, a_scale, scale_layout, flags, 1, plan, up=1 / up)
+    reads_codes = weights.reads(x, b)
+    of_groups = not weights.pays(M, b) if reads_codes else M > FEW_OF_GROUPS
+    large = pays(M, N, on) if offs is None else of_groups
     # The kernel writes the values of the weights as bfloat16 rows that follow each other, which TMA reads.
-    if pays(M, N, on) and multiplies_values(x, None, x, None, out):
-        unused = b.new_empty(1 + 128 * -(-N // 128), dtype=torch.int32) if flags is None else flags
+    if large and multiplies_values(x, None, x, None, out, grouped):
+        unused = b.new_empty(1 + 128 * E * -(-N // 128), dtype=torch.int32) if flags is None else flags
         w = bf16_values(b, b_scale, scale_layout, unused, 1, up=1 / UNSHIFT)  # it raises no flag
-        nvfp4_sm90(x, None, w, None, out, up=up * UNSHIFT)
+        nvfp4_sm90(x, None, w, None, out, offs=offs, grouped=grouped, up=up * UNSHIFT)
+    elif reads_codes:
+        tile: dict[str, Any] = weights.tile_for(M, b, b_scale)
+        of_tokens = None if offs is None else plan_of(offs, M, tile["BLOCK_M"])
+        weights.by_weights(x, b, b_scale, out, scale_layout, up, plan=of_tokens, **tile)
     else:
-        multiply = weights.by_weights if weights.reads(x, b, b_scale, scale_layout) else mx_weights
-        multiply(x, b, b_scale, out, scale_layout, up)
+        mx_weights(x, b, b_scale, out, scale_layout, up, offs=offs)
     if flags is not None and a_scale is not None and a.dtype != E2M1:
         only: Any = {"flags": flags, "programs": processors(on)}
-        mx_tiles(a, a_scale, b, b_scale, out, scale_layout, **only)
+        mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=ends, grouped=grouped, **only)
     return out
+
+
+def _flags_and_plan(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Flags that are 0: one for all, then those of a, then those of b. For token groups, also the plan and the ends.
+
+    The plan holds the first row and the end of each tile of 128 rows. The ends are `offs` in order.
+    """
+    E, stride, row_tiles = (1, 0, 0) if offs is None else (b.shape[0], offs.stride(0), b.shape[0])
+    row_tiles += -(-a.shape[0] // 128)
+    flags = b.new_empty(1 + 128 * (row_tiles + E * -(-b.shape[-2] // 128)), dtype=torch.int32)
+    plan, ends = (None, None) if offs is None else (offs.new_empty(row_tiles, 2), offs.new_empty(E))
+    programs = max(-(-flags.numel() // 128), 0 if plan is None else row_tiles)
+    tiles = 0 if plan is None else row_tiles
+    _prepare[(programs,)](flags, flags.numel(), plan, tiles, offs, stride, E, a.shape[0], ends, chunk(E), **UNFUSED)
+    return flags, plan, ends
 
 
 def mx_bf16(
@@ -204,13 +226,8 @@ def mx_bf16(
     offs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`mx_gemm`, or with `offs` `mx_grouped_gemm` in bf16. Each operand has at least one element."""
-    E, grouped, stride = (1, "", 0) if offs is None else (b.shape[0], "M", offs.stride(0))
-    row_tiles = -(-a.shape[0] // 128) + (0 if offs is None else E)
-    # First one flag for all, then the flags of a, then those of b.
-    flags = a.new_empty(1 + 128 * (row_tiles + E * -(-b.shape[-2] // 128)), dtype=torch.int32)
-    plan, ends = (None, None) if offs is None else (offs.new_empty(row_tiles, 2), offs.new_empty(E))
-    programs = max(-(-flags.numel() // 128), 0 if plan is None else row_tiles)
-    _prepare[(programs,)](flags, flags.numel(), plan, row_tiles, offs, stride, E, a.shape[0], ends, chunk(E), **UNFUSED)
+    flags, plan, ends = _flags_and_plan(a, b, offs)
+    row_tiles = -(-a.shape[0] // 128) + (0 if offs is None else b.shape[0])
     x = bf16_values(a, a_scale, scale_layout, flags, 1, plan)
     w = bf16_values(b, b_scale, scale_layout, flags, 1 + 128 * row_tiles)
     if ends is not None:
@@ -220,5 +237,5 @@ def mx_bf16(
         options = {} if out_dtype == torch.bfloat16 else {"out_dtype": out_dtype}
         torch.mm(x, w.t(), out=out, **options)
     only: Any = {"flags": flags, "programs": processors(a.device)}
-    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=ends, grouped=grouped, **only)
+    mx_tiles(a, a_scale, b, b_scale, out, scale_layout, offs=ends, grouped="" if offs is None else "M", **only)
     return out

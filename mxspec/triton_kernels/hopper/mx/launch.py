@@ -195,7 +195,7 @@ def mx_few(
     return compiled
 
 
-def takes_few(a: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str) -> bool:
+def takes_few(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether `mx_few` can run, and is faster than the other kernels.
 
     If TMA cannot write the output, plain tiles are for many tokens. They sum in another order, so they are for few
@@ -203,4 +203,4 @@ def takes_few(a: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: 
     """
     if not a.numel() or out.stride(-2) * out.element_size() % 16 or out.data_ptr() % 16:
         return False
-    return weights.reads(None, b, b_scale, scale_layout) and weights.pays(a.shape[0], b, b_scale)
+    return weights.reads(None, b) and weights.pays(a.shape[0], b)

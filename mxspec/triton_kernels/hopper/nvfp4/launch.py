@@ -113,11 +113,11 @@ def few(
     return weights.by_weights(x, b, b_scale, out, scale_layout, numbers=numbers, plan=plan, **tile)
 
 
-def takes_few(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor | None, scale_layout: str) -> bool:
+def takes_few(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor | None) -> bool:
     """Whether `few` can run, and is faster than the other kernels."""
-    if b_scale is None or not a.numel() or not weights.reads(a if a_scale is None else None, b, b_scale, scale_layout):
+    if b_scale is None or not a.numel() or not weights.reads(a if a_scale is None else None, b):
         return False
-    return weights.pays(a.shape[0], b, b_scale)
+    return weights.pays(a.shape[0], b)
 
 
 def pays(a: Tensor, b_scale: Tensor | None) -> bool:

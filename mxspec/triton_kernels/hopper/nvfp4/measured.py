@@ -42,7 +42,7 @@ def dense(
     b_tensor_scale: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, scale_layout: str = "plain", **_: Any,
 ) -> str | None:  # fmt: skip
     out = a.new_empty(1, b.shape[0], dtype=out_dtype)
-    if a_scale is not None and out_dtype == torch.bfloat16 and takes_few(a, a_scale, b, b_scale, scale_layout):
+    if a_scale is not None and out_dtype == torch.bfloat16 and takes_few(a, a_scale, b, b_scale):
         return of_size(a.shape[0], IN_REGISTERS)
     if out_dtype != torch.bfloat16 or not reads(a, a_scale, b, b_scale, out):
         return None
@@ -56,7 +56,7 @@ def grouped(
     b_tensor_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype = torch.bfloat16, scale_layout: str = "blocked",
     **_: Any,
 ) -> str | None:  # fmt: skip
-    if a_scale is not None and takes_few(a, a_scale, b, b_scale, scale_layout):
+    if a_scale is not None and takes_few(a, a_scale, b, b_scale):
         tokens = max(1, a.shape[0] // b.shape[0])
         return of_size(tokens, FEW_CODES) if out_dtype == torch.bfloat16 else None
     values = a_scale is None and b_scale is None and out_dtype == torch.bfloat16

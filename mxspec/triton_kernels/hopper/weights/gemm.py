@@ -62,22 +62,33 @@ class Ring:
 
 @aggregate
 class Scales:
-    """The scale bytes of the rows in memory, as words of 4 bytes: pointers to the first word of each row."""
+    """The scale bytes of the rows in memory: pointers to the first of each row. WORDS: to words of 4 bytes."""
 
     at: gl.tensor
     there: gl.tensor
-    step: Value  # from a word to the next
-    words: Value  # in a row
+    stride: Value  # from a word or a byte to the next
+    count: Value  # of words or bytes in a row
     OF_STEP: gl.constexpr  # words
+    WORDS: gl.constexpr
+    BLOCKED: gl.constexpr
 
     @gluon.jit
     def load(self, step):
         """The words of a step of K for each row. Past K, the bytes are 0."""
         layout: gl.constexpr = self.at.type.layout.parent
         word = step * self.OF_STEP + gl.arange(0, self.OF_STEP, gl.SliceLayout(0, layout))
-        at = gl.expand_dims(self.at, 1) + gl.expand_dims(word.to(gl.int64) * self.step, 0)
-        there = gl.expand_dims(self.there, 1) & gl.expand_dims(word < self.words, 0)
-        return gl.load(at, mask=there, other=0)
+        at, there, word = gl.expand_dims(self.at, 1), gl.expand_dims(self.there, 1), gl.expand_dims(word, 0)
+        if self.WORDS:
+            return gl.load(at + word.to(gl.int64) * self.stride, mask=there & (word < self.count), other=0)
+        else:
+            i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout.parent)))
+            i = gl.expand_dims(gl.expand_dims(i, 0), 1)
+            word = gl.expand_dims(word, 2)
+            byte = word * 4 + i
+            place = word.to(gl.int64) * 512 + i if self.BLOCKED else byte.to(gl.int64) * self.stride
+            there = gl.expand_dims(there, 2) & (byte < self.count)
+            found = gl.load(gl.expand_dims(at, 2) + place, mask=there, other=0)
+            return gl.sum(found.to(gl.int32) << (i * 8), 2)
 
 
 @gluon.jit
@@ -129,11 +140,13 @@ def _exact_sums(ring, scales, steps, begin, acc, operand: gl.constexpr, format):
 
 @gluon.jit
 def weights_sm90(
-    x_desc, w_desc, scale, stride_e, stride_r, stride_w, out, out_stride, numbers, plan, rows_apart, marks, M, N, K,
+    x_desc, w_desc, scale, stride_e, stride_r, stride_c, out, out_stride, numbers, plan, rows_apart, marks, M, N, K,
     CODES: gl.constexpr, SCALES: gl.constexpr, BLOCK: gl.constexpr, SHIFT: gl.constexpr, UP: gl.constexpr,
-    BLOCKED: gl.constexpr, STAGES: gl.constexpr,
+    BLOCKED: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Scales are words of 4 bytes. `stride_r` is the stride of a row, or of a row of tiles if BLOCKED.
+    """Scales are bytes, or words of 4 bytes if WORDS. Their strides count these.
+
+    `stride_r` is the stride of a row, or of a row of tiles if BLOCKED.
 
     `numbers` are the tensor scales of a, their stride, those of b, and their stride. If there are none, each sum is
     multiplied by UP. For tokens of experts, `rows_apart` is the number of rows from one expert's weights to the next.
@@ -164,12 +177,15 @@ def weights_sm90(
         gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, bytes_of(CODES, STEP)], w_desc.layout),
         full, top, expert * rows_apart + left, STAGES,
     )  # fmt: skip
-    WORDS: gl.constexpr = STEP // (4 * BLOCK)
-    by_word: gl.constexpr = of_words(SCALES, BLOCK_N, WORDS)
+    SIZE: gl.constexpr = 4 if WORDS else 1  # bytes
+    OF_STEP: gl.constexpr = STEP // (4 * BLOCK)
+    by_word: gl.constexpr = of_words(SCALES, BLOCK_N, OF_STEP)
     n = left + gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(2, by_word)))
-    of_row = (n // 128).to(gl.int64) * stride_r + (n % 32 * 4 + n % 128 // 32) if BLOCKED else n.to(gl.int64) * stride_r
+    of_row = n.to(gl.int64) * stride_r
+    if BLOCKED:
+        of_row = (n // 128).to(gl.int64) * stride_r + (n % 32 * 4 + n % 128 // 32) * (4 // SIZE)
     scale += gl.to_tensor(expert).to(gl.int64) * stride_e
-    scales = Scales(scale + of_row, n < N, stride_w, K // (4 * BLOCK), WORDS)
+    scales = Scales(scale + of_row, n < N, stride_c, K // (SIZE * BLOCK), OF_STEP, WORDS, BLOCKED)
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[BLOCK_N // 16, 1], instr_shape=[16, BLOCK_M, 16]
     )  # fmt: skip

@@ -34,30 +34,35 @@ MANY_TILES = (128, 4)
 # The most tokens per expert for which a tile has 16, 32 or 64. Some experts have more than others.
 PER_EXPERT = {16: 10, 32: 40, 64: 96}
 # The most tokens, and the most tokens per expert, for which this kernel is faster on average than those for many
-# tokens, by the columns of K that a scale is for. At the limit it may be slower: with 128 tokens an expert, MXFP8 takes
-# 0.81 to 1.07 of the time. NVFP4's kernel for many tokens needs the values of all weights in memory.
-LIMITS = {NVFP4_BLOCK_SIZE: (384, 384), MX_BLOCK_SIZE: (64, 128)}
+# tokens. At the limit it may be slower: with 128 tokens an expert, MXFP8 takes 0.81 to 1.07 of the time. With e2m1
+# codes, many tokens need the values of all weights in memory.
+LIMITS = {torch.float4_e2m1fn_x2: (384, 384), torch.float8_e4m3fn: (64, 128), torch.float8_e5m2: (64, 128)}
 MOST = 384  # tokens that were measured by one matrix
 BLOCK_N = 64
 CODES = {torch.float4_e2m1fn_x2: "e2m1", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
-def reads(x: Tensor | None, b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
-    """Whether the Gluon kernel can run: the GPU is a Hopper, TMA can read the operands, and scales are whole words.
+def reads(x: Tensor | None, b: Tensor) -> bool:
+    """Whether the Gluon kernel can run: the GPU is a Hopper, and TMA can read the operands.
 
     x has the tokens, as bfloat16 numbers. If it is None, another kernel will write them as TMA needs them.
     """
     if b.device.type == "cpu" or capability(b.device) != (9, 0) or releases.refusal() or not b.numel():
         return False
-    if _columns(b) % (4 * _block(b_scale)) or not all(_tma_reads(t) for t in (x, b) if t is not None):
+    if not all(_tma_reads(t) for t in (x, b) if t is not None):
         return False
-    if b.ndim == 3 and b.shape[0] > 1 and b.stride(0) % b.stride(1):
-        return False
+    return b.ndim == 2 or b.shape[0] == 1 or b.stride(0) % b.stride(1) == 0
+
+
+def in_words(b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
+    """Whether four scale bytes of a row are a word of memory, and each row has whole words.
+
+    If not, the kernel reads single bytes.
+    """
     # PyTorch sees words in bytes only if all strides are multiples of 4, also those of a size of 1.
     apart = b_scale.stride()[: b.ndim - 2] if scale_layout == "blocked" else b_scale.stride()[:-1]
-    if any(number % 4 for number in (*apart, b_scale.storage_offset(), b_scale.data_ptr())):
-        return False
-    return scale_layout == "blocked" or b_scale.stride(-1) == 1
+    numbers = (*apart, b_scale.storage_offset(), b_scale.data_ptr(), _columns(b) // _block(b_scale))
+    return not any(number % 4 for number in numbers) and (scale_layout == "blocked" or b_scale.stride(-1) == 1)
 
 
 def _columns(b: Tensor) -> int:
@@ -84,9 +89,9 @@ def one_matrix(b: Tensor) -> tuple[Tensor, int]:
     return b.as_strided(((E - 1) * apart + N, K), b.stride()[1:]), apart
 
 
-def pays(M: int, b: Tensor, b_scale: Tensor) -> bool:
-    """Whether this kernel is faster than those for many tokens. b holds the codes of NVFP4 or fp8 codes."""
-    dense, of_expert = LIMITS[_block(b_scale)]
+def pays(M: int, b: Tensor) -> bool:
+    """Whether this kernel is faster than those for many tokens."""
+    dense, of_expert = LIMITS[b.dtype]
     if b.ndim == 3:
         return of_expert * b.shape[0] >= M
     tiles = -(-M // 64) * -(-b.shape[0] // BLOCK_N)
@@ -129,11 +134,16 @@ def by_weights(
     codes, nvfp4, block = CODES[b.dtype], b_scale.dtype == torch.float8_e4m3fn, _block(b_scale)
     config = options or tile_for(M, b, b_scale)
     rows, columns, STEP = (config.pop(name) for name in ("BLOCK_M", "BLOCK_N", "STEP"))
+    words = in_words(b, b_scale, scale_layout)
+    size = 4 if words else 1
     rows_apart, stride_e, matrix = 0, 0, b
     if b.ndim == 3:
         matrix, rows_apart = one_matrix(b)
-        stride_e = b_scale.stride(0) // 4
-    stride_r, stride_w = (128 * -(-K // (4 * block)), 128) if blocked else (b_scale.stride(-2) // 4, 1)
+        stride_e = b_scale.stride(0) // size
+    if blocked:
+        stride_r, stride_c = 512 // size * -(-K // (4 * block)), 512 // size
+    else:
+        stride_r, stride_c = b_scale.stride(-2) // size, 1 if words else b_scale.stride(-1)
     of_step = STEP // 2 if codes == "e2m1" else STEP
     descriptors = (
         TensorDescriptor.from_tensor(x, [rows, STEP], shared_layout(128, 16)),
@@ -143,8 +153,8 @@ def by_weights(
     if codes == "e2m1" and not nvfp4:
         up *= UNSHIFT
     return weights_sm90[(-(-N // columns) * tiles,)](
-        *descriptors, b_scale.view(torch.int32), stride_e, stride_r, stride_w, out, out.stride(0), numbers, plan,
-        rows_apart, marks, M, N, K,
-        CODES=codes, SCALES="e4m3" if nvfp4 else "e8m0", BLOCK=block, SHIFT=shift, UP=up, BLOCKED=blocked, **config,
-        num_warps=columns // 16, **FUSED,
+        *descriptors, b_scale.view(torch.int32 if words else torch.uint8), stride_e, stride_r, stride_c,
+        out, out.stride(0), numbers, plan, rows_apart, marks, M, N, K,
+        CODES=codes, SCALES="e4m3" if nvfp4 else "e8m0", BLOCK=block, SHIFT=shift, UP=up, BLOCKED=blocked, WORDS=words,
+        **config, num_warps=columns // 16, **FUSED,
     )  # fmt: skip
