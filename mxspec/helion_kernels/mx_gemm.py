@@ -1,8 +1,8 @@
 """mx_gemm in Helion: on Hopper a matmul of bf16 values (tiles/mx_by_memory.py), on Blackwell a matmul of the codes.
 
-Weights in e2m1 are read as codes on both, because codes of four bits need the fewest bytes. For bfloat16 tokens, a code
-times its scale and 2^-4 is exactly a bf16 number, under every scale. So the weights become bf16 in registers. They are
-the first operand of the tensor cores, as in Triton. For FP8 and e2m1 tokens, the sum of each block is scaled in fp32.
+Weights in e2m1 are read as codes on both, because codes of four bits need the fewest bytes. A code times its scale and
+2^-4 is exactly a bf16 number, under every scale. So the weights become bf16 in registers. They are the first operand of
+the tensor cores, as in Triton. For FP8 and e2m1 tokens, another kernel first writes the tokens' bf16 values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
 from mxspec.helion_kernels.tiles.mx_by_memory import FIRST_FLAG, bf16_values, matmul_config, mend
 from mxspec.helion_kernels.tiles.mx_matmul import (
     multiplied,
-    multiplied_by_packed,
     scale_arguments,
     scale_place,
     step_for,
@@ -54,9 +53,6 @@ def _weights(tokens: int, num_stages: int) -> Configs:
 
 
 WEIGHTS = {16: _weights(16, 5), 32: _weights(32, 4), 64: _weights(64, 3), 128: _weights(128, 3)}
-# For b and a in codes. With four warps, Triton 3.6 keeps 296 bytes a thread in local memory.
-_PACKED = config([64, 128], 8, num_stages=3, l2_groupings=[8])
-PACKED = {(9, 0): _PACKED, (10, 0): _PACKED}
 
 
 def _of_values(x: Tensor, w: Tensor, out: Tensor) -> None:
@@ -86,7 +82,7 @@ def _mx_gemm(
         out[m, n] = acc.to(out.dtype)
 
 
-def whole(x: Tensor, columns: int) -> Tensor:
+def padded(x: Tensor, columns: int) -> Tensor:
     """x with zeros up to a whole step. In compiled code, masks put zeros there."""
     return pad(x, (0, columns - x.shape[1])) if _REF else x
 
@@ -116,27 +112,25 @@ def _by_weights(
             pairs = hl.load(b, [col * b_stride + byte], extra_mask=byte < C * 16)
             place = scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
             w = weights(pairs, hl.load(b_scale, [place], extra_mask=c < C), blocks)
-            acc = hl.dot(w, whole(a[m, k], blocks * 32).t(), acc=acc)
+            acc = hl.dot(w, padded(a[m, k], blocks * 32).t(), acc=acc)
         out[m, n] = (acc * 16.0).to(out.dtype).t()
 
 
-def _by_packed(
-    a: Tensor, a_stride: int, a_scale: Tensor, a_stride_r: int, a_stride_c: int,
-    b: Tensor, b_stride: int, b_scale: Tensor, b_stride_r: int, b_stride_c: int,
-    C: int, col_tiles: int, out: Tensor, blocked: hl.constexpr, held: hl.constexpr,
+def _by_e2m1(
+    a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, out: Tensor, C: int, blocked: bool
 ) -> None:  # fmt: skip
-    # held: the elements of a in a block. a and b are flat, because ref mode masks an access by one index tensor only.
-    for m, n in hl.tile(out.size()):
-        acc = hl.zeros([m, n], dtype=torch.float32)
-        for k in hl.tile(C, block_size=1):
-            c = (k.id + hl.arange(1)).unsqueeze(0)
-            row, col = m.index.unsqueeze(1), n.index.unsqueeze(1)
-            of_a = hl.load(a, [row * a_stride + (k.id * held + hl.arange(held)).unsqueeze(0)])
-            of_b = hl.load(b, [col * b_stride + (k.id * 16 + hl.arange(16)).unsqueeze(0)])
-            a_at = scale_place(row, c, a_stride_r, a_stride_c, col_tiles, blocked)
-            b_at = scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
-            acc = multiplied_by_packed(acc, of_a, hl.load(a_scale, [a_at]), of_b, hl.load(b_scale, [b_at]))
-        out[m, n] = acc.to(out.dtype)
+    (M, N), x, flags = out.shape, a, None
+    if a_scale is not None:
+        flags = torch.zeros(FIRST_FLAG + M + N, dtype=torch.int32, device=a.device)
+        x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG, "a")
+    configs = WEIGHTS[min((tokens for tokens in WEIGHTS if tokens >= M), default=max(WEIGHTS))]
+    blocks = 8 if max(WEIGHTS) >= M else 4  # of 32 columns, which a step multiplies
+    launch(
+        _by_weights, configs, x, flat(b.view(torch.uint8)), b.stride(0), *scale_arguments(b_scale, blocked),
+        C, blocked_shape(1, C)[1], out, blocked, blocks,
+    )  # fmt: skip
+    if flags is not None and a_scale is not None:
+        mend(a, a_scale, b, b_scale, out, blocked, flags)
 
 
 def mx_gemm(
@@ -155,23 +149,10 @@ def mx_gemm(
         return out
     if not K:
         return out.zero_()
-    if b.dtype == E2M1.dtype and a_scale is None:
-        configs = WEIGHTS[min((tokens for tokens in WEIGHTS if tokens >= M), default=max(WEIGHTS))]
-        blocks = 8 if max(WEIGHTS) >= M else 4  # of 32 columns, which a step multiplies
-        launch(
-            _by_weights, configs, a, flat(b.view(torch.uint8)), b.stride(0),
-            *scale_arguments(b_scale, blocked), C, blocked_shape(1, C)[1], out, blocked, blocks,
-        )  # fmt: skip
+    if b.dtype == E2M1.dtype:
+        _by_e2m1(a, a_scale, b, b_scale, out, C, blocked)
         return out
     assert a_scale is not None  # only bfloat16 has no scales
-    if b.dtype == E2M1.dtype:
-        codes = a.view(torch.uint8) if a.dtype == E2M1.dtype else a
-        launch(
-            _by_packed, PACKED, flat(codes), a.stride(0), *scale_arguments(a_scale, blocked),
-            flat(b.view(torch.uint8)), b.stride(0), *scale_arguments(b_scale, blocked),
-            C, blocked_shape(1, C)[1], out, blocked, codes.shape[1] // C,
-        )  # fmt: skip
-        return out
     large = "large, fp32" if out_dtype == torch.float32 else "large"
     configs = CONFIGS["at most 64 rows" if M <= 64 else large]
     if step_for(a.device) != MX_BLOCK_SIZE:

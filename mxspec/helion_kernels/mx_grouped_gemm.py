@@ -3,8 +3,7 @@
 On Hopper, a plan in memory holds the rows of each tile, and a matmul multiplies bf16 values (tiles/mx_by_memory.py). On
 Blackwell, each program finds its group by itself and multiplies the codes.
 
-Weights in e2m1 are read as codes on both, by a plan. As in mx_gemm, they become bf16 in registers for bfloat16 tokens.
-For tokens in codes, the sum of each block is scaled in fp32.
+Weights in e2m1 are read as codes on both, by a plan. As in mx_gemm, they become bf16 in registers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
 from mxspec.helion_kernels.common.launch import Configs, config, flat, launch
 from mxspec.helion_kernels.fp8_gemm import options
-from mxspec.helion_kernels.mx_gemm import weights, whole
+from mxspec.helion_kernels.mx_gemm import padded, weights
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
 from mxspec.helion_kernels.tiles.mx_by_memory import (
     FIRST_FLAG,
@@ -30,13 +29,7 @@ from mxspec.helion_kernels.tiles.mx_by_memory import (
     of_plan,
     plan_of,
 )
-from mxspec.helion_kernels.tiles.mx_matmul import (
-    multiplied,
-    multiplied_by_packed,
-    scale_arguments,
-    scale_place,
-    step_for,
-)
+from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
 # Rates: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
@@ -58,8 +51,6 @@ def _weights(num_stages: int) -> Configs:
 
 
 WEIGHTS = {16: _weights(5), 32: _weights(4), 64: _weights(3), 128: _weights(3)}
-_PACKED = config([64], 8, num_stages=3)
-PACKED = {(9, 0): _PACKED, (10, 0): _PACKED}
 
 
 def _of_values(
@@ -137,35 +128,17 @@ def _by_weights(
             row = top + hl.arange(rows)
             if not every:
                 row = torch.clamp(row, max=M - 1)
-            acc = hl.dot(w, whole(a[row, k], blocks * 32).t(), acc=acc)
+            acc = hl.dot(w, padded(a[row, k], blocks * 32).t(), acc=acc)
         row = top + hl.arange(rows)
         there = (row >= first) & (row < stop)
         hl.store(out, [row, n], (acc * 16.0).to(out.dtype).t(), extra_mask=there[:, None])
 
 
-def _by_packed(
-    a: Tensor, a_stride: int, a_scale: Tensor, a_stride_r: int, a_stride_c: int,
-    b: Tensor, b_stride_e: int, b_stride: int,
-    b_scale: Tensor, b_stride_r: int, b_stride_c: int, b_scale_stride_e: int,
-    C: int, col_tiles: int, out: Tensor, N: int, plan: Tensor, G: int, blocked: hl.constexpr, held: hl.constexpr,
-) -> None:  # fmt: skip
-    # held: the elements of a in a block.
-    for tile, n in hl.tile([plan.size(0), N], block_size=[1, None]):
-        expert, first, stop = of_plan(plan, tile.id)
-        row, col = (first + hl.arange(128)).unsqueeze(1), n.index.unsqueeze(1)
-        there = (row >= 0) & (row < stop)
-        acc = hl.zeros([128, n], dtype=torch.float32)
-        for k in hl.tile(0, torch.where(expert < G, C, 0), block_size=1):
-            c = (k.id + hl.arange(1)).unsqueeze(0)
-            of_a = hl.load(a, [row * a_stride + (k.id * held + hl.arange(held)).unsqueeze(0)], extra_mask=there)
-            of_b = hl.load(b, [expert * b_stride_e + col * b_stride + (k.id * 16 + hl.arange(16)).unsqueeze(0)])
-            # Tile `tile.id` of the plan is that tile of the blocked scales.
-            of_row = tile.id * 128 + hl.arange(128).unsqueeze(1) if blocked else row
-            a_at = scale_place(of_row, c, a_stride_r, a_stride_c, col_tiles, blocked)
-            b_at = expert * b_scale_stride_e + scale_place(col, c, b_stride_r, b_stride_c, col_tiles, blocked)
-            of_scale = hl.load(a_scale, [a_at], extra_mask=there)
-            acc = multiplied_by_packed(acc, of_a, of_scale, of_b, hl.load(b_scale, [b_at]))
-        hl.store(out, [row * N + n.index.unsqueeze(0)], acc.to(out.dtype), extra_mask=there)
+def _values(a: Tensor, a_scale: Tensor, blocked: bool, flags: Tensor, plan: Tensor, G: int) -> Tensor:
+    """The bf16 values of tokens, and their flags."""
+    if blocked:
+        return bf16_values_of_groups(a, a_scale, flags, plan, G)
+    return bf16_values(a, a_scale, blocked, flags, FIRST_FLAG, "a")
 
 
 def mx_grouped_gemm(
@@ -186,22 +159,20 @@ def mx_grouped_gemm(
         return out
     if not K or not E:
         return out.zero_()
-    C, col_tiles = K // MX_BLOCK_SIZE, blocked_shape(1, K // MX_BLOCK_SIZE)[1]
+    C, col_tiles = K // 32, blocked_shape(1, K // 32)[1]
     if b.dtype == E2M1.dtype:
-        of_b = *scale_arguments(b_scale, blocked), b_scale.stride(0), C, col_tiles
-        pairs = flat(b.view(torch.uint8)), *b.stride()[:2]
-        if a_scale is None:
-            rows = next((rows for rows, most in PER_EXPERT.items() if most * E >= M), 128)
-            launch(
-                _by_weights, WEIGHTS[rows], a, *pairs, *of_b, out, plan_of(offs, M, rows), E,
-                rows, rows <= M, blocked, 8 if rows < 128 else 4,
-            )  # fmt: skip
-            return out
-        codes = a.view(torch.uint8) if a.dtype == E2M1.dtype else a
+        x, flags, plan = a, None, None
+        if a_scale is not None:
+            flags, plan = torch.zeros(FIRST_FLAG + M + E * N, dtype=torch.int32, device=a.device), plan_of(offs, M)
+            x = _values(a, a_scale, blocked, flags, plan, E)
+        rows = next((rows for rows, most in PER_EXPERT.items() if most * E >= M), 128)
         launch(
-            _by_packed, PACKED, flat(codes), a.stride(0), *scale_arguments(a_scale, blocked), *pairs, *of_b,
-            flat(out), N, plan_of(offs, M), E, blocked, codes.shape[1] // C,
+            _by_weights, WEIGHTS[rows], x, flat(b.view(torch.uint8)), *b.stride()[:2],
+            *scale_arguments(b_scale, blocked), b_scale.stride(0), C, col_tiles, out, plan_of(offs, M, rows), E,
+            rows, rows <= M, blocked, 8 if rows < 128 else 4,
         )  # fmt: skip
+        if flags is not None and a_scale is not None:
+            mend(a, a_scale, b, b_scale, out, blocked, flags, plan)
         return out
     assert a_scale is not None  # only bfloat16 has no scales
     if step_for(a.device) != MX_BLOCK_SIZE:
@@ -213,10 +184,7 @@ def mx_grouped_gemm(
         )  # fmt: skip
         return out
     flags, plan = torch.zeros(FIRST_FLAG + M + E * N, dtype=torch.int32, device=a.device), plan_of(offs, M)
-    if blocked:
-        x = bf16_values_of_groups(a, a_scale, flags, plan, E)
-    else:
-        x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG, "a")
+    x = _values(a, a_scale, blocked, flags, plan, E)
     w = bf16_values(b, b_scale, blocked, flags, FIRST_FLAG + M, "b")
     launch(_of_values, CONFIGS, x, w, out, plan, E, M >= _ROWS, _STEP)
     mend(a, a_scale, b, b_scale, out, blocked, flags, plan)
