@@ -22,7 +22,7 @@ import helion.language as hl
 import torch
 from torch import Tensor
 
-from mxspec.formats import E2M1, MX_BLOCK_SIZE
+from mxspec.formats import E2M1, MX_BLOCK_SIZE, element
 from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_col
 from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
 from mxspec.helion_kernels.common.launch import config, flat, launch
@@ -30,7 +30,6 @@ from mxspec.helion_kernels.common.numerics import code_values, scale_value
 from mxspec.helion_kernels.fp8_gemm import PERSISTENT, options
 from mxspec.helion_kernels.mx_dequantize import dequantized
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, multiplied_by_packed, scale_arguments, scale_place
-from mxspec.reference.common.matmul import elements_of_row
 
 PTX = r"wgmma\.mma_async.*\.f32\.bf16\.bf16"
 # By code format: the first and the last scale byte under which every code becomes 0, a normal bf16 number, Inf or NaN.
@@ -208,6 +207,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type != "cpu" else 4
 
 
+def _elements(codes: Tensor) -> int:
+    """The number of elements of a row."""
+    return codes.shape[-1] * element(codes.dtype).per_byte
+
+
 def _stored(codes: Tensor) -> Tensor:
     """The codes, or their bytes if two share a byte."""
     return codes.view(torch.uint8) if codes.dtype == E2M1.dtype else codes
@@ -216,7 +220,7 @@ def _stored(codes: Tensor) -> Tensor:
 def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, first_flag: int, role: str) -> Tensor:
     """`mx_dequantize` of one matrix or several, with the flags of its rows."""
     *lead, R, _ = codes.shape
-    C, E = elements_of_row(codes) // MX_BLOCK_SIZE, lead[0] if lead else 1
+    C, E = _elements(codes) // MX_BLOCK_SIZE, lead[0] if lead else 1
     bytes_, of_e = scale.view(torch.uint8), scale.stride(0) if lead else 0
     if blocked:
         row_tiles, col_tiles = blocked_shape(R, C)
@@ -233,7 +237,7 @@ def bf16_values(codes: Tensor, scale: Tensor, blocked: bool, flags: Tensor, firs
 
 def bf16_values_of_groups(codes: Tensor, scale: Tensor, flags: Tensor, plan: Tensor, G: int) -> Tensor:
     """The bf16 values of tokens with blocked scales. The rows of no group are not written."""
-    M, K = codes.shape[0], elements_of_row(codes)
+    M, K = codes.shape[0], _elements(codes)
     C, q = K // MX_BLOCK_SIZE, flat(_stored(codes))
     out = torch.empty((M, K), dtype=torch.bfloat16, device=codes.device)
     bytes_ = 512 * blocked_shape(1, C)[1]
@@ -258,7 +262,7 @@ def mend(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, blocked: bool, flags: Tensor,
     plan: Tensor | None = None,
 ) -> None:  # fmt: skip
-    M, K, N, grouped = a.shape[0], elements_of_row(a), b.shape[-2], plan is not None
+    M, K, N, grouped = a.shape[0], _elements(a), b.shape[-2], plan is not None
     row_tiles, programs = -(-M // 128) if plan is None else plan.shape[0], processors(a.device)
     width = 32 if b.dtype == E2M1.dtype else 64  # with 64 columns, Triton 3.6 keeps registers of e2m1 in local memory
     launch(
