@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mxspec
 from mxspec.formats import MX_BLOCK_SIZE
-from mxspec.reference.common.matmul import from_blocked_k_groups, from_blocked_m_groups
+from mxspec.reference.common.matmul import elements_of_row, from_blocked_k_groups, from_blocked_m_groups
 from mxspec.reference.fp8_dequantize import fp8_dequantize
 from mxspec.reference.fp8_grouped_gemm_wgrad import group_values
 
@@ -51,12 +51,14 @@ def mx_in_bf16(
 
 
 def mx_groups_in_bf16(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, scale_layout: str = "blocked", **o: Any
-) -> tuple[Tensor, ...]:
-    if scale_layout == "blocked":
-        a_scale = from_blocked_m_groups(a_scale, offs, a.shape[0], a.shape[1] // MX_BLOCK_SIZE)
-    weights = _unrounded(mxspec.mx_dequantize(b, b_scale, scale_layout=scale_layout))
-    return _unrounded(mxspec.mx_dequantize(a, a_scale)), a_scale, weights, b_scale, offs
+    a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, offs: Tensor,
+    *, scale_layout: str = "blocked", **o: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    if a_scale is not None:
+        blocked, C = scale_layout == "blocked", elements_of_row(a) // MX_BLOCK_SIZE
+        plain = from_blocked_m_groups(a_scale, offs, a.shape[0], C) if blocked else a_scale
+        a = _unrounded(mxspec.mx_dequantize(a, plain))
+    return a, a_scale, _unrounded(mxspec.mx_dequantize(b, b_scale, scale_layout=scale_layout)), b_scale, offs
 
 
 def mx_tokens_in_bf16(

@@ -53,7 +53,7 @@ def fp8_grouped_gemm_wgrad_bf16(
 @adapter("mx_grouped_gemm", "torch bf16", prepare=mx_groups_in_bf16)
 def mx_grouped_gemm_bf16(
     a: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     b: Tensor,
     b_scale: Tensor,
     offs: Tensor,

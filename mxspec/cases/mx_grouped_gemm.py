@@ -145,6 +145,8 @@ def refused() -> Iterator[Case]:
     yield case("bf16 codes", TypeError, "b has dtype torch.bfloat16; needs torch.float8_e4m3fn or", b=b.bfloat16())
     yield case("fp16 tokens", TypeError, "a has dtype torch.float16; needs torch.float8_e4m3fn or", a.half())
     by_4 = torch.zeros(3, 40, 32, dtype=torch.uint8).view(E2M1)
+    raw = by_4.view(torch.uint8)
+    yield case("bytes of a checkpoint", TypeError, "b has dtype torch.uint8; needs torch.float8_e4m3fn or", b=raw)
     bf16 = a.bfloat16()
     yield case("bfloat16 by fp8 codes", TypeError, "a has dtype torch.bfloat16 and b has dtype torch.float8", bf16)
     yield case("bfloat16 with a scale", TypeError, "a is bfloat16 and a_scale is a tensor; needs None", bf16, b=by_4)

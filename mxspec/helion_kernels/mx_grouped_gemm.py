@@ -135,7 +135,7 @@ def _by_weights(
 
 
 def _values(a: Tensor, a_scale: Tensor, blocked: bool, flags: Tensor, plan: Tensor, G: int) -> Tensor:
-    """The bf16 values of tokens, and their flags."""
+    """The bf16 values of tokens. The kernels also raise the flags of their rows."""
     if blocked:
         return bf16_values_of_groups(a, a_scale, flags, plan, G)
     return bf16_values(a, a_scale, blocked, flags, FIRST_FLAG, "a")
@@ -166,9 +166,10 @@ def mx_grouped_gemm(
             flags, plan = torch.zeros(FIRST_FLAG + M + E * N, dtype=torch.int32, device=a.device), plan_of(offs, M)
             x = _values(a, a_scale, blocked, flags, plan, E)
         rows = next((rows for rows, most in PER_EXPERT.items() if most * E >= M), 128)
+        of_tokens = plan if plan is not None and rows == 128 else plan_of(offs, M, rows)
         launch(
             _by_weights, WEIGHTS[rows], x, flat(b.view(torch.uint8)), *b.stride()[:2],
-            *scale_arguments(b_scale, blocked), b_scale.stride(0), C, col_tiles, out, plan_of(offs, M, rows), E,
+            *scale_arguments(b_scale, blocked), b_scale.stride(0), C, col_tiles, out, of_tokens, E,
             rows, rows <= M, blocked, 8 if rows < 128 else 4,
         )  # fmt: skip
         if flags is not None and a_scale is not None:

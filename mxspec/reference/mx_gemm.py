@@ -33,10 +33,8 @@ def check_args(
     scale_layout: str = "plain",
 ) -> None:
     op = "mx_gemm"
-    K, per_byte = check_operands(op, a, a_scale, b, b_scale, ranks=(2, 2))
-    M, N = a.shape[0], b.shape[0]
-    of_a = f"for a {tuple(a.shape)} of {a.dtype}" if per_byte == 2 else f"for a {(M, K)}"
-    checks.shape(op, "b", b, (N, K // per_byte), of_a)
+    K, stored, of_a = check_operands(op, a, a_scale, b, b_scale, ranks=(2, 2))
+    checks.shape(op, "b", b, (b.shape[0], stored), of_a)
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     check_layout(op, scale_layout)
     C = K // MX_BLOCK_SIZE

@@ -37,11 +37,10 @@ def check_args(
     check_offs: bool = False,
 ) -> None:
     op = "mx_grouped_gemm"
-    K, per_byte = check_operands(op, a, a_scale, b, b_scale, ranks=(2, 3))
+    K, stored, of_a = check_operands(op, a, a_scale, b, b_scale, ranks=(2, 3))
     checks.offsets(op, "offs", offs, ("a", a))
     M, (E, N, _) = a.shape[0], b.shape
-    of_a = f"for a {tuple(a.shape)} of {a.dtype}" if per_byte == 2 else f"for a {(M, K)}"
-    checks.shape(op, "b", b, (E, N, K // per_byte), of_a)
+    checks.shape(op, "b", b, (E, N, stored), of_a)
     checks.shape(op, "offs", offs, (E,), f"for {E} experts of b")
     checks.choice(op, "out_dtype", out_dtype, OUT_DTYPES, TypeError)
     check_layout(op, scale_layout)
@@ -75,7 +74,7 @@ def mx_grouped_gemm(
 ) -> Tensor:
     """Multiply the tokens of each group by the weights of its expert, MXFP8 or MXFP4, with blocks of 32 along K.
 
-    Also bfloat16 tokens by MXFP4 weights.
+    Tokens in bfloat16 meet MXFP4 weights only.
 
     `out[m] = mx_gemm(a[m], b[g])`, where g is the group of row m: `offs[g-1] <= m < offs[g]`. Rows that belong to no
     group are 0. dgrad, the gradient of the tokens, is the same op: it multiplies dy by w quantized along N, whose

@@ -1,7 +1,8 @@
 """mx_grouped_gemm in Triton: the kernels of mx_gemm.
 
-In the kernels for Hopper and in `tiles/mx_weights.py`, a plan in memory holds the rows of each tile. In the other plain
-tiles, in the matmul of bf16 values and in the kernel for Blackwell, each program finds its group by itself.
+In the kernels for codes on Hopper and in `tiles/mx_weights.py`, a plan in memory holds the rows of each tile. In the
+other plain tiles, in Hopper's matmul of bf16 values and in the kernel for Blackwell, each program finds its group by
+itself.
 """
 
 from __future__ import annotations

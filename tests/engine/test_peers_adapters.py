@@ -10,8 +10,10 @@ import torch
 import mxspec
 from mxspec import check, dispatch
 from mxspec.bench.measure import load_peers
+from mxspec.cases import mx_grouped_gemm as mx_groups
 
 peers = load_peers()
+E2M1 = torch.float4_e2m1fn_x2
 
 ALWAYS_THERE = {"torch", "mxspec"}
 EACH = [(op, label) for op, adapters in peers.ADAPTERS.items() for label in adapters]
@@ -148,3 +150,16 @@ def test_groups_are_prepared_as_deepgemm_and_torch_read_them():
     expected = mxspec.fp8_grouped_gemm(*args)
     first = a_bf16[: offs[0]].float() @ b_bf16[0].float().T
     assert check.sqnr_db(first, expected[: offs[0]]) > 45
+
+
+@pytest.mark.parametrize("kwargs", [{"scale_layout": "plain"}, {}], ids=["plain", "blocked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float4_e2m1fn_x2])
+def test_tokens_by_e2m1_weights_become_bfloat16(dtype, kwargs):
+    """Tokens in bfloat16 stay as they are. Those in codes are near their values."""
+    args = mx_groups.made([5, 0, 30], 3, 40, 96, kwargs.get("scale_layout", "blocked"), (dtype, E2M1))
+    a, _, b, *_ = peers.ADAPTERS["mx_grouped_gemm"]["torch bf16"].prepare(*args, **kwargs)
+    assert (a.dtype, b.dtype, b.shape) == (torch.bfloat16, torch.bfloat16, (3, 40, 96))
+    assert dtype != torch.bfloat16 or a is args[0]
+    expected = dispatch.reference("mx_grouped_gemm")(*args, **kwargs)
+    got = torch.cat([a[:5] @ b[0].t(), a[5:35] @ b[2].t()])
+    assert (got - expected[:35]).norm() < 0.05 * expected.norm()

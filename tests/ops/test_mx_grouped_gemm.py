@@ -114,3 +114,15 @@ def test_bench_cases_are_the_grouped_shapes():
     args = ragged.args()
     assert args[0].shape[0] == args[4][-1]
     assert op(*args, check_offs=True).shape == (args[0].shape[0], 40)
+
+
+def test_the_errors_say_how_to_view_the_bytes_of_a_checkpoint():
+    offs, tokens = ends(1), torch.zeros(1, 32, dtype=torch.bfloat16)
+    b, b_scale = torch.zeros(1, 4, 16, dtype=torch.uint8), torch.zeros(1, 4, 1, dtype=torch.uint8)
+    with pytest.raises(TypeError, match=r"view bytes of packed e2m1 codes as torch\.float4_e2m1fn_x2"):
+        mxspec.mx_grouped_gemm(tokens, None, b, b_scale, offs, scale_layout="plain")
+    b = b.view(torch.float4_e2m1fn_x2)
+    with pytest.raises(TypeError, match=r"view bytes of E8M0 scales as torch\.float8_e8m0fnu"):
+        mxspec.mx_grouped_gemm(tokens, None, b, b_scale, offs, scale_layout="plain")
+    out = mxspec.mx_grouped_gemm(tokens, None, b, b_scale.view(E8M0FNU), offs, scale_layout="plain")
+    assert out.tolist() == [[0.0] * 4]

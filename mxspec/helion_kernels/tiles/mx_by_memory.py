@@ -1,6 +1,6 @@
 """MX matmuls on Hopper by way of memory: kernels write the bf16 values of both operands, and Helion multiplies them.
 
-Also matmuls by e2m1 weights, on Hopper and Blackwell: for tokens in codes, kernels write the bf16 values of the tokens.
+Matmuls by e2m1 weights use the same kernels on Hopper and Blackwell, but only for the values of tokens in codes.
 
 Hopper cannot multiply MX codes, and a sum of 32 columns that leaves the tensor cores to be scaled costs most of their
 time. But a code times its scale is exactly a bf16 number, unless the scale is near either end of its range. A kernel
@@ -254,7 +254,7 @@ def plan_of(offs: Tensor, M: int, rows: int = 128) -> Tensor:
     """The plan of tiles of `rows` tokens."""
     E = offs.shape[0]
     plan = torch.empty((-(-M // rows) + E, 3), dtype=torch.int32, device=offs.device)
-    launch(_plan_tiles, {(9, 0): _PLAN}, plan, M, flat(offs), offs.stride(0), E, chunk(E), rows)
+    launch(_plan_tiles, {(9, 0): _PLAN}, plan, M, flat(offs), offs.stride(0), E, chunk(E), rows, role=str(rows))
     return plan
 
 

@@ -38,18 +38,21 @@ def check_dtypes(op: str, *operands: tuple[str, Tensor, Tensor, int]) -> None:
 
 def check_operands(
     op: str, a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, ranks: tuple[int, int]
-) -> tuple[int, int]:
-    """Check dtypes, ranks and devices of tokens and weights, and K. Returns K, and the elements of b in a byte.
+) -> tuple[int, int, str]:
+    """Check dtypes, ranks and devices of tokens and weights, and K.
 
-    e2m1 codes and bfloat16 meet e2m1 codes only. bfloat16 has no scales.
+    Returns K, the length that a row of b needs, and words about a for the error of another length. e2m1 codes and
+    bfloat16 meet e2m1 codes only. bfloat16 has no scales.
     """
-    checks.tensor_dtype(op, "a", a, A_DTYPES)
-    checks.tensor_dtype(op, "b", b, B_DTYPES)
-    if b.dtype != E2M1.dtype and a.dtype in (E2M1.dtype, torch.bfloat16):
+    _check_dtype(op, "b", b, B_DTYPES, "packed e2m1 codes", torch.float4_e2m1fn_x2)
+    checks.dense(op, "a", a)
+    packed = b.dtype == E2M1.dtype
+    if not packed and a.dtype in (E2M1.dtype, torch.bfloat16):
         raise TypeError(
             f"{op}: a has dtype {a.dtype} and b has dtype {b.dtype}; "
             f"needs {' or '.join(map(str, FP8_DTYPES))} for a, or {E2M1.dtype} for b"
         )
+    _check_dtype(op, "a", a, A_DTYPES if packed else FP8_DTYPES, "packed e2m1 codes", torch.float4_e2m1fn_x2)
     for (name, operand, scale), rank in zip((("a", a, a_scale), ("b", b, b_scale)), ranks, strict=True):
         checks.rank(op, name, operand, (rank,))
         checks.same_device(op, ("a", a), (name, operand))
@@ -59,11 +62,22 @@ def check_operands(
             continue
         if scale is None:
             raise TypeError(f"{op}: {name} has dtype {operand.dtype} and {name}_scale is None; needs its scales")
-        checks.tensor_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,))
+        _check_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,), "E8M0 scales", torch.float8_e8m0fnu)
         checks.same_device(op, ("a", a), (f"{name}_scale", scale))
     K = elements_of_row(a)
     checks.multiple(op, "K", K, MX_BLOCK_SIZE, quantized=True)
-    return K, element(b.dtype).per_byte
+    of_a = f"for a {tuple(a.shape)}" + (f" of {a.dtype}" if packed else "")
+    return K, K // element(b.dtype).per_byte, of_a
+
+
+def _check_dtype(
+    op: str, name: str, t: Tensor, allowed: tuple[torch.dtype, ...], of_bytes: str, dtype: torch.dtype
+) -> None:
+    """Check a dtype. The error for uint8 says how to view bytes, as checkpoints have them."""
+    if isinstance(t, Tensor) and t.dtype == torch.uint8 and dtype in allowed:
+        needed = " or ".join(map(str, allowed))
+        raise TypeError(f"{op}: {name} has dtype torch.uint8; needs {needed}; view bytes of {of_bytes} as {dtype}")
+    checks.tensor_dtype(op, name, t, allowed)
 
 
 def elements_of_row(x: Tensor) -> int:

@@ -1,4 +1,7 @@
-"""The plan of token groups for Hopper's matmuls: which rows each tile of tokens has. See `scheduler.py`."""
+"""The plan of token groups: which rows each tile of tokens has. See `scheduler.py`.
+
+It is for matmuls on Hopper, and for `../tiles/mx_weights.py` on other GPUs, too.
+"""
 
 from __future__ import annotations
 

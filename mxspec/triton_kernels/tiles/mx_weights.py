@@ -162,7 +162,7 @@ def _mx_weights(
     n_tiles = tl.cdiv(N, BLOCK_N)
     tile, left = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles * BLOCK_N
     top = tile * BLOCK_M
-    if plan is not None:  # M becomes the end of a group's tokens. Tokens of no group are sums of nothing
+    if plan is not None:  # M becomes the end of a group's tokens. Tokens of no group get sums of nothing
         group = tl.load(plan + 4 * tile)
         top, M = tl.load(plan + 4 * tile + 1), tl.load(plan + 4 * tile + 2)
         if top >= M:

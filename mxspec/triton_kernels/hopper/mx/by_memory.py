@@ -32,6 +32,7 @@ from mxspec.triton_kernels.common.groups import chunk, group_of, store_in_order
 from mxspec.triton_kernels.common.launch import UNFUSED, capability, grid, processors
 from mxspec.triton_kernels.common.numerics import scale_value
 from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
+from mxspec.triton_kernels.hopper.nvfp4.launch import FEW as FEW_OF_GROUPS
 from mxspec.triton_kernels.hopper.nvfp4.launch import nvfp4_sm90
 from mxspec.triton_kernels.hopper.nvfp4.launch import reads as multiplies_values
 from mxspec.triton_kernels.hopper.plan import plan_of
@@ -49,7 +50,6 @@ VALUES = {"BLOCKS": 64, "num_warps": 4}  # as in mx_dequantize
 # split K and round the partial sums to bf16. Then the bits of a row would depend on the number of rows.
 WAVES = 2
 FEW = 256
-FEW_OF_GROUPS = 128  # so few rows only a few experts may have, so the values of all experts would not pay
 # Tokens per expert, from which it pays to write the values of the weights, too. With T tokens and E experts, this way
 # takes the time of 3 * E * N * K bytes for the weights. The Gluon kernel takes a tenth longer than bf16 for
 # 2 * T * N * K operations. So neither N nor K decides.
@@ -183,7 +183,7 @@ def by_weights(
     if a.dtype == torch.bfloat16 or a_scale is None:
         x = a
     else:
-        flags, plan, ends = _flags_and_plan(a, b, offs)
+        flags, plan, ends, _ = _flags_and_plan(a, b, offs)
         up = 4.0 if a.dtype == E2M1 else 1.0
         x = bf16_values(a, a_scale, scale_layout, flags, 1, plan, up=1 / up)
     reads_codes = weights.reads(x, b)
@@ -206,19 +206,19 @@ def by_weights(
     return out
 
 
-def _flags_and_plan(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _flags_and_plan(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     """Flags that are 0: one for all, then those of a, then those of b. For token groups, also the plan and the ends.
 
-    The plan holds the first row and the end of each tile of 128 rows. The ends are `offs` in order.
+    The plan holds the first row and the end of each tile of 128 rows. The ends are `offs` in order. The last result is
+    the place of the first flag of b.
     """
     E, stride, row_tiles = (1, 0, 0) if offs is None else (b.shape[0], offs.stride(0), b.shape[0])
     row_tiles += -(-a.shape[0] // 128)
     flags = b.new_empty(1 + 128 * (row_tiles + E * -(-b.shape[-2] // 128)), dtype=torch.int32)
     plan, ends = (None, None) if offs is None else (offs.new_empty(row_tiles, 2), offs.new_empty(E))
-    programs = max(-(-flags.numel() // 128), 0 if plan is None else row_tiles)
-    tiles = 0 if plan is None else row_tiles
-    _prepare[(programs,)](flags, flags.numel(), plan, tiles, offs, stride, E, a.shape[0], ends, chunk(E), **UNFUSED)
-    return flags, plan, ends
+    programs = -(-flags.numel() // 128)  # more than the plan has tiles
+    _prepare[(programs,)](flags, flags.numel(), plan, row_tiles, offs, stride, E, a.shape[0], ends, chunk(E), **UNFUSED)
+    return flags, plan, ends, 1 + 128 * row_tiles
 
 
 def mx_bf16(
@@ -226,10 +226,9 @@ def mx_bf16(
     offs: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`mx_gemm`, or with `offs` `mx_grouped_gemm` in bf16. Each operand has at least one element."""
-    flags, plan, ends = _flags_and_plan(a, b, offs)
-    row_tiles = -(-a.shape[0] // 128) + (0 if offs is None else b.shape[0])
+    flags, plan, ends, first_of_b = _flags_and_plan(a, b, offs)
     x = bf16_values(a, a_scale, scale_layout, flags, 1, plan)
-    w = bf16_values(b, b_scale, scale_layout, flags, 1 + 128 * row_tiles)
+    w = bf16_values(b, b_scale, scale_layout, flags, first_of_b)
     if ends is not None:
         out = grouped_mm(x, w.mT, offs=ends)
     else:  # A launch plan holds a matmul that writes to `out`, and autocast does not cast its operands.

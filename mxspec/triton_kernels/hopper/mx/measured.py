@@ -22,7 +22,7 @@ FEW_CODES = ((1, 128, "on an H200, 1 to 128 rows: 0.40 to 1.29 of the rate of to
 # bfloat16 tokens of experts by e2m1, by tokens per expert.
 WEIGHTS_OF_EXPERTS = (
     (1, 32, "on an H200, up to 32 tokens an expert: 1.32 to 2.70 of the rate of torch._grouped_mm with values"),
-    (33, 64, "on an H200, 64 tokens an expert: 1.28 to 1.81 of the rate of torch._grouped_mm with values"),
+    (64, 64, "on an H200, 64 tokens an expert: 1.28 to 1.81 of the rate of torch._grouped_mm with values"),
     (128, 128, "on an H200, 128 tokens an expert: 1.03 to 1.34 of the rate of torch._grouped_mm with values"),
 )
 WEIGHTS = ((16, 128, "on an H100, 16 to 128 rows: 0.91 to 2.90 of the rate of torch.mm with bfloat16 weights"),)
@@ -44,7 +44,7 @@ WGRAD = ((8, 64, "on an H200, 8 to 64 experts: 0.93 to 1.07 of the rate of torch
 
 def dense(
     a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor,
-    *, out_dtype: torch.dtype = torch.bfloat16, **_: Any,
+    *, out_dtype: torch.dtype = torch.bfloat16, scale_layout: str = "plain", **_: Any,
 ) -> str | None:  # fmt: skip
     if b.dtype != torch.float4_e2m1fn_x2:
         assert a_scale is not None
@@ -52,7 +52,7 @@ def dense(
             return of_size(a.shape[0], CODES)
         few = launch.takes_few(a, b, a.new_empty(1, b.shape[0], dtype=out_dtype))
         return of_size(a.shape[0], FEW_CODES) if few and out_dtype == torch.bfloat16 else None
-    if a.dtype == torch.bfloat16 and weights.reads(a, b):
+    if a.dtype == torch.bfloat16 and weights.reads(a, b) and weights.in_words(b, b_scale, scale_layout):
         return of_size(a.shape[0], WEIGHTS)
     return None
 

@@ -66,7 +66,7 @@ class Scales:
 
     at: gl.tensor
     there: gl.tensor
-    stride: Value  # from a word or a byte to the next
+    stride: Value  # from a word to the next; of plain bytes, from a byte to the next
     count: Value  # of words or bytes in a row
     OF_STEP: gl.constexpr  # words
     WORDS: gl.constexpr
@@ -85,7 +85,7 @@ class Scales:
             i = gl.expand_dims(gl.expand_dims(i, 0), 1)
             word = gl.expand_dims(word, 2)
             byte = word * 4 + i
-            place = word.to(gl.int64) * 512 + i if self.BLOCKED else byte.to(gl.int64) * self.stride
+            place = word.to(gl.int64) * self.stride + i if self.BLOCKED else byte.to(gl.int64) * self.stride
             there = gl.expand_dims(there, 2) & (byte < self.count)
             found = gl.load(gl.expand_dims(at, 2) + place, mask=there, other=0)
             return gl.sum(found.to(gl.int32) << (i * 8), 2)
