@@ -24,7 +24,17 @@ from mxspec.cases.common.matmuls import (
     operand,
     operand_fits,
 )
-from mxspec.cases.common.mx_operands import E4M3FN, E5M2, Operands, codes, every_scale, laid_out, pair, special
+from mxspec.cases.common.mx_operands import (
+    E4M3FN,
+    E5M2,
+    Operands,
+    codes,
+    every_scale,
+    laid_out,
+    pair,
+    rows_apart,
+    special,
+)
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space, given
 from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
@@ -182,6 +192,8 @@ def cases() -> Iterator[Case]:
             yield Case(name, every, {"out_dtype": out_dtype, "scale_layout": layout}, flags={"edge"})
         for name, operands in special_fp4(40, 72, 96):
             yield Case(f"{name}, by e2m1, {layout}", these(*_laid_fp4(operands, layout)), kw, flags={"edge"})
+    a, a_scale, b, b_scale = by_fp4(20, 72, 160)
+    yield Case("bfloat16 by e2m1, rows apart", these(a, a_scale, rows_apart(b), b_scale))
     yield Case("few rows and a long K", partial(made, 16, 136, 1024))
     yield Case("few rows and a long K, blocked", partial(made, 5, 72, 1056, "blocked"), {"scale_layout": "blocked"})
     a, a_scale, b, b_scale = made(70, 40, 128)

@@ -37,6 +37,7 @@ from mxspec.cases.common.mx_operands import (
     every_scale,
     laid_out,
     pair,
+    rows_apart,
     special,
 )
 from mxspec.cases.common.pairwise import Choice
@@ -194,6 +195,9 @@ def cases() -> Iterator[Case]:
         for sizes, rest, N, K in [([1], 0, 72, 32), ([3, 1, 8], 0, 72, 1056), ([20, 12], 0, 1, 96), ([4, 3], 2, 40, 0)]:
             args = partial(made, sizes, rest, N, K, layout, (dtype, E2M1))
             yield Case(f"{sizes}, {N}x{K}, {name}", args, kw, flags={"edge"})
+    tokens, _, b, b_scale, offs = made([20, 0, 30], 5, 72, 160, "plain", (torch.bfloat16, E2M1))
+    given = these(tokens, None, rows_apart(b), b_scale, offs)
+    yield Case("bfloat16 by e2m1, rows apart", given, {"scale_layout": "plain"})
     yield Case("few tokens and a long K", partial(made, [3, 1, 8], 0, 72, 1056))
     yield Case("checked", partial(made, [30, 0, 10], 3, 40, 64), {"check_offs": True})
     for layout in SCALE_LAYOUTS:

@@ -116,6 +116,14 @@ def _by_weights(
         out[m, n] = (acc * 16.0).to(out.dtype).t()
 
 
+def blocks_of_step(b: Tensor, few: bool) -> int:
+    """The blocks of 32 columns that a step multiplies.
+
+    Rows that begin anywhere are read byte by byte. With eight blocks, their addresses would be in local memory.
+    """
+    return 8 if few and all(stride % 16 == 0 for stride in (*b.stride()[:-1], b.data_ptr())) else 4
+
+
 def _by_e2m1(
     a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor, out: Tensor, C: int, blocked: bool
 ) -> None:  # fmt: skip
@@ -124,7 +132,7 @@ def _by_e2m1(
         flags = torch.zeros(FIRST_FLAG + M + N, dtype=torch.int32, device=a.device)
         x = bf16_values(a, a_scale, blocked, flags, FIRST_FLAG, "a")
     configs = WEIGHTS[min((tokens for tokens in WEIGHTS if tokens >= M), default=max(WEIGHTS))]
-    blocks = 8 if max(WEIGHTS) >= M else 4  # of 32 columns, which a step multiplies
+    blocks = blocks_of_step(b, max(WEIGHTS) >= M)
     launch(
         _by_weights, configs, x, flat(b.view(torch.uint8)), b.stride(0), *scale_arguments(b_scale, blocked),
         C, blocked_shape(1, C)[1], out, blocked, blocks,

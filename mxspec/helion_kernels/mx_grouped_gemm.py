@@ -18,7 +18,7 @@ from mxspec.helion_kernels.common.blocked import blocked_shape
 from mxspec.helion_kernels.common.groups import chunk, padded_ends, passed, tokens_of_tile
 from mxspec.helion_kernels.common.launch import Configs, config, flat, launch
 from mxspec.helion_kernels.fp8_gemm import options
-from mxspec.helion_kernels.mx_gemm import padded, weights
+from mxspec.helion_kernels.mx_gemm import blocks_of_step, padded, weights
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
 from mxspec.helion_kernels.tiles.mx_by_memory import (
     FIRST_FLAG,
@@ -170,7 +170,7 @@ def mx_grouped_gemm(
         launch(
             _by_weights, WEIGHTS[rows], x, flat(b.view(torch.uint8)), *b.stride()[:2],
             *scale_arguments(b_scale, blocked), b_scale.stride(0), C, col_tiles, out, of_tokens, E,
-            rows, rows <= M, blocked, 8 if rows < 128 else 4,
+            rows, rows <= M, blocked, blocks_of_step(b, rows < 128),
         )  # fmt: skip
         if flags is not None and a_scale is not None:
             mend(a, a_scale, b, b_scale, out, blocked, flags, plan)

@@ -30,6 +30,14 @@ def codes(*shape: int, dtype: torch.dtype = E4M3FN, seed: int = 0) -> Tensor:
     return saturating_cast(x * fmt.max / 4, fmt)
 
 
+def rows_apart(q: Tensor) -> Tensor:
+    """The same codes, in rows with gaps of 8 bytes, so that not every row begins at a multiple of 16 bytes."""
+    bits = q.view(torch.uint8)
+    wide = bits.new_zeros(*bits.shape[:-1], bits.shape[-1] + 8)
+    wide[..., :-8] = bits
+    return wide[..., :-8].view(q.dtype)
+
+
 def scales(*shape: int, spread: int = 1, seed: int = 1) -> Tensor:
     """Scales from 2^-spread to 2^spread. They are near each other, so that any wrong scale shows in the SQNR."""
     generator = torch.Generator().manual_seed(seed)
