@@ -362,7 +362,7 @@ HELION = [
          "g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)\n            stops",
          "g, _begins, ends, _ = padded_ends(offs, stride_offs, G, before, i, 128, chunk)\n            stops")),
     *mutants("mx_gemm", "scales from 2^-127 to 2^127, bfloat16 by e2m1, plain", "mx_gemm",
-        ("the largest weights become Inf", "(even * 2.0**122 * scale)", "(even * 2.0**126 * scale / 16.0)")),
+        ("the largest weights become Inf", "(even * 2.0**122 * of_pair)", "(even * 2.0**126 * of_pair / 16.0)")),
     *mutants("mx_dequantize", "every e2m3 code under every scale, float32", "common.numerics",
         ("the sign of FP6 is lost", " | (code & 32) << 10", "")),
     *mutants("mx_dequantize", "every other element, e2m3, axis -1, plain", "mx_dequantize",
