@@ -37,8 +37,8 @@ from mxspec.cases.common.mx_operands import (
 )
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space, given
-from mxspec.formats import FP8_DTYPES, MX_BLOCK_SIZE
-from mxspec.reference.common.matmul import A_DTYPES
+from mxspec.formats import MX_BLOCK_SIZE
+from mxspec.reference.common.matmul import A_DTYPES, B_DTYPES
 from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.to_blocked import blocked_bytes, to_blocked
@@ -47,28 +47,26 @@ from mxspec.spec import Case, Shapes, normal, random_normal, these
 E2M1 = torch.float4_e2m1fn_x2
 
 
-def arguments(operands: Operands, layout: str = "plain") -> Operands:
-    """The arguments of a call, from codes and plain scales."""
+Arguments = tuple[Any, ...]
+
+
+def arguments(operands: Operands, layout: str = "plain") -> Arguments:
+    """The arguments of a call, from codes and plain scales. If a is bfloat16, it has no scales."""
     a, a_scale, b, b_scale = operands
-    return a, laid_out(a_scale, layout, to_blocked), b, laid_out(b_scale, layout, to_blocked)
+    of_a = None if a.dtype == torch.bfloat16 else laid_out(a_scale, layout, to_blocked)
+    return a, of_a, b, laid_out(b_scale, layout, to_blocked)
 
 
-def made(M: int, N: int, K: int, layout: str = "plain", dtypes: Any = (E4M3FN, E4M3FN)) -> Operands:
+def made(M: int, N: int, K: int, layout: str = "plain", dtypes: Any = (E4M3FN, E4M3FN)) -> Arguments:
     return arguments(pair((M, K), (N, K), dtypes), layout)
 
 
-def quantized(M: int, N: int, K: int, layout: str) -> Operands:
+def quantized(M: int, N: int, K: int, layout: str) -> Arguments:
     a, b = random_normal(M, K), random_normal(N, K, seed=1)
     return *mx_quantize(a, scale_layout=layout), *mx_quantize(b, elem_dtype=E5M2, scale_layout=layout)
 
 
-def by_fp4(M: int, N: int, K: int, layout: str = "plain", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
-    """A matrix by e2m1 codes. If it is bfloat16, it has no scales."""
-    a, a_scale, b, b_scale = made(M, N, K, layout, (dtype, E2M1))
-    return a, None if dtype == torch.bfloat16 else a_scale, b, b_scale
-
-
-def every_scale_of_fp4(M: int, N: int, K: int, layout: str) -> tuple[Any, ...]:
+def every_scale_of_fp4(M: int, N: int, K: int, layout: str) -> Arguments:
     """Scales of b from 2^-127 to 2^127; elements of a, in bfloat16, that bring the products near 1."""
     scale = every_scale(N, K // MX_BLOCK_SIZE, down=True, seed=2)
     largest = 2.0 ** (127 - scale[0].view(torch.uint8).double())
@@ -76,7 +74,7 @@ def every_scale_of_fp4(M: int, N: int, K: int, layout: str) -> tuple[Any, ...]:
     return a, None, codes(N, K, dtype=E2M1, seed=3), laid_out(scale, layout, to_blocked)
 
 
-def every_byte_of_fp4(layout: str) -> tuple[Any, ...]:
+def every_byte_of_fp4(layout: str) -> Arguments:
     """Every scale byte in a row of its own, with every code. One element of a is not zero in each row."""
     bits = (torch.arange(16, dtype=torch.uint8) | torch.arange(15, -1, -1, dtype=torch.uint8) << 4).expand(256, 16)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e8m0fnu)
@@ -84,7 +82,7 @@ def every_byte_of_fp4(layout: str) -> tuple[Any, ...]:
     return a, None, bits.contiguous().view(E2M1), laid_out(scale, layout, to_blocked)
 
 
-def every_scale_pair(M: int, N: int, K: int, layout: str) -> Operands:
+def every_scale_pair(M: int, N: int, K: int, layout: str) -> Arguments:
     C = K // MX_BLOCK_SIZE
     first, second = every_scale(M, C, down=False), every_scale(N, C, down=True, seed=2)
     return arguments((codes(M, K), first, codes(N, K, seed=3), second), layout)
@@ -112,11 +110,6 @@ def special_fp4(M: int, N: int, K: int) -> Iterator[tuple[str, Operands]]:
     operands = pair((M, K), (N, K), (E5M2, E2M1))
     operands[0][1, 33], operands[0][7, 2], operands[0][9, 40] = torch.inf, -torch.inf, torch.nan
     yield "Inf and NaN in e5m2", operands
-
-
-def _laid_fp4(operands: Operands, layout: str) -> tuple[Any, ...]:
-    a, a_scale, b, b_scale = arguments(operands, layout)
-    return a, None if a.dtype == torch.bfloat16 else a_scale, b, b_scale
 
 
 def refused() -> Iterator[Case]:
@@ -178,10 +171,10 @@ def cases() -> Iterator[Case]:
     for dtype, layout in product((torch.bfloat16, E4M3FN, E5M2, E2M1), SCALE_LAYOUTS):
         name = f"{str(dtype).removeprefix('torch.').removeprefix('float8_').removesuffix('fn_x2')} by e2m1, {layout}"
         fp32 = {"out_dtype": torch.float32, "scale_layout": layout}
-        yield Case(name, partial(by_fp4, 70, 136, 160, layout, dtype), fp32)
+        yield Case(name, partial(made, 70, 136, 160, layout, (dtype, E2M1)), fp32)
         for M, N, K in [(1, 72, 32), (16, 200, 1056), (131, 257, 96), (6, 40, 0), (0, 40, 64), (40, 0, 64)]:
             kw = {"scale_layout": layout}
-            yield Case(f"{M}x{N}x{K}, {name}", partial(by_fp4, M, N, K, layout, dtype), kw, flags={"edge"})
+            yield Case(f"{M}x{N}x{K}, {name}", partial(made, M, N, K, layout, (dtype, E2M1)), kw, flags={"edge"})
     for layout in SCALE_LAYOUTS:
         fp32, kw = {"out_dtype": torch.float32, "scale_layout": layout}, {"scale_layout": layout}
         far = partial(every_scale_of_fp4, 24, 72, 512, layout)
@@ -191,8 +184,8 @@ def cases() -> Iterator[Case]:
             name = f"every byte of e2m1, {layout}, {str(out_dtype)[6:]}"
             yield Case(name, every, {"out_dtype": out_dtype, "scale_layout": layout}, flags={"edge"})
         for name, operands in special_fp4(40, 72, 96):
-            yield Case(f"{name}, by e2m1, {layout}", these(*_laid_fp4(operands, layout)), kw, flags={"edge"})
-    a, a_scale, b, b_scale = by_fp4(20, 72, 160)
+            yield Case(f"{name}, by e2m1, {layout}", these(*arguments(operands, layout)), kw, flags={"edge"})
+    a, a_scale, b, b_scale = made(20, 72, 160, dtypes=(torch.bfloat16, E2M1))
     yield Case("bfloat16 by e2m1, rows apart", these(a, a_scale, rows_apart(b), b_scale))
     yield Case("few rows and a long K", partial(made, 16, 136, 1024))
     yield Case("few rows and a long K, blocked", partial(made, 5, 72, 1056, "blocked"), {"scale_layout": "blocked"})
@@ -230,7 +223,7 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
         a, b = (torch.randn(rows, K, dtype=torch.bfloat16) for rows in (M, N))
         return *mx_quantize(a), *mx_quantize(b)
 
-    def few_rows(M: int, N: int, K: int) -> tuple[Any, ...]:
+    def few_rows(M: int, N: int, K: int) -> Arguments:
         b = torch.randn(N, K, dtype=torch.bfloat16)
         return torch.randn(M, K, dtype=torch.bfloat16), None, *mx_quantize(b, elem_dtype=E2M1)
 
@@ -266,7 +259,7 @@ def _blind(choice: Choice) -> bool:
     return costly(M, N, K) or hides(choice, "a", M, C) or hides(choice, "b", N, C)
 
 
-def _make(choice: Choice) -> tuple[Any, ...]:
+def _make(choice: Choice) -> Arguments:
     M, N, K = (choice[name] for name in ("M", "N", "K"))
     made = mx_operands(choice, _NAMES, [(M, K), (N, K)])
     layout = given(choice, "scale_layout", "plain")
@@ -279,7 +272,7 @@ DIMENSIONS: dict[str, Any] = {
     "N": SIZES,
     "K": (*MX_SIZES, 8448),  # so many elements of e2m1 are more than 4096 bytes
     **operand("a", A_DTYPES),
-    **operand("b", (*FP8_DTYPES, E2M1)),
+    **operand("b", B_DTYPES),
 }
 OPTIONS = {"out_dtype": OUT_DTYPES, "scale_layout": SCALE_LAYOUTS}
 SPACE = Space(DIMENSIONS, _make, OPTIONS, _possible, blind=_blind, implied=("none",), decisive=("scale_layout",))
