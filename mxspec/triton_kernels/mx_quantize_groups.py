@@ -20,8 +20,7 @@ from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import (
-    e2m1_code,
-    in_pairs,
+    e2m1_words,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
@@ -72,7 +71,7 @@ def _mx_quantize_groups(
     byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
     row, col = row_col_in_tile(byte_in_tile)
     tiles = tl.minimum(span, tl.cdiv(C, 4) - first_tile)
-    PACKED: tl.constexpr = qdata.dtype.element_ty == tl.uint8  # e2m1, two codes in a byte
+    PACKED: tl.constexpr = qdata.dtype.element_ty == tl.int32  # e2m1, eight codes in a word
     if group < G:
         token = token0 + row_tile * 128 - begin
         read = (token + row >= 0) & (token + row < tl.minimum(stop, tokens))
@@ -88,13 +87,16 @@ def _mx_quantize_groups(
             values = widened(tl.load(source, mask=there[:, None], other=0))
             byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
             q = values * reciprocal_scale(byte, EMAX)[:, None]
-            q = in_pairs(e2m1_code(q)) if PACKED else saturating_cast(q, qdata.dtype.element_ty)
+            if PACKED:
+                q = e2m1_words(q.reshape(BLOCKS, 4, 8), byte[:, None] == 255, x.dtype.element_ty != tl.float32)
+            else:
+                q = saturating_cast(q, qdata.dtype.element_ty)
             store_part(
                 qdata, scale, q, byte.to(tl.uint8), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,
             )  # fmt: skip
     else:  # rows after the last group
-        q = tl.zeros((BLOCKS, 16 if PACKED else 32), qdata.dtype.element_ty)
+        q = tl.zeros((BLOCKS, 4 if PACKED else 32), qdata.dtype.element_ty)
         byte = tl.zeros((BLOCKS,), tl.uint8)
         for i in range(tiles):
             col_tile = first_tile + i
@@ -121,12 +123,12 @@ def mx_quantize_groups(
     constants = *exponent_rule(fmt, scaling, x.dtype), blocked
     col_tiles = -(-K // 128)
     if axis == -2:
-        qdata = x.new_empty((K, R // fmt.per_byte), dtype=fmt.storage_dtype)
+        qdata = mx_columns.empty_codes(x, (K, R), fmt)
         shape = (128 * col_tiles, rows // 32) if blocked else (K, R // 32)
         scale = x.new_empty(shape, dtype=torch.uint8)
         mx_columns.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, constants)
-        return fmt.as_codes(qdata).mT, scale.view(torch.float8_e8m0fnu), start, end
-    qdata = x.new_empty((R, K // fmt.per_byte), dtype=fmt.storage_dtype)
+        return fmt.as_codes(qdata.view(fmt.storage_dtype)).mT, scale.view(torch.float8_e8m0fnu), start, end
+    qdata = mx_columns.empty_codes(x, (R, K), fmt)
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
     config = for_device(CONFIGS, x.device)
     if rows:
@@ -139,4 +141,4 @@ def mx_quantize_groups(
             x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, tiles, *x.stride(), G, offs.stride(0),
             *constants, wide, pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
-    return fmt.as_codes(qdata), scale.view(torch.float8_e8m0fnu), start, end
+    return fmt.as_codes(qdata.view(fmt.storage_dtype)), scale.view(torch.float8_e8m0fnu), start, end

@@ -16,7 +16,7 @@ from torch import Tensor
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
-from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+from mxspec.triton_kernels.common.numerics import largest_of_eight, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     BYTES,
     NEAREST,
@@ -26,7 +26,6 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     converts,
     factors,
     is_short,
-    magnitudes,
     of_matrix,
     packed_codes,
     random_of,
@@ -34,6 +33,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     scale_byte,
     store_tensor_scale,
 )
+from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_magnitudes
 
@@ -48,7 +48,9 @@ _HOPPER = {
     "blocked, random": {"BLOCKS": 256, "num_warps": 4},
     "square": {"BLOCKS": 256, "num_warps": 2},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
 }
-CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+# With fewer registers, ptxas keeps two of them in local memory.
+_BLACKWELL = {**_HOPPER, "flat": {**_HOPPER["flat"], "maxnreg": 96}}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
 # Without .ftz, which would lose subnormals.
 _ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")
 PTX = {"sm90": _ARITHMETIC, "sm100": (*_ARITHMETIC, r"cvt\.rn\.satfinite\.e2m1x2\.f32")}
@@ -81,13 +83,14 @@ def _is_transposed(x: Tensor) -> bool:
 def _nvfp4_quantize(
     x, amax, qdata, scale, tensor_scale,
     R, C, stride_e, stride_r, stride_k, amax_stride, row_groups,
-    LAYOUT: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
-    BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+    LAYOUT: tl.constexpr, WIDE: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr,
+    CONVERTS: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
     random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
 ):  # fmt: skip
     # random: see nvfp4_quantize_stochastic. If it is a seed and an offset, random_k is their stride.
-    i = tl.arange(0, BLOCKS)
-    j, pair = tl.arange(0, 8), tl.arange(0, 8)
+    TOGETHER: tl.constexpr = 4 if x.dtype.element_ty == tl.float32 else 8  # see load_eight
+    i, eight = tl.arange(0, BLOCKS), tl.arange(0, 8)
+    j, of_block = tl.arange(0, TOGETHER), tl.arange(0, 2)
     e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1 below 2^22 rows, and folds away
     # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":  # stride_k is 1
@@ -96,13 +99,13 @@ def _nvfp4_quantize(
         in_matrix = (tl.program_id(0) * BLOCKS + i < R * C) | EVEN
         owned, place = in_matrix, i
         x_offset = i[:, None] * 16 + j[None, :]
-        q_offset = i[:, None] * 8 + pair[None, :]
+        q_offset = i[:, None] * 2 + of_block[None, :]
         number = tl.program_id(0) * BLOCKS + i
         if RANDOM == BYTES:
             random += start * 16
-            r_offset = x_offset
+            r_offset = i[:, None] * 16 + eight[None, :]
         x += start * 16
-        qdata += start * 8
+        qdata += start * 2
         scale += start
     elif LAYOUT == "strided":
         if SQUARE:
@@ -120,11 +123,11 @@ def _nvfp4_quantize(
         k = c[:, None] * 16 + j[None, :]
         if RANDOM == BYTES:
             random += e * random_e
-            r_offset = row.to(tl.int64)[:, None] * random_r + k.to(tl.int64) * random_k
+            r_offset = row.to(tl.int64)[:, None] * random_r + (c[:, None] * 16 + eight[None, :]).to(tl.int64) * random_k
         x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
-        q_offset = place[:, None] * 8 + pair[None, :]
+        q_offset = place[:, None] * 2 + of_block[None, :]
         x += e * stride_e
-        qdata += e * R * C * 8
+        qdata += e * R * C * 2
         scale += e * R * C
     else:
         parts: tl.constexpr = 512 // BLOCKS  # programs a tile
@@ -137,26 +140,30 @@ def _nvfp4_quantize(
         number = (row_tile.to(tl.int32) * 128 + row) * C + c
         if RANDOM == BYTES:
             random += e * random_e + row_tile * 128 * random_r
-            r_offset = row.to(tl.int64)[:, None] * random_r + k.to(tl.int64) * random_k
-        x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
-        q_offset = row.to(tl.int64)[:, None] * (C * 8) + (c[:, None] * 8 + pair[None, :])
+            r_offset = row.to(tl.int64)[:, None] * random_r + (c[:, None] * 16 + eight[None, :]).to(tl.int64) * random_k
+        r = row
+        if WIDE:  # the products with strides and the offsets of codes may be 2^31 or more
+            r, k = r.to(tl.int64), k.to(tl.int64)
+        x_offset = r[:, None] * stride_r + k * stride_k
+        q_offset = r[:, None] * (C * 2) + (c[:, None] * 2 + of_block[None, :])
         x += e * stride_e + row_tile * 128 * stride_r
-        qdata += (e * R + row_tile * 128) * C * 8
+        qdata += (e * R + row_tile * 128) * C * 2
         scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
 
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
     # Two loads, so that a thread has a whole block: a warp would compute the scale of a block in each of its threads.
-    loaded = tl.load(x + x_offset, mask=in_matrix[:, None], other=0)
+    # One half of the block comes after the other, which takes fewer registers than both at once.
+    loaded = load_eight(x + x_offset, stride_k, in_matrix[:, None])
     narrow: tl.constexpr = loaded.dtype != tl.float32
     values = widened(loaded)
-    more = widened(tl.load(x + x_offset + tl.cast(stride_k, tl.int64) * 8, mask=in_matrix[:, None], other=0))
-    bits = tl.maximum(tl.max(magnitude_bits(values), axis=1), tl.max(magnitude_bits(more), axis=1))
+    more = widened(load_eight(x + x_offset + tl.cast(stride_k, tl.int64) * 8, stride_k, in_matrix[:, None]))
+    bits = tl.maximum(largest_of_eight(values), largest_of_eight(more))
     if SQUARE:  # the 16 bytes i, i + 16, ... scale the 16 rows of a square
         largest = tl.max(bits.reshape(16, 16), axis=0)
         bits = tl.broadcast_to(largest[None, :], (16, 16)).reshape(BLOCKS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
     short = is_short(A, narrow and RANDOM == NEAREST)
-    minus_d, reciprocal = factors(s, h, up, wrong, short)
+    minus_d, factor = factors(s, h, up, wrong, short)
     if RANDOM == BYTES:
         byte = tl.load(random + r_offset, mask=in_matrix[:, None], other=0).to(tl.int32)
         byte_more = random + r_offset + tl.cast(random_k, tl.int64) * 8
@@ -166,16 +173,13 @@ def _nvfp4_quantize(
         byte, byte_more = bytes_of_words(tl.join(w0, w1)), bytes_of_words(tl.join(w2, w3))
     else:
         byte, byte_more = None, None
-    magnitude = magnitudes(values, minus_d, reciprocal, up, short, narrow, BOUNDED)
-    q = packed_codes(magnitude, values, wrong, byte, CONVERTS)
-    magnitude = magnitudes(more, minus_d, reciprocal, up, short, narrow, BOUNDED)
-    q_more = packed_codes(magnitude, more, wrong, byte_more, CONVERTS)
-    q = tl.join(q, q_more).permute(0, 2, 1).reshape(BLOCKS, 8)
-    tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
+    word = packed_codes(values, minus_d, factor, up, wrong, short, byte, narrow, BOUNDED, CONVERTS)
+    word_more = packed_codes(more, minus_d, factor, up, wrong, short, byte_more, narrow, BOUNDED, CONVERTS)
+    tl.store(qdata + q_offset, tl.join(word, word_more), mask=in_matrix[:, None])
     stored = scale_byte(s, wrong)
     if LAYOUT == "blocked":
         stored = tl.where(in_matrix, stored, 0).to(tl.uint8)
-    tl.store(scale + place, stored, mask=owned)
+    tl.store(scale + tl.max_contiguous(place, 1), stored, mask=owned)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) % row_groups == 0)
     store_tensor_scale(tensor_scale, A, wrong_matrix, e, first)
 
@@ -205,7 +209,7 @@ def quantized(
         random = random.mT if random is not None and of_elements else random
     *lead, R, K = x.shape
     C, E = K // NVFP4_BLOCK_SIZE, lead[0] if lead else 1
-    qdata = x.new_empty((*lead, R, K // 2), dtype=torch.uint8)
+    qdata = x.new_empty((*lead, R, K // 8), dtype=torch.int32)  # words of eight codes
     tensor_scale = x.new_empty(tuple(lead), dtype=torch.float32)
     row_tiles, col_tiles = blocked_shape(R, C)
     shape = (512 * row_tiles * col_tiles,) if blocked else (R, C)
@@ -217,6 +221,7 @@ def quantized(
     name = "square" if square else "blocked, random" if blocked and random is not None else layout
     config = for_device(CONFIGS, x.device)[name]
     blocks, row_groups, even = config["BLOCKS"], 1, False
+    wide = blocked and 128 * max(x.stride(-2), 2 * C) + K * x.stride(-1) >= 2**31
     if blocked:
         row_groups = max(1, -(-row_tiles // _ROW_TILES))
         grid = (max(1, col_tiles * 512 // blocks), max(1, min(row_tiles, _ROW_TILES)), E * row_groups)
@@ -228,7 +233,7 @@ def quantized(
     if E:  # a matrix without elements has a tensor scale
         _nvfp4_quantize[grid](
             x, amax, qdata, scale, tensor_scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1),
-            amax.stride(0) if lead else 0, row_groups, layout, square, even, bounded, converts(x.device),
+            amax.stride(0) if lead else 0, row_groups, layout, wide, square, even, bounded, converts(x.device),
             ROW_TILES=_ROW_TILES, **config, **random_of(random), **UNFUSED,
         )  # fmt: skip
     codes, scales = qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn)

@@ -18,18 +18,18 @@ from torch import Tensor
 from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
-from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+from mxspec.triton_kernels.common.numerics import largest_of_eight, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     block_scale,
     converts,
     factors,
     is_short,
-    magnitudes,
     of_matrix,
     packed_codes,
     scale_byte,
     store_tensor_scales,
 )
+from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_of_groups
 
@@ -74,11 +74,12 @@ def _nvfp4_quantize_groups(
     row, col = row_col_in_tile(byte_in_tile)
     col_tiles = tl.cdiv(C, 4)
     tiles = tl.minimum(span, col_tiles - first_tile)
+    TOGETHER: tl.constexpr = 4 if x.dtype.element_ty == tl.float32 else 8  # see load_eight
     if group < G:
         A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride))
         token = token0 + row_tile * 128 - begin
         read = (token + row >= 0) & (token + row < tl.minimum(stop, tokens))
-        r, k = row, col[:, None] * 16 + tl.arange(0, 8)[None, :]
+        r, k = row, col[:, None] * 16 + tl.arange(0, TOGETHER)[None, :]
         if WIDE:
             r, k = r.to(tl.int64), k.to(tl.int64)
         offset = (r * stride_m)[:, None] + k * stride_k
@@ -88,24 +89,22 @@ def _nvfp4_quantize_groups(
             there = (read & (col_tile * 4 + col < C))[:, None]
             source = x_rows + col_tile.to(tl.int64) * 64 * stride_k + offset
             # Two loads, so that a thread has a whole block.
-            loaded = tl.load(source, mask=there, other=0)
+            loaded = load_eight(source, stride_k, there)
             narrow: tl.constexpr = loaded.dtype != tl.float32
             values = widened(loaded)
-            more = widened(tl.load(source + tl.cast(stride_k, tl.int64) * 8, mask=there, other=0))
-            bits = tl.maximum(tl.max(magnitude_bits(values), axis=1), tl.max(magnitude_bits(more), axis=1))
-            s, wrong = block_scale(bits, h, up, wrong_group)
+            more = widened(load_eight(source + tl.cast(stride_k, tl.int64) * 8, stride_k, there))
+            s, wrong = block_scale(tl.maximum(largest_of_eight(values), largest_of_eight(more)), h, up, wrong_group)
             short = is_short(A, narrow)
-            minus_d, reciprocal = factors(s, h, up, wrong, short)
-            magnitude = magnitudes(values, minus_d, reciprocal, up, short, narrow, BOUNDED)
-            q = packed_codes(magnitude, values, wrong, None, CONVERTS)
-            magnitude = magnitudes(more, minus_d, reciprocal, up, short, narrow, BOUNDED)
-            q = tl.join(q, packed_codes(magnitude, more, wrong, None, CONVERTS)).permute(0, 2, 1).reshape(BLOCKS, 8)
+            minus_d, factor = factors(s, h, up, wrong, short)
+            word = packed_codes(values, minus_d, factor, up, wrong, short, None, narrow, BOUNDED, CONVERTS)
+            word_more = packed_codes(more, minus_d, factor, up, wrong, short, None, narrow, BOUNDED, CONVERTS)
+            q = tl.join(word, word_more)
             store_part(
                 qdata, scale, q, scale_byte(s, wrong), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,
             )  # fmt: skip
     else:  # rows after the last group
-        q, byte = tl.zeros((BLOCKS, 8), tl.uint8), tl.zeros((BLOCKS,), tl.uint8)
+        q, byte = tl.zeros((BLOCKS, 2), tl.uint32), tl.zeros((BLOCKS,), tl.uint8)
         for i in range(tiles):
             col_tile = first_tile + i
             store_part(
@@ -133,7 +132,7 @@ def nvfp4_quantize_groups(
         return parts[0].mT, *parts[1:], start, end
     R, C, col_tiles = padded_rows(M, G, pad_to), K // 16, -(-K // 64)
     rows = R + 128 * G if blocked else R  # the number of rows with scales
-    qdata = x.new_empty((R, K // 2), dtype=torch.uint8)
+    qdata = x.new_empty((R, K // 8), dtype=torch.int32)  # words of eight codes
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, C), dtype=torch.uint8)
     tensor_scale = x.new_empty(G, dtype=torch.float32)
     config = for_device(CONFIGS, x.device)

@@ -11,7 +11,7 @@ if check.default_device().type == "cpu" and "TRITON_INTERPRET" not in dispatch.i
 import triton
 import triton.language as tl
 
-from mxspec.triton_kernels.common.nvfp4_numerics import factors, is_short, magnitudes, quotient, reciprocal_of
+from mxspec.triton_kernels.common.nvfp4_numerics import factors, is_short, packed_codes, quotient, reciprocal_of
 from mxspec.triton_kernels.common.nvfp4_values import nearest_of_narrow, reciprocal_of_scale, scale_of, stochastic
 
 DEVICE = check.default_device()
@@ -142,28 +142,36 @@ def _short(x, s, h, out, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.load(s + i, mask=i < count, other=1.0).to(tl.float8e4nv)
     h = tl.load(h + i, mask=i < count, other=1.0)
-    minus_d, factor = factors(s, h, 1.0, s.to(tl.float32) < 0, True)
-    x = tl.load(x + i, mask=i < count, other=0.0)[:, None]
-    magnitude = magnitudes(x, minus_d, factor, 1.0, True, True, False)
-    tl.store(out + i[:, None], magnitude, mask=i[:, None] < count)
+    wrong = s.to(tl.float32) < 0
+    minus_d, factor = factors(s, h, 1.0, wrong, True)
+    x = tl.broadcast_to(tl.load(x + i, mask=i < count, other=0.0)[:, None], (BLOCK, 8))
+    word = packed_codes(x, minus_d, factor, 1.0, wrong, True, None, True, False, False)
+    tl.store(out + i, word.to(tl.int32, bitcast=True), mask=i < count)
+
+
+def short(x, s, h):
+    """The words of eight times each number."""
+    out = torch.empty(x.shape, dtype=torch.int32, device=DEVICE)
+    args = (t.to(DEVICE) for t in (x, s, h))
+    _short[(-(-x.numel() // BLOCK),)](*args, out, x.numel(), BLOCK, enable_fp_fusion=False)
+    return out.cpu()
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_short_way_has_the_ties_and_the_sides_of_the_exact_quotients(dtype, sign):
+def test_the_short_way_has_the_codes_of_the_exact_quotients(dtype, sign):
     x, s, h, _ = (t.reshape(-1).contiguous() for t in beside_quotients(dtype, torch.tensor(TIES)))
-    exact, ties = (x * 0.65625) / (s * h), torch.tensor(TIES)
-    out = torch.empty_like(x, device=DEVICE)
-    args = (t.to(DEVICE) for t in (x * sign, s, h))
-    _short[(-(-x.numel() // BLOCK),)](*args, out, x.numel(), BLOCK, enable_fp_fusion=False)
-    assert torch.equal((out.cpu()[:, None] - ties).sign(), (exact[:, None] - ties).sign())
+    exact = (x * 0.65625) / (s * h)
+    above = (exact[:, None] > torch.tensor(TIES)).sum(1)
+    tie = (exact[:, None] == torch.tensor(TIES)).any(1)
+    assert tie.any()
+    code = above + (tie & (above % 2 == 1)) + (8 if sign < 0 else 0)  # to the even code
+    assert torch.equal(short(x * sign, s, h).long() & 0xFFFFFFFF, code * 0x11111111)
 
 
-def test_the_short_way_reads_a_scale_of_0_as_0():
-    x, zero, h = torch.tensor([3.0, 2.0**100]), torch.zeros(2), torch.ones(2)
-    out = torch.empty(2, device=DEVICE)
-    _short[(1,)](*(t.to(DEVICE) for t in (x, zero, h)), out, 2, BLOCK, enable_fp_fusion=False)
-    assert out.tolist() == [0.0, 0.0]
+def test_the_short_way_reads_a_scale_of_0_as_0_and_saturates():
+    x, s, h = torch.tensor([3.0, 2.0**100, -torch.inf, 6.0]), torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.ones(4)
+    assert [hex(word & 0xFFFFFFFF) for word in short(x, s, h).tolist()] == ["0x0", "0x0", "0xffffffff", "0x66666666"]
 
 
 @triton.jit

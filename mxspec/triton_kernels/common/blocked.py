@@ -28,19 +28,19 @@ def store_part(
     qdata, scale, q, byte, byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
     BLOCKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes `(blocks, bytes)` and the scale bytes of a part of a tile of token groups.
+    """Store the codes `(blocks, elements of qdata)` and the scale bytes of a part of a tile of token groups.
 
     `row` and `col` count the blocks from the corner of the tile. R rows have codes, and C blocks lie in a row. With
     BLOCKED, `row_tiles` rows of tiles have scales, which may be more. WIDE: an offset from the corner may be 2^31 or
     more.
     """
-    BYTES: tl.constexpr = q.shape[1]
+    SIZE: tl.constexpr = q.shape[1]
     there = col_tile * 4 + col < C
     owned = (row_tile * 128 + row < R) & there
     r = row.to(tl.int64) if WIDE else row
     corner = row_tile.to(tl.int64) * 128 * C + col_tile * 4
-    offset = (r * (C * BYTES) + col * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
-    tl.store(qdata + corner * BYTES + offset, q, mask=owned[:, None])
+    offset = (r * (C * SIZE) + col * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
+    tl.store(qdata + corner * SIZE + offset, q, mask=owned[:, None])
     if BLOCKED:
         tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
         tl.store(tile + byte_in_tile, tl.where(there, byte, 0).to(tl.uint8), mask=row_tile < row_tiles)

@@ -11,6 +11,8 @@ from mxspec.formats import E2M1, INT8
 
 _INT8_MAX, _INT8_STEP = tl.constexpr(INT8.max), tl.constexpr(INT8.smallest_subnormal)
 _E2M1_MAX = tl.constexpr(E2M1.max)
+_INTEGERS = tl.constexpr(1.5 * 2**23)  # fp32 numbers near this one are 1 apart
+E2M1_BIAS = tl.constexpr(0x4B400000)  # its bits
 
 
 @triton.jit
@@ -136,16 +138,91 @@ def code_of(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.const
 
 
 @triton.jit
-def e2m1_code_of(magnitude):
-    """The e2m1 code of a magnitude, as `code_of` gives it."""
-    return code_of(magnitude, 1, 1, _E2M1_MAX)
+def e2m1_numbers(t, other, SCALE: tl.constexpr, OFFSET: tl.constexpr):
+    """The e2m1 codes of magnitudes t of at most 6, as int32: a code plus `E2M1_BIAS`. Nearest, ties to even.
+
+    If `other`, the magnitudes are `SCALE * t + OFFSET`. SCALE is a power of two, and OFFSET has few bits.
+
+    Codes of magnitudes below 2 are 1/2 apart, below 4 they are 1 apart, then 2. So the codes lie on three lines:
+    `2 * m`, `m + 2` and `m / 2 + 4`. The code of m is the smallest of these numbers, each rounded to an integer.
+    A sum with `_INTEGERS` rounds to an integer. All is exact but this rounding.
+    """
+    scale = tl.where(other, SCALE, 1.0)
+    two = tl.where(other, 2 * OFFSET + _INTEGERS, _INTEGERS)
+    one = tl.where(other, OFFSET + 2 + _INTEGERS, 2 + _INTEGERS)
+    half = tl.where(other, OFFSET / 2 + 4 + _INTEGERS, 4 + _INTEGERS)
+    two = tl.fma(t, 2 * scale, two).to(tl.int32, bitcast=True)
+    one = tl.fma(t, scale, one).to(tl.int32, bitcast=True)
+    half = tl.fma(t, scale / 2, half).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.minimum(two, one), half)
+
+
+@triton.jit
+def eight(x):
+    """The 8 numbers of the last dimension, as a tuple."""
+    x = x.reshape(x.shape[:-1] + (2, 2, 2))  # noqa: RUF005  # Triton has no `*`
+    even, odd = tl.split(x)
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    x0, x4 = tl.split(x0)
+    x1, x5 = tl.split(x1)
+    x2, x6 = tl.split(x2)
+    x3, x7 = tl.split(x3)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def largest_of_eight(x):
+    """The bits of the largest magnitude of the 8 fp32 numbers of the last dimension, as `magnitude_bits`. NaN stays."""
+    n = eight(tl.abs(x))
+    a, b = _larger(_larger(n[0], n[1]), _larger(n[2], n[3])), _larger(_larger(n[4], n[5]), _larger(n[6], n[7]))
+    return _larger(a, b).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def words_of_codes(number, x, BIAS: tl.constexpr):
+    """Words of eight e2m1 codes, the first in the lowest bits: `(...)` from `(..., 8)`.
+
+    number: a code without its sign, plus BIAS, int32. x: a number with the sign of the code.
+
+    A shift that takes in the highest bits of another number is one instruction. So the four highest bits of each number
+    move into a word, one number after the other, and all of them but the signs are then replaced by codes.
+    """
+    n = eight(number.to(tl.uint32, bitcast=True))
+    s = eight(x.to(tl.uint32, bitcast=True))
+    word, signs = n[7], s[7] >> 28
+    for i in tl.static_range(1, 8):
+        word = (word << 4) + n[7 - i]
+        signs = (signs << 4) | (s[7 - i] >> 28)
+    TOTAL: tl.constexpr = BIAS * 0x11111111 % 2**32  # that of eight numbers
+    word = word - TOTAL if BIAS else word
+    return (word & 0x77777777) | (signs & 0x88888888)
 
 
 @triton.jit
 def e2m1_code(x):
     """The e2m1 codes of fp32, int32. NaN gives 7."""
-    code = e2m1_code_of(tl.abs(x)) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
-    return tl.where(x == x, code, 7)
+    number = e2m1_numbers(tl.minimum(tl.abs(x), _E2M1_MAX), False, 1.0, 0.0)
+    return tl.where(x == x, (number & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8), 7)
+
+
+@triton.jit
+def e2m1_words(x, wrong, TOGETHER: tl.constexpr = True):
+    """Words of the e2m1 codes of fp32, `(...)` from `(..., 8)`: see `words_of_codes`. All codes are 7 if `wrong`.
+
+    TOGETHER: the same thread has the eight codes of a word.
+    """
+    if TOGETHER:
+        number = e2m1_numbers(tl.minimum(tl.abs(x), _E2M1_MAX), False, 1.0, 0.0)
+        word = words_of_codes(number, x, E2M1_BIAS)
+    else:
+        word = tl.sum(e2m1_code(x).to(tl.uint32, bitcast=True) << (4 * tl.arange(0, 8)).to(tl.uint32), axis=-1)
+    return tl.where(wrong, 0x77777777, word)
 
 
 @triton.jit

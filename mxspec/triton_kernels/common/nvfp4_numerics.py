@@ -16,19 +16,27 @@ from torch import Tensor
 
 from mxspec.formats import NVFP4_LARGEST
 from mxspec.triton_kernels.common.launch import capability
-from mxspec.triton_kernels.common.numerics import as_float, e2m1_code_of, power_of_two
+from mxspec.triton_kernels.common.numerics import (
+    E2M1_BIAS,
+    as_float,
+    e2m1_numbers,
+    eight,
+    power_of_two,
+    words_of_codes,
+)
 from mxspec.triton_kernels.common.philox import philox
 
 _LARGEST = tl.constexpr(NVFP4_LARGEST)
 _OF_H, OF_B, OF_X = tl.constexpr(2.0**-12), tl.constexpr(7 / 64), tl.constexpr(21 / 32)
 # If A is smaller, both numbers of a quotient are multiplied by 2^100. The remainder of a division is then exact.
+_OF_SHORT, _LEAST = tl.constexpr(128.0), tl.constexpr(1 - 6 / 128)  # see short_magnitude
 _SMALL, _UP = tl.constexpr(2.0**-72), tl.constexpr(2.0**100)
 _PARTS = tl.constexpr((263 << 23) - 2**32)  # 2^(9 - e) has the bits (263 << 23) - bits of 2^e
 # How the codes are rounded: to nearest; by a byte for each element; by the bytes of Philox.
 NEAREST, BYTES, SEED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _CVT = tl.constexpr(
-    "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $5, $1; cvt.rn.satfinite.e2m1x2.f32 b, $6, $2;"
-    " cvt.rn.satfinite.e2m1x2.f32 c, $7, $3; cvt.rn.satfinite.e2m1x2.f32 d, $8, $4; mov.b32 $0, {a, b, c, d}; }"
+    "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $2, $1; cvt.rn.satfinite.e2m1x2.f32 b, $4, $3;"
+    " cvt.rn.satfinite.e2m1x2.f32 c, $6, $5; cvt.rn.satfinite.e2m1x2.f32 d, $8, $7; mov.b32 $0, {a, b, c, d}; }"
 )
 
 
@@ -121,7 +129,7 @@ def scale_byte(scale, wrong):
 
 @triton.jit
 def divisor(scale, h, up, wrong):
-    """`(-d, 1 / d)` of blocks, for `magnitudes`. The codes of a block are 0 if d is 0. They are 7 if `wrong`."""
+    """`(-d, 1 / d)` of blocks, for `packed_codes`. The codes of a block are 0 if d is 0. They are 7 if `wrong`."""
     d = scale.to(tl.float32) * h * up
     reciprocal = tl.where(d == 0, 0.0, reciprocal_of(d))
     return -d, tl.where(wrong, float("nan"), reciprocal)
@@ -147,6 +155,16 @@ def is_short(A, POSSIBLE: tl.constexpr):
 
 
 @triton.jit
+def short_magnitude(x, factor):
+    """`m / 128 + 61 / 64` for the magnitude `m = |x| * 128 * factor`, at most 6, rounded as by `short_quotient`.
+
+    The result lies between 61/64 and 1, where fp32 numbers are 2^-17 of m apart. NaN becomes any number. The limits
+    take no instruction of their own.
+    """
+    return tl.clamp(tl.fma(tl.abs(x), factor, _LEAST), 0.0, 1.0)
+
+
+@triton.jit
 def short_quotient(x, r):
     """`x * r`, rounded to a multiple of 2^-17. r is wrong by less than 2^-22 of it.
 
@@ -154,42 +172,6 @@ def short_quotient(x, r):
     from every tie. And if the exact quotient is a tie, then this function gives the tie.
     """
     return tl.fma(x, r, 96.0) - 96.0
-
-
-@triton.jit
-def factors(s, h, up, wrong, short):
-    """Two factors of each block, for `magnitudes`. s is its e4m3 scale. The factors are those of `divisor`.
-
-    If `short`, both are the factor of an element. It is wrong by less than 2^-22 of it, and 0 if s is 0.
-    """
-    if short:
-        number = s.to(tl.float32)
-        factor = tl.where(number == 0, 0.0, reciprocal_of_scale(number) * (reciprocal_of(h) * OF_X))
-        minus_d = factor
-    else:
-        minus_d, factor = divisor(s, h, up, wrong)
-    return minus_d, factor
-
-
-@triton.jit
-def magnitudes(x, minus_d, reciprocal, up, short, NARROW: tl.constexpr, BOUNDED: tl.constexpr):
-    """The numbers whose casts are the codes, without their signs. x has one dimension more: the elements of a block.
-
-    A quotient of 2^128 or more is NaN, because its remainder is. `packed_codes` makes 6 of it, as of all above 6.
-
-    short: see `is_short`. The quotients are then those of `short_quotient`.
-
-    NARROW: x is a widened bfloat16 or float16, so that its product with 21/32 is exact. BOUNDED: no element of x is
-    larger than A. Otherwise x is multiplied by 0 if d is 0: with up, it might become Inf.
-    """
-    reciprocal = tl.expand_dims(reciprocal, -1)
-    if short:
-        magnitude = short_quotient(tl.abs(x), reciprocal)
-    else:
-        more = up if BOUNDED else tl.expand_dims(tl.where(minus_d == 0, 0.0, up), -1)
-        n = tl.abs(x) * (OF_X * more) if NARROW else tl.abs(x) * OF_X * more
-        magnitude = quotient(n, tl.expand_dims(minus_d, -1), reciprocal, None)
-    return magnitude
 
 
 @triton.jit
@@ -212,44 +194,64 @@ def bytes_of_words(words):
 
 @triton.jit
 def _drawn_code(magnitude, byte):
-    """The bits 0 to 2 of an e2m1 code, int32: a magnitude rounded by a random byte. NaN counts as 6.
+    """The bits 0 to 2 of an e2m1 code, int32: a magnitude of at most 6 rounded by a random byte.
 
     The magnitude is a number of 256ths of the steps of its binade, cut off. The byte is added to it.
     """
-    y = tl.minimum(magnitude, 6.0)
-    e = power_of_two(y, 0x3F800000)
-    parts = (y * as_float(-e + _PARTS)).to(tl.int32)
+    e = power_of_two(magnitude, 0x3F800000)
+    parts = (magnitude * as_float(-e + _PARTS)).to(tl.int32)
     return ((parts + byte) >> 8) + (e >> 22) + 2
 
 
 @triton.jit
-def _packed(code, x):
-    """Two neighbouring codes in a byte, the first in the low half, with the signs of x. code: bits 0 to 2 count."""
-    pairs: tl.constexpr = code.shape[:-1] + (code.shape[-1] // 2, 2)  # noqa: RUF005  # Triton has no `*`
-    sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True)
-    code = (code & 7) | (sign & -8)  # one instruction
-    even, odd = tl.split(code.reshape(pairs))
-    return (even | (odd << 4)).to(tl.uint8)
+def factors(s, h, up, wrong, short):
+    """Two factors of each block, for `packed_codes`. s is its e4m3 scale. The factors are those of `divisor`.
+
+    If `short`, both are the factor of `short_magnitude`, which is 0 if s is 0.
+    """
+    if short:
+        number = s.to(tl.float32)
+        factor = reciprocal_of_scale(number) * (reciprocal_of(h) * (OF_X / _OF_SHORT))
+        factor = tl.where(number == 0, 0.0, factor)
+        minus_d = factor
+    else:
+        minus_d, factor = divisor(s, h, up, wrong)
+    return minus_d, factor
 
 
 @triton.jit
-def packed_codes(magnitude, x, wrong, byte, CONVERTS: tl.constexpr):
-    """e2m1 codes with the signs of x. The last dimension is elements of a block. A magnitude that is NaN counts as 6.
+def packed_codes(
+    x, minus_d, factor, up, wrong, short, byte, NARROW: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr
+):  # fmt: skip
+    """Words of eight e2m1 codes, the first in the lowest bits: `(...)` from x `(..., 8)`. All codes are 7 if `wrong`.
 
-    byte: a random byte for each element, by which the codes are rounded. None: to nearest, ties to even. Two neighbours
-    share a byte of the result, the first in the low half. All codes are 7 if `wrong`.
+    byte: a random byte for each element, by which the codes are rounded. None: to nearest, ties to even. A quotient of
+    2^128 or more is NaN, because its remainder is. It counts as 6, as all above 6.
+
+    minus_d, factor: those of `factors`, under the same `short`, which is False with random bytes. NARROW: x is a
+    widened bfloat16 or float16, so that its product with 21/32 is exact. BOUNDED: no element of x is larger than A.
+    Otherwise x is multiplied by 0 if d is 0: with up, it might become Inf.
     """
-    if byte is not None:
-        q = _packed(_drawn_code(magnitude, byte), x)
-    elif CONVERTS:
-        pairs: tl.constexpr = magnitude.shape[:-1] + (magnitude.shape[-1] // 2, 2)  # noqa: RUF005  # see above
-        most = tl.minimum(magnitude, 6.0)  # a conversion of NaN would lose the sign
-        signed = as_float(most.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000))
-        even, odd = tl.split(signed.reshape(pairs))
-        q = tl.inline_asm_elementwise(_CVT, "=r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4)
+    factor = tl.expand_dims(factor, -1)
+    if short:
+        t = short_magnitude(x, factor)
     else:
-        q = _packed(e2m1_code_of(magnitude), x)
-    return tl.where(tl.expand_dims(wrong, -1), 0x77, q).to(tl.uint8)
+        more = up if BOUNDED else tl.expand_dims(tl.where(minus_d == 0, 0.0, up), -1)
+        n = tl.abs(x) * (OF_X * more) if NARROW else tl.abs(x) * OF_X * more
+        t = tl.minimum(quotient(n, tl.expand_dims(minus_d, -1), factor, None), 6.0)
+    if byte is not None:
+        word = words_of_codes(_drawn_code(t, byte) & 7, x, 0)
+    elif CONVERTS:
+        magnitude = tl.fma(t, tl.where(short, _OF_SHORT, 1.0), tl.where(short, 6 - _OF_SHORT, 0.0))
+        magnitude = magnitude.to(tl.int32, bitcast=True)
+        n = eight(as_float(magnitude | (x.to(tl.int32, bitcast=True) & -0x80000000)))
+        word = tl.inline_asm_elementwise(
+            _CVT, "=r,f,f,f,f,f,f,f,f", [n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]], dtype=tl.uint32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        word = words_of_codes(e2m1_numbers(t, short, _OF_SHORT, 6 - _OF_SHORT), x, E2M1_BIAS)
+    return tl.where(wrong, 0x77777777, word)
 
 
 @triton.jit

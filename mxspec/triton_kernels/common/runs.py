@@ -50,6 +50,19 @@ def load16(x, stride, mask, left, EVICT: tl.constexpr = NORMALLY):
 
 
 @triton.jit
+def load_eight(x, stride, mask):
+    """Load 8 numbers of a row from its first addresses, `(rows, 8)`, or `(rows, 4)` if a number has 4 bytes.
+
+    One load instruction of a thread reads up to 16 bytes: a longer row lies in several threads. So it is loaded twice.
+    """
+    values = tl.load(x, mask=mask, other=0)
+    if x.shape[1] == 4:
+        more = tl.load(x + tl.cast(stride, tl.int64) * 4, mask=mask, other=0)
+        values = tl.join(values, more).permute(0, 2, 1).reshape(values.shape[0], 8)
+    return values
+
+
+@triton.jit
 def store1(q, values, mask, left, ROW: tl.constexpr, EVICT: tl.constexpr = NORMALLY):
     if left is not None:  # only `left` of the rows from each pointer on exist
         mask = mask & (left > ROW)

@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.formats import ElementFormat, exponent_rule
+from mxspec.formats import E2M1, ElementFormat, exponent_rule
 from mxspec.triton_kernels.common import fp6
 from mxspec.triton_kernels.common.blocked import blocked_shape
 from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, tokens_left
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import (
     e2m1_code,
+    e2m1_words,
     in_pairs,
     magnitude_bits,
     reciprocal_scale,
@@ -101,7 +102,7 @@ def _mx_tile(
 ):  # fmt: skip
     # M32 and K32 are M / 32 and K / 32, computed on the host so that Triton keeps its divisible-by-16 specialization.
     # With `offs`, M counts the padded rows of token groups, and `tokens` counts the rows of x.
-    PACKED: tl.constexpr = q_col.dtype.element_ty == tl.uint8  # e2m1, two codes in a byte
+    PACKED: tl.constexpr = not FP6 and q_col.dtype.element_ty == tl.int32  # e2m1, eight codes in a word
     ROWS: tl.constexpr = RUN * RUNS
     BLOCKS: tl.constexpr = ROWS // 32
     RUNS_OF_BLOCK: tl.constexpr = 32 // RUN
@@ -194,12 +195,12 @@ def _mx_tile(
         at = q_col + (e * K + k0) * width + m0 // RUN * 3
         tl.store(at + ((k * width)[:, None, None] + word[None, :, :]), words, mask=owned)
     elif PACKED:
-        byte_of_column = tl.arange(0, ROWS // 2)
-        owned = ((k0 + k < K)[:, None] & (m0 + 2 * byte_of_column < M)[None, :]) | EVEN
-        q = in_pairs(e2m1_code(q)).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS // 2)
-        tl.store(
-            q_col + ((e * K + k0) * M + m0) // 2 + (k[:, None] * (M // 2) + byte_of_column[None, :]), q, mask=owned
-        )
+        word_of_column = tl.arange(0, ROWS // 8)
+        owned = ((k0 + k < K)[:, None] & (m0 + 8 * word_of_column < M)[None, :]) | EVEN
+        wrong = (byte == 255)[:, None, :, :, None]
+        words = e2m1_words(q.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN // 8, 8), wrong)
+        at = q_col + ((e * K + k0) * M + m0) // 8 + (k[:, None] * (M // 8) + word_of_column[None, :])
+        tl.store(at, words.permute(2, 3, 0, 1, 4).reshape(COLS, ROWS // 8), mask=owned)
     else:
         owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN
         q = saturating_cast(q, q_col.dtype.element_ty).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS)
@@ -238,6 +239,13 @@ def _mx_tile(
             tl.store(s_row + place, byte, mask=owned)
 
 
+def empty_codes(x: Tensor, shape: tuple[int, ...], fmt: ElementFormat) -> Tensor:
+    """Memory for codes of this shape. A kernel stores eight e2m1 codes in a word. The last size is a multiple of 32."""
+    if fmt == E2M1:
+        return x.new_empty((*shape[:-1], shape[-1] // 8), dtype=torch.int32)
+    return x.new_empty(shape, dtype=fmt.storage_dtype)
+
+
 def mx_tile(
     x: Tensor, fmt: ElementFormat, scaling: str, scale_layout: str, with_rows: bool = False
 ) -> tuple[Tensor, ...]:
@@ -250,17 +258,19 @@ def mx_tile(
     chosen = config(x, with_rows)
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
 
-    def outputs(R: int, C: int) -> tuple[Tensor, Tensor]:
+    def outputs(R: int, C: int, words: bool) -> tuple[Tensor, Tensor]:
         row_tiles, col_tiles = blocked_shape(R, C // 32)
         scale_shape = (512 * row_tiles * col_tiles,) if blocked else (R, C // 32)
         if fmt in fp6.FORMATS:  # a word has a third of the codes of a run
             codes = fp6.empty(x, (*lead, R, C), torch.int32 if chosen["RUN"] == 16 else torch.int16)
+        elif words:
+            codes = empty_codes(x, (*lead, R, C), fmt)
         else:
             codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.storage_dtype)
         return codes, x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
 
-    q_col, s_col = outputs(K, M)
-    q_row, s_row = outputs(M, K) if with_rows else (q_col, s_col)
+    q_col, s_col = outputs(K, M, True)
+    q_row, s_row = outputs(M, K, False) if with_rows else (q_col, s_col)
     even, k_tiles = M % rows == 0 and K % cols == 0, -(-K // cols)
     strip = math.gcd(k_tiles, 8) if with_rows else 1  # 8 tiles write whole sectors of plain scales
     wide = max(rows * max(x.stride(-2), K), cols * max(x.stride(-1), M)) >= 2**31
@@ -289,7 +299,7 @@ def launch_groups(
     `scaled_rows` counts all rows with scales, which may be more than q_col has.
     """
     tokens, K, G = x.shape[0], q_col.shape[0], offs.shape[0]
-    R = q_col.shape[1] * (2 if q_col.dtype == torch.uint8 else 1)  # e2m1 has two codes in a byte
+    R = q_col.shape[1] * (8 if q_col.dtype == torch.int32 else 1)  # e2m1 has eight codes in a word
     chosen = for_device(CONFIGS, x.device)["rowcol" if rows_too else "col, small"]  # its 128 rows belong to one group
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
     strides = tuple(t.stride() for t in (x, dh, row_scale) if t is not None)

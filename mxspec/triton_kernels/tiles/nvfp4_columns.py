@@ -15,7 +15,7 @@ from torch import Tensor
 from mxspec.triton_kernels.common.blocked import blocked_shape, turned
 from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, padded_rows, tokens_left
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
-from mxspec.triton_kernels.common.numerics import magnitude_bits, widened
+from mxspec.triton_kernels.common.numerics import largest_of_eight, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     BYTES,
     NEAREST,
@@ -24,7 +24,6 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     bytes_of_words,
     converts,
     divisor,
-    magnitudes,
     of_matrix,
     packed_codes,
     random_of,
@@ -37,6 +36,7 @@ from mxspec.triton_kernels.common.runs import load16
 
 _HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
+_REGISTERS = {"maxnreg": 112}  # of a thread, with plain scales: one more program fits on a processor
 _SPAN = 8  # a program of token groups has up to so many tiles
 
 
@@ -44,6 +44,17 @@ def supports(x: Tensor) -> str | None:
     if x.shape[-1] > 65535 * 32:
         return f"takes K up to {65535 * 32}, the limit of its grid; it is {x.shape[-1]}"
     return None
+
+
+@triton.jit
+def _words_of_columns(
+    x, s, h, up, wrong, byte, NARROW: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr
+):  # fmt: skip
+    """The words of eight codes of each column, `(COLS, 2 * RUNS)`, from x `(RUNS, COLS, 2, 8)`."""
+    minus_d, factor = divisor(s, h, up, wrong)
+    minus_d, factor, wrong = minus_d[:, :, None], factor[:, :, None], wrong[:, :, None]
+    word = packed_codes(x, minus_d, factor, up, wrong, False, byte, NARROW, BOUNDED, CONVERTS)
+    return word.permute(1, 0, 2).reshape(x.shape[1], 2 * x.shape[0])
 
 
 @triton.jit
@@ -70,29 +81,26 @@ def _nvfp4_tile(
     if RANDOM == BYTES:
         random += e * random_e + m0.to(tl.int64) * random_r + k0.to(tl.int64) * random_k
         byte = load16(random + ((m * random_r)[:, None] + (b * random_k)[None, :]), random_r, inside, None)
-        byte = byte.to(tl.int32).reshape(RUNS, COLS, 16)
+        byte = byte.to(tl.int32).reshape(RUNS, COLS, 2, 8)
     elif RANDOM == SEED:
         number = ((e * K + k0) * M16 + m0 // 16).to(tl.int32) + (k[None, :] * M16 + run[:, None])
         w0, w1, w2, w3 = random_words(random, random_k, number)
-        byte = bytes_of_words(tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(RUNS, COLS, 4))
+        byte = bytes_of_words(tl.join(tl.join(w0, w2), tl.join(w1, w3)))  # (RUNS, COLS, 2, 8)
     else:
         byte = None
     narrow: tl.constexpr = values.dtype != tl.float32
-    values = widened(values).reshape(RUNS, COLS, 16)
+    values = widened(values).reshape(RUNS, COLS, 2, 8)
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
-    bits = tl.max(magnitude_bits(values), axis=2)  # (RUNS, COLS)
+    bits = tl.max(largest_of_eight(values), axis=2)  # (RUNS, COLS)
     if SQUARE:
         largest = tl.max(bits.reshape(RUNS, COLS // 16, 16), axis=2)
         bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
-    minus_d, reciprocal = divisor(s, h, up, wrong)
-    magnitude = magnitudes(values, minus_d, reciprocal, up, False, narrow, BOUNDED)
-    q = packed_codes(magnitude, values, wrong, byte, CONVERTS)
-    q = q.permute(1, 0, 2).reshape(COLS, ROWS // 2)
-    m, M2 = m0 // 2 + tl.arange(0, ROWS // 2), M16 * 8
-    to = (e * K + k0) * M2 + m0 // 2
-    offset = tl.arange(0, ROWS // 2)[None, :] + (k.to(tl.int64) * M2 if WIDE else k * M2)[:, None]
-    tl.store(qdata + to + offset, q, mask=((k0 + k < K)[:, None] & (m < M2)[None, :]) | EVEN)
+    word = _words_of_columns(values, s, h, up, wrong, byte, narrow, BOUNDED, CONVERTS)
+    m, M8 = m0 // 8 + tl.arange(0, ROWS // 8), M16 * 2
+    to = (e * K + k0) * M8 + m0 // 8
+    offset = tl.arange(0, ROWS // 8)[None, :] + (k.to(tl.int64) * M8 if WIDE else k * M8)[:, None]
+    tl.store(qdata + to + offset, word, mask=((k0 + k < K)[:, None] & (m < M8)[None, :]) | EVEN)
     there = ((k0 + k < K)[:, None] & (m0 // 16 + run < M16)[None, :]) | EVEN
     scales = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
     if BLOCKED:
@@ -116,17 +124,19 @@ def nvfp4_tile(
     rows, cols = 16 * config["RUNS"], config["COLS"]
     row_tiles, col_tiles = blocked_shape(K, M // 16)
     shape = (512 * row_tiles * col_tiles,) if blocked else (K, M // 16)
-    qdata = x.new_empty((*lead, K, M // 2), dtype=torch.uint8)
+    qdata = x.new_empty((*lead, K, M // 8), dtype=torch.int32)  # words of eight codes
     scale = x.new_empty((*lead, *shape), dtype=torch.uint8)
     tensor_scale = x.new_empty(tuple(lead), dtype=torch.float32)
     strides = [x.stride()[-2:]] + ([random.stride()[-2:]] if random is not None and random.ndim > 1 else [])
     if E:  # a matrix without elements has a tensor scale
         even = M * K > 0 and M % rows == 0 == K % cols
         wide = max(rows * max(m for m, _ in strides), cols * max(M, *(k for _, k in strides))) >= 2**31
+        few = not (blocked or wide or converts(x.device)) and random is None and x.dtype != torch.float32
+        registers = _REGISTERS if few else {}
         _nvfp4_tile[max(1, -(-M // rows)), max(1, -(-K // cols)), E](
             x, amax, qdata, scale, tensor_scale, M, K, M // 16, x.stride(0) if lead else 0, *x.stride()[-2:],
             amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device), **config,
-            **random_of(random), **UNFUSED,
+            **random_of(random), **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
 
@@ -160,21 +170,19 @@ def _nvfp4_tile_of_groups(
             inside = tl.broadcast_to((k_tile * COLS + b < K)[None, :], (RUNS, COLS))
             values = load16(x_rows + k_tile.to(tl.int64) * COLS * stride_k + offset, stride_m, inside, left)
             narrow: tl.constexpr = values.dtype != tl.float32
-            values = widened(values).reshape(RUNS, COLS, 16)
-            s, wrong = block_scale(tl.max(magnitude_bits(values), axis=2), h, up, wrong_group)
-            minus_d, reciprocal = divisor(s, h, up, wrong)
-            magnitude = magnitudes(values, minus_d, reciprocal, up, False, narrow, BOUNDED)
-            q = packed_codes(magnitude, values, wrong, None, CONVERTS).permute(1, 0, 2).reshape(COLS, ROWS // 2)
+            values = widened(values).reshape(RUNS, COLS, 2, 8)
+            s, wrong = block_scale(tl.max(largest_of_eight(values), axis=2), h, up, wrong_group)
+            word = _words_of_columns(values, s, h, up, wrong, None, narrow, BOUNDED, CONVERTS)
             byte = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
             _store_of_groups(
-                qdata, scale, q, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
+                qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
             )  # fmt: skip
     else:  # rows after the last group
-        q, byte = tl.zeros((COLS, ROWS // 2), tl.uint8), tl.zeros((COLS, RUNS), tl.uint8)
+        word, byte = tl.zeros((COLS, ROWS // 8), tl.uint32), tl.zeros((COLS, RUNS), tl.uint8)
         for i in range(tiles):
             k_tile = first_tile + i
             _store_of_groups(
-                qdata, scale, q, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
+                qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
             )  # fmt: skip
     if writes:
         store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
@@ -182,17 +190,17 @@ def _nvfp4_tile_of_groups(
 
 @triton.jit
 def _store_of_groups(
-    qdata, scale, q, byte, m0, k_tile, b, group, begin, size, G, K, R16,
+    qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16,
     BLOCKED: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes `(COLS, 8 * RUNS)` and the scale bytes `(COLS, RUNS)` of a tile of one group.
+    """Store the words of codes `(COLS, 2 * RUNS)` and the scale bytes `(COLS, RUNS)` of a tile of one group.
 
     `size` is the number of tiles of 64 padded rows of the group, and `begin` is its first padded row.
     """
     k0, there = k_tile * COLS, (k_tile * COLS + b < K)[:, None]
-    pair, R2 = tl.arange(0, 8 * RUNS), R16 * 8
-    to = qdata + k0.to(tl.int64) * R2 + m0 // 2
-    tl.store(to + (b * R2)[:, None] + pair, q, mask=there & (m0 // 2 + pair < R2)[None, :])
+    n, R8 = tl.arange(0, 2 * RUNS), R16 * 2
+    to = qdata + k0.to(tl.int64) * R8 + m0 // 8
+    tl.store(to + (b * R8)[:, None] + n, word, mask=there & (m0 // 8 + n < R8)[None, :])
     if BLOCKED:
         tl.static_assert(COLS == 128 and RUNS == 4)
         byte = turned(tl.where(there, byte, 0).to(tl.uint8), 1)
@@ -213,7 +221,7 @@ def nvfp4_tile_of_groups(
     """
     (M, K), G, config = x.shape, offs.shape[0], for_device(CONFIGS, x.device)
     R, rows, cols = padded_rows(M, G, pad_to), 16 * config["RUNS"], config["COLS"]
-    qdata = x.new_empty((K, R // 2), dtype=torch.uint8)
+    qdata = x.new_empty((K, R // 8), dtype=torch.int32)  # words of eight codes
     scale = x.new_empty((-(-K // 128) * 128, R // 16 + 4 * G) if blocked else (K, R // 16), dtype=torch.uint8)
     tensor_scale = x.new_empty(G, dtype=torch.float32)
     scaled = R + 64 * G if blocked else R  # the number of rows with scales
