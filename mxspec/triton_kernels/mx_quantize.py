@@ -19,7 +19,7 @@ from mxspec.triton_kernels.common import fp6
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import (
-    e2m1_words,
+    e2m1_of_blocks,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
@@ -37,6 +37,7 @@ _HOPPER = {
     "flat": {"BLOCKS": 64, "num_warps": 2},
     "strided": {"BLOCKS": 64, "num_warps": 2},
     "blocked": {"BLOCKS": 64, "num_warps": 4},
+    "blocked, words": {"BLOCKS": 256, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = mx_columns.PTX
@@ -73,12 +74,13 @@ def _mx_quantize(
     FP6: tl.constexpr,
     LAYOUT: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    # The elements of qdata in a block: codes of FP8 and int8, or words of e2m1 and FP6.
-    PACKED: tl.constexpr = qdata.dtype.element_ty == tl.int32  # e2m1, eight codes in a word
-    SIZE: tl.constexpr = fp6.SHORTS if FP6 else 4 if PACKED else 32
+    # The elements of qdata in a block: codes of FP8 and int8, pairs or words of e2m1, or words of FP6.
+    WORDS: tl.constexpr = qdata.dtype.element_ty == tl.int32
+    E2M1: tl.constexpr = WORDS or qdata.dtype.element_ty == tl.uint8
+    SIZE: tl.constexpr = fp6.SHORTS if FP6 else 4 if WORDS else 16 if E2M1 else 32
     i = tl.arange(0, BLOCKS)
     j = tl.arange(0, 32)
-    of_block = tl.arange(0, 4 if PACKED else 32)
+    of_block = tl.arange(0, 32 if FP6 else SIZE)
     # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
         # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed.
@@ -125,10 +127,7 @@ def _mx_quantize(
     if FP6:
         fp6.store_blocks(qdata, place, fp6.encoded(scaled, FP6), in_matrix)
     else:
-        if PACKED:
-            q = e2m1_words(scaled.reshape(BLOCKS, 4, 8), byte[:, None] == 255, x.dtype.element_ty != tl.float32)
-        else:
-            q = saturating_cast(scaled, qdata.dtype.element_ty)
+        q = e2m1_of_blocks(scaled, byte, WORDS) if E2M1 else saturating_cast(scaled, qdata.dtype.element_ty)
         tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
     tl.store(scale + i, byte.to(tl.uint8), mask=owned)
 
@@ -153,7 +152,7 @@ def mx_quantize(
     if fmt in fp6.FORMATS:
         qdata = fp6.empty(x, (*lead, R, K), torch.int16)
     else:
-        qdata = mx_columns.empty_codes(x, (*lead, R, K), fmt)
+        qdata = mx_columns.empty_codes(x, (*lead, R, K), fmt, words=x.dtype != torch.float32)
     row_groups, even = 1, False
     if scale_layout == "blocked":
         layout, (row_tiles, col_tiles) = "blocked", blocked_shape(R, C)
@@ -162,7 +161,8 @@ def mx_quantize(
     else:
         layout = "flat" if x.is_contiguous() else "strided"
         scale = x.new_empty((*lead, R, C), dtype=torch.uint8)
-    config = for_device(CONFIGS, x.device)[layout]
+    words = layout == "blocked" and qdata.dtype == torch.int32
+    config = for_device(CONFIGS, x.device)["blocked, words" if words else layout]
     blocks = config["BLOCKS"]
     if layout == "flat":
         R, even = E * R, R * E * C % blocks == 0

@@ -20,7 +20,7 @@ from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import (
-    e2m1_words,
+    e2m1_of_blocks,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
@@ -71,7 +71,8 @@ def _mx_quantize_groups(
     byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
     row, col = row_col_in_tile(byte_in_tile)
     tiles = tl.minimum(span, tl.cdiv(C, 4) - first_tile)
-    PACKED: tl.constexpr = qdata.dtype.element_ty == tl.int32  # e2m1, eight codes in a word
+    WORDS: tl.constexpr = qdata.dtype.element_ty == tl.int32
+    E2M1: tl.constexpr = WORDS or qdata.dtype.element_ty == tl.uint8
     if group < G:
         token = token0 + row_tile * 128 - begin
         read = (token + row >= 0) & (token + row < tl.minimum(stop, tokens))
@@ -87,16 +88,13 @@ def _mx_quantize_groups(
             values = widened(tl.load(source, mask=there[:, None], other=0))
             byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
             q = values * reciprocal_scale(byte, EMAX)[:, None]
-            if PACKED:
-                q = e2m1_words(q.reshape(BLOCKS, 4, 8), byte[:, None] == 255, x.dtype.element_ty != tl.float32)
-            else:
-                q = saturating_cast(q, qdata.dtype.element_ty)
+            q = e2m1_of_blocks(q, byte, WORDS) if E2M1 else saturating_cast(q, qdata.dtype.element_ty)
             store_part(
                 qdata, scale, q, byte.to(tl.uint8), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,
             )  # fmt: skip
     else:  # rows after the last group
-        q = tl.zeros((BLOCKS, 4 if PACKED else 32), qdata.dtype.element_ty)
+        q = tl.zeros((BLOCKS, 4 if WORDS else 16 if E2M1 else 32), qdata.dtype.element_ty)
         byte = tl.zeros((BLOCKS,), tl.uint8)
         for i in range(tiles):
             col_tile = first_tile + i
@@ -128,7 +126,7 @@ def mx_quantize_groups(
         scale = x.new_empty(shape, dtype=torch.uint8)
         mx_columns.launch_groups(x, qdata, scale, start, end, offs, pad_to, rows, constants)
         return fmt.as_codes(qdata.view(fmt.storage_dtype)).mT, scale.view(torch.float8_e8m0fnu), start, end
-    qdata = mx_columns.empty_codes(x, (R, K), fmt)
+    qdata = mx_columns.empty_codes(x, (R, K), fmt, words=x.dtype != torch.float32)
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
     config = for_device(CONFIGS, x.device)
     if rows:

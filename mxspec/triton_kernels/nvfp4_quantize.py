@@ -44,12 +44,16 @@ RANK = {(9, 0): 1, (10, 0): 1}
 _HOPPER = {
     "flat": {"BLOCKS": 128, "num_warps": 2},
     "strided": {"BLOCKS": 256, "num_warps": 4},
-    "blocked": {"BLOCKS": 512, "num_warps": 8},
+    "blocked": {"BLOCKS": 512, "num_warps": 8, "maxnreg": 80},
     "blocked, random": {"BLOCKS": 256, "num_warps": 4},
     "square": {"BLOCKS": 256, "num_warps": 2},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
 }
-# With fewer registers, ptxas keeps two of them in local memory.
-_BLACKWELL = {**_HOPPER, "flat": {**_HOPPER["flat"], "maxnreg": 96}}
+# With fewer registers in a flat program, ptxas keeps two of them in local memory.
+_BLACKWELL = {
+    **_HOPPER,
+    "flat": {**_HOPPER["flat"], "maxnreg": 96},
+    "blocked": {"BLOCKS": 512, "num_warps": 8},
+}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
 # Without .ftz, which would lose subnormals.
 _ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")

@@ -147,13 +147,10 @@ def e2m1_numbers(t, other, SCALE: tl.constexpr, OFFSET: tl.constexpr):
     `2 * m`, `m + 2` and `m / 2 + 4`. The code of m is the smallest of these numbers, each rounded to an integer.
     A sum with `_INTEGERS` rounds to an integer. All is exact but this rounding.
     """
-    scale = tl.where(other, SCALE, 1.0)
-    two = tl.where(other, 2 * OFFSET + _INTEGERS, _INTEGERS)
-    one = tl.where(other, OFFSET + 2 + _INTEGERS, 2 + _INTEGERS)
-    half = tl.where(other, OFFSET / 2 + 4 + _INTEGERS, 4 + _INTEGERS)
-    two = tl.fma(t, 2 * scale, two).to(tl.int32, bitcast=True)
-    one = tl.fma(t, scale, one).to(tl.int32, bitcast=True)
-    half = tl.fma(t, scale / 2, half).to(tl.int32, bitcast=True)
+    scale, offset = tl.where(other, SCALE, 1.0), tl.where(other, OFFSET, 0.0)
+    two = tl.fma(t, 2 * scale, tl.fma(offset, 2.0, _INTEGERS)).to(tl.int32, bitcast=True)
+    one = tl.fma(t, scale, offset + (2 + _INTEGERS)).to(tl.int32, bitcast=True)
+    half = tl.fma(t, scale / 2, tl.fma(offset, 0.5, 4 + _INTEGERS)).to(tl.int32, bitcast=True)
     return tl.minimum(tl.minimum(two, one), half)
 
 
@@ -212,17 +209,22 @@ def e2m1_code(x):
 
 
 @triton.jit
-def e2m1_words(x, wrong, TOGETHER: tl.constexpr = True):
-    """Words of the e2m1 codes of fp32, `(...)` from `(..., 8)`: see `words_of_codes`. All codes are 7 if `wrong`.
+def e2m1_words(x, wrong):
+    """Words of the e2m1 codes of fp32, `(...)` from `(..., 8)`: see `words_of_codes`. All codes are 7 if `wrong`."""
+    number = e2m1_numbers(tl.minimum(tl.abs(x), _E2M1_MAX), False, 1.0, 0.0)
+    return tl.where(wrong, 0x77777777, words_of_codes(number, x, E2M1_BIAS))
 
-    TOGETHER: the same thread has the eight codes of a word.
+
+@triton.jit
+def e2m1_of_blocks(x, byte, WORDS: tl.constexpr):
+    """The e2m1 codes of MX blocks, in words or in bytes, from `(blocks, 32)`. `byte` holds the scale bytes.
+
+    Words are for rows of which a thread has eight numbers. Of fp32 it has four.
     """
-    if TOGETHER:
-        number = e2m1_numbers(tl.minimum(tl.abs(x), _E2M1_MAX), False, 1.0, 0.0)
-        word = words_of_codes(number, x, E2M1_BIAS)
+    if WORDS:
+        return e2m1_words(x.reshape(x.shape[0], 4, 8), byte[:, None] == 255)
     else:
-        word = tl.sum(e2m1_code(x).to(tl.uint32, bitcast=True) << (4 * tl.arange(0, 8)).to(tl.uint32), axis=-1)
-    return tl.where(wrong, 0x77777777, word)
+        return in_pairs(e2m1_code(x))
 
 
 @triton.jit

@@ -239,11 +239,11 @@ def _mx_tile(
             tl.store(s_row + place, byte, mask=owned)
 
 
-def empty_codes(x: Tensor, shape: tuple[int, ...], fmt: ElementFormat) -> Tensor:
-    """Memory for codes of this shape. A kernel stores eight e2m1 codes in a word. The last size is a multiple of 32."""
-    if fmt == E2M1:
+def empty_codes(x: Tensor, shape: tuple[int, ...], fmt: ElementFormat, words: bool = True) -> Tensor:
+    """Memory for codes of this shape, e2m1 in words of eight or in bytes. The last size is a multiple of 32."""
+    if fmt == E2M1 and words:
         return x.new_empty((*shape[:-1], shape[-1] // 8), dtype=torch.int32)
-    return x.new_empty(shape, dtype=fmt.storage_dtype)
+    return x.new_empty((*shape[:-1], shape[-1] // fmt.per_byte), dtype=fmt.storage_dtype)
 
 
 def mx_tile(
@@ -263,10 +263,8 @@ def mx_tile(
         scale_shape = (512 * row_tiles * col_tiles,) if blocked else (R, C // 32)
         if fmt in fp6.FORMATS:  # a word has a third of the codes of a run
             codes = fp6.empty(x, (*lead, R, C), torch.int32 if chosen["RUN"] == 16 else torch.int16)
-        elif words:
-            codes = empty_codes(x, (*lead, R, C), fmt)
         else:
-            codes = x.new_empty((*lead, R, C // fmt.per_byte), dtype=fmt.storage_dtype)
+            codes = empty_codes(x, (*lead, R, C), fmt, words)
         return codes, x.new_empty((*lead, *scale_shape), dtype=torch.uint8)
 
     q_col, s_col = outputs(K, M, True)
