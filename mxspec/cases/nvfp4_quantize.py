@@ -27,6 +27,7 @@ from mxspec.cases.common.quantizers import (
 )
 from mxspec.cases.common.space import Space, given
 from mxspec.cases.common.tensors import BEGINS, turned
+from mxspec.cases.common.token_groups import far_apart
 from mxspec.formats import E2M1, E4M3FN, NVFP4_BLOCK_SIZE, ElementFormat
 from mxspec.reference.common import checks
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
@@ -100,6 +101,8 @@ def cases() -> Iterator[Case]:
     yield Case("no rows", given_tensor(torch.zeros, 0, 64), flags=EDGE)
     yield Case("no columns", given_tensor(torch.zeros, 4, 0), {"scale_layout": "blocked"}, flags=EDGE)
     yield Case("no columns, with an amax", these(torch.zeros(4, 0), torch.tensor(3.0)), flags=EDGE)
+    apart = {"scale_layout": "blocked"}
+    yield Case("rows far apart, blocked", lambda: (far_apart(70, 32, apart=2**25),), apart, flags=EDGE)
     yield Case("an amax repeated", lambda: (random_normal(3, 32, 64), torch.tensor([7.0]).expand(3)))
     yield Case("every second amax", lambda: (random_normal(3, 32, 64), torch.arange(1.0, 7.0)[::2]))
     large = these(random_normal(1, 2048).expand(2**20 + 256, 2048))
