@@ -92,19 +92,34 @@ def test_machine_code(version: str, cover: int) -> None:
         assert found in ([case.name for case in dispatch.reference(op).spec.cases()], ["all"])
 
 
+BLACKWELL = ("blackwell/test_mx_matmul_sm100",)
+MATMULS = tuple(f"hopper/test_{name}_sm90" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "nvfp4_gemm"))
+WEIGHTS = ("hopper/test_weights_sm90",)
+# Each tile of the kernel of few tokens, each format, matrices and experts, words and bytes.
+SOME_WEIGHTS = "(mxfp4 and True and 864) or (nvfp4 and True and 1024) or (e4m3 and True and 864) or (e5m2 and 1024)"
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("version", [OLDEST, *(BETWEEN if COMPLETE else ()), NEWEST])
-def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str) -> None:
-    """The tests of files that know more than the ops' cases, in one process, because its imports take seconds.
+@pytest.mark.parametrize(
+    ("version", "names"),
+    [(OLDEST, BLACKWELL)]
+    + [
+        (version, names)
+        for version in (*(BETWEEN if COMPLETE else ()), NEWEST)
+        for names in (MATMULS, WEIGHTS + BLACKWELL)
+    ],
+)
+def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str, names: tuple[str, ...]) -> None:
+    """The tests of files that know more than the ops' cases, in two processes, because their imports take seconds.
 
     For Hopper, the ops' cases are too small to choose these tiles. Outputs of fp32 take the most registers, but for the
     large tile of token groups. The oldest release is tested on a GPU, where the same files run all tiles. For
     Blackwell, the compiler makes barriers and a pipeline, so each release may make others.
     """
-    names = "fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "nvfp4_gemm", "weights"
-    hopper = [f"tests/kernels/hopper/test_{name}_sm90.py" for name in names]
-    files = [*([] if version == OLDEST else hopper), "tests/kernels/blackwell/test_mx_matmul_sm100.py"]
-    chosen = "test_mx_matmul_sm100 or (without_spilling and not bfloat16)"
+    files = [f"tests/kernels/{name}.py" for name in names]
+    some = "" if COMPLETE else f" and (not test_weights_sm90 or {SOME_WEIGHTS})"
+    hopper = f"without_spilling and not bfloat16{some}"
+    chosen = f"test_mx_matmul_sm100 or ({hopper})"
     run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rp", "-k", chosen, *files, cwd=ROOT)
     assert run.returncode == 0, run.stdout
     assert all(f"PASSED {file}" in run.stdout for file in files)
