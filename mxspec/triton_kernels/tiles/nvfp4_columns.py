@@ -93,6 +93,7 @@ def _nvfp4_tile(
     narrow: tl.constexpr = values.dtype != tl.float32
     values = widened(values).reshape(RUNS, COLS, 2, 8)
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
+    # The last step is a reduction: the compiler would repeat other operations for the layout of the scales.
     bits = tl.max(largest_of_eight(values), axis=2)  # (RUNS, COLS)
     if SQUARE:
         largest = tl.max(bits.reshape(RUNS, COLS // 16, 16), axis=2)
