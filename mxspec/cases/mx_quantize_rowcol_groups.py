@@ -60,6 +60,7 @@ def cases() -> Iterator[Case]:
     for layout in SCALE_LAYOUTS:
         kw = {"elem_dtype": torch.float4_e2m1fn_x2, "scale_layout": layout}
         yield Case(f"three groups, e2m1, {layout}", partial(with_offs, partial(tokens, K=160), 310, [129, 0, 177]), kw)
+        yield Case(f"nothing, e2m1, {layout}", lambda: (*tokens(0, 64), offs_of([])), kw, flags={"edge"})
         yield Case(f"no columns, e2m1, {layout}", lambda: (*tokens(139, 0), offs_of([130, 9])), kw, flags={"edge"})
     yield from refused_groups(tokens, e2m1=True)
     (x,), offs = tokens(50), offs_of([5, 0, 40])

@@ -101,6 +101,9 @@ def cases() -> Iterator[Case]:
     yield Case("no rows", given_tensor(torch.zeros, 0, 64), flags=EDGE)
     yield Case("no columns", given_tensor(torch.zeros, 4, 0), {"scale_layout": "blocked"}, flags=EDGE)
     yield Case("no columns, with an amax", these(torch.zeros(4, 0), torch.tensor(3.0)), flags=EDGE)
+    yield Case("ties of codes, large numbers, bfloat16", these((ties_under_scales() * 2.0**116).bfloat16()), flags=EDGE)
+    yield Case("every second column, float32", lambda: (normal(48, 96)[:, ::2],))
+    yield Case("every second column, blocked", lambda: (random_normal(96, 320)[:, ::2],), {"scale_layout": "blocked"})
     apart = {"scale_layout": "blocked"}
     yield Case("rows far apart, blocked", lambda: (far_apart(70, 32, apart=2**25),), apart, flags=EDGE)
     yield Case("an amax repeated", lambda: (random_normal(3, 32, 64), torch.tensor([7.0]).expand(3)))

@@ -122,14 +122,14 @@ def power_of_two(x, LEAST: tl.constexpr):
 
 @triton.jit
 def code_of(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
-    """The e2m1 or FP6 code of a magnitude, int32: rounded to nearest, ties to even, and saturated.
+    """The FP6 code of a magnitude, int32: rounded to nearest, ties to even, and saturated.
 
     NaN counts as MAX. e is the power of two below the magnitude, at least that of the smallest normal. Codes in its
     binade are steps of `e / 2^MANTISSA` apart. The sum with `e * 2^(23 - MANTISSA)` therefore rounds to steps, and has
     their number in its last bits. The exponent field of e, shifted, is the rest of the code and a constant. MORE steps
     cancel the constant in the bits of the code. Their number is even, which keeps ties to even.
     """
-    MASK: tl.constexpr = 7 if MANTISSA == 1 else 31
+    MASK: tl.constexpr = 31
     MORE: tl.constexpr = ((BIAS - 128) << MANTISSA) & MASK
     magnitude = tl.minimum(magnitude, MAX)
     e = power_of_two(magnitude, (128 - BIAS) << 23)
@@ -194,10 +194,10 @@ def words_of_codes(number, x, BIAS: tl.constexpr):
     s = eight(x.to(tl.uint32, bitcast=True))
     word, signs = n[7], s[7] >> 28
     for i in tl.static_range(1, 8):
-        word = (word << 4) + n[7 - i]
+        word = tl.add(word << 4, n[7 - i], sanitize_overflow=False)
         signs = (signs << 4) | (s[7 - i] >> 28)
     TOTAL: tl.constexpr = BIAS * 0x11111111 % 2**32  # that of eight numbers
-    word = word - TOTAL if BIAS else word
+    word = tl.sub(word, TOTAL, sanitize_overflow=False) if BIAS else word
     return (word & 0x77777777) | (signs & 0x88888888)
 
 

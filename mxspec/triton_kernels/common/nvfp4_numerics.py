@@ -29,8 +29,9 @@ from mxspec.triton_kernels.common.philox import philox
 _LARGEST = tl.constexpr(NVFP4_LARGEST)
 _OF_H, OF_B, OF_X = tl.constexpr(2.0**-12), tl.constexpr(7 / 64), tl.constexpr(21 / 32)
 # If A is smaller, both numbers of a quotient are multiplied by 2^100. The remainder of a division is then exact.
-_OF_SHORT, _LEAST = tl.constexpr(128.0), tl.constexpr(1 - 6 / 128)  # see short_magnitude
 _SMALL, _UP = tl.constexpr(2.0**-72), tl.constexpr(2.0**100)
+_LARGE = tl.constexpr(2.0**121)  # see is_short
+_OF_SHORT, _LEAST = tl.constexpr(128.0), tl.constexpr(1 - 6 / 128)  # see short_magnitude
 _PARTS = tl.constexpr((263 << 23) - 2**32)  # 2^(9 - e) has the bits (263 << 23) - bits of 2^e
 # How the codes are rounded: to nearest; by a byte for each element; by the bytes of Philox.
 NEAREST, BYTES, SEED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -147,9 +148,12 @@ def reciprocal_of_scale(s):
 
 @triton.jit
 def is_short(A, POSSIBLE: tl.constexpr):
-    """Whether A has 11 bits, as the magnitude of a bfloat16 or float16 has, and products with it are normal numbers."""
+    """Whether A has 11 bits, as the magnitude of a bfloat16 or float16 has, and all that `factors` computes is normal.
+
+    The factor of a block is 21 / (s * A), and s is at most 448.
+    """
     if POSSIBLE:
-        return (A.to(tl.int32, bitcast=True) & 0x1FFF == 0) & (A >= _SMALL)
+        return (A.to(tl.int32, bitcast=True) & 0x1FFF == 0) & (A >= _SMALL) & (A < _LARGE)
     else:
         return False
 

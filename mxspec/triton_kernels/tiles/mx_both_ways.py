@@ -26,7 +26,9 @@ def both_ways(
     results = allocated(x, offs, K, pad_to, fmt.dtype, blocked)
     q_row, s_row, q_col, s_col, start, end = results
     if fmt.per_byte > 1:
-        q_row, q_col = q_row.view(torch.uint8), q_col.mT.view(torch.int32).mT  # see mx_columns.empty_codes
+        # See mx_columns.empty_codes. Without elements, a dimension may have a stride that no word has.
+        words = q_col.mT.view(torch.int32) if q_col.numel() else mx_columns.empty_codes(x, (K, 2 * q_col.shape[0]), fmt)
+        q_row, q_col = q_row.view(torch.uint8), words.mT
     rows = q_row.shape[0] + 128 * G if blocked else q_row.shape[0]  # the number of rows with scales
     constants = *exponent_rule(fmt, scaling, x.dtype), blocked
     of_rows, of_columns = (s.view(torch.uint8) for s in (s_row, s_col))

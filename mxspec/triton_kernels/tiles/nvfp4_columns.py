@@ -36,8 +36,8 @@ from mxspec.triton_kernels.common.runs import load16
 
 _HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# Registers of a thread, for plain scales. Fewer than the compiler would take, they lead to a faster order of
-# instructions: the same number of programs fits on a processor.
+# Registers of a thread, for plain scales. The compiler would take up to 128. With the limit, as many programs fit on a
+# processor, and the order of instructions is faster.
 _REGISTERS = {"1x16": {"maxnreg": 112}, "16x16": {"maxnreg": 120}}
 _SPAN = 8  # a program of token groups has up to so many tiles
 
