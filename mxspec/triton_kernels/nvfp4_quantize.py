@@ -51,7 +51,8 @@ _HOPPER = {
 # Without a limit, ptxas takes 72 registers for a flat program on Blackwell, and keeps two of them in local memory.
 _BLACKWELL = {**_HOPPER, "flat": {**_HOPPER["flat"], "maxnreg": 96}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
-# Of a thread, for blocked scales of consecutive columns on Hopper: a faster order of instructions.
+# The limit of a thread on Hopper, if the scales are blocked and the columns lie side by side. The order of instructions
+# is then faster.
 _REGISTERS = {"maxnreg": 80}
 # Without .ftz, which would lose subnormals.
 _ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")
