@@ -227,6 +227,19 @@ def test_scales_are_words_or_bytes():
 # --- the bits -----------------------------------------------------------------------------------------------------
 
 
+def same_but_for_overflow(got, expected):
+    """Sums with the largest scales may overflow in one order of K and stay finite in another. NaN is NaN in all.
+
+    The columns have scales of many sizes. So each column has its own error.
+    """
+    assert torch.equal(got.isnan(), expected.isnan())
+    ordinary = (expected.abs() < 2.0**30).all(0)
+    assert ordinary.sum() > expected.shape[1] - 8
+    got, expected = got[:, ordinary].double(), expected[:, ordinary].double()
+    off = (got - expected).square().sum(0) / expected.square().sum(0)
+    assert off.max() < 10 ** -(MIN_SQNR_DB[torch.float32] / 10)
+
+
 @on_hopper
 @pytest.mark.parametrize("tile", TILES, ids=name)
 @each_layout
@@ -239,11 +252,7 @@ def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
     mx_weights(x, b, scale, plain, layout)
     assert torch.equal(got.view(torch.int32), plain.view(torch.int32))
     expected = reference(x, None, b, scale, out_dtype=torch.float32, scale_layout=layout)
-    assert torch.equal(got.isnan(), expected.isnan())
-    ordinary = expected.isfinite().all(0) & (expected.abs() < 2.0**30).all(0)
-    off = (got - expected)[:, ordinary].square().sum() / expected[:, ordinary].square().sum()
-    assert ordinary.sum() > N - 8
-    assert off < 10 ** -(MIN_SQNR_DB[torch.float32] / 10)
+    same_but_for_overflow(got, expected)
 
 
 @on_hopper
@@ -263,8 +272,7 @@ def test_every_tile_of_experts_gives_the_bits_of_the_plain_tiles(K, layout, tile
         kernel.by_weights(x, b, scale, got, layout, plan=plan, **tile)
         mx_weights(x, b, scale, plain, layout, offs=offs)
     assert torch.equal(got.view(torch.int32), plain.view(torch.int32))
-    expected = grouped_reference(x, None, b, scale, offs, out_dtype=torch.float32, scale_layout=layout)
-    assert check.difference((got,), (expected,), MIN_SQNR_DB) is None
+    same_but_for_overflow(got, grouped_reference(x, None, b, scale, offs, out_dtype=torch.float32, scale_layout=layout))
 
 
 def calls(format, layout, K) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
