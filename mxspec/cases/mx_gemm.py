@@ -17,6 +17,7 @@ from mxspec.cases.common.matmuls import (
     SIZES,
     affordable,
     costly,
+    dtypes_meet,
     hides,
     impossible,
     lay,
@@ -25,10 +26,13 @@ from mxspec.cases.common.matmuls import (
     operand_fits,
 )
 from mxspec.cases.common.mx_operands import (
+    BY_E2M1,
+    E2M1,
     E4M3FN,
     E5M2,
     Operands,
     codes,
+    every_byte_of_e2m1,
     every_scale,
     laid_out,
     pair,
@@ -43,9 +47,6 @@ from mxspec.reference.mx_dequantize import OUT_DTYPES
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.to_blocked import blocked_bytes, to_blocked
 from mxspec.spec import Case, Shapes, normal, random_normal, these
-
-E2M1 = torch.float4_e2m1fn_x2
-
 
 Arguments = tuple[Any, ...]
 
@@ -75,11 +76,8 @@ def every_scale_of_fp4(M: int, N: int, K: int, layout: str) -> Arguments:
 
 
 def every_byte_of_fp4(layout: str) -> Arguments:
-    """Every scale byte in a row of its own, with every code. One element of a is not zero in each row."""
-    bits = (torch.arange(16, dtype=torch.uint8) | torch.arange(15, -1, -1, dtype=torch.uint8) << 4).expand(256, 16)
-    scale = torch.arange(256, dtype=torch.uint8)[:, None].view(torch.float8_e8m0fnu)
-    a = torch.eye(32).to(torch.bfloat16)
-    return a, None, bits.contiguous().view(E2M1), laid_out(scale, layout, to_blocked)
+    a, b, scale = every_byte_of_e2m1()
+    return a, None, b, laid_out(scale, layout, to_blocked)
 
 
 def every_scale_pair(M: int, N: int, K: int, layout: str) -> Arguments:
@@ -91,7 +89,7 @@ def every_scale_pair(M: int, N: int, K: int, layout: str) -> Arguments:
 def special_fp4(M: int, N: int, K: int) -> Iterator[tuple[str, Operands]]:
     """Operands by e2m1 codes, with a special value in one row."""
     for dtype in (torch.bfloat16, E4M3FN):
-        name = "bfloat16" if dtype == torch.bfloat16 else "e4m3fn"
+        name = BY_E2M1[dtype]
         operands = pair((M, K), (N, K), (dtype, E2M1))
         operands[3].view(torch.uint8)[5, 1] = 255
         yield f"a scale of 255 in the second, {name}", operands
@@ -168,8 +166,8 @@ def cases() -> Iterator[Case]:
         name = " by ".join(str(dtype).removeprefix("torch.float8_") for dtype in dtypes)
         fp32 = {"out_dtype": torch.float32, "scale_layout": layout}
         yield Case(f"{name}, {layout}", partial(made, 64, 72, 128, layout, dtypes), fp32)
-    for dtype, layout in product((torch.bfloat16, E4M3FN, E5M2, E2M1), SCALE_LAYOUTS):
-        name = f"{str(dtype).removeprefix('torch.').removeprefix('float8_').removesuffix('fn_x2')} by e2m1, {layout}"
+    for dtype, layout in product(BY_E2M1, SCALE_LAYOUTS):
+        name = f"{BY_E2M1[dtype]} by e2m1, {layout}"
         fp32 = {"out_dtype": torch.float32, "scale_layout": layout}
         yield Case(name, partial(made, 70, 136, 160, layout, (dtype, E2M1)), fp32)
         for M, N, K in [(1, 72, 32), (16, 200, 1056), (131, 257, 96), (6, 40, 0), (0, 40, 64), (40, 0, 64)]:
@@ -248,9 +246,7 @@ def _possible(choice: Choice) -> bool:
         unscaled = name == "a" and choice.get("b dtype") in (None, E2M1)
         return operand_fits(choice, name, (rows, K), (rows, C), (tiles,) if blocked else None, unscaled)
 
-    if choice.get("a dtype") in (torch.bfloat16, E2M1) and choice.get("b dtype") not in (None, E2M1):
-        return False
-    return fits("a", M) and fits("b", N)
+    return dtypes_meet(choice) and fits("a", M) and fits("b", N)
 
 
 def _blind(choice: Choice) -> bool:

@@ -20,6 +20,7 @@ from mxspec.cases.common.matmuls import (
     SIZES,
     affordable,
     costly,
+    dtypes_meet,
     hides,
     impossible,
     lay,
@@ -29,11 +30,14 @@ from mxspec.cases.common.matmuls import (
     poison,
 )
 from mxspec.cases.common.mx_operands import (
+    BY_E2M1,
+    E2M1,
     E4M3FN,
     E5M2,
     Operands,
     bench_sizes,
     codes,
+    every_byte_of_e2m1,
     every_scale,
     laid_out,
     pair,
@@ -53,7 +57,6 @@ from mxspec.reference.to_blocked import blocked_bytes, to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
 from mxspec.spec import Case, Shapes, random_normal, these
 
-E2M1 = torch.float4_e2m1fn_x2
 Arguments = tuple[Any, ...]
 
 
@@ -103,21 +106,17 @@ def every_scale_pair(sizes: list[int], N: int, K: int, layout: str) -> Arguments
 
 
 def every_byte_of_fp4(layout: str) -> Arguments:
-    """For each of two experts, every scale byte in a row of its own, with every code.
-
-    One element of a is not zero in each row.
-    """
-    bits = (torch.arange(16, dtype=torch.uint8) | torch.arange(15, -1, -1, dtype=torch.uint8) << 4).expand(2, 256, 16)
-    scale = torch.arange(256, dtype=torch.uint8)[None, :, None]
-    scale = torch.cat([scale, scale.flip(1)]).view(torch.float8_e8m0fnu)
-    a = torch.eye(32).to(torch.bfloat16)
-    return a, None, bits.contiguous().view(E2M1), laid_out(scale, layout, to_blocked), offs_of([13, 19])
+    """Two experts. The rows of the second are those of the first from the last to the first."""
+    a, b, scale = every_byte_of_e2m1()
+    scales = torch.stack([scale.view(torch.uint8), scale.view(torch.uint8).flip(0)]).view(scale.dtype)
+    codes = b.view(torch.uint8).repeat(2, 1, 1).view(E2M1)
+    return a, None, codes, laid_out(scales, layout, to_blocked), offs_of([13, 19])
 
 
 def special_fp4() -> Iterator[tuple[str, Operands]]:
     """Operands by e2m1 codes, with special values in a few rows."""
     for dtype in (torch.bfloat16, E4M3FN):
-        name = "bfloat16" if dtype == torch.bfloat16 else "e4m3fn"
+        name = BY_E2M1[dtype]
         operands = pair((50, 96), (3, 40, 96), (dtype, E2M1))
         operands[3].view(torch.uint8)[1, 5, 1] = 255
         operands[0][41, 37] = torch.nan
@@ -187,8 +186,8 @@ def cases() -> Iterator[Case]:
     for dtypes in ((E4M3FN, E5M2), (E5M2, E5M2)):
         name = " by ".join(str(dtype).removeprefix("torch.float8_") for dtype in dtypes)
         yield Case(name, partial(made, [30, 20], 0, 40, 128, dtypes=dtypes))
-    for dtype, layout in product((torch.bfloat16, E4M3FN, E5M2, E2M1), SCALE_LAYOUTS):
-        name = f"{str(dtype).removeprefix('torch.').removeprefix('float8_').removesuffix('fn_x2')} by e2m1, {layout}"
+    for dtype, layout in product(BY_E2M1, SCALE_LAYOUTS):
+        name = f"{BY_E2M1[dtype]} by e2m1, {layout}"
         kw = {"scale_layout": layout}
         fp32 = {"out_dtype": torch.float32, **kw}
         yield Case(name, partial(made, [40, 0, 70], 3, 72, 160, layout, (dtype, E2M1)), fp32)
@@ -263,7 +262,7 @@ def _possible(choice: Choice) -> bool:
     if given(choice, "scale_layout", "blocked") == "blocked":
         a_tiles = (None if M is None or E is None else M + 128 * E, None if C is None else round_up(C, 4))
         b_tiles = (E, None if N is None or C is None else blocked_bytes(N, C))
-    if choice.get("a dtype") in (torch.bfloat16, E2M1) and choice.get("b dtype") not in (None, E2M1):
+    if not dtypes_meet(choice):
         return False
     unscaled = choice.get("b dtype") in (None, E2M1)
     return operand_fits(choice, "a", (M, K), (M, C), a_tiles, unscaled) and operand_fits(

@@ -92,6 +92,12 @@ def operand_fits(
     return tensor_fits(choice, name, shape) and tensor_fits(choice, f"{name}_scale", of_scale)
 
 
+def dtypes_meet(choice: Choice) -> bool:
+    """Whether an MX matmul takes the dtypes of a and b together. bfloat16 and e2m1 codes meet e2m1 codes only."""
+    by_codes = choice.get("b dtype") in (None, E2M1.dtype)
+    return by_codes or choice.get("a dtype") not in (torch.bfloat16, E2M1.dtype)
+
+
 def scale_parts(name: str) -> list[str]:
     """The dimensions of the scale of an operand."""
     return [f"{name}_scale {part}" for part in ("values", "strides", "begins")]

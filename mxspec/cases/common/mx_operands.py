@@ -15,7 +15,8 @@ from mxspec.reference.common.numerics import saturating_cast
 from mxspec.spec import normal
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and plain scales of two operands, with blocks along K
-E4M3FN, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3FN, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
+BY_E2M1 = {torch.bfloat16: "bfloat16", E4M3FN: "e4m3fn", E5M2: "e5m2", E2M1: "e2m1"}  # what meets weights in e2m1
 
 
 def codes(*shape: int, dtype: torch.dtype = E4M3FN, seed: int = 0) -> Tensor:
@@ -50,6 +51,16 @@ def every_scale(rows: int, blocks: int, down: bool, seed: int = 1) -> Tensor:
     jitter = torch.randint(-1, 2, (rows, blocks), generator=torch.Generator().manual_seed(seed))
     byte = (254 - byte if down else byte) + jitter
     return byte.clamp(0, E8M0FNU.largest_code).to(torch.uint8).view(E8M0FNU.dtype)
+
+
+def every_byte_of_e2m1() -> tuple[Tensor, Tensor, Tensor]:
+    """a, b and plain scales of b: each scale byte in a row of b of its own, with every code.
+
+    Each row of a, in bfloat16, has one element that is not zero.
+    """
+    bits = torch.arange(16, dtype=torch.uint8) | torch.arange(15, -1, -1, dtype=torch.uint8) << 4
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].view(E8M0FNU.dtype)
+    return torch.eye(32).to(torch.bfloat16), bits.expand(256, 16).contiguous().view(E2M1), scale
 
 
 def pair(
