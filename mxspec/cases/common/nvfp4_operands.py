@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +40,11 @@ Pair = tuple[Operand, Operand]
 
 def codes(*shape: int, seed: int = 0) -> Tensor:
     """Normally distributed e2m1 codes, packed along the last dimension. `shape` counts elements."""
+    return _codes(shape, seed).clone()
+
+
+@functools.lru_cache(maxsize=512)  # many cases of an op have the same codes
+def _codes(shape: tuple[int, ...], seed: int) -> Tensor:
     return packed(encoded(normal(*shape, seed=seed) * 2, E2M1), E2M1)
 
 
