@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,11 +40,18 @@ def cost(reference: Reference[..., object], case: Case) -> Cost:
 
     A call that the contract refuses raises the op's own error. Sizes that no tensor can have raise a ValueError.
     """
-    with FakeTensorMode(), _sizes_that_a_tensor_has(f"{reference.__name__}, {case.name}"):
-        args = case.args()
+    with _sizes_that_a_tensor_has(f"{reference.__name__}, {case.name}"):
+        with FakeTensorMode():
+            args = case.args()
+        args = tuple(_meta(arg) if isinstance(arg, Tensor) else arg for arg in args)
         spec = reference.spec
         outputs = spec.outputs(args, reference(*args, **case.kwargs))
         return Cost(spec.bytes_moved(args, outputs), spec.flops(args, outputs), is_fp8(args), is_mx(args))
+
+
+def _meta(fake: Tensor) -> Tensor:
+    """The same tensor without memory. On meta tensors a reference takes a third of its time on fake tensors."""
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
 
 
 @contextlib.contextmanager
