@@ -28,9 +28,11 @@ from mxspec.spec import Case
 
 ROOT = Path(__file__).parents[1]
 DEVICE = check.default_device()
-# `make complete` runs every generated case of the references, and compiles every option of a Helion kernel. `make test`
-# takes enough of them to show each value and each kernel once.
+# `make complete` runs every generated case of the references, and compiles every option of a Helion kernel and every
+# tile of a matmul to every dtype. `make test` takes enough of them to show each value, each kernel and each tile once.
 COMPLETE = os.environ.get("MXSPEC_TESTS") == "complete"
+# The dtypes of the outputs to which every tile of a matmul is compiled. fp32 takes the most registers.
+COMPILED_OUTPUTS = (torch.float32, torch.bfloat16) if COMPLETE else (torch.float32,)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 runs_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
@@ -65,6 +67,14 @@ def combined(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:
     """
     numbered = itertools.product(*map(enumerate, dimensions))
     return [tuple(v for _, v in some) for some in numbered if COMPLETE or not sum(i for i, _ in some) % 2]
+
+
+def one_in(count: int, of: Sequence[Any]) -> Sequence[Any]:
+    """One in `count` of a list of combinations. `make complete` takes all.
+
+    A count with no factor of a dimension's size takes each value of that dimension.
+    """
+    return of if COMPLETE else of[::count]
 
 
 def ends(*offs: int) -> Tensor:

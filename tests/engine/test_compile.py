@@ -39,16 +39,16 @@ def together(backend: str, target: str, module: Any) -> int:
     """How many options of a kernel are combined in the compiled cases. `python -m mxspec compile` compiles all cases.
 
     As a rule, two options that break a Triton kernel break it on both targets and under every release of Triton. So
-    `make complete` compiles pairs of options, for sm_90 only, and `make test` compiles each option. A case costs Helion
-    seconds. Helion generates the same code for sm_100 as for sm_90, except for the matmuls: their PTX names other
-    instructions for each target. `make test` compiles each kernel of Helion once for each target, and the interpreter
-    runs the code that Helion generates for each option.
+    `make complete` compiles pairs of options for sm_90, and each option for sm_100. `make test` compiles each option
+    for sm_90, and each kernel once for sm_100. A case costs Helion seconds. Helion generates the same code for sm_100
+    as for sm_90, except for the matmuls: their PTX names other instructions for each target. `make test` compiles each
+    kernel of Helion once for each target, and the interpreter runs the code that Helion generates for each option.
     """
-    if backend == "helion" and not COMPLETE:
-        return 0
+    if not COMPLETE:
+        return 1 if (backend, target) == ("triton", "sm90") else 0
     if backend == "helion" and target == "sm100":
         return 1 if isinstance(getattr(module, "PTX", None), dict) else 0
-    return 2 if COMPLETE and (backend, target) == ("triton", "sm90") else 1
+    return 2 if (backend, target) == ("triton", "sm90") else 1
 
 
 @functools.cache

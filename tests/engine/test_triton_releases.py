@@ -95,8 +95,6 @@ def test_machine_code(version: str, cover: int) -> None:
 BLACKWELL = ("blackwell/test_mx_matmul_sm100",)
 MATMULS = tuple(f"hopper/test_{name}_sm90" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "nvfp4_gemm"))
 WEIGHTS = ("hopper/test_weights_sm90",)
-# Each tile of the kernel of few tokens, each format, matrices and experts, words and bytes.
-SOME_WEIGHTS = "(mxfp4 and True and 864) or (nvfp4 and True and 1024) or (e4m3 and True and 864) or (e5m2 and 1024)"
 
 
 @pytest.mark.timeout(1800)
@@ -112,14 +110,12 @@ SOME_WEIGHTS = "(mxfp4 and True and 864) or (nvfp4 and True and 1024) or (e4m3 a
 def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str, names: tuple[str, ...]) -> None:
     """The tests of files that know more than the ops' cases, in two processes, because their imports take seconds.
 
-    For Hopper, the ops' cases are too small to choose these tiles. Outputs of fp32 take the most registers, but for the
-    large tile of token groups. The oldest release is tested on a GPU, where the same files run all tiles. For
-    Blackwell, the compiler makes barriers and a pipeline, so each release may make others.
+    For Hopper, the ops' cases are too small to choose these tiles. The oldest release is tested on a GPU, where the
+    same files run all tiles. For Blackwell, the compiler makes barriers and a pipeline, so each release may make
+    others.
     """
     files = [f"tests/kernels/{name}.py" for name in names]
-    some = "" if COMPLETE else f" and (not test_weights_sm90 or {SOME_WEIGHTS})"
-    hopper = f"without_spilling and not bfloat16{some}"
-    chosen = f"test_mx_matmul_sm100 or ({hopper})"
+    chosen = "test_mx_matmul_sm100 or without_spilling"
     run = under(version, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rp", "-k", chosen, *files, cwd=ROOT)
     assert run.returncode == 0, run.stdout
     assert all(f"PASSED {file}" in run.stdout for file in files)

@@ -17,7 +17,7 @@ from mxspec.reference.fp8_gemm import MIN_SQNR_DB
 from mxspec.reference.fp8_grouped_gemm import fp8_grouped_gemm
 from mxspec.reference.fp8_grouped_gemm_wgrad import fp8_grouped_gemm_wgrad
 from mxspec.reference.fp8_grouped_gemm_wgrad_ import fp8_grouped_gemm_wgrad_
-from tests.helpers import adds_once, blocks_of_stages, fetches_its_descriptors, on_hopper
+from tests.helpers import COMPILED_OUTPUTS, adds_once, blocks_of_stages, fetches_its_descriptors, on_hopper
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -35,6 +35,7 @@ def of(tiles):
 
 each_row_tile, each_tile = of(ROW_TILES), of(TILES)
 each_output = pytest.mark.parametrize("out_dtype", MIN_SQNR_DB, ids=str)
+each_compiled_output = pytest.mark.parametrize("out_dtype", COMPILED_OUTPUTS, ids=str)
 F32 = torch.float32
 
 
@@ -65,7 +66,7 @@ def compiles(call, args, tile, out_dtype):
     return code
 
 
-@each_output
+@each_compiled_output
 @each_row_tile
 def test_every_tile_of_rows_compiles_without_spilling(tile, out_dtype):
     code = compiles(forward, rows.made([150, 129], 7, 264, 256, 1, "mn"), tile, out_dtype)
@@ -79,7 +80,7 @@ def test_a_large_tile_of_rows_compiles_without_spilling_for_any_number_of_column
     compiles(forward, rows.made([150, 129], 7, N, 256, 1, "mn"), tile, torch.bfloat16)
 
 
-@each_output
+@each_compiled_output
 @each_tile
 def test_every_tile_of_sums_over_tokens_compiles_without_spilling(tile, out_dtype):
     code = compiles(wgrad, tokens.made([128, 384, 256], 128, 264, 144), tile, out_dtype)

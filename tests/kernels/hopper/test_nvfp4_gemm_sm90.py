@@ -14,7 +14,7 @@ from mxspec.machine_code.compile import compile_call, problems
 from mxspec.machine_code.fake_gpu import unavailable
 from mxspec.reference.common.matmul import MIN_SQNR_DB
 from mxspec.reference.common.nvfp4_matmul import values
-from tests.helpers import combined, on_hopper, runs_kernels
+from tests.helpers import COMPILED_OUTPUTS, combined, on_hopper, runs_kernels
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -64,7 +64,7 @@ def launch(a, _, Ta, b, __, Tb, *offs, op, out_dtype, **tile):
     return out
 
 
-@pytest.mark.parametrize(("call", "out_dtype", "tile"), combined(EACH_CALL, MIN_SQNR_DB, TILES), ids=name)
+@pytest.mark.parametrize(("call", "out_dtype", "tile"), combined(EACH_CALL, COMPILED_OUTPUTS, TILES), ids=name)
 def test_every_tile_compiles_without_spilling(call, out_dtype, tile):
     op, across = call
     code = compile_call(launch, *operands(op, across), op=op, out_dtype=out_dtype, target="sm90", **tile)

@@ -14,7 +14,7 @@ from mxspec.reference.mx_gemm import mx_gemm as reference
 from mxspec.reference.mx_grouped_gemm import mx_grouped_gemm as grouped_reference
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
-from tests.helpers import combined, on_hopper, u8
+from tests.helpers import combined, on_hopper, one_in, u8
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -103,11 +103,18 @@ CALLS = [*((format, False) for format in FORMATS), *((format, True) for format i
 
 # The scales of 864 columns are no whole words. Only tiles that the launch chooses are for them.
 BY_BYTES = combined(CALLS, (864,), LAYOUTS, TILES[: len(CHOSEN)])
+COMPILED = one_in(5, [*combined(CALLS, (1024,), LAYOUTS, TILES), *BY_BYTES])
 
 
-@pytest.mark.parametrize(
-    ("call", "K", "layout", "tile"), [*combined(CALLS, (1024,), LAYOUTS, TILES), *BY_BYTES], ids=name
-)
+@pytest.mark.parametrize("K", [1024, 864])
+def test_each_call_tile_and_layout_is_compiled_with_words_and_with_bytes(K):
+    chosen = [tile(*of) for of in sorted(CHOSEN)]
+    for dimension, every in ((0, CALLS), (2, LAYOUTS), (3, chosen)):
+        found = [of[dimension] for of in COMPILED if of[1] == K]
+        assert all(value in found for value in every)
+
+
+@pytest.mark.parametrize(("call", "K", "layout", "tile"), COMPILED, ids=name)
 def test_every_tile_compiles_without_spilling(call, K, layout, tile):
     format, experts = call
     args = torch.randn(200, K).bfloat16(), *weights(format, (3, 192) if experts else (192,), K, layout)
