@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mxspec.dispatch import planned
+from mxspec.dispatch import planned, traced
 from mxspec.dispatch.choice import current_backend, known
 from mxspec.dispatch.modes import is_differentiated_by_a_transform, is_forward_mode, is_plain_eager
 from mxspec.dispatch.schema import PYTHON_TYPES, SCHEMA_TYPES, annotated, dtype_of, schema
@@ -86,7 +86,7 @@ class Operator:
         return list(result) if self.as_list else result
 
     def fake(self, *args: Any, backend: str = "", **kwargs: Any) -> Any:
-        result: Any = self.fn(*args, **self.with_dtypes(kwargs))
+        result = traced.outputs(self.name, self.fn, args, self.with_dtypes(kwargs))
         return list(result) if self.as_list else result
 
     def without_gradient(self, keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
