@@ -10,6 +10,7 @@ from torch import nn
 
 from mxspec.nn._cache import QuantizesWeights
 from mxspec.nn._defaults import experts_of, is_router
+from mxspec.nn.recipe import Recipe, name_of
 
 # Parameters of these modules are read row by row and not multiplied.
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -22,6 +23,7 @@ class Conversion:
     """The report of `convert`, which `print` shows.
 
     Attributes:
+        recipe: the recipe of this call.
         swapped: the layers that this call converted. It maps a layer's name to its new kind.
         left: the layers that stay as they were. It maps a layer's name to the reason. It also maps the name of a
             parameter to a reason, if the parameter has two or more dimensions, is not a weight of a converted layer,
@@ -37,6 +39,7 @@ class Conversion:
             reason.
     """
 
+    recipe: Recipe
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     share_of_parameters: float | None = 0.0
@@ -45,7 +48,7 @@ class Conversion:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.swapped)} swapped, {len(self.left)} left",
+            f"{len(self.swapped)} swapped to {name_of(self.recipe)}, {len(self.left)} left",
             f"in low precision: {_percent(self.share_of_parameters)} of the parameters, "
             f"{_percent(self.share_of_flops)} of a token's matmul operations",
         ]

@@ -79,14 +79,15 @@ def convert(
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10))
         >>> print(convert(model, "mxfp8_rceil"))
-        1 swapped, 1 left
+        1 swapped to mxfp8_rceil, 1 left
         in low precision: 85.0% of the parameters, 86.5% of a token's matmul operations
           0: MXLinear
           1: left, MXLinear: out_features = 10 must be a multiple of 32. Use a PyTorch layer, or pad the model.
 
     Source: torchao, `convert_to_float8_training(module, module_filter_fn=)`, for the order of filter_fn's arguments.
     """
-    found, report = recipe_of(recipe, "convert"), Conversion()
+    found = recipe_of(recipe, "convert")
+    report = Conversion(found)
     _check(model, filter_fn, experts_per_token)
     by_default, patterns = left_by_default(model), [include] if isinstance(include, str) else list(include)
     named = [(name, layer) for name, layer in model.named_modules(remove_duplicate=False) if _is_ours(layer)]

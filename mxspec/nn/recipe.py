@@ -121,6 +121,11 @@ RECIPES = {
 }
 
 
+def name_of(recipe: Recipe) -> str:
+    """The name of a recipe in `RECIPES`. A recipe without a name is shown with its options."""
+    return next((name for name, named in RECIPES.items() if named == recipe), repr(recipe))
+
+
 def recipe_of(recipe: Recipe | str, asked_by: str) -> Recipe:
     """The recipe itself, or the recipe with that name."""
     if isinstance(recipe, Recipe):

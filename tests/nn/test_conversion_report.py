@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mxspec.nn import GroupedExperts, MXLinear, convert
+from mxspec.nn import GroupedExperts, MXLinear, Recipe, convert
 from mxspec.nn._report import collapsed
 
 
@@ -33,6 +33,19 @@ class Model(nn.Module):
         self.output = nn.Linear(64, 160, bias=False)
         if tied:
             self.output.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("nvfp4_nearest", "nvfp4_nearest"),
+        (Recipe("nvfp4", hadamard=False), "nvfp4_no_hadamard"),
+        (Recipe(grad_dtype=torch.float8_e5m2), repr(Recipe(grad_dtype=torch.float8_e5m2))),
+    ],
+)
+def test_the_first_line_names_the_recipe(recipe, name):
+    report = convert(nn.Sequential(nn.Linear(64, 64)), recipe)
+    assert str(report).startswith(f"1 swapped to {name}, 0 left\n")
 
 
 HEAD = "it is the output head, whose logits are sensitive to quantization; include= converts it"

@@ -159,7 +159,7 @@ def test_convert_to_mx():
     assert after.keys() == parameters.keys()
     assert all(after[name] is p for name, p in parameters.items())
     text = str(report)
-    assert text.startswith("4 swapped, 4 left\n")
+    assert text.startswith("4 swapped to mxfp8_floor, 4 left\n")
     assert "\n  up: MXLinear\n" in text
     assert f"\n  head: left, {head}" in text
     again, up = convert(model, "mxfp8_rceil"), model.up
