@@ -31,7 +31,8 @@ DEVICE = check.default_device()
 # `make complete` runs every generated case of the references, and compiles every option of a Helion kernel and every
 # tile of a matmul to every dtype. `make test` takes enough of them to show each value, each kernel and each tile once.
 COMPLETE = os.environ.get("MXSPEC_TESTS") == "complete"
-# The dtypes of the outputs to which every tile of a matmul is compiled. fp32 takes the most registers.
+# The dtypes of the outputs to which every tile of a matmul is compiled. fp32 takes the most registers. For the
+# large tiles of token groups bfloat16 does, and they have a test of their own.
 COMPILED_OUTPUTS = (torch.float32, torch.bfloat16) if COMPLETE else (torch.float32,)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -63,7 +64,8 @@ def generated(op: str) -> tuple[Case, ...]:
 def combined(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:
     """One value of each dimension, in all combinations.
 
-    `make test` takes half of them, in which every two values of two dimensions still meet.
+    `make test` takes half of them. If three dimensions or more have several values, every two values of two dimensions
+    still meet.
     """
     numbered = itertools.product(*map(enumerate, dimensions))
     return [tuple(v for _, v in some) for some in numbered if COMPLETE or not sum(i for i, _ in some) % 2]
@@ -72,7 +74,7 @@ def combined(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:
 def one_in(count: int, of: Sequence[Any]) -> Sequence[Any]:
     """One in `count` of a list of combinations. `make complete` takes all.
 
-    A count with no factor of a dimension's size takes each value of that dimension.
+    A count that has no factor in common with the size of any dimension takes each value of each dimension.
     """
     return of if COMPLETE else of[::count]
 

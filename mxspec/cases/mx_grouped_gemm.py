@@ -106,7 +106,7 @@ def every_scale_pair(sizes: list[int], N: int, K: int, layout: str) -> Arguments
 
 
 def every_byte_of_fp4(layout: str) -> Arguments:
-    """Two experts. The rows of the second are those of the first from the last to the first."""
+    """Two experts with the same codes. The scales of the second are those of the first in reverse order."""
     a, b, scale = every_byte_of_e2m1()
     scales = torch.stack([scale.view(torch.uint8), scale.view(torch.uint8).flip(0)]).view(scale.dtype)
     codes = b.view(torch.uint8).repeat(2, 1, 1).view(E2M1)

@@ -537,10 +537,10 @@ def test_a_name_and_a_dtype_mean_the_same():
 def first_case(op):
     """The first case without NaN in its outputs. opcheck compares with assert_close, where NaN differs from NaN."""
     reference = dispatch.reference(op)
-    for case in reference.spec.cases():
+    for case in (case for case in reference.spec.cases() if not case.flags):
         args = case.args()
         outputs = reference.spec.outputs(args, reference(*args, **case.kwargs))
-        if not case.flags and not any(may_be_nan(out.dtype) and out.float().isnan().any() for out in outputs):
+        if not any(may_be_nan(out.dtype) and out.float().isnan().any() for out in outputs):
             return case
     raise ValueError(f"{op} has no such case")
 

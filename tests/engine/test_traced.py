@@ -27,8 +27,8 @@ def ran(monkeypatch):
     return names
 
 
-def on_fake(op, *args, mode=None, **kwargs):
-    with mode or FakeTensorMode() as mode:
+def on_fake(op, *args, **kwargs):
+    with FakeTensorMode() as mode:
         fake = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
         return dispatch.public(op)(*fake, **kwargs)
 
@@ -36,14 +36,16 @@ def on_fake(op, *args, mode=None, **kwargs):
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_the_second_answer_is_the_first(op, ran):
     spec = dispatch.reference(op).spec
-    for case in [case for case in spec.cases() if not case.raises and "large" not in case.flags][:2]:
+    cases = [case for case in spec.cases() if not case.raises and "large" not in case.flags][:2]
+    for case in cases:
         args = case.args()
         first, second = (spec.outputs(args, on_fake(op, *args, **case.kwargs)) for _ in range(2))
         for one, other in zip(first, second, strict=True):
             for fact in (Tensor.size, Tensor.stride, Tensor.storage_offset):
                 assert fact(one) == fact(other)
             assert (one.dtype, one.device, type(one)) == (other.dtype, other.device, type(other))
-    assert ran
+    calls = 2 * len(cases)  # at least one of them is answered without the reference, but for an op in place
+    assert (len(ran) == calls) if spec.in_place else (0 < len(ran) < calls)
 
 
 def test_the_reference_runs_once_for_the_calls_of_one_kind(ran):
@@ -69,14 +71,21 @@ def test_it_runs_again_for_another_kind(args, options, ran):
     assert ran == ["mx_quantize"] * 2
 
 
-def test_it_runs_for_flags_that_ask_for_values_and_for_parts_of_a_tensor(ran):
+def test_it_runs_for_a_part_of_a_tensor_and_once_for_a_flag(ran):
     for _ in range(2):
         on_fake("mx_quantize", X[1:33])
-        on_fake("mx_quantize_groups", X, OFFS, check_offs=False)
-    assert ran == ["mx_quantize", "mx_quantize_groups", "mx_quantize"]
-    for _ in range(2):
         on_fake("mx_quantize_groups", X, OFFS, check_offs=True)
-    assert ran[3:] == ["mx_quantize_groups"] * 2
+        on_fake("fp8_quantize_128x128", X, with_transpose=True)
+    assert ran == ["mx_quantize", "mx_quantize_groups", "fp8_quantize_128x128", "mx_quantize"]
+
+
+def test_a_number_may_change_between_the_calls_of_a_compiled_function():
+    """From the second number on, torch traces a symbolic number beside static tensors."""
+    torch._dynamo.reset()
+    compiled = torch.compile(mxspec.place_token_groups, backend="aot_eager", fullgraph=True)
+    starts = torch.tensor([0, 128], dtype=torch.int32)
+    for rows in (256, 384, 512):
+        assert compiled(X, OFFS, starts, rows).equal(mxspec.place_token_groups(X, OFFS, starts, rows))
 
 
 def test_it_runs_for_symbolic_sizes(ran):
@@ -95,8 +104,7 @@ def test_a_refused_call_is_refused_again(ran):
 
 
 def test_a_call_in_place_runs_each_time(ran):
-    args = dispatch.reference("zero_unused_").spec.cases()
-    args = next(iter(args)).args()
+    args = next(iter(dispatch.reference("zero_unused_").spec.cases())).args()
     for _ in range(2):
         on_fake("zero_unused_", *args)
     assert ran == ["zero_unused_"] * 2
