@@ -188,6 +188,17 @@ def outputs_of(result: Any) -> tuple[Tensor, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
+def meta(value: Any) -> Any:
+    """A tensor with the same shape, strides and place in its storage, without the storage.
+
+    Any other value stays as it is.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    storage = torch.empty(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype, device="meta")
+    return storage.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
 def random_bits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Random bits, every pattern equally likely: all exponents, subnormals, both zeros, Inf and NaN."""
     store = INT_OF_BYTES[dtype.itemsize]

@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mxspec import devices
 from mxspec.devices import Device
 from mxspec.dispatch import kernel_module, reference
-from mxspec.machine_code.fake_gpu import fake_gpu, meta
+from mxspec.machine_code.fake_gpu import fake_gpu
 from mxspec.machine_code.measure import dumped
 from mxspec.machine_code.planner import has_no_code, promises_bytes
 from mxspec.shapes import Shapes
-from mxspec.spec import Case
+from mxspec.spec import Case, meta
 
 DEVICE = {"sm90": "NVIDIA H200", "sm100": "NVIDIA B200"}
 SHAPES = Shapes(matrices=((32768, 7168),), experts=((8, 7168, 2048),), padding=((32768, 7168, 8),))

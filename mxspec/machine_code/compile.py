@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxspec.dispatch import backends, has_kernel, kernel_module, ops
-from mxspec.machine_code.fake_gpu import fake_gpu, meta
+from mxspec.machine_code.fake_gpu import fake_gpu
 from mxspec.machine_code.measure import MachineCode, measure
 from mxspec.machine_code.planner import calls, expected, has_no_code, is_edge, is_searched, promises_bytes
-from mxspec.spec import Case
+from mxspec.spec import Case, meta
 
 
 def _compile(compiled: list[Any], target: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[MachineCode]:

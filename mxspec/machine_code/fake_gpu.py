@@ -37,17 +37,6 @@ def unavailable() -> str | None:
     return None
 
 
-def meta(value: Any) -> Any:
-    """A tensor with the same shape, strides and place in its storage, without the storage.
-
-    Any other value stays as it is.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    storage = torch.empty(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype, device="meta")
-    return storage.as_strided(value.shape, value.stride(), value.storage_offset())
-
-
 def _forget_devices() -> None:
     """Empty the caches in which the kernel modules and Helion keep facts about a device."""
     for name, module in list(sys.modules.items()):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mxspec.dispatch import kernel_module, reference, refusal
 from mxspec.machine_code.covering import Launch, covering, recorded
-from mxspec.machine_code.fake_gpu import fake_gpu, meta
-from mxspec.spec import Case
+from mxspec.machine_code.fake_gpu import fake_gpu
+from mxspec.spec import Case, meta
 
 
 def is_searched(args: Iterable[Any], edge: bool) -> bool:

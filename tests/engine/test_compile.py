@@ -20,8 +20,9 @@ from mxspec.dispatch import kernel_module
 from mxspec.machine_code import cli, measure
 from mxspec.machine_code import compile as mx_compile
 from mxspec.machine_code.compile import Result, compile_call, compile_op, kernels, problems
-from mxspec.machine_code.fake_gpu import TARGETS, fake_gpu, meta, unavailable
+from mxspec.machine_code.fake_gpu import TARGETS, fake_gpu, unavailable
 from mxspec.machine_code.planner import plan
+from mxspec.spec import meta
 from tests.helpers import COMPLETE
 
 if reason := unavailable():
