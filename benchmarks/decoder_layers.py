@@ -154,7 +154,7 @@ def contenders_of(model: Model, device: torch.device) -> tuple[dict[str, Step], 
     for name, recipe in (recipes | {"fp8_128, weights quantized again": AGAIN}).items():
         own = copy.deepcopy(whole)
         report = convert(own, recipe)
-        console.print(str(report), highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{name}: {report}", highlight=False, soft_wrap=True, markup=False)
         steps[f"mxspec, {name}"] = Step(own.model, x, dy)
     return steps, whole
 

@@ -28,8 +28,8 @@ from mxspec.spec import Case
 
 ROOT = Path(__file__).parents[1]
 DEVICE = check.default_device()
-# `make complete` runs every generated case of the references, and compiles every option of a Helion kernel and every
-# tile of a matmul to every dtype. `make test` takes enough of them to show each value, each kernel and each tile once.
+# `make complete` runs every generated case of the references, and compiles more options and outputs. `make test` takes
+# enough of them to show each value, each kernel and each tile once. CONTRIBUTING.md has the list.
 COMPLETE = os.environ.get("MXSPEC_TESTS") == "complete"
 # The dtypes of the outputs to which every tile of a matmul is compiled. fp32 takes the most registers. For the
 # large tiles of token groups bfloat16 does, and they have a test of their own.
@@ -72,10 +72,7 @@ def combined(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def one_in(count: int, of: Sequence[Any]) -> Sequence[Any]:
-    """One in `count` of a list of combinations. `make complete` takes all.
-
-    A count that has no factor in common with the size of any dimension takes each value of each dimension.
-    """
+    """One in `count` of a list of combinations. `make complete` takes all."""
     return of if COMPLETE else of[::count]
 
 

@@ -111,8 +111,8 @@ class Operator:
         ctx.save_for_backward(*(value for value in saved if isinstance(value, Tensor)))
         ctx.sizes = [None if isinstance(value, Tensor) else value for value in saved]
         # Save the choice: the backward runs on a thread that sees no with-block. A traced graph chooses when it runs.
-        traced = torch._C._len_torch_dispatch_stack() > 0
-        ctx.backend = keyword_only_inputs["backend"] or ("" if traced else current_backend())
+        in_graph = torch._C._len_torch_dispatch_stack() > 0
+        ctx.backend = keyword_only_inputs["backend"] or ("" if in_graph else current_backend())
 
 
 def op(fn: Reference[P, R]) -> Reference[P, R]:

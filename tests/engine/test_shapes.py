@@ -5,6 +5,7 @@ import json
 from functools import reduce
 
 import pytest
+from torch import Tensor
 
 from mxspec import dispatch
 from mxspec.bench import model
@@ -77,6 +78,14 @@ def test_every_op_is_timed_on_calls_that_its_contract_allows(op, shapes):
         cost = model.cost(reference, case)  # the reference checks its arguments
         assert cost.bytes_moved > 0
         assert cost.flops >= 0
+
+
+def test_the_cost_of_a_case_leaves_its_tensors_real():
+    reference = dispatch.reference("nvfp4_gemm")
+    case = next(case for case in reference.spec.cases() if not case.flags)
+    for _ in range(2):
+        model.cost(reference, case)
+        assert all(type(arg) is Tensor for arg in case.args())
 
 
 def _reads_offs(op: str) -> bool:

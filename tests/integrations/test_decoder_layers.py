@@ -31,7 +31,7 @@ def test_it_times_every_step_and_stores_the_run(layers, capsys, tmp_path):
     assert [row["part"] for row in run["rows"] if "part" in row] == ["output head and loss", "AdamW"]
     assert all(row["us"] > 0 and row["tokens"] == 64 for row in run["rows"])
     out = capsys.readouterr().out
-    assert "20 swapped to fp8_128, 6 left" in out
+    assert "fp8_128: 20 swapped to fp8_128, 6 left" in out
     assert "bound if the experts took no time: " in out
 
 

@@ -40,14 +40,16 @@ Pair = tuple[Operand, Operand]
 
 def codes(*shape: int, seed: int = 0) -> Tensor:
     """Normally distributed e2m1 codes, packed along the last dimension. `shape` counts elements."""
-    if torch._C._len_torch_dispatch_stack():  # under a mode, such as FakeTensorMode, tensors are of another kind
-        return _codes.__wrapped__(shape, seed)
-    return _codes(shape, seed).clone()
+    if torch._C._len_torch_dispatch_stack():  # the tensors of a mode, such as FakeTensorMode, are its own
+        return _made(shape, seed)
+    return _kept(shape, seed).clone()
 
 
-@functools.lru_cache(maxsize=512)  # many cases of an op have the same codes
-def _codes(shape: tuple[int, ...], seed: int) -> Tensor:
+def _made(shape: tuple[int, ...], seed: int) -> Tensor:
     return packed(encoded(normal(*shape, seed=seed) * 2, E2M1), E2M1)
+
+
+_kept = functools.lru_cache(maxsize=512)(_made)  # many cases of an op have the same codes
 
 
 def scales(*shape: int, seed: int = 1) -> Tensor:

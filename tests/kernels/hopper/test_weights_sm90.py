@@ -108,8 +108,8 @@ COMPILED = one_in(5, [*combined(CALLS, (1024,), LAYOUTS, TILES), *BY_BYTES])
 
 @pytest.mark.parametrize("K", [1024, 864])
 def test_each_call_tile_and_layout_is_compiled_with_words_and_with_bytes(K):
-    chosen = [tile(*of) for of in sorted(CHOSEN)]
-    for dimension, every in ((0, CALLS), (2, LAYOUTS), (3, chosen)):
+    tiles = TILES if K == 1024 else TILES[: len(CHOSEN)]
+    for dimension, every in ((0, CALLS), (2, LAYOUTS), (3, tiles)):
         found = [of[dimension] for of in COMPILED if of[1] == K]
         assert all(value in found for value in every)
 
