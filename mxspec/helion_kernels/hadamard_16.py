@@ -35,6 +35,15 @@ def _stage(v: Tensor) -> Tensor:
     return hl.join(a + b, a - b).permute(0, 1, 5, 2, 3, 4)
 
 
+def transformed(v: Tensor, signs: int) -> Tensor:
+    """The transforms of blocks `(rows, cols, 16)` in fp32, each sum rounded once."""
+    rows, cols, _ = v.shape
+    element = hl.arange(16).unsqueeze(0).unsqueeze(1)
+    negative = (((element * 0 + signs) >> element) << 31).to(torch.int32)
+    v = (v.view(torch.int32) ^ negative).view(torch.float32).reshape(rows, cols, 2, 2, 2, 2)
+    return _stage(_stage(_stage(_stage(v)))).reshape(rows, cols, 16) * 0.25
+
+
 def _tiles(
     x: Tensor, stride_e: int, stride_r: int, stride_k: int, E: int, R: int, C: int, y: Tensor, y_stride_r: int,
     y_stride_k: int, signs: int, rows: hl.constexpr, cols: hl.constexpr,
@@ -42,13 +51,10 @@ def _tiles(
     for e, i, j in hl.grid([E, (R + rows - 1) // rows, (C + cols - 1) // cols]):
         r = (i * rows + hl.arange(rows)).unsqueeze(1).unsqueeze(2)
         c = (j * cols + hl.arange(cols)).unsqueeze(0).unsqueeze(2)
-        element = hl.arange(16).unsqueeze(0).unsqueeze(1)
-        k = c * 16 + element
+        k = c * 16 + hl.arange(16).unsqueeze(0).unsqueeze(1)
         inside = ((r < R) & (c < C)).expand(rows, cols, 16)
         v = widened(hl.load(x, [e * stride_e + r * stride_r + k * stride_k], extra_mask=inside))
-        negative = (((element * 0 + signs) >> element) << 31).to(torch.int32)
-        v = (v.view(torch.int32) ^ negative).view(torch.float32).reshape(rows, cols, 2, 2, 2, 2)
-        v = _stage(_stage(_stage(_stage(v)))).reshape(rows, cols, 16) * 0.25
+        v = transformed(v, signs)
         hl.store(y, [e * R * C * 16 + r * y_stride_r + k * y_stride_k], v.to(y.dtype), extra_mask=inside)
 
 

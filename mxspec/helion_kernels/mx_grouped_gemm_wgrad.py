@@ -21,6 +21,7 @@ from mxspec.helion_kernels.common.launch import Configs, config, flat, launch
 from mxspec.helion_kernels.common.numerics import scale_value
 from mxspec.helion_kernels.fp8_gemm import PERSISTENT, options
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
+from mxspec.helion_kernels.tiles.k_groups import of_blocks, plan_of_blocks
 from mxspec.helion_kernels.tiles.mx_by_memory import EXACT, FIRST_FLAG, inexact_scales, processors
 from mxspec.helion_kernels.tiles.mx_matmul import multiplied, scale_arguments, scale_place, step_for
 
@@ -47,43 +48,9 @@ CONFIGS: dict[Any, Configs] = {
     # If TMA cannot read a tile, or if K is no multiple of 16, the addresses of a wide tile need too many registers.
     "small or odd": {(9, 0): _config(_WRITTEN, 4, 128), (10, 0): _CODES},
 }
-_PLAN, _VALUES = config([64], 4), config([32, 4], 4)
+_VALUES = config([32, 4], 4)
 _MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)
 _STEP = 64  # tokens of the bf16 values
-
-
-def _plan_blocks(plan: Tensor, M: int, offs: Tensor, stride_offs: int, G: int, chunk: hl.constexpr) -> None:
-    """For each block of 32 tokens, four numbers that lead to its scales.
-
-    They are the group, the group's first tile of blocked scales, the number of the group's tiles, and the place of the
-    block in its group. Past the last group, the group is G.
-    """
-    for block in hl.tile(plan.size(0)):
-        token = block.index * 32
-        group, begin = token * 0, token * 0
-        before = hl.zeros([], dtype=torch.int32)
-        for i in range(0, G, chunk):
-            g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)
-            stops = hl.load(offs, [g * stride_offs], extra_mask=g < G)
-            ended = (stops.unsqueeze(0) <= token.unsqueeze(1)) & (g < G).unsqueeze(0)
-            group = group + ended.sum(1, dtype=torch.int32)
-            last = torch.where(ended, ends.unsqueeze(0), 0).amax(1)
-            begin = torch.where(last > begin, last, begin)
-        first = hl.load(offs, [(group - 1) * stride_offs], extra_mask=group > 0)
-        stop = torch.clamp(hl.load(offs, [group * stride_offs], extra_mask=group < G), max=M)
-        tiles = (stop - first + 127) >> 7
-        # If offs is out of order, a block whose scales may be missing counts as a block of no group.
-        there = (first >= 0) & (first <= token) & (token < stop) & (begin >= 0) & (begin >> 7 <= (M >> 7) + G - tiles)
-        plan[block, 0] = torch.where(there, group, G)
-        plan[block, 1] = begin >> 7
-        plan[block, 2] = tiles
-        plan[block, 3] = (token - first) >> 5
-
-
-def _of_plan(plan: Tensor, block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four numbers of blocks, in the index type of the kernel."""
-    group, begin, tiles, place = (hl.load(plan, [block, i]).unsqueeze(0) + hl.arange(1) for i in range(4))
-    return group, begin, tiles, place
 
 
 def _values(
@@ -92,7 +59,7 @@ def _values(
 ) -> None:  # fmt: skip
     """The bf16 values of one operand. A value that may be inexact raises the flag of its row in its group."""
     for row, block in hl.tile([out.size(0), out.size(1)]):
-        group, begin, tiles, c = _of_plan(plan, block.index)
+        group, begin, tiles, c = of_blocks(plan, block.index)
         there = ((row.index < out.size(0)).unsqueeze(1)) & (group < G)
         # Plain scales count the blocks of all groups together.
         of_group = begin * row_tiles * 512 if blocked else 0
@@ -197,7 +164,7 @@ def _mend(
             acc = hl.zeros([128, 64], dtype=torch.float32)
             for m in hl.tile(first, stop, block_size=32):
                 block = (m.begin >> 5) + hl.arange(1)
-                of, begin, col_tiles, place = _of_plan(plan, block)
+                of, begin, col_tiles, place = of_blocks(plan, block)
                 there_n, there_k = in_n & (of < G), in_k & (of < G)
                 c = place if blocked else block.unsqueeze(0)
                 n_at = scale_place(n, c, dy_stride_r, dy_stride_c, col_tiles, blocked)
@@ -262,8 +229,7 @@ def mx_grouped_gemm_wgrad(
             out, *of_offs, E, chunk(E), blocked, step_for(dy.device),
         )  # fmt: skip
         return out
-    plan = torch.empty((M // MX_BLOCK_SIZE, 4), dtype=torch.int32, device=dy.device)
-    launch(_plan_blocks, {(9, 0): _PLAN}, plan, M, *of_offs, E, chunk(E))
+    plan = plan_of_blocks(offs, M, MX_BLOCK_SIZE)
     flags = torch.zeros(FIRST_FLAG + E * (N + K), dtype=torch.int32, device=dy.device)
     dy_values = _bf16_values(dy.mT, of_dy, blocked, plan, E, flags, FIRST_FLAG, "dy")
     x_values = _bf16_values(x.mT, of_x, blocked, plan, E, flags, FIRST_FLAG + E * N, "x")

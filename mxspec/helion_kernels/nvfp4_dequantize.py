@@ -27,7 +27,7 @@ def _tiles(
     qdata: Tensor, stride_e: int, stride_r: int, stride_k: int, E: int, R: int, C: int,
     scale: Tensor, scale_stride_e: int, scale_stride_r: int, scale_stride_c: int, col_tiles: int,
     tensor_scale: Tensor, tensor_scale_stride: int, out: Tensor,
-    blocked: hl.constexpr, turned: hl.constexpr, rows: hl.constexpr, cols: hl.constexpr,
+    blocked: hl.constexpr, scaled: hl.constexpr, turned: hl.constexpr, rows: hl.constexpr, cols: hl.constexpr,
 ) -> None:  # fmt: skip
     # The tensors are flat, so only the mask of an access limits what it touches.
     for e, i, j in hl.grid([E, (R + rows - 1) // rows, (C + cols - 1) // cols]):
@@ -42,7 +42,7 @@ def _tiles(
         pair = c.unsqueeze(2) * 8 + hl.arange(8).unsqueeze(0).unsqueeze(1)
         source = e * stride_e + r.unsqueeze(2) * stride_r + pair * stride_k
         q = hl.load(qdata, [source], extra_mask=inside.unsqueeze(2).expand(rows, cols, 8))
-        T = hl.load(tensor_scale, [e * tensor_scale_stride + hl.arange(1)]).unsqueeze(1)
+        T = hl.load(tensor_scale, [e * tensor_scale_stride + hl.arange(1)]).unsqueeze(1) if scaled else None
         value = values_of_pairs(q, s, T, out.dtype)
         k = c.unsqueeze(2) * 16 + hl.arange(16).unsqueeze(0).unsqueeze(1)
         mask = inside.unsqueeze(2).expand(rows, cols, 16)
@@ -62,16 +62,25 @@ def nvfp4_dequantize(
     out_dtype: torch.dtype = torch.bfloat16,
     scale_layout: str = "plain",
 ) -> Tensor:
+    return dequantized(qdata, scale, tensor_scale, axis, out_dtype, scale_layout == "blocked")
+
+
+def dequantized(
+    qdata: Tensor, scale: Tensor, tensor_scale: Tensor | None, axis: int, out_dtype: torch.dtype, blocked: bool,
+    role: str = "",
+) -> Tensor:  # fmt: skip
+    """`nvfp4_dequantize`, also with a tensor scale of 1 (None). An op that calls it twice gives roles: see `launch`."""
     sizes = [2 * n if d - qdata.ndim == axis else n for d, n in enumerate(qdata.shape)]
     out = qdata.new_empty(sizes, dtype=out_dtype)
     if not out.numel():
         return out
-    blocked, q = scale_layout == "blocked", qdata.view(torch.uint8)
+    q = qdata.view(torch.uint8)
     if axis == -2:
         q = q.mT
     *lead, R, stored = q.shape
     C, E = 2 * stored // NVFP4_BLOCK_SIZE, lead[0] if lead else 1
-    of_experts = (q.stride(0), scale.stride(0), tensor_scale.stride(0)) if lead else (0, 0, 0)
+    of_experts = (q.stride(0), scale.stride(0)) if lead else (0, 0)
+    numbers = scale if tensor_scale is None else tensor_scale  # the scales take the place of numbers that are not read
     scale_strides = of_experts[1], 0 if blocked else scale.stride(-2), scale.stride(-1)
     rows, cols, num_warps = for_device(TILES, q.device)["rows" if axis == -1 else "turned"]
     # A grid of three dimensions needs no divisions to find a program's place, but two of its dimensions hold at most
@@ -79,7 +88,7 @@ def nvfp4_dequantize(
     pid_type = "xyz" if max(E, -(-R // rows)) < 65536 else "flat"
     launch(
         _tiles, {(9, 0): on_grid(3, num_warps, pid_type)}, flat(q), of_experts[0], *q.stride()[-2:], E, R, C,
-        flat(scale), *scale_strides, blocked_shape(R, C)[1], flat(tensor_scale), of_experts[2], out.view(-1),
-        blocked, axis == -2, rows, cols,
+        flat(scale), *scale_strides, blocked_shape(R, C)[1], flat(numbers), numbers.stride(0) if lead else 0,
+        out.view(-1), blocked, tensor_scale is not None, axis == -2, rows, cols, role=role,
     )  # fmt: skip
     return out

@@ -36,12 +36,12 @@ class Tile(NamedTuple):
 
 _HOPPER = {"wide": Tile(16, 16, 4), "tall": Tile(64, 4, 4)}  # no other tile was measured
 TILES = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-_OF_MATRICES = on_grid(1, 1)
+OF_MATRICES = on_grid(1, 1)
 # Without .ftz, which would lose subnormals.
 PTX = (r"ld\.global\.(v[24]\.)?b(16|32)", r"mul\.(rn\.)?f32", r"fma\.rn\.f32", r"cvt\.rn\.satfinite\.e4m3x2\.f32")
 
 
-def _tensor_scales(amax: Tensor, stride: int, T: Tensor) -> None:
+def tensor_scales(amax: Tensor, stride: int, T: Tensor) -> None:
     for e in hl.grid(T.size(0)):
         hl.store(T, [e + hl.arange(1)], tensor_scale(hl.load(amax, [e * stride + hl.arange(1)])))
 
@@ -127,7 +127,7 @@ def quantized(
     T = x.new_empty(tuple(lead), dtype=torch.float32)
     E, stride_e, amax_stride = (lead[0], x.stride(0), amax.stride(0)) if lead else (1, 0, 0)
     if E:
-        launch(_tensor_scales, {(9, 0): _OF_MATRICES}, flat(amax), amax_stride, T.view(-1))
+        launch(tensor_scales, {(9, 0): OF_MATRICES}, flat(amax), amax_stride, T.view(-1))
     if scale.numel():
         rows, cols, num_warps = for_device(TILES, x.device)["tall" if x.stride(-2) == 1 != x.stride(-1) else "wide"]
         # A grid of three dimensions needs no divisions to find a program's place, but two of its dimensions hold at

@@ -24,7 +24,7 @@ from mxspec.helion_kernels.common.groups import (
 from mxspec.helion_kernels.common.launch import flat, for_device, launch, on_grid
 from mxspec.helion_kernels.common.numerics import magnitude_bits, widened
 from mxspec.helion_kernels.common.nvfp4_numerics import block_scale, of_matrix, packed_codes
-from mxspec.helion_kernels.nvfp4_quantize import _OF_MATRICES, PTX, _tensor_scales
+from mxspec.helion_kernels.nvfp4_quantize import OF_MATRICES, PTX, tensor_scales
 
 __all__ = ["PTX"]
 RANK = {(9, 0): 2, (10, 0): 2}  # no GPU has run it: compiled for Hopper and Blackwell, and interpreted
@@ -130,7 +130,7 @@ def nvfp4_quantize_groups(
     qdata = x.new_empty((R, C * 8), dtype=torch.uint8)
     scale = x.new_empty(scales, dtype=torch.uint8)
     if G:
-        launch(_tensor_scales, {(9, 0): _OF_MATRICES}, flat(amax), amax.stride(0), T)
+        launch(tensor_scales, {(9, 0): OF_MATRICES}, flat(amax), amax.stride(0), T)
     if padded:
         rows, cols, num_warps = for_device(TILES, x.device)["columns" if along_tokens else "rows"]
         # At least one program, which writes start and end even if there are no columns.

@@ -99,8 +99,8 @@ def nvfp4_grouped_gemm_wgrad(
     Returns:
         `(E, N, K)` of out_dtype, contiguous. A group without tokens gives `0 * T[e]`: zeros, if T[e] is finite. Tokens
         from the last end on never count, whatever the operands hold there. Rounding and the judgement of kernels are as
-        for `nvfp4_gemm`. In the kernels in Triton, no bit of an expert's gradient depends on the tokens of other
-        experts.
+        for `nvfp4_gemm`. In the kernels in Triton and Helion, no bit of an expert's gradient depends on the tokens of
+        other experts.
 
     Special values: as for `nvfp4_gemm`, within a group: a NaN reaches only the gradient of its own expert.
 

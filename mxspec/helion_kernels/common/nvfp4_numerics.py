@@ -114,8 +114,8 @@ def block_scale(bits: Tensor, A: Tensor, wrong: Tensor) -> tuple[Tensor, Tensor]
     return torch.where(wrong | (bits == 0) | (h == 0), 0.0, s).to(torch.float8_e4m3fn), wrong
 
 
-def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor, byte: Tensor | None = None) -> Tensor:
-    """The e2m1 codes of blocks `(rows, cols, 16)`, two in a byte: `(rows, cols, 8)`. They are 7 if `wrong`.
+def _codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor, byte: Tensor | None) -> Tensor:
+    """The e2m1 codes of blocks `(rows, cols, 16)`, int32. They are 7 if `wrong`.
 
     byte: a random byte for each element, by which its code is rounded. None: to nearest, ties to even.
     """
@@ -125,14 +125,30 @@ def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor, byte: Tenso
         magnitude = torch.where(d == 0, 0.0, n / d)
     else:
         magnitude = hl.triton_kernel(_MAGNITUDE, args=(n, s, A), output_like=n)
-    return in_pairs(torch.where(wrong.unsqueeze(2), 7, e2m1_code(magnitude.clamp(max=6.0), x, byte)))
+    return torch.where(wrong.unsqueeze(2), 7, e2m1_code(magnitude.clamp(max=6.0), x, byte))
 
 
-def values_of_pairs(q: Tensor, s: Tensor, T: Tensor, dtype: torch.dtype) -> Tensor:
+def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor, byte: Tensor | None = None) -> Tensor:
+    """The codes of `_codes`, two in a byte: `(rows, cols, 8)`."""
+    return in_pairs(_codes(x, scale, A, wrong, byte))
+
+
+def fake_values(x: Tensor, bits: Tensor, A: Tensor, wrong: Tensor, byte: Tensor | None = None) -> Tensor:
+    """The bf16 values of the codes of blocks `(rows, cols, 16)`. `bits` are the blocks' largest magnitudes."""
+    s, wrong = block_scale(bits, A, wrong)
+    code = _codes(x, s, A, wrong, byte)
+    value = (((code << 22) & 0x01C00000) | ((code << 28) & -0x80000000)).view(torch.float32) * 2.0**126
+    return (value * torch.where(wrong, float("nan"), s.to(torch.float32)).unsqueeze(2)).to(torch.bfloat16)
+
+
+def values_of_pairs(q: Tensor, s: Tensor, T: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The values of packed codes `(rows, cols, 8)` under scales `(rows, cols)`: `(rows, cols, 16)`.
 
-    The product of a code's value with s is exact.
+    The product of a code's value with s is exact. T: None for a tensor scale of 1.
     """
     even, odd = (half * 2.0**126 for half in e2m1_pairs(q))
-    s, T = s.to(torch.float32).unsqueeze(2), T.unsqueeze(2)
-    return hl.join((even * s * T).to(dtype), (odd * s * T).to(dtype)).reshape(q.shape[0], q.shape[1], 16)
+    s = s.to(torch.float32).unsqueeze(2)
+    even, odd = even * s, odd * s
+    if T is not None:
+        even, odd = even * T.unsqueeze(2), odd * T.unsqueeze(2)
+    return hl.join(even.to(dtype), odd.to(dtype)).reshape(q.shape[0], q.shape[1], 16)
