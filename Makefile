@@ -59,7 +59,8 @@ demo: $(if $(VENV),$(VENV)/demo)
 test: $(READY)
 	$(MAKE) -j2 --output-sync=target lint types $(if $(VENV),docs)
 	$(MAKE) pytest interpreted notebooks-test
-# All that `make test` takes samples of: every generated case, every option of a Helion kernel.
+# All that `make test` takes samples of: every turn of the slow tests, every generated case, every option of a kernel.
+complete: export MXSPEC_TURN =
 complete: export MXSPEC_TESTS = complete
 complete: test
 # After a change: two minutes. `make test` has the rest.
@@ -69,6 +70,8 @@ quick: lint types
 # One thread in each process, because there is a process for every core already. More threads would wait for each other
 # and keep the cores busy.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
+# Slow tests take turns: the commit decides which of them this run takes (tests/turns.py).
+pytest interpreted: export MXSPEC_TURN ?= $(or $(shell git rev-parse HEAD 2>/dev/null),no commit)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

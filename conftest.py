@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 
 from mxspec.plans import PLANS
 
+pytest_plugins = ["tests.turns", "pytester"]
+
 # A machine may be busy, so no test fails because its examples took long.
 settings.register_profile("mxspec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mxspec")

@@ -63,6 +63,8 @@ def room(tmp_path_factory):
     return FileLock(tmp_path_factory.getbasetemp().parent / "room.lock")
 
 
+# In an interpreter a case takes seconds.
+@pytest.mark.turns(5 if dispatch.interpreters() else 1, by=("op", "backend"))
 @pytest.mark.parametrize(("op", "backend", "case"), WORK)
 def test_case(op, backend, case, room):
     with room if "large" in case.flags else contextlib.nullcontext():
@@ -86,6 +88,7 @@ KERNELS = [
 ]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="references are no different interpreted")
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_generated_cases_of_the_reference(op):

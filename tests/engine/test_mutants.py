@@ -483,6 +483,7 @@ def test_there_are_thirty_and_each_is_another():
     assert len(TRITON) + len(HELION) >= 30
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("backend", "mutant"), INTERPRETED)
 def test_a_mutant_is_caught(folder, backend, mutant):
     result = checked(folder, backend, mutant, mutant.op, mutant.case)
@@ -490,6 +491,7 @@ def test_a_mutant_is_caught(folder, backend, mutant):
     assert any(words in result.message for words in ("elements differ", "are further off", "NaN or Inf differ"))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("backend", "op", "case"), list(dict.fromkeys((p.values[0], p.values[1].op, p.values[1].case) for p in INTERPRETED))
 )

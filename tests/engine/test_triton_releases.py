@@ -67,6 +67,7 @@ def test_gluon_is_offered_where_it_is_compiled_and_nowhere_else():
     assert (first, beyond) == (tried[0], (tried[-1][0], tried[-1][1] + 1)), "pyproject.toml takes what nobody tried"
 
 
+@pytest.mark.turns(2)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("version", "cover"), [(OLDEST, 0), (NEWEST, 1 if COMPLETE else 0)])
 def test_machine_code(version: str, cover: int) -> None:
@@ -97,6 +98,7 @@ MATMULS = tuple(f"hopper/test_{name}_sm90" for name in ("fp8_gemm", "fp8_grouped
 WEIGHTS = ("hopper/test_weights_sm90",)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("version", "names"),
@@ -218,6 +220,7 @@ def shown_once(op: str, together: int) -> list[str]:
     return [names[i] for i in sorted(covering(launches, together))]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("version", "together"), [(OLDEST, 0), (NEWEST, 1 if COMPLETE else 0)])
 def test_interpreted(version: str, together: int) -> None:

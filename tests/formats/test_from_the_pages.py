@@ -36,6 +36,7 @@ def test_every_case_that_is_written_by_hand(op):
     assert len(results) > 10
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("op", vectors.ops())
 def test_every_case_that_is_generated(op):
     answered = refused = 0

@@ -100,6 +100,7 @@ def serve(
     return counter.frame_count
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_compiled_once_for_any_number_of_tokens(name):
     """Without `mark_dynamic`, the first graph is for the first number of tokens only."""
@@ -107,6 +108,7 @@ def test_a_layer_is_compiled_once_for_any_number_of_tokens(name):
     assert serve(make(), args, TOKENS) == 1 + graphs
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_tokens_may_be_marked_as_dynamic(name):
     """The first number of tokens is 128, a multiple of every block size."""

@@ -142,6 +142,7 @@ def test_the_bits_are_the_same(made, recipe, dtype, by_values):
         assert same(trained(other, *x), trained(module, *x)), frozen
 
 
+@pytest.mark.turns(3)
 @each_recipe
 @pytest.mark.parametrize("made", ["Linear", "GroupedExperts", "transposed experts"])
 def test_compiled_and_checkpointed_too(made, recipe, by_values):
@@ -195,6 +196,7 @@ def test_no_more_bytes_are_saved_than_by_bfloat16(made, recipe, by_values):
     assert bytes_of(saved(lambda: codes(*x)), codes) > ours
 
 
+@pytest.mark.turns(3)
 @each_recipe
 @pytest.mark.parametrize("made", ["Linear", "GroupedExperts"])
 def test_a_compiled_graph_quantizes_the_saved_weight_in_its_backward(made, recipe, by_values):
