@@ -21,7 +21,7 @@ from mxspec.helion_kernels.common.launch import Configs, config, flat, launch
 from mxspec.helion_kernels.common.numerics import e2m1_pairs, scale_value
 from mxspec.helion_kernels.fp8_gemm import options
 from mxspec.helion_kernels.tiles import mx_by_memory, mx_matmul
-from mxspec.helion_kernels.tiles.mx_by_memory import FIRST_FLAG, bf16_values, matmul_config, mend
+from mxspec.helion_kernels.tiles.mx_by_memory import FIRST_FLAG, TILES, bf16_values, mend, tile_of
 from mxspec.helion_kernels.tiles.mx_matmul import (
     multiplied,
     scale_arguments,
@@ -36,12 +36,7 @@ _REF = os.environ.get("HELION_INTERPRET") == "1"  # ref mode cuts the last tile 
 PTX = {"sm90": (mx_by_memory.PTX,), "sm100": (rf"{mx_matmul.PTX['sm100'][0]}|tcgen05\.mma.*\.kind::f16",)}
 # Programs run down eight tiles of M, then along N, so that programs that run at the same time share rows of a and b.
 _SCALED = config([128, 128], 8, num_stages=4, l2_groupings=[8])
-CONFIGS = {
-    "large": {(9, 0): matmul_config([128, 256, 64], 8, 3), (10, 0): _SCALED},
-    # The large tile of fp32 would need 272 KiB of shared memory. No other tile was tried, and this one was not timed.
-    "large, fp32": {(9, 0): matmul_config([128, 128, 64], 8, 4), (10, 0): _SCALED},
-    "at most 64 rows": {(9, 0): matmul_config([64, 64, 128], 4, 4, persistent=False), (10, 0): _SCALED},
-}
+CONFIGS = {name: {(9, 0): of_hopper, (10, 0): _SCALED} for name, of_hopper in TILES.items()}
 
 
 def _weights(tokens: int, num_stages: int) -> Configs:
@@ -161,8 +156,7 @@ def mx_gemm(
         _by_e2m1(a, a_scale, b, b_scale, out, C, blocked)
         return out
     assert a_scale is not None  # only bfloat16 has no scales
-    large = "large, fp32" if out_dtype == torch.float32 else "large"
-    configs = CONFIGS["at most 64 rows" if M <= 64 else large]
+    configs = CONFIGS[tile_of(out)]
     if step_for(a.device) != MX_BLOCK_SIZE:
         launch(
             _mx_gemm, configs, a, *scale_arguments(a_scale, blocked), b, *scale_arguments(b_scale, blocked),

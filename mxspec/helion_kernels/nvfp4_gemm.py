@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxspec.helion_kernels.common.launch import Configs, launch
 from mxspec.helion_kernels.tiles import nvfp4_values
-from mxspec.helion_kernels.tiles.mx_by_memory import matmul_config
+from mxspec.helion_kernels.tiles.mx_by_memory import TILES, tile_of
 from mxspec.helion_kernels.tiles.nvfp4_values import operand
 
 # Beside Triton on an H100: benchmarks/results/decisions.md. Blackwell: compiled, not run.
@@ -27,10 +27,7 @@ _PLAIN, _BLACKWELL = (
     helion.Config(block_sizes=[128, cols, 64], num_warps=8, num_stages=3, loop_orders=[[1, 0]]) for cols in (64, 128)
 )
 CONFIGS: Mapping[str, Configs] = {
-    "large": {(9, 0): matmul_config([128, 256, 64], 8, 3), (10, 0): _BLACKWELL},
-    # The large tile of fp32 would need 272 KiB of shared memory.
-    "large, fp32": {(9, 0): matmul_config([128, 128, 64], 8, 4), (10, 0): _BLACKWELL},
-    "at most 64 rows": {(9, 0): matmul_config([64, 64, 128], 4, 4, persistent=False), (10, 0): _BLACKWELL},
+    **{name: {(9, 0): of_hopper, (10, 0): _BLACKWELL} for name, of_hopper in TILES.items()},
     "no TMA": {(9, 0): _PLAIN, (10, 0): _PLAIN},
 }
 
@@ -70,10 +67,9 @@ def nvfp4_gemm(
     if not out.numel():
         return out
     x, w = operand(a, a_scale, blocked, "a"), operand(b, b_scale, blocked, "b")
-    large = "large, fp32" if out_dtype == torch.float32 else "large"
-    kind = ("at most 64 rows" if M <= 64 else large) if x.by_tma and w.by_tma else "no TMA"
+    tile = tile_of(out) if x.by_tma and w.by_tma else "no TMA"
     launch(
-        _of_values, CONFIGS[kind], x.t, a_tensor_scale.view(1), w.t, b_tensor_scale.view(1), out,
+        _of_values, CONFIGS[tile], x.t, a_tensor_scale.view(1), w.t, b_tensor_scale.view(1), out,
         x.t.shape[0 if x.turned else 1], x.turned, w.turned,
     )  # fmt: skip
     return out

@@ -368,10 +368,9 @@ HELION = [
         ("the words of a column overlap", "m_tile * rows + 3 * hl.arange", "m_tile * rows + hl.arange")),
     *mutants("mx_quantize_rowcol", "random bit patterns, bfloat16, e2m3, floor", "common.runs",
         ("the words of a row in one place", "hl.store(qdata, [place + i], third", "hl.store(qdata, [place], third")),
-    *mutants("mx_grouped_gemm_wgrad", "300 groups", "mx_grouped_gemm_wgrad",
+    *mutants("mx_grouped_gemm_wgrad", "300 groups", "tiles.k_groups",
         ("the scales of the groups after the first 256 are sought from the start",
-         "g, _begins, ends, before = padded_ends(offs, stride_offs, G, before, i, 128, chunk)\n            stops",
-         "g, _begins, ends, _ = padded_ends(offs, stride_offs, G, before, i, 128, chunk)\n            stops")),
+         "g, _begins, ends, before = padded_ends(offs", "g, _begins, ends, _ = padded_ends(offs")),
     *mutants("mx_gemm", "scales from 2^-127 to 2^127, bfloat16 by e2m1, plain", "mx_gemm",
         ("the largest weights become Inf", "(even * 2.0**122 * of_pair)", "(even * 2.0**126 * of_pair / 16.0)")),
     *mutants("mx_dequantize", "every e2m3 code under every scale, float32", "common.numerics",
@@ -427,7 +426,25 @@ HELION = [
         ("no signs", "(element * 0 + signs)", "(element * 0)")),
     *mutants("nvfp4_dequantize", "every code under every scale, times 0.16666666666666666, float32",
         "common.nvfp4_numerics",
-        ("scales multiplied first", "(odd * s * T)", "(odd * (s * T))")),
+        ("scales multiplied first", "odd = even * T.unsqueeze(2), odd * T.unsqueeze(2)",
+         "odd = even * T.unsqueeze(2), (odd / s) * (s * T.unsqueeze(2))")),
+    *mutants("nvfp4_gemm", "values by values, bfloat16", "nvfp4_gemm",
+        ("the tensor scale of b left out", "hl.load(first, [place + one]) * hl.load(second, [place + one])",
+         "hl.load(first, [place + one])")),
+    *mutants("nvfp4_grouped_gemm", "three groups, plain, bfloat16", "nvfp4_grouped_gemm",
+        ("the tensor scales of the first group", "torch.where(expert < G, expert, 0))", "expert * 0)")),
+    *mutants("nvfp4_grouped_gemm", "three groups, blocked, bfloat16", "tiles.nvfp4_values",
+        ("codes of the first block for all", "(r * stride + c * 8).unsqueeze(1)", "(r * stride + c * 0).unsqueeze(1)")),
+    *mutants("nvfp4_grouped_gemm_wgrad", "three groups, blocked, bfloat16", "tiles.k_groups",
+        ("scales of the first group", "plan[block, 1] = begin", "plan[block, 1] = begin * 0")),
+    *mutants("nvfp4_fake_quantize", "96x160, bfloat16, axis -1, 16x16", "nvfp4_fake_quantize",
+        ("scale of a row in place of a square", "if square:", "if False:")),
+    *mutants("nvfp4_fake_quantize_rowcol_groups", "33, 0 and 67 tokens, bfloat16, signs 0xd7e8, random small",
+        "nvfp4_fake_quantize_rowcol_groups",
+        ("the same random bytes for columns", "offset + 1))", "offset))"),
+        ("columns under the amax of rows", "[of_columns + group]", "[group]")),
+    *mutants("nvfp4_fake_quantize_rowcol_groups", "inf in a group, bfloat16, signs none", "common.nvfp4_numerics",
+        ("a NaN block as numbers", 'torch.where(wrong, float("nan"), s.to(torch.float32))', "s.to(torch.float32)")),
     *mutants("fp8_quantize_1x128", "zeros, bf16", "common.fp8_numerics",
         ("no eps", "amax_bits.clamp(min=eps_bits)", "amax_bits")),
     *mutants("fp8_quantize_1x128", "128x384, axis -1, k-major scale", "common.fp8_numerics",
@@ -481,6 +498,14 @@ def test_there_are_thirty_and_each_is_another():
     for mutants in (TRITON, HELION):
         assert len({(m.file, m.text, m.instead) for m in mutants}) == len(mutants)
     assert len(TRITON) + len(HELION) >= 30
+
+
+def test_each_changes_a_text_that_its_file_has_once():
+    for backend, mutants in (("triton", TRITON), ("helion", HELION)):
+        for m in mutants:
+            file = PACKAGE / f"{backend}_kernels" / f"{m.file.replace('.', '/')}.py"
+            assert file.read_text().count(m.text) == 1, f"{file} has {m.text!r} not once"
+            assert any(case.name == m.case for case in cases.of(m.op).cases()), f"{m.op} has no case {m.case!r}"
 
 
 @pytest.mark.turns(4)

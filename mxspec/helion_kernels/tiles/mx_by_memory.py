@@ -202,6 +202,24 @@ def _mend(
             hl.store(out, [row * N + col.t()], acc.to(out.dtype), extra_mask=flagged)
 
 
+# The tiles of a matmul of two matrices of values: see `tile_of`. A tile of 128 x 256 to fp32 would need 272 KiB of
+# shared memory.
+TILES = {
+    "128 x 256": matmul_config([128, 256, 64], 8, 3),
+    "128 x 128": matmul_config([128, 128, 64], 8, 4),
+    "64 x 64": matmul_config([64, 64, 128], 4, 4, persistent=False),
+}
+
+
+def tile_of(out: Tensor) -> str:
+    """The largest tile of which there are enough for the processors. The times: benchmarks/results/decisions.md."""
+    M, N = out.shape
+    wide, square = (-(-M // 128) * -(-N // cols) for cols in (256, 128))
+    if M <= 64 or 3 * square < processors(out.device):
+        return "64 x 64"
+    return "128 x 128" if 2 * wide < processors(out.device) or out.dtype == torch.float32 else "128 x 256"
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type != "cpu" else 4
