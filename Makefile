@@ -70,8 +70,8 @@ quick: lint types
 # One thread in each process, because there is a process for every core already. More threads would wait for each other
 # and keep the cores busy.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
-# Slow tests take turns: the commit decides which of them this run takes (tests/turns.py).
-pytest interpreted: export MXSPEC_TURN ?= $(or $(shell git rev-parse HEAD 2>/dev/null),no commit)
+# Slow tests take turns, and so do the two interpreters of the notebooks: the commit decides (tests/turns.py).
+pytest interpreted notebooks-test: export MXSPEC_TURN ?= $(or $(shell git rev-parse HEAD 2>/dev/null),no commit)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
@@ -93,8 +93,9 @@ interpreted: $(READY)
 notebooks-test: $(READY)
 	$(PYTHON) -c "import matplotlib.pyplot"  # builds its font cache, and says so, before a cell's output is compared
 	$(NBVAL)
-	HELION_INTERPRET=1 MXSPEC_BACKEND=helion $(NBVAL)
-	TRITON_INTERPRET=1 MXSPEC_BACKEND=triton $(NBVAL)
+	backends=$$($(PYTHON) -m tests.turns helion triton) || exit 1; for backend in $$backends; do \
+	    env $$(echo $$backend | tr a-z A-Z)_INTERPRET=1 MXSPEC_BACKEND=$$backend $(NBVAL) || exit 1; \
+	done
 
 # Execute every notebook in place; an unchanged one comes out byte for byte the same.
 notebooks: $(READY)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections import defaultdict
 
 import pytest
@@ -29,13 +30,18 @@ def turn() -> int | None:
     return _hash(commit) if commit and not torch.cuda.is_available() else None
 
 
+def chosen(names: list[str]) -> list[str]:
+    """Of these, the one whose turn it is, or all."""
+    number = turn()
+    return names if number is None else [names[number % len(names)]]
+
+
 def left_out(items: list[pytest.Item], number: int) -> set[pytest.Item]:
     """The marked tests that run `number` leaves to others."""
     groups: dict[tuple[object, ...], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if mark := item.get_closest_marker("turns"):
-            params = getattr(item, "callspec", None)
-            values = [params.params.get(name) for name in mark.kwargs.get("by", ())] if params else []
+            values = [item.callspec.params[name] for name in mark.kwargs.get("by", ())]
             groups[(mark.args[0], bool(values), item.nodeid.partition("[")[0], *values)].append(item)
     out = set()
     for (count, has_one, name, *_), members in groups.items():
@@ -69,9 +75,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error) -> None:
-    node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get("left", 0)
+    left = getattr(node, "workeroutput", {}).get("left", 0)  # a process that died says nothing
+    node.config.stash[_LEFT] = max(node.config.stash[_LEFT], left)
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     if left := config.stash[_LEFT]:
         terminalreporter.write_line(f"{left} tests were left to other commits; `make complete` runs all of them")
+
+
+if __name__ == "__main__":  # python -m tests.turns helion triton
+    every = sys.argv[1:]
+    taken = chosen(every)
+    if left := [name for name in every if name not in taken]:
+        print(f"{', '.join(left)}: left to other commits; `make complete` runs all of them", file=sys.stderr)
+    print(*taken)

@@ -33,7 +33,8 @@ def _of_values(
 ) -> None:  # fmt: skip
     for tile, n in hl.tile([plan.size(0), out.size(1)], block_size=[1, None]):
         expert, first, stop = of_plan(plan, tile.id)
-        # As in fp8_grouped_gemm, a tile is read whole, even if it has rows of other groups.
+        # As in fp8_grouped_gemm, a tile is read whole, even if it has rows of other groups or of none. These do not
+        # change the group's own rows.
         top = torch.clamp(first, 0, M - 128) if whole else first * 0
         acc = hl.zeros([128, n], dtype=torch.float32)
         for k in hl.tile(0, torch.where(expert < G, K, 0), block_size=step):
@@ -72,7 +73,7 @@ def nvfp4_grouped_gemm(
         return out.zero_()
     plan = plan_of(offs, M)
     if a_scale is not None and blocked and K:
-        x = operand_of_groups(a, a_scale, plan)
+        x = operand_of_groups(a, a_scale, plan, E)
     else:
         x = operand(a, a_scale, blocked, "a")
     w = operand(b, b_scale, blocked, "b")

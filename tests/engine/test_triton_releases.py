@@ -50,7 +50,9 @@ def under(version: str, *arguments: str, **options) -> subprocess.CompletedProce
         pytest.skip(f"this is triton {version}")
     if not (folder / "triton").is_dir():
         pytest.skip(f"no triton in {folder} (MXSPEC_TRITONS)")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])} | options.pop("env", {})
+    # The outer test has had its turn. So the tests of a pytest inside take none.
+    own = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "MXSPEC_TURN": ""}
+    environment = os.environ | own | options.pop("env", {})
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, **options)
 
 

@@ -37,6 +37,7 @@ def taken(pytester, monkeypatch):
     pytester.makeconftest('pytest_plugins = ["tests.turns"]')
     pytester.makepyfile(FILE)
     monkeypatch.setattr(turns.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes of xdist
 
     def run(commit, *options):
         monkeypatch.setenv("MXSPEC_TURN", commit)
@@ -71,3 +72,15 @@ def test_without_a_commit_all_tests_run(taken):
     found, lines = taken("")
     assert len(found) == 19
     assert not [line for line in lines if "left" in line]
+
+
+def test_one_of_several_names_has_its_turn(monkeypatch):
+    monkeypatch.setattr(turns.torch.cuda, "is_available", lambda: False)
+    found = []
+    for commit in range(8):
+        monkeypatch.setenv("MXSPEC_TURN", str(commit))
+        found += turns.chosen(["helion", "triton"])
+    assert len(found) == 8
+    assert set(found) == {"helion", "triton"}
+    monkeypatch.delenv("MXSPEC_TURN")
+    assert turns.chosen(["helion", "triton"]) == ["helion", "triton"]

@@ -62,13 +62,13 @@ def operand(t: Tensor, scale: Tensor | None, blocked: bool, role: str) -> Operan
     return of_values(dequantized(t, scale, None, -1, torch.bfloat16, blocked, role))
 
 
-def _values_of_groups(codes: Tensor, stride: int, C: int, scale: Tensor, out: Tensor, plan: Tensor) -> None:
+def _values_of_groups(codes: Tensor, stride: int, C: int, scale: Tensor, out: Tensor, plan: Tensor, G: int) -> None:
     """The values of tokens whose blocked scales have tiles for each group, in the order of the scale bytes."""
     for tile, byte in hl.tile(scale.shape, block_size=[1, None]):
-        _group, first, stop = of_plan(plan, tile.id)
+        group, first, stop = of_plan(plan, tile.id)
         r, c = blocked_to_row_col(byte.index * 0, byte.index)
         r = first + r
-        there = ((r >= 0) & (r < stop) & (c < C)).unsqueeze(1)
+        there = ((r >= 0) & (r < stop) & (c < C) & (group < G)).unsqueeze(1)
         source = (r * stride + c * 8).unsqueeze(1) + hl.arange(8).unsqueeze(0)
         q = hl.load(codes, [source], extra_mask=there.expand(byte, 8)).unsqueeze(1)
         value = values_of_pairs(q, scale[tile.id, byte].unsqueeze(1), None, out.dtype).reshape(byte, 16)
@@ -76,15 +76,14 @@ def _values_of_groups(codes: Tensor, stride: int, C: int, scale: Tensor, out: Te
         hl.store(out, [target], value, extra_mask=there.expand(byte, 16))
 
 
-def operand_of_groups(a: Tensor, scale: Tensor, plan: Tensor) -> Operand:
+def operand_of_groups(a: Tensor, scale: Tensor, plan: Tensor, G: int) -> Operand:
     """Codes of tokens with blocked scales of groups. The rows of no group are not written."""
     M, C = a.shape[0], 2 * a.shape[1] // NVFP4_BLOCK_SIZE
     out = torch.empty((M, C * NVFP4_BLOCK_SIZE), dtype=torch.bfloat16, device=a.device)
     width = 512 * blocked_shape(1, C)[1]
     tiles = scale.as_strided((scale.numel() // width, width), (width, 1))
-    launch(
-        _values_of_groups, {(9, 0): _OF_GROUPS}, flat(a.view(torch.uint8)), a.stride(0), C, tiles, out.view(-1), plan
-    )
+    codes = flat(a.view(torch.uint8))
+    launch(_values_of_groups, {(9, 0): _OF_GROUPS}, codes, a.stride(0), C, tiles, out.view(-1), plan, G)
     return of_values(out)
 
 
