@@ -31,7 +31,7 @@ def turn() -> int | None:
 
 
 def chosen(names: list[str]) -> list[str]:
-    """Of these, the one whose turn it is, or all."""
+    """The name whose turn it is, or all names."""
     number = turn()
     return names if number is None else [names[number % len(names)]]
 

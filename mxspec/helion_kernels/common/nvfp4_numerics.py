@@ -136,9 +136,8 @@ def packed_codes(x: Tensor, scale: Tensor, A: Tensor, wrong: Tensor, byte: Tenso
 def fake_values(x: Tensor, bits: Tensor, A: Tensor, wrong: Tensor, byte: Tensor | None = None) -> Tensor:
     """The bf16 values of the codes of blocks `(rows, cols, 16)`. `bits` are the blocks' largest magnitudes."""
     s, wrong = block_scale(bits, A, wrong)
-    code = _codes(x, s, A, wrong, byte)
-    value = (((code << 22) & 0x01C00000) | ((code << 28) & -0x80000000)).view(torch.float32) * 2.0**126
-    return (value * torch.where(wrong, float("nan"), s.to(torch.float32)).unsqueeze(2)).to(torch.bfloat16)
+    value, _ = e2m1_pairs(_codes(x, s, A, wrong, byte))
+    return (value * 2.0**126 * torch.where(wrong, float("nan"), s.to(torch.float32)).unsqueeze(2)).to(torch.bfloat16)
 
 
 def values_of_pairs(q: Tensor, s: Tensor, T: Tensor | None, dtype: torch.dtype) -> Tensor:

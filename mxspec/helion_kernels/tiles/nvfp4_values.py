@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_col
-from mxspec.helion_kernels.common.launch import config, flat, launch, on_grid
+from mxspec.helion_kernels.common.launch import flat, launch, on_grid
 from mxspec.helion_kernels.common.nvfp4_numerics import values_of_pairs
 from mxspec.helion_kernels.nvfp4_dequantize import dequantized
 from mxspec.helion_kernels.tiles.k_groups import of_blocks
@@ -24,7 +24,6 @@ from mxspec.helion_kernels.tiles.mx_matmul import scale_place
 
 PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.bf16\.bf16",), "sm100": (r"tcgen05\.mma.*\.kind::f16",)}
 _OF_GROUPS = helion.Config(block_sizes=[256], num_warps=8, loop_orders=[[1, 0]])
-_OF_K_GROUPS = config([32, 4], 4)
 
 
 class Operand(NamedTuple):
