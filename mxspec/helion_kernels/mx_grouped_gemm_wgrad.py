@@ -31,22 +31,22 @@ PTX = {"sm90": (mx_by_memory.PTX,), "sm100": mx_matmul.PTX["sm100"]}
 _PERSISTENT = {name: value for name, value in PERSISTENT.items() if name == "pid_type"}
 # The kernel reads offs twice, reads dy and x in each of two loops, and writes the output. TMA needs 128 KiB of shared
 # memory to write a tile of fp32.
-_READ = ["pointer", "pointer", *["tensor_descriptor"] * 4]
-_WRITTEN_BY_TMA, _WRITTEN = [*_READ, "tensor_descriptor"], [*_READ, "pointer"]
+READ = ["pointer", "pointer", *["tensor_descriptor"] * 4]
+_WRITTEN_BY_TMA, _WRITTEN = [*READ, "tensor_descriptor"], [*READ, "pointer"]
 
 
-def _config(indexing: list[str], num_stages: int, cols: int = 256) -> helion.Config:
+def wgrad_config(indexing: list[str], num_stages: int, cols: int = 256) -> helion.Config:
     """Programs run down eight tiles of N, then along K, then to the next group, as in mx_gemm."""
-    tma = {**options(indexing), **_PERSISTENT, "num_stages": num_stages}
+    tma: dict[str, Any] = {**options(indexing), **_PERSISTENT, "num_stages": num_stages}
     return helion.Config(block_sizes=[128, cols], num_warps=8, loop_orders=[[1, 2, 0]], **tma)
 
 
 _CODES = helion.Config(block_sizes=[128, 128], num_warps=8, num_stages=4)
 CONFIGS: dict[Any, Configs] = {
-    torch.bfloat16: {(9, 0): _config(_WRITTEN_BY_TMA, 3), (10, 0): _CODES},
-    torch.float32: {(9, 0): _config(_WRITTEN, 4), (10, 0): _CODES},
+    torch.bfloat16: {(9, 0): wgrad_config(_WRITTEN_BY_TMA, 3), (10, 0): _CODES},
+    torch.float32: {(9, 0): wgrad_config(_WRITTEN, 4), (10, 0): _CODES},
     # If TMA cannot read a tile, or if K is no multiple of 16, the addresses of a wide tile need too many registers.
-    "small or odd": {(9, 0): _config(_WRITTEN, 4, 128), (10, 0): _CODES},
+    "small or odd": {(9, 0): wgrad_config(_WRITTEN, 4, 128), (10, 0): _CODES},
 }
 _VALUES = config([32, 4], 4)
 _MEND = helion.Config(block_sizes=[], num_warps=8, num_stages=3)

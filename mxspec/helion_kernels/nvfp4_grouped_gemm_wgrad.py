@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.helion_kernels.common.launch import Configs, flat, launch
-from mxspec.helion_kernels.fp8_gemm import PERSISTENT, options
+from mxspec.helion_kernels.mx_grouped_gemm_wgrad import READ, wgrad_config
 from mxspec.helion_kernels.nvfp4_gemm import number_of
 from mxspec.helion_kernels.tiles import nvfp4_values
 from mxspec.helion_kernels.tiles.k_groups import plan_of_blocks
@@ -23,24 +23,14 @@ from mxspec.helion_kernels.tiles.nvfp4_values import Operand, of_values, operand
 # Beside Triton on an H100: benchmarks/results/decisions.md. Blackwell: compiled, not run.
 RANK = {(9, 0): 2, (10, 0): 2}
 PTX = nvfp4_values.PTX
-_PERSISTENT = {name: value for name, value in PERSISTENT.items() if name == "pid_type"}
-# The kernel reads offs twice, dy and x in each of two loops, and the two tensor scales. TMA needs 128 KiB of shared
-# memory to write a tile of fp32.
-_READ = ["pointer", "pointer", *["tensor_descriptor"] * 4, "pointer", "pointer"]
-
-
-def _config(indexing: list[str], num_stages: int, cols: int = 256) -> helion.Config:
-    """Programs run down eight tiles of N, then along K, then to the next group, as in mx_gemm."""
-    tma: dict[str, Any] = {**options(indexing), **_PERSISTENT, "num_stages": num_stages}
-    return helion.Config(block_sizes=[128, cols], num_warps=8, loop_orders=[[1, 2, 0]], **tma)
-
-
+# The kernel reads as that of MX does, and then the two tensor scales.
+_READ = [*READ, "pointer", "pointer"]
 _PLAIN = helion.Config(block_sizes=[128, 64], num_warps=8, num_stages=3, loop_orders=[[1, 2, 0]])
 CONFIGS: dict[Any, Configs] = {
-    torch.bfloat16: {(9, 0): _config([*_READ, "tensor_descriptor"], 3), (10, 0): _PLAIN},
-    torch.float32: {(9, 0): _config([*_READ, "pointer"], 4), (10, 0): _PLAIN},
+    torch.bfloat16: {(9, 0): wgrad_config([*_READ, "tensor_descriptor"], 3), (10, 0): _PLAIN},
+    torch.float32: {(9, 0): wgrad_config([*_READ, "pointer"], 4), (10, 0): _PLAIN},
     # If TMA cannot write a tile, the addresses of a wide tile need too many registers.
-    "small or odd": {(9, 0): _config([*_READ, "pointer"], 4, 128), (10, 0): _PLAIN},
+    "small or odd": {(9, 0): wgrad_config([*_READ, "pointer"], 4, 128), (10, 0): _PLAIN},
     "no TMA": {(9, 0): _PLAIN, (10, 0): _PLAIN},
 }
 _STEP = 64  # tokens

@@ -18,11 +18,12 @@ from mxspec.helion_kernels.common.blocked import blocked_shape, blocked_to_row_c
 from mxspec.helion_kernels.common.launch import flat, launch, on_grid
 from mxspec.helion_kernels.common.nvfp4_numerics import values_of_pairs
 from mxspec.helion_kernels.nvfp4_dequantize import dequantized
+from mxspec.helion_kernels.tiles import mx_by_memory
 from mxspec.helion_kernels.tiles.k_groups import of_blocks
 from mxspec.helion_kernels.tiles.mx_by_memory import of_plan
 from mxspec.helion_kernels.tiles.mx_matmul import scale_place
 
-PTX = {"sm90": (r"wgmma\.mma_async.*\.f32\.bf16\.bf16",), "sm100": (r"tcgen05\.mma.*\.kind::f16",)}
+PTX = {"sm90": (mx_by_memory.PTX,), "sm100": (r"tcgen05\.mma.*\.kind::f16",)}
 _OF_GROUPS = helion.Config(block_sizes=[256], num_warps=8, loop_orders=[[1, 0]])
 
 
