@@ -37,7 +37,7 @@ _HOPPER = {
     "flat": {"BLOCKS": 64, "num_warps": 2},
     "strided": {"BLOCKS": 64, "num_warps": 2},
     "blocked": {"BLOCKS": 64, "num_warps": 4},
-    "blocked, words": {"BLOCKS": 256, "num_warps": 4},
+    "blocked, words": {"BLOCKS": 128, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = mx_columns.PTX
@@ -121,14 +121,17 @@ def _mx_quantize(
         qdata += (e * R + row_tile * 128) * C * SIZE
         scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
 
-    values = widened(tl.load(x + x_offset, mask=in_matrix[:, None], other=0))
+    loaded = tl.load(x + x_offset, mask=in_matrix[:, None], other=0)
+    values = widened(loaded)
     byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-    scaled = values * reciprocal_scale(byte, EMAX)[:, None]
-    if FP6:
-        fp6.store_blocks(qdata, place, fp6.encoded(scaled, FP6), in_matrix)
+    if E2M1:
+        tl.store(qdata + q_offset, e2m1_of_blocks(values, byte, WORDS, loaded.dtype != tl.float32), in_matrix[:, None])
     else:
-        q = e2m1_of_blocks(scaled, byte, WORDS) if E2M1 else saturating_cast(scaled, qdata.dtype.element_ty)
-        tl.store(qdata + q_offset, q, mask=in_matrix[:, None])
+        scaled = values * reciprocal_scale(byte, EMAX)[:, None]
+        if FP6:
+            fp6.store_blocks(qdata, place, fp6.encoded(scaled, FP6), in_matrix)
+        else:
+            tl.store(qdata + q_offset, saturating_cast(scaled, qdata.dtype.element_ty), mask=in_matrix[:, None])
     tl.store(scale + i, byte.to(tl.uint8), mask=owned)
 
 

@@ -37,8 +37,8 @@ CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 PTX = (
     r"ld\.global\.v4\.b32",
-    r"st\.global\.v4\.b32|0f40C00000",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+    r"st\.global\.v4\.b32|0f(40C00000|3F740000)",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|3F740000)",
 )  # e2m1 has a minimum with 6, and stores fewer bytes
 
 
@@ -85,10 +85,13 @@ def _mx_quantize_groups(
             col_tile = first_tile + i
             there = read & (col_tile * 4 + col < C)
             source = x_rows + col_tile.to(tl.int64) * 128 * stride_k + offset
-            values = widened(tl.load(source, mask=there[:, None], other=0))
+            loaded = tl.load(source, mask=there[:, None], other=0)
+            values = widened(loaded)
             byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-            q = values * reciprocal_scale(byte, EMAX)[:, None]
-            q = e2m1_of_blocks(q, byte, WORDS) if E2M1 else saturating_cast(q, qdata.dtype.element_ty)
+            if E2M1:
+                q = e2m1_of_blocks(values, byte, WORDS, loaded.dtype != tl.float32)
+            else:
+                q = saturating_cast(values * reciprocal_scale(byte, EMAX)[:, None], qdata.dtype.element_ty)
             store_part(
                 qdata, scale, q, byte.to(tl.uint8), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,

@@ -21,8 +21,8 @@ __all__ = ["PTX", "RANK", "mx_quantize_rowcol_groups", "note", "supports"]
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run; rates: benchmarks/results/decisions.md
 PTX = (
     r"ld\.global\.v4\.b32",
-    r"st\.global\.v[24]\.b32|0f40C00000",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f40C00000",
+    r"st\.global\.v[24]\.b32|0f(40C00000|3F740000)",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|3F740000)",
 )  # e2m1 has a minimum with 6, and stores fewer bytes
 
 

@@ -44,16 +44,20 @@ RANK = {(9, 0): 1, (10, 0): 1}
 _HOPPER = {
     "flat": {"BLOCKS": 128, "num_warps": 2},
     "strided": {"BLOCKS": 256, "num_warps": 4},
-    "blocked": {"BLOCKS": 512, "num_warps": 8},
+    "blocked": {"BLOCKS": 128, "num_warps": 2},
     "blocked, random": {"BLOCKS": 256, "num_warps": 4},
-    "square": {"BLOCKS": 256, "num_warps": 2},  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
+    "square": {
+        "BLOCKS": 256,
+        "num_warps": 2,
+        "maxnreg": 128,
+    },  # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i
 }
 # Without a limit, ptxas takes 72 registers for a flat program on Blackwell, and keeps two of them in local memory.
 _BLACKWELL = {**_HOPPER, "flat": {**_HOPPER["flat"], "maxnreg": 96}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
 # The limit of a thread on Hopper, if the scales are blocked and the columns lie side by side. The order of instructions
 # is then faster.
-_REGISTERS = {"maxnreg": 80}
+_REGISTERS = {"maxnreg": 64}
 # Without .ftz, which would lose subnormals.
 _ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")
 PTX = {"sm90": _ARITHMETIC, "sm100": (*_ARITHMETIC, r"cvt\.rn\.satfinite\.e2m1x2\.f32")}
@@ -226,7 +230,7 @@ def quantized(
     name = "square" if square else "blocked, random" if blocked and random is not None else layout
     wide = blocked and 128 * max(x.stride(-2), 2 * C) + K * x.stride(-1) >= 2**31
     config = for_device(CONFIGS, x.device)[name]
-    if name == "blocked" and not (wide or converts(x.device)) and x.stride(-1) == 1:
+    if name == "blocked" and not (wide or bounded or converts(x.device)) and x.stride(-1) == 1:
         config = {**config, **_REGISTERS}
     blocks, row_groups, even = config["BLOCKS"], 1, False
     if blocked:

@@ -13,6 +13,7 @@ _INT8_MAX, _INT8_STEP = tl.constexpr(INT8.max), tl.constexpr(INT8.smallest_subno
 _E2M1_MAX = tl.constexpr(E2M1.max)
 _INTEGERS = tl.constexpr(1.5 * 2**23)  # fp32 numbers near this one are 1 apart
 E2M1_BIAS = tl.constexpr(0x4B400000)  # its bits
+OF_SHORT, _LEAST = tl.constexpr(128.0), tl.constexpr(1 - 6 / 128)  # see short_magnitude
 
 
 @triton.jit
@@ -171,14 +172,15 @@ def eight(x):
 @triton.jit
 def largest_of_eight(x):
     """The bits of the largest magnitude of the 8 fp32 numbers of the last dimension, as `magnitude_bits`. NaN stays."""
-    n = eight(tl.abs(x))
-    a, b = _larger(_larger(n[0], n[1]), _larger(n[2], n[3])), _larger(_larger(n[4], n[5]), _larger(n[6], n[7]))
-    return _larger(a, b).to(tl.int32, bitcast=True)
+    n = eight(magnitude_bits(x))
+    a, b = _largest_of_three(n[0], n[1], n[2]), _largest_of_three(n[3], n[4], n[5])
+    return _largest_of_three(a, b, tl.maximum(n[6], n[7]))
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def _largest_of_three(a, b, c):
+    """One instruction of Hopper, for integers."""
+    return tl.maximum(tl.maximum(a, b), c)
 
 
 @triton.jit
@@ -209,22 +211,47 @@ def e2m1_code(x):
 
 
 @triton.jit
-def e2m1_words(x, wrong):
-    """Words of the e2m1 codes of fp32, `(...)` from `(..., 8)`: see `words_of_codes`. All codes are 7 if `wrong`."""
-    number = e2m1_numbers(tl.minimum(tl.abs(x), _E2M1_MAX), False, 1.0, 0.0)
+def short_magnitude(x, factor):
+    """`m / 128 + 61 / 64` for the magnitude `m = |x| * 128 * factor`, at most 6.
+
+    The result lies between 61/64 and 1, where fp32 numbers are 2^-17 of m apart. NaN becomes any number. The limits
+    take no instruction of their own.
+    """
+    return tl.clamp(tl.fma(tl.abs(x), factor, _LEAST), 0.0, 1.0)
+
+
+@triton.jit
+def short_numbers(t, short):
+    """`e2m1_numbers` of magnitudes t. If `short`, t is the result of `short_magnitude`."""
+    return e2m1_numbers(t, short, OF_SHORT, 6 - OF_SHORT)
+
+
+@triton.jit
+def e2m1_words(x, reciprocal, wrong, NARROW: tl.constexpr):
+    """Words of the e2m1 codes of `x * reciprocal`, fp32: `(...)` from x `(..., 8)`. All codes are 7 if `wrong`.
+
+    reciprocal: powers of two. NARROW: x is a widened bfloat16 or float16, and has at most 11 bits. Such a magnitude of
+    2^-7 or more is a multiple of 2^-17. So `short_magnitude` rounds only magnitudes whose codes are 0.
+    """
+    reciprocal = tl.expand_dims(reciprocal, -1)
+    if NARROW:
+        number = short_numbers(short_magnitude(x, reciprocal * (1 / OF_SHORT)), True)
+    else:
+        number = e2m1_numbers(tl.minimum(tl.abs(x * reciprocal), _E2M1_MAX), False, 1.0, 0.0)
     return tl.where(wrong, 0x77777777, words_of_codes(number, x, E2M1_BIAS))
 
 
 @triton.jit
-def e2m1_of_blocks(x, byte, WORDS: tl.constexpr):
-    """The e2m1 codes of MX blocks, in words or in bytes, from `(blocks, 32)`. `byte` holds the scale bytes.
+def e2m1_of_blocks(x, byte, WORDS: tl.constexpr, NARROW: tl.constexpr):
+    """The e2m1 codes of MX blocks, in words or in bytes, from x `(blocks, 32)`. `byte` holds the scale bytes.
 
-    Words are for rows of which a thread has eight numbers. Of fp32 it has four.
+    Words are for rows of which a thread has eight numbers. Of fp32 it has four. NARROW: see `e2m1_words`.
     """
+    reciprocal = reciprocal_scale(byte, 2)
     if WORDS:
-        return e2m1_words(x.reshape(x.shape[0], 4, 8), byte[:, None] == 255)
+        return e2m1_words(x.reshape(x.shape[0], 4, 8), reciprocal[:, None], byte[:, None] == 255, NARROW)
     else:
-        return in_pairs(e2m1_code(x))
+        return in_pairs(e2m1_code(x * reciprocal[:, None]))
 
 
 @triton.jit

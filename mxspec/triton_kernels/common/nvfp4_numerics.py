@@ -18,10 +18,12 @@ from mxspec.formats import NVFP4_LARGEST
 from mxspec.triton_kernels.common.launch import capability
 from mxspec.triton_kernels.common.numerics import (
     E2M1_BIAS,
+    OF_SHORT,
     as_float,
-    e2m1_numbers,
     eight,
     power_of_two,
+    short_magnitude,
+    short_numbers,
     words_of_codes,
 )
 from mxspec.triton_kernels.common.philox import philox
@@ -31,7 +33,6 @@ _OF_H, OF_B, OF_X = tl.constexpr(2.0**-12), tl.constexpr(7 / 64), tl.constexpr(2
 # If A is smaller, both numbers of a quotient are multiplied by 2^100. The remainder of a division is then exact.
 _SMALL, _UP = tl.constexpr(2.0**-72), tl.constexpr(2.0**100)
 _LARGE = tl.constexpr(2.0**121)  # see is_short
-_OF_SHORT, _LEAST = tl.constexpr(128.0), tl.constexpr(1 - 6 / 128)  # see short_magnitude
 _PARTS = tl.constexpr((263 << 23) - 2**32)  # 2^(9 - e) has the bits (263 << 23) - bits of 2^e
 # How the codes are rounded: to nearest; by a byte for each element; by the bytes of Philox.
 NEAREST, BYTES, SEED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -159,16 +160,6 @@ def is_short(A, POSSIBLE: tl.constexpr):
 
 
 @triton.jit
-def short_magnitude(x, factor):
-    """`m / 128 + 61 / 64` for the magnitude `m = |x| * 128 * factor`, at most 6, rounded as by `short_quotient`.
-
-    The result lies between 61/64 and 1, where fp32 numbers are 2^-17 of m apart. NaN becomes any number. The limits
-    take no instruction of their own.
-    """
-    return tl.clamp(tl.fma(tl.abs(x), factor, _LEAST), 0.0, 1.0)
-
-
-@triton.jit
 def short_quotient(x, r):
     """`x * r`, rounded to a multiple of 2^-17. r is wrong by less than 2^-22 of it.
 
@@ -215,7 +206,7 @@ def factors(s, h, up, wrong, short):
     """
     if short:
         number = s.to(tl.float32)
-        factor = reciprocal_of_scale(number) * (reciprocal_of(h) * (OF_X / _OF_SHORT))
+        factor = reciprocal_of_scale(number) * (reciprocal_of(h) * (OF_X / OF_SHORT))
         factor = tl.where(number == 0, 0.0, factor)
         minus_d = factor
     else:
@@ -246,7 +237,7 @@ def packed_codes(
     if byte is not None:
         word = words_of_codes(_drawn_code(t, byte) & 7, x, 0)
     elif CONVERTS:
-        magnitude = tl.fma(t, tl.where(short, _OF_SHORT, 1.0), tl.where(short, 6 - _OF_SHORT, 0.0))
+        magnitude = tl.fma(t, tl.where(short, OF_SHORT, 1.0), tl.where(short, 6 - OF_SHORT, 0.0))
         magnitude = magnitude.to(tl.int32, bitcast=True)
         n = eight(as_float(magnitude | (x.to(tl.int32, bitcast=True) & -0x80000000)))
         word = tl.inline_asm_elementwise(
@@ -254,7 +245,7 @@ def packed_codes(
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        word = words_of_codes(e2m1_numbers(t, short, _OF_SHORT, 6 - _OF_SHORT), x, E2M1_BIAS)
+        word = words_of_codes(short_numbers(t, short), x, E2M1_BIAS)
     return tl.where(wrong, 0x77777777, word)
 
 

@@ -37,6 +37,14 @@ from mxspec.triton_kernels.common.numerics import (
     shared_exponent,
     widened,
 )
+from mxspec.triton_kernels.common.pairs import (
+    columns_of_halves,
+    even_and_odd,
+    halves,
+    largest_of_pairs,
+    paired,
+    unpaired,
+)
 from mxspec.triton_kernels.common.runs import load8, load16, store8
 from mxspec.triton_kernels.common.swiglu import swiglu
 from mxspec.triton_kernels.tiles.fp8_both_ways import GRADIENT, SWIGLU, TOKENS
@@ -46,6 +54,7 @@ from mxspec.triton_kernels.tiles.swiglu_runs import BOTH, OF_GATE, OF_UP, gradie
 _HOPPER = {
     "col, small": {"RUN": 16, "RUNS": 8, "COLS": 128, "PART": 128, "num_warps": 4},
     "col, large": {"RUN": 16, "RUNS": 16, "COLS": 128, "PART": 128, "num_warps": 8},
+    "col, words": {"RUN": 16, "RUNS": 8, "COLS": 128, "PART": 128, "num_warps": 8},  # e2m1 of narrow dtypes
     "rowcol": {"RUN": 8, "RUNS": 16, "COLS": 128, "PART": 64, "num_warps": 8},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
@@ -53,16 +62,18 @@ CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
 # addition does. The narrower codes are stored in shorter words.
 PTX = (
     r"ld\.global\.v4\.b32",
-    r"st\.global\.(v4\.b32|b16|b32)|0f40C00000",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40F00000|41E00000|3FFE0000)",
+    r"st\.global\.(v4\.b32|b16|b32)|0f(40C00000|3F740000)",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|3F740000|40F00000|41E00000|3FFE0000)",
 )
 CODES = tl.constexpr(3)  # beside TOKENS, SWIGLU and GRADIENT: the values of MX codes along the rows
 
 
-def config(x: Tensor, with_rows: bool) -> dict[str, int]:
+def config(x: Tensor, with_rows: bool, fmt: ElementFormat) -> dict[str, int]:
     """The tile for a tensor. Programs are smaller if there are few of them, or if fp32 values take the registers."""
-    large = x.numel() >= 2**26 and x.dtype != torch.float32
-    return for_device(CONFIGS, x.device)["rowcol" if with_rows else "col, large" if large else "col, small"]
+    narrow = x.dtype != torch.float32
+    large = "large" if narrow and x.numel() >= 2**26 else "small"
+    name = "rowcol" if with_rows else f"col, {'words' if narrow and fmt == E2M1 else large}"
+    return for_device(CONFIGS, x.device)[name]
 
 
 def supports(x: Tensor) -> str | None:
@@ -87,6 +98,32 @@ def values16(q, scale, stride, scale_stride, mask, scale_mask, left, E5M2: tl.co
     return values.to(tl.bfloat16) if BF16 else values
 
 
+@triton.jit
+def _e2m1_of_columns(
+    loaded, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The words of eight codes of each column, `(COLS, 2 * RUNS)`, and the scale bytes, int32 `(RUNS / 2, COLS)`.
+
+    loaded: `load16` of a tile `(RUNS, COLS)` of a narrow dtype. The numbers stay words, as `common/pairs.py` says. One
+    half of a run comes after the other, which takes fewer registers than both at once.
+    """
+    RUNS: tl.constexpr = loaded.shape[0]
+    COLS: tl.constexpr = loaded.shape[1]
+    first, second = halves(paired(loaded))
+    b0, c0 = largest_of_pairs(first, loaded.dtype, ASM)
+    b1, c1 = largest_of_pairs(second, loaded.dtype, ASM)
+    largest = tl.max(columns_of_halves(b0, b1, c0, c1), axis=2).reshape(RUNS // 2, 2, COLS)
+    byte = shared_exponent(tl.max(largest, axis=1), EMAX, ROUND, EXCEPT)
+    of_run = tl.broadcast_to(byte[:, None, :], (RUNS // 2, 2, COLS)).reshape(RUNS, COLS)
+    even, odd = even_and_odd(of_run)
+    even_r, odd_r = reciprocal_scale(even, EMAX), reciprocal_scale(odd, EMAX)
+    e0, o0 = unpaired(first, loaded.dtype)
+    e1, o1 = unpaired(second, loaded.dtype)
+    e0, e1 = e2m1_words(e0, even_r, even == 255, True), e2m1_words(e1, even_r, even == 255, True)
+    o0, o1 = e2m1_words(o0, odd_r, odd == 255, True), e2m1_words(o1, odd_r, odd == 255, True)
+    return columns_of_halves(e0, e1, o0, o1).permute(1, 0, 2).reshape(COLS, 2 * RUNS), byte
+
+
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
 @triton.jit(do_not_specialize=["tokens"])
 def _mx_tile(
@@ -98,7 +135,7 @@ def _mx_tile(
     ALIGN: tl.constexpr = 0, CHUNK: tl.constexpr = 0,
     dh=None, dh_stride_m=None, dh_stride_k=None, half=None, VALUES: tl.constexpr = TOKENS, SPLIT: tl.constexpr = False,
     row_scale=None, row_scale_stride_m=None, row_scale_stride_k=None,
-    E5M2: tl.constexpr = False, BF16: tl.constexpr = False, FP6: tl.constexpr = 0,
+    E5M2: tl.constexpr = False, BF16: tl.constexpr = False, FP6: tl.constexpr = 0, ASM: tl.constexpr = False,
 ):  # fmt: skip
     # M32 and K32 are M / 32 and K / 32, computed on the host so that Triton keeps its divisible-by-16 specialization.
     # With `offs`, M counts the padded rows of token groups, and `tokens` counts the rows of x.
@@ -164,11 +201,14 @@ def _mx_tile(
             values = gradient8(x_rows, up, dh, stride_m, dh_stride_m, inside, left, of_up, OF_UP)
         else:
             values = gradient8(x_rows, up, dh, stride_m, dh_stride_m, inside, left, of_up, OF_GATE)
-    wide = widened(values).reshape(RUNS, PARTS, PART, RUN)  # RUN rows of a column, in the registers of one thread
-
-    # Compute both maxima before any codes, so that the magnitudes free their registers.
-    largest = tl.max(tl.max(magnitude_bits(wide).reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN), axis=4), axis=1)
-    byte = shared_exponent(largest, EMAX, ROUND, EXCEPT)  # (BLOCKS, PARTS, PART)
+    PAIRED: tl.constexpr = PACKED and RUN == 16 and PARTS == 1 and values.dtype != tl.float32
+    if PAIRED:
+        words, byte = _e2m1_of_columns(values.reshape(RUNS, COLS, 16), EMAX, ROUND, EXCEPT, ASM)
+    else:
+        wide = widened(values).reshape(RUNS, PARTS, PART, RUN)  # RUN rows of a column, in the registers of one thread
+        # Compute both maxima before any codes, so that the magnitudes free their registers.
+        largest = tl.max(tl.max(magnitude_bits(wide).reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN), axis=4), axis=1)
+        byte = shared_exponent(largest, EMAX, ROUND, EXCEPT)  # (BLOCKS, PARTS, PART)
     # All loads come first: the compiler does not move a load past a store that may write to its address.
     if WITH_ROWS:
         tl.static_assert(RUN == 8 and not FP6)
@@ -185,7 +225,8 @@ def _mx_tile(
             q = q.reshape(RUNS, PARTS, PART, 2, 2, 2)
             store8(q_row + (e * M + m0) * K + k0 + ((g * K)[:, None, None] + b[None, :, :]), K, q, inside, None, 0, 1)
 
-    q = wide.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN) * reciprocal_scale(byte, EMAX)[:, None, :, :, None]
+    if not PACKED:
+        q = wide.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN) * reciprocal_scale(byte, EMAX)[:, None, :, :, None]
     if FP6:  # the rows of a run are three words
         words = fp6.in_threes(fp6.encoded(q, FP6)).permute(2, 3, 0, 1, 4).reshape(COLS, RUNS, 4)
         run, width = tl.arange(0, RUNS), M // RUN * 3
@@ -197,10 +238,13 @@ def _mx_tile(
     elif PACKED:
         word_of_column = tl.arange(0, ROWS // 8)
         owned = ((k0 + k < K)[:, None] & (m0 + 8 * word_of_column < M)[None, :]) | EVEN
-        wrong = (byte == 255)[:, None, :, :, None]
-        words = e2m1_words(q.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN // 8, 8), wrong)
+        if not PAIRED:
+            wide = wide.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN // 8, 8)
+            of_run = byte[:, None, :, :, None]
+            words = e2m1_words(wide, reciprocal_scale(of_run, EMAX), of_run == 255, values.dtype != tl.float32)
+            words = words.permute(2, 3, 0, 1, 4).reshape(COLS, ROWS // 8)
         at = q_col + ((e * K + k0) * M + m0) // 8 + (k[:, None] * (M // 8) + word_of_column[None, :])
-        tl.store(at, words.permute(2, 3, 0, 1, 4).reshape(COLS, ROWS // 8), mask=owned)
+        tl.store(at, words, mask=owned)
     else:
         owned = ((k0 + k < K)[:, None] & (m0 + m < M)[None, :]) | EVEN
         q = saturating_cast(q, q_col.dtype.element_ty).permute(2, 3, 0, 1, 4).reshape(COLS, ROWS)
@@ -255,7 +299,7 @@ def mx_tile(
     """
     *lead, M, K = x.shape
     E, blocked = lead[0] if lead else 1, scale_layout == "blocked"
-    chosen = config(x, with_rows)
+    chosen = config(x, with_rows, fmt)
     rows, cols = chosen["RUN"] * chosen["RUNS"], chosen["COLS"]
 
     def outputs(R: int, C: int, words: bool) -> tuple[Tensor, Tensor]:
@@ -278,7 +322,7 @@ def mx_tile(
             x, q_col, s_col, q_row, s_row, None, None, None,
             M, K, M // 32, K // 32, x.stride(0) if lead else 0, *x.stride()[-2:], M, 0, 0,
             *exponent_rule(fmt, scaling, x.dtype), blocked, with_rows, even, wide, **chosen, STRIP=strip,
-            FP6=fp6.mantissa_bits(fmt), **UNFUSED,
+            FP6=fp6.mantissa_bits(fmt), ASM=x.device.type != "cpu", **UNFUSED,
         )  # fmt: skip
     q_row, q_col = (fmt.as_codes(q.view(fmt.storage_dtype)) for q in (q_row, q_col))
     columns = q_col, s_col.view(torch.float8_e8m0fnu)
@@ -319,5 +363,5 @@ def launch_groups(
         _mx_tile[grid](
             x, q_col, s_col, *(rows_too or (q_col, s_col)), start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(),
             tokens, G, offs.stride(0), *constants, rows_too is not None, False, wide, **chosen, STRIP=strip,
-            ALIGN=pad_to, CHUNK=chunk(G), **more, **UNFUSED,
+            ALIGN=pad_to, CHUNK=chunk(G), ASM=x.device.type != "cpu", **more, **UNFUSED,
         )  # fmt: skip

@@ -2,7 +2,8 @@
 
 The tile is held as that of `mx_columns`: 16 rows of a column are loads of their own, in the registers of one thread. So
 a thread finds the largest magnitude of a block alone, and packs its codes. They pass through shared memory, where the
-tile is transposed. Quotients are exact for every magnitude: a second way for short ones takes registers, and is slower.
+tile is transposed. Narrow numbers stay in words of two, as `common/pairs.py` says, until their codes are computed. For
+squares and for token groups, quotients are exact for every magnitude: a branch for short ones would take registers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from mxspec.triton_kernels.common.blocked import blocked_shape, turned
 from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, padded_rows, tokens_left
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
-from mxspec.triton_kernels.common.numerics import largest_of_eight, widened
+from mxspec.triton_kernels.common.numerics import largest_of_eight
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     BYTES,
     NEAREST,
@@ -23,7 +24,8 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     block_scale,
     bytes_of_words,
     converts,
-    divisor,
+    factors,
+    is_short,
     of_matrix,
     packed_codes,
     random_of,
@@ -32,13 +34,25 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     store_tensor_scale,
     store_tensor_scales,
 )
+from mxspec.triton_kernels.common.pairs import (
+    columns_of_halves,
+    even_and_odd,
+    halves,
+    largest_of_pairs,
+    paired,
+    parted,
+    unpaired,
+)
 from mxspec.triton_kernels.common.runs import load16
+from mxspec.triton_kernels.hopper.releases import release
 
 _HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# Registers of a thread, for plain scales. The compiler would take up to 128. With the limit, as many programs fit on a
-# processor, and the order of instructions is faster.
-_REGISTERS = {"1x16": {"maxnreg": 112}, "16x16": {"maxnreg": 120}}
+# Registers of a thread that has narrow numbers. More programs then fit on a processor.
+_REGISTERS = {"maxnreg": 80}
+# Those of token groups with blocked scales. Elsewhere, and under Triton 3.9, a thread would keep some in local memory.
+_OF_GROUPS = {"maxnreg": 96}
+_LIMITED = ("3.6", "3.7", "3.8")
 _SPAN = 8  # a program of token groups has up to so many tiles
 
 
@@ -49,14 +63,71 @@ def supports(x: Tensor) -> str | None:
 
 
 @triton.jit
-def _words_of_columns(
-    x, s, h, up, wrong, byte, NARROW: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr
+def _coded_one_way(
+    tile, byte, h, up, wrong_matrix, short,
+    DTYPE: tl.constexpr, SQUARE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The words of eight codes of each column, `(COLS, 2 * RUNS)`, from x `(RUNS, COLS, 2, 8)`."""
-    minus_d, factor = divisor(s, h, up, wrong)
-    minus_d, factor, wrong = minus_d[:, :, None], factor[:, :, None], wrong[:, :, None]
-    word = packed_codes(x, minus_d, factor, up, wrong, False, byte, NARROW, BOUNDED, CONVERTS)
-    return word.permute(1, 0, 2).reshape(x.shape[1], 2 * x.shape[0])
+    """`_coded`. tile: words of `paired`, or fp32."""
+    NARROW: tl.constexpr = tl.float32 != DTYPE
+    RUNS: tl.constexpr = tile.shape[0]
+    COLS: tl.constexpr = 2 * tile.shape[1] if NARROW else tile.shape[1]
+    if NARROW:
+        first, second = halves(tile)
+        b0, c0 = largest_of_pairs(first, DTYPE, ASM)
+        b1, c1 = largest_of_pairs(second, DTYPE, ASM)
+    else:
+        even, odd = parted(tile)
+        e0, e1 = halves(even)
+        o0, o1 = halves(odd)
+        b0, b1, c0, c1 = largest_of_eight(e0), largest_of_eight(e1), largest_of_eight(o0), largest_of_eight(o1)
+    # The last step is a reduction: the compiler would repeat other operations for the layout of the scales.
+    bits = tl.max(columns_of_halves(b0, b1, c0, c1), axis=2)  # (RUNS, COLS)
+    if SQUARE:
+        largest = tl.max(bits.reshape(RUNS, COLS // 16, 16), axis=2)
+        bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
+    s, wrong = block_scale(bits, h, up, wrong_matrix)
+    minus_d, factor = factors(s, h, up, wrong, short)
+    # The numbers become fp32 after the steps in which the two ways differ. The compiler moves equal steps before them
+    # out of both branches, and would hold all fp32 numbers in registers.
+    if NARROW:
+        e0, o0 = unpaired(first, DTYPE)
+        e1, o1 = unpaired(second, DTYPE)
+    even_d, odd_d = even_and_odd(minus_d)
+    even_f, odd_f = even_and_odd(factor)
+    even_w, odd_w = even_and_odd(wrong)
+    if byte is None:
+        b0, b1, c0, c1 = None, None, None, None
+    else:
+        even, odd = parted(byte)
+        b0, b1 = halves(even)
+        c0, c1 = halves(odd)
+    e0 = packed_codes(e0, even_d, even_f, up, even_w, short, b0, NARROW, BOUNDED, CONVERTS)
+    e1 = packed_codes(e1, even_d, even_f, up, even_w, short, b1, NARROW, BOUNDED, CONVERTS)
+    o0 = packed_codes(o0, odd_d, odd_f, up, odd_w, short, c0, NARROW, BOUNDED, CONVERTS)
+    o1 = packed_codes(o1, odd_d, odd_f, up, odd_w, short, c1, NARROW, BOUNDED, CONVERTS)
+    return columns_of_halves(e0, e1, o0, o1).permute(1, 0, 2).reshape(COLS, 2 * RUNS), scale_byte(s, wrong)
+
+
+@triton.jit
+def _coded(
+    loaded, A, h, up, wrong_matrix, byte,
+    SHORT: tl.constexpr, SQUARE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The words of eight codes of each column, `(COLS, 2 * RUNS)`, and the scale bytes, `(RUNS, COLS)`, of a tile.
+
+    loaded: `load16` of the tile. SHORT: a branch for short magnitudes is worth its registers.
+    """
+    DTYPE: tl.constexpr = loaded.dtype
+    tile = loaded if tl.float32 == DTYPE else paired(loaded)
+    if is_short(A, SHORT and tl.float32 != DTYPE and byte is None):
+        words, scales = _coded_one_way(
+            tile, byte, h, up, wrong_matrix, True, DTYPE, SQUARE, BOUNDED, CONVERTS, ASM
+        )  # fmt: skip
+    else:
+        words, scales = _coded_one_way(
+            tile, byte, h, up, wrong_matrix, False, DTYPE, SQUARE, BOUNDED, CONVERTS, ASM
+        )  # fmt: skip
+    return words, scales
 
 
 @triton.jit
@@ -64,7 +135,7 @@ def _nvfp4_tile(
     x, amax, qdata, scale, tensor_scale,
     M, K, M16, stride_e, stride_m, stride_k, amax_stride,
     SQUARE: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
-    CONVERTS: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+    CONVERTS: tl.constexpr, ASM: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
     random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
 ):  # fmt: skip
     # M16 is M / 16, computed on the host so that Triton keeps its divisible-by-16 specialization. Programs run along
@@ -90,22 +161,14 @@ def _nvfp4_tile(
         byte = bytes_of_words(tl.join(tl.join(w0, w2), tl.join(w1, w3)))  # (RUNS, COLS, 2, 8)
     else:
         byte = None
-    narrow: tl.constexpr = values.dtype != tl.float32
-    values = widened(values).reshape(RUNS, COLS, 2, 8)
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
-    # The last step is a reduction: the compiler would repeat other operations for the layout of the scales.
-    bits = tl.max(largest_of_eight(values), axis=2)  # (RUNS, COLS)
-    if SQUARE:
-        largest = tl.max(bits.reshape(RUNS, COLS // 16, 16), axis=2)
-        bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
-    s, wrong = block_scale(bits, h, up, wrong_matrix)
-    word = _words_of_columns(values, s, h, up, wrong, byte, narrow, BOUNDED, CONVERTS)
+    word, stored = _coded(values, A, h, up, wrong_matrix, byte, not SQUARE, SQUARE, BOUNDED, CONVERTS, ASM)
     m, M8 = m0 // 8 + tl.arange(0, ROWS // 8), M16 * 2
     to = (e * K + k0) * M8 + m0 // 8
     offset = tl.arange(0, ROWS // 8)[None, :] + (k.to(tl.int64) * M8 if WIDE else k * M8)[:, None]
     tl.store(qdata + to + offset, word, mask=((k0 + k < K)[:, None] & (m < M8)[None, :]) | EVEN)
     there = ((k0 + k < K)[:, None] & (m0 // 16 + run < M16)[None, :]) | EVEN
-    scales = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
+    scales = stored.permute(1, 0)  # (COLS, RUNS)
     if BLOCKED:
         tl.static_assert(COLS == 128)
         scales = turned(tl.where(there, scales, 0).to(tl.uint8), RUNS // 4)
@@ -134,14 +197,12 @@ def nvfp4_tile(
     if E:  # a matrix without elements has a tensor scale
         even = M * K > 0 and M % rows == 0 == K % cols
         wide = max(rows * max(m for m, _ in strides), cols * max(M, *(k for _, k in strides))) >= 2**31
-        # Elsewhere, with so few registers, Triton 3.9 keeps some in local memory.
-        few = even and not (blocked or wide or bounded or converts(x.device))
-        few &= random is None and x.dtype != torch.float32
-        registers = _REGISTERS["16x16" if square else "1x16"] if few else {}
+        few = even and not (blocked or wide or converts(x.device)) and random is None and x.dtype != torch.float32
+        registers = _REGISTERS if few else {}
         _nvfp4_tile[max(1, -(-M // rows)), max(1, -(-K // cols)), E](
             x, amax, qdata, scale, tensor_scale, M, K, M // 16, x.stride(0) if lead else 0, *x.stride()[-2:],
-            amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device), **config,
-            **random_of(random), **registers, **UNFUSED,
+            amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device),
+            x.device.type != "cpu", **config, **random_of(random), **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
 
@@ -152,7 +213,7 @@ def _nvfp4_tile_of_groups(
     x, amax, qdata, scale, tensor_scale, start, end, offs,
     R, K, R16, tokens, span, stride_m, stride_k, amax_stride, G, stride_offs,
     BLOCKED: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
-    ALIGN: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+    ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # R counts the padded rows. The rows of a program belong to one group.
     ROWS: tl.constexpr = 16 * RUNS
@@ -165,7 +226,7 @@ def _nvfp4_tile_of_groups(
         b, stride_m = b.to(tl.int64), tl.cast(stride_m, tl.int64)
     tiles = tl.minimum(span, tl.cdiv(K, COLS) - first_tile)
     if group < G:
-        _A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride))
+        A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride))
         token = token0 + m0 - begin
         left = tokens_left((token + run * 16)[:, None], stop, tokens)
         x_rows = x + token.to(tl.int64) * stride_m
@@ -174,11 +235,8 @@ def _nvfp4_tile_of_groups(
             k_tile = first_tile + i
             inside = tl.broadcast_to((k_tile * COLS + b < K)[None, :], (RUNS, COLS))
             values = load16(x_rows + k_tile.to(tl.int64) * COLS * stride_k + offset, stride_m, inside, left)
-            narrow: tl.constexpr = values.dtype != tl.float32
-            values = widened(values).reshape(RUNS, COLS, 2, 8)
-            s, wrong = block_scale(tl.max(largest_of_eight(values), axis=2), h, up, wrong_group)
-            word = _words_of_columns(values, s, h, up, wrong, None, narrow, BOUNDED, CONVERTS)
-            byte = scale_byte(s, wrong).permute(1, 0)  # (COLS, RUNS)
+            word, stored = _coded(values, A, h, up, wrong_group, None, False, False, BOUNDED, CONVERTS, ASM)
+            byte = stored.permute(1, 0)  # (COLS, RUNS)
             _store_of_groups(
                 qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
             )  # fmt: skip
@@ -234,10 +292,12 @@ def nvfp4_tile_of_groups(
         wide = max(rows * x.stride(0), cols * max(x.stride(1), R)) >= 2**31
         row_tiles, k_tiles = -(-scaled // rows), -(-K // cols)
         of_program = span(k_tiles, row_tiles, x.device, _SPAN)
+        few = blocked and x.dtype != torch.float32 and not (wide or converts(x.device)) and release() in _LIMITED
         # At least one program across: with no columns, start, end and the tensor scales are still written.
         _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
             x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, of_program, *x.stride(),
-            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device), pad_to, chunk(G),
-            **config, **UNFUSED,
+            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device),
+            x.device.type != "cpu", pad_to, chunk(G), **config,
+            **(_OF_GROUPS if few else {}), **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
