@@ -17,7 +17,7 @@ PIP = $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile
 WORKERS ?= auto
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 NBVAL = $(PYTHON) -m pytest -q -o addopts= -n $(WORKERS) --dist loadscope \
-    --nbval --nbval-current-env --nbval-cell-timeout=120 notebooks
+    --nbval --nbval-current-env --nbval-cell-timeout=120
 TESTS = $(wildcard tests/*/test_*.py tests/*/*/test_*.py)
 # The tests that only `make test` runs, not `make quick`. Each takes more than ten seconds.
 SLOW = $(addsuffix .py,$(addprefix %/test_,any_number_of_tokens bench bench_parallel check cli cli_refusals \
@@ -70,7 +70,8 @@ quick: lint types
 # One thread in each process, because there is a process for every core already. More threads would wait for each other
 # and keep the cores busy.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
-# Slow tests take turns, and so do the two interpreters of the notebooks: the commit decides (tests/turns.py).
+# Slow tests take turns, and so do the two interpreters of the notebooks, and the notebooks in them: the commit decides
+# (tests/turns.py).
 pytest interpreted notebooks-test: export MXSPEC_TURN ?= $(or $(shell git rev-parse HEAD 2>/dev/null),no commit)
 
 lint: $(READY)
@@ -92,9 +93,10 @@ interpreted: $(READY)
 
 notebooks-test: $(READY)
 	$(PYTHON) -c "import matplotlib.pyplot"  # builds its font cache, and says so, before a cell's output is compared
-	$(NBVAL)
-	backends=$$($(PYTHON) -m tests.turns helion triton) || exit 1; for backend in $$backends; do \
-	    env $$(echo $$backend | tr a-z A-Z)_INTERPRET=1 MXSPEC_BACKEND=$$backend $(NBVAL) || exit 1; \
+	$(NBVAL) notebooks
+	backends=$$($(PYTHON) -m tests.turns 2 helion triton) || exit 1; \
+	notebooks=$$($(PYTHON) -m tests.turns 2 notebooks/*.ipynb) || exit 1; for backend in $$backends; do \
+	    env $$(echo $$backend | tr a-z A-Z)_INTERPRET=1 MXSPEC_BACKEND=$$backend $(NBVAL) $$notebooks || exit 1; \
 	done
 
 # Execute every notebook in place; an unchanged one comes out byte for byte the same.

@@ -30,10 +30,10 @@ def turn() -> int | None:
     return _hash(commit) if commit and not torch.cuda.is_available() else None
 
 
-def chosen(names: list[str]) -> list[str]:
-    """The name whose turn it is, or all names."""
+def chosen(count: int, names: list[str]) -> list[str]:
+    """One in `count` of the names, or all names. Other names have another turn at the same commit."""
     number = turn()
-    return names if number is None else [names[number % len(names)]]
+    return names if number is None else names[_hash(f"{number} {names}") % count :: count]
 
 
 def left_out(items: list[pytest.Item], number: int) -> set[pytest.Item]:
@@ -84,9 +84,9 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         terminalreporter.write_line(f"{left} tests were left to other commits; `make complete` runs all of them")
 
 
-if __name__ == "__main__":  # python -m tests.turns helion triton
-    every = sys.argv[1:]
-    taken = chosen(every)
+if __name__ == "__main__":  # python -m tests.turns 2 helion triton
+    count, *every = sys.argv[1:]
+    taken = chosen(int(count), every)
     if left := [name for name in every if name not in taken]:
         print(f"{', '.join(left)}: left to other commits; `make complete` runs all of them", file=sys.stderr)
     print(*taken)

@@ -37,7 +37,7 @@ from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_magnitudes
 
-# On an H200 0.83 of a bare cast's rate along rows (benchmarks/results/decisions.md).
+# On an H100 1.02 of a bare cast's rate along rows (benchmarks/results/decisions.md).
 # Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 # By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements.

@@ -74,13 +74,13 @@ def test_without_a_commit_all_tests_run(taken):
     assert not [line for line in lines if "left" in line]
 
 
-def test_one_of_several_names_has_its_turn(monkeypatch):
+def test_names_have_turns_that_do_not_go_together(monkeypatch):
     monkeypatch.setattr(turns.torch.cuda, "is_available", lambda: False)
-    found = []
-    for commit in range(8):
+    both = ["helion", "triton"], ["a", "b", "c"]
+    found = set()
+    for commit in range(32):
         monkeypatch.setenv("MXSPEC_TURN", str(commit))
-        found += turns.chosen(["helion", "triton"])
-    assert len(found) == 8
-    assert set(found) == {"helion", "triton"}
+        found.add(tuple(tuple(turns.chosen(2, names)) for names in both))
+    assert found == {((one,), some) for one in both[0] for some in (("a", "c"), ("b",))}
     monkeypatch.delenv("MXSPEC_TURN")
-    assert turns.chosen(["helion", "triton"]) == ["helion", "triton"]
+    assert turns.chosen(2, both[0]) == both[0]
