@@ -752,6 +752,7 @@ def of_the_row_before(out):
     bits[1:, 0] ^= bits[:-1, 0].clone() & 1
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("op", MATMULS)
 @pytest.mark.parametrize("change", [of_the_number_of_rows, of_the_row_before])
 def test_a_row_that_depends_on_other_rows_is_found(op, change):

@@ -88,7 +88,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="references are no different interpreted")
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_generated_cases_of_the_reference(op):
@@ -113,6 +113,7 @@ def test_cases_on_a_gpu(op, backend):
     pytest.skip("the valid cases of a kernel need a GPU, or an interpreter for the cases written by hand")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="interpreted, each behaviour takes a minute")
 @pytest.mark.parametrize(
     ("op", "backend"),

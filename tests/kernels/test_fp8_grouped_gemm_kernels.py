@@ -73,6 +73,7 @@ def test_features_past_2_to_31(backend, in_place):
     torch.testing.assert_close(got[:, -64:], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @each_backend
 @pytest.mark.parametrize("target", ["sm90", "sm100"])

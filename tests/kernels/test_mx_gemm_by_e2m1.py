@@ -46,6 +46,7 @@ def test_inf_and_nan_stay_what_they_are(backend):
     assert result.status == "passed", result.message
 
 
+@pytest.mark.turns(4)
 @pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 @pytest.mark.parametrize("target", ["sm90", "sm100"])
 @each_backend

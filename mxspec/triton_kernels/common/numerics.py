@@ -10,7 +10,7 @@ import triton.language as tl
 from mxspec.formats import E2M1, INT8
 
 _INT8_MAX, _INT8_STEP = tl.constexpr(INT8.max), tl.constexpr(INT8.smallest_subnormal)
-_E2M1_MAX = tl.constexpr(E2M1.max)
+_E2M1_MAX, _E2M1_EMAX = tl.constexpr(E2M1.max), tl.constexpr(E2M1.emax)
 _INTEGERS = tl.constexpr(1.5 * 2**23)  # fp32 numbers near this one are 1 apart
 E2M1_BIAS = tl.constexpr(0x4B400000)  # its bits
 OF_SHORT, _LEAST = tl.constexpr(128.0), tl.constexpr(1 - 6 / 128)  # see short_magnitude
@@ -247,7 +247,7 @@ def e2m1_of_blocks(x, byte, WORDS: tl.constexpr, NARROW: tl.constexpr):
 
     Words are for rows of which a thread has eight numbers. Of fp32 it has four. NARROW: see `e2m1_words`.
     """
-    reciprocal = reciprocal_scale(byte, 2)
+    reciprocal = reciprocal_scale(byte, _E2M1_EMAX)
     if WORDS:
         return e2m1_words(x.reshape(x.shape[0], 4, 8), reciprocal[:, None], byte[:, None] == 255, NARROW)
     else:

@@ -58,8 +58,9 @@ _HOPPER = {
     "rowcol": {"RUN": 8, "RUNS": 16, "COLS": 128, "PART": 64, "num_warps": 8},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
-# FP8 is converted. For e2m1 and FP6, a fused addition rounds a magnitude of at most the largest value; for int8, an
-# addition does. The narrower codes are stored in shorter words.
+# FP8 is converted. For e2m1 and FP6, a fused addition rounds a magnitude of at most the largest value. For e2m1 from
+# narrow dtypes, a fused addition limits the magnitude, too. For int8, an addition rounds. The narrower codes are stored
+# in shorter words.
 PTX = (
     r"ld\.global\.v4\.b32",
     r"st\.global\.(v4\.b32|b16|b32)|0f(40C00000|3F740000)",
