@@ -28,7 +28,7 @@ SLOW = $(addsuffix .py,$(addprefix %/test_,any_number_of_tokens bench bench_para
     transformers_serving triton_releases vectors))
 # The tests that call kernels by their backend's name. On a CPU, these kernels run only under an interpreter.
 INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
-    $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_gemm_by_e2m1.py mx_gemm_tiles.py \
+    $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_e2m1_codes.py mx_gemm_by_e2m1.py mx_gemm_tiles.py \
         mx_values.py nvfp4_quotients.py offs_out_of_order.py philox.py row_invariance.py swiglu_pairs.py) \
     $(addprefix tests/ops/test_,fp8_quantize_1x128.py fp8_dequantize.py swiglu.py swiglu_backward.py zero_unused_.py) \
     $(addprefix tests/kernels/blackwell/test_mx_,gemm_blackwell.py matmul_sm100.py)
@@ -70,8 +70,8 @@ quick: lint types
 # One thread in each process, because there is a process for every core already. More threads would wait for each other
 # and keep the cores busy.
 pytest interpreted notebooks-test: export OMP_NUM_THREADS = 1
-# Slow tests take turns, and so do the two interpreters of the notebooks, and the notebooks in them: the commit decides
-# (tests/turns.py).
+# Slow tests take turns. So do the two interpreters of the notebooks, and the notebooks that they run. The commit decides:
+# tests/turns.py.
 pytest interpreted notebooks-test: export MXSPEC_TURN ?= $(or $(shell git rev-parse HEAD 2>/dev/null),no commit)
 
 lint: $(READY)

@@ -31,8 +31,8 @@ def turn() -> int | None:
 
 
 def chosen(count: int, names: list[str]) -> list[str]:
-    """One in `count` of the names, or all names. Other names have another turn at the same commit."""
-    number = turn()
+    """One in `count` of the names, at least one, or all names. The turns of two lists do not depend on each other."""
+    number, count = turn(), min(count, len(names))
     return names if number is None else names[_hash(f"{number} {names}") % count :: count]
 
 

@@ -39,7 +39,7 @@ PTX = (
     r"ld\.global\.v4\.b32",
     r"st\.global\.v4\.b32|0f(40C00000|3F740000)",
     r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|3F740000)",
-)  # e2m1 has a limit of 6, for narrow dtypes in a fused addition, and stores fewer bytes
+)  # e2m1 has the constant of a limit of 6, and stores fewer bytes
 
 
 def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None:

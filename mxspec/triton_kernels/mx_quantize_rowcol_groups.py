@@ -23,7 +23,7 @@ PTX = (
     r"ld\.global\.v4\.b32",
     r"st\.global\.v[24]\.b32|0f(40C00000|3F740000)",
     r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|3F740000)",
-)  # e2m1 has a limit of 6, for narrow dtypes in a fused addition, and stores fewer bytes
+)  # e2m1 has the constant of a limit of 6, and stores fewer bytes
 
 
 def supports(x: Tensor, offs: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:

@@ -53,8 +53,8 @@ _HOPPER = {
 # Without a limit, ptxas takes 72 registers for a flat program on Blackwell, and keeps two of them in local memory.
 _BLACKWELL = {**_HOPPER, "flat": {**_HOPPER["flat"], "maxnreg": 96}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
-# The limit of a thread on Hopper, if the scales are blocked and the columns lie side by side. The order of instructions
-# is then faster.
+# The limit of a thread on Hopper, if the scales are blocked, the columns lie side by side, and the amax is given. The
+# order of instructions is then faster. Without an amax, a thread would keep some registers in local memory.
 _REGISTERS = {"maxnreg": 64}
 # Without .ftz, which would lose subnormals.
 _ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")

@@ -82,5 +82,6 @@ def test_names_have_turns_that_do_not_go_together(monkeypatch):
         monkeypatch.setenv("MXSPEC_TURN", str(commit))
         found.add(tuple(tuple(turns.chosen(2, names)) for names in both))
     assert found == {((one,), some) for one in both[0] for some in (("a", "c"), ("b",))}
+    assert turns.chosen(2, ["alone"]) == ["alone"]
     monkeypatch.delenv("MXSPEC_TURN")
     assert turns.chosen(2, both[0]) == both[0]

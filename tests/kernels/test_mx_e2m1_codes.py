@@ -37,3 +37,13 @@ def test_every_narrow_magnitude(dtype, power, axis, scale_layout):
         found = mxspec.mx_quantize(x.to(check.default_device()), **options)
     assert torch.equal(found[0].cpu().view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(found[1].cpu().view(torch.uint8), scales.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("capability", "compares"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_only_hopper_and_later_gpus_compare_two_numbers_at_once(monkeypatch, capability, compares):
+    from mxspec.triton_kernels.common import pairs
+
+    monkeypatch.setattr(pairs, "capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert pairs.compares_pairs(torch.device("cuda")) is compares
+    assert not pairs.compares_pairs(torch.device("cpu"))

@@ -214,8 +214,8 @@ def e2m1_code(x):
 def short_magnitude(x, factor):
     """`m / 128 + 61 / 64` for the magnitude `m = |x| * 128 * factor`, at most 6.
 
-    The result lies between 61/64 and 1, where fp32 numbers are 2^-17 of m apart. NaN becomes any number. The limits
-    take no instruction of their own.
+    The result lies between 61/64 and 1. fp32 numbers there are 2^-24 apart, which is 2^-17 in m. NaN becomes any
+    number. The limits take no instruction of their own.
     """
     return tl.clamp(tl.fma(tl.abs(x), factor, _LEAST), 0.0, 1.0)
 
@@ -230,8 +230,9 @@ def short_numbers(t, short):
 def e2m1_words(x, reciprocal, wrong, NARROW: tl.constexpr):
     """Words of the e2m1 codes of `x * reciprocal`, fp32: `(...)` from x `(..., 8)`. All codes are 7 if `wrong`.
 
-    reciprocal: powers of two. NARROW: x is a widened bfloat16 or float16, and has at most 11 bits. Such a magnitude of
-    2^-7 or more is a multiple of 2^-17. So `short_magnitude` rounds only magnitudes whose codes are 0.
+    reciprocal: powers of two. NARROW: x is a widened bfloat16 or float16. It has at most 11 bits, and so has the
+    product. A product of 2^-7 or more is a multiple of 2^-17. So `short_magnitude` rounds only products whose codes are
+    0. The factor may be subnormal, and is exact.
     """
     reciprocal = tl.expand_dims(reciprocal, -1)
     if NARROW:

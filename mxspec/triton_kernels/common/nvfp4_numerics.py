@@ -202,7 +202,8 @@ def _drawn_code(magnitude, byte):
 def factors(s, h, up, wrong, short):
     """Two factors of each block, for `packed_codes`. s is its e4m3 scale. The factors are those of `divisor`.
 
-    If `short`, both are the factor of `short_magnitude`, which is 0 if s is 0.
+    If `short`, both are the factor of `short_magnitude`, which is 0 if s is 0. It rounds a quotient as `short_quotient`
+    does.
     """
     if short:
         number = s.to(tl.float32)

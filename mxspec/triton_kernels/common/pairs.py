@@ -6,10 +6,17 @@ the registers that they take in fp32. One instruction compares two of them.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from mxspec.triton_kernels.common.launch import capability
 from mxspec.triton_kernels.common.numerics import eight
+
+
+def compares_pairs(device: torch.device) -> bool:
+    """Whether the GPU has the instruction `max.u16x2`: Hopper and later. No interpreter has it."""
+    return device.type != "cpu" and torch.version.hip is None and capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ A tile is RUNS runs of RUN rows each, by COLS columns. It is held as `(RUNS, COL
 - The codes of RUN rows of a column are consecutive bytes of the result. They pass through shared memory together, where
   the tile is transposed.
 - PART is small enough for a warp to hold whole 32x1 blocks. Shuffles then compute the rest of the maximum.
+- Narrow numbers that become e2m1 along the columns alone stay in words of two, as `common/pairs.py` says.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from mxspec.triton_kernels.common.numerics import (
 )
 from mxspec.triton_kernels.common.pairs import (
     columns_of_halves,
+    compares_pairs,
     even_and_odd,
     halves,
     largest_of_pairs,
@@ -70,11 +72,13 @@ CODES = tl.constexpr(3)  # beside TOKENS, SWIGLU and GRADIENT: the values of MX 
 
 
 def config(x: Tensor, with_rows: bool, fmt: ElementFormat) -> dict[str, int]:
-    """The tile for a tensor. Programs are smaller if there are few of them, or if fp32 values take the registers."""
+    """The tile for a tensor. Programs are smaller if there are few of them, or if fp32 values take the registers.
+
+    e2m1 of narrow dtypes has a tile of its own. Token groups do not use it: with 8 warps they are slower.
+    """
     narrow = x.dtype != torch.float32
-    large = "large" if narrow and x.numel() >= 2**26 else "small"
-    name = "rowcol" if with_rows else f"col, {'words' if narrow and fmt == E2M1 else large}"
-    return for_device(CONFIGS, x.device)[name]
+    size = "words" if narrow and fmt == E2M1 else "large" if narrow and x.numel() >= 2**26 else "small"
+    return for_device(CONFIGS, x.device)["rowcol" if with_rows else f"col, {size}"]
 
 
 def supports(x: Tensor) -> str | None:
@@ -100,13 +104,10 @@ def values16(q, scale, stride, scale_stride, mask, scale_mask, left, E5M2: tl.co
 
 
 @triton.jit
-def _e2m1_of_columns(
-    loaded, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+def _e2m1_of_columns(loaded, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr, ASM: tl.constexpr):
     """The words of eight codes of each column, `(COLS, 2 * RUNS)`, and the scale bytes, int32 `(RUNS / 2, COLS)`.
 
-    loaded: `load16` of a tile `(RUNS, COLS)` of a narrow dtype. The numbers stay words, as `common/pairs.py` says. One
-    half of a run comes after the other, which takes fewer registers than both at once.
+    loaded: `load16` of a tile `(RUNS, COLS)` of a narrow dtype. The numbers stay words, as `common/pairs.py` says.
     """
     RUNS: tl.constexpr = loaded.shape[0]
     COLS: tl.constexpr = loaded.shape[1]
@@ -323,7 +324,7 @@ def mx_tile(
             x, q_col, s_col, q_row, s_row, None, None, None,
             M, K, M // 32, K // 32, x.stride(0) if lead else 0, *x.stride()[-2:], M, 0, 0,
             *exponent_rule(fmt, scaling, x.dtype), blocked, with_rows, even, wide, **chosen, STRIP=strip,
-            FP6=fp6.mantissa_bits(fmt), ASM=x.device.type != "cpu", **UNFUSED,
+            FP6=fp6.mantissa_bits(fmt), ASM=compares_pairs(x.device), **UNFUSED,
         )  # fmt: skip
     q_row, q_col = (fmt.as_codes(q.view(fmt.storage_dtype)) for q in (q_row, q_col))
     columns = q_col, s_col.view(torch.float8_e8m0fnu)
@@ -364,5 +365,5 @@ def launch_groups(
         _mx_tile[grid](
             x, q_col, s_col, *(rows_too or (q_col, s_col)), start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(),
             tokens, G, offs.stride(0), *constants, rows_too is not None, False, wide, **chosen, STRIP=strip,
-            ALIGN=pad_to, CHUNK=chunk(G), ASM=x.device.type != "cpu", **more, **UNFUSED,
+            ALIGN=pad_to, CHUNK=chunk(G), ASM=compares_pairs(x.device), **more, **UNFUSED,
         )  # fmt: skip

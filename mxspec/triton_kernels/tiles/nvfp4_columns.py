@@ -36,6 +36,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
 )
 from mxspec.triton_kernels.common.pairs import (
     columns_of_halves,
+    compares_pairs,
     even_and_odd,
     halves,
     largest_of_pairs,
@@ -48,7 +49,8 @@ from mxspec.triton_kernels.hopper.releases import release
 
 _HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# Registers of a thread that has narrow numbers. More programs then fit on a processor.
+# Registers of a thread on Hopper that has narrow numbers of whole tiles, with plain scales and without random bytes.
+# More programs then fit on a processor.
 _REGISTERS = {"maxnreg": 80}
 # Those of token groups with blocked scales. Elsewhere, and under Triton 3.9, a thread would keep some in local memory.
 _OF_GROUPS = {"maxnreg": 96}
@@ -67,7 +69,7 @@ def _coded_one_way(
     tile, byte, h, up, wrong_matrix, short,
     DTYPE: tl.constexpr, SQUARE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`_coded`. tile: words of `paired`, or fp32."""
+    """`_coded` in one of the two ways of `packed_codes`. tile: words of `paired`, or fp32."""
     NARROW: tl.constexpr = tl.float32 != DTYPE
     RUNS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = 2 * tile.shape[1] if NARROW else tile.shape[1]
@@ -87,8 +89,8 @@ def _coded_one_way(
         bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
     minus_d, factor = factors(s, h, up, wrong, short)
-    # The numbers become fp32 after the steps in which the two ways differ. The compiler moves equal steps before them
-    # out of both branches, and would hold all fp32 numbers in registers.
+    # If both branches begin with equal steps, the compiler moves these before the branch. The two ways differ in the
+    # factors. So the numbers become fp32 after them: before the branch, all would take registers at once.
     if NARROW:
         e0, o0 = unpaired(first, DTYPE)
         e1, o1 = unpaired(second, DTYPE)
@@ -202,7 +204,7 @@ def nvfp4_tile(
         _nvfp4_tile[max(1, -(-M // rows)), max(1, -(-K // cols)), E](
             x, amax, qdata, scale, tensor_scale, M, K, M // 16, x.stride(0) if lead else 0, *x.stride()[-2:],
             amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device),
-            x.device.type != "cpu", **config, **random_of(random), **registers, **UNFUSED,
+            compares_pairs(x.device), **config, **random_of(random), **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
 
@@ -297,7 +299,7 @@ def nvfp4_tile_of_groups(
         _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
             x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, of_program, *x.stride(),
             amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device),
-            x.device.type != "cpu", pad_to, chunk(G), **config,
+            compares_pairs(x.device), pad_to, chunk(G), **config,
             **(_OF_GROUPS if few else {}), **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
