@@ -17,15 +17,17 @@ from torch import Tensor
 from mxspec.formats import element, exponent_rule
 from mxspec.triton_kernels.common import fp6
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
-from mxspec.triton_kernels.common.launch import UNFUSED, for_device
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import (
-    e2m1_of_blocks,
+    e2m1_code,
+    in_pairs,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
     shared_exponent,
     widened,
 )
+from mxspec.triton_kernels.common.pairs import compares_pairs, e2m1_of_mx_blocks, load_mx_blocks
 from mxspec.triton_kernels.tiles import mx_columns
 
 # Triton and Helion have the same rate. Triton is first because a call takes less host time
@@ -37,10 +39,12 @@ _HOPPER = {
     "flat": {"BLOCKS": 64, "num_warps": 2},
     "strided": {"BLOCKS": 64, "num_warps": 2},
     "blocked": {"BLOCKS": 64, "num_warps": 4},
+    "flat, words": {"BLOCKS": 64, "num_warps": 1},
     "blocked, words": {"BLOCKS": 128, "num_warps": 4},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = mx_columns.PTX
+_SPAN = 2  # with words and blocked scales, a program has a part of up to so many tiles
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
@@ -69,9 +73,9 @@ def _is_transposed(x: Tensor) -> bool:
 @triton.jit
 def _mx_quantize(
     x, qdata, scale,
-    R, C, stride_e, stride_r, stride_k, row_groups,
+    R, C, stride_e, stride_r, stride_k, row_groups, span,
     EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr,
-    FP6: tl.constexpr,
+    FP6: tl.constexpr, ASM: tl.constexpr,
     LAYOUT: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     # The elements of qdata in a block: codes of FP8 and int8, pairs or words of e2m1, or words of FP6.
@@ -79,14 +83,15 @@ def _mx_quantize(
     E2M1: tl.constexpr = WORDS or qdata.dtype.element_ty == tl.uint8
     SIZE: tl.constexpr = fp6.SHORTS if FP6 else 4 if WORDS else 16 if E2M1 else 32
     i = tl.arange(0, BLOCKS)
-    j = tl.arange(0, 32)
+    j = tl.arange(0, 8 if WORDS else 32)  # see load_mx_blocks
     of_block = tl.arange(0, 32 if FP6 else SIZE)
-    # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
+    # With blocked scales, a program has the same part of up to `span` tiles, one after the other. The pointers move to
+    # the start of the first part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
         # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed.
+        first, last = 0, 1
         start = tl.program_id(0).to(tl.int64) * BLOCKS
         in_matrix = (start + i < R * C) | EVEN
-        owned = in_matrix
         x_offset = i[:, None] * 32 + j[None, :]
         q_offset = i[:, None] * SIZE + of_block[None, :]
         place = i
@@ -95,9 +100,9 @@ def _mx_quantize(
         scale += start
     elif LAYOUT == "strided":
         e = tl.program_id(2).to(tl.int64)
+        first, last = 0, 1
         n = tl.program_id(0) * BLOCKS + i
         in_matrix = n < R * C
-        owned = in_matrix
         k = (n % C)[:, None] * 32 + j[None, :]
         x_offset = (n // C).to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
         q_offset = n.to(tl.int64)[:, None] * SIZE + of_block[None, :]
@@ -110,29 +115,41 @@ def _mx_quantize(
         e = (tl.program_id(2) // row_groups).to(tl.int64)  # below 2^22 rows row_groups is 1, and folds away
         row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
         row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
-        c = tl.program_id(0) // parts * 4 + col
-        in_matrix = (row_tile * 128 + row < R) & (c < C)
-        owned = row_tile < tl.cdiv(R, 128)
+        first = tl.program_id(0) // parts * span
+        last = tl.minimum(first + span, tl.cdiv(C, 4))
+        c = first * 4 + col
         k = c[:, None] * 32 + j[None, :]
         x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
         q_offset = row.to(tl.int64)[:, None] * (C * SIZE) + (c[:, None] * SIZE + of_block[None, :])
         place = row.to(tl.int64) * C + c
         x += e * stride_e + row_tile * 128 * stride_r
         qdata += (e * R + row_tile * 128) * C * SIZE
-        scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
+        scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512
+        scale += first.to(tl.int64) * 512 + tl.program_id(0) % parts * BLOCKS
 
-    loaded = tl.load(x + x_offset, mask=in_matrix[:, None], other=0)
-    values = widened(loaded)
-    byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-    if E2M1:
-        tl.store(qdata + q_offset, e2m1_of_blocks(values, byte, WORDS, loaded.dtype != tl.float32), in_matrix[:, None])
-    else:
-        scaled = values * reciprocal_scale(byte, EMAX)[:, None]
-        if FP6:
-            fp6.store_blocks(qdata, place, fp6.encoded(scaled, FP6), in_matrix)
+    for part in range(first, last):
+        if LAYOUT == "blocked":
+            in_matrix = (row_tile * 128 + row < R) & (part * 4 + col < C)
+        owned = row_tile < tl.cdiv(R, 128) if LAYOUT == "blocked" else in_matrix
+        if WORDS:
+            quarters = load_mx_blocks(x + x_offset, stride_k, in_matrix[:, None])
+            words, byte = e2m1_of_mx_blocks(quarters, x.dtype.element_ty, EMAX, ROUND, EXCEPT, ASM)
+            tl.store(qdata + q_offset, words, mask=in_matrix[:, None])
         else:
-            tl.store(qdata + q_offset, saturating_cast(scaled, qdata.dtype.element_ty), mask=in_matrix[:, None])
-    tl.store(scale + i, byte.to(tl.uint8), mask=owned)
+            values = widened(tl.load(x + x_offset, mask=in_matrix[:, None], other=0))
+            byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
+            scaled = values * reciprocal_scale(byte, EMAX)[:, None]
+            if E2M1:
+                tl.store(qdata + q_offset, in_pairs(e2m1_code(scaled)), mask=in_matrix[:, None])
+            elif FP6:
+                fp6.store_blocks(qdata, place, fp6.encoded(scaled, FP6), in_matrix)
+            else:
+                tl.store(qdata + q_offset, saturating_cast(scaled, qdata.dtype.element_ty), mask=in_matrix[:, None])
+        tl.store(scale + i, byte.to(tl.uint8), mask=owned)
+        if LAYOUT == "blocked":  # to the next tile
+            x += tl.cast(stride_k, tl.int64) * 128
+            qdata += SIZE * 4
+            scale += 512
 
 
 def mx_quantize(
@@ -164,20 +181,22 @@ def mx_quantize(
     else:
         layout = "flat" if x.is_contiguous() else "strided"
         scale = x.new_empty((*lead, R, C), dtype=torch.uint8)
-    words = layout == "blocked" and qdata.dtype == torch.int32
-    config = for_device(CONFIGS, x.device)["blocked, words" if words else layout]
-    blocks = config["BLOCKS"]
+    words = layout != "strided" and qdata.dtype == torch.int32
+    config = for_device(CONFIGS, x.device)[f"{layout}, words" if words else layout]
+    blocks, of_program = config["BLOCKS"], 1
     if layout == "flat":
         R, even = E * R, R * E * C % blocks == 0
         grid = (-(-R * C // blocks), 1, 1)
     elif layout == "strided":
         grid = (-(-R * C // blocks), 1, E)
     else:
-        grid = (col_tiles * 512 // blocks, min(row_tiles, _ROW_TILES), E * row_groups)
+        of_tile = 512 // blocks
+        of_program = span(of_tile * col_tiles, row_tiles * E, x.device, _SPAN) if words else 1
+        grid = (of_tile * -(-col_tiles // of_program), min(row_tiles, _ROW_TILES), E * row_groups)
     if scale.numel():
         _mx_quantize[grid](
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
-            *exponent_rule(fmt, scaling, x.dtype), fp6.mantissa_bits(fmt), layout, even, ROW_TILES=_ROW_TILES,
-            **config, **UNFUSED,
+            of_program, *exponent_rule(fmt, scaling, x.dtype), fp6.mantissa_bits(fmt), compares_pairs(x.device),
+            layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return fmt.as_codes(qdata.view(fmt.storage_dtype)), scale.view(torch.float8_e8m0fnu)

@@ -20,13 +20,15 @@ from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import (
-    e2m1_of_blocks,
+    e2m1_code,
+    in_pairs,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
     shared_exponent,
     widened,
 )
+from mxspec.triton_kernels.common.pairs import compares_pairs, e2m1_of_mx_blocks, load_mx_blocks
 from mxspec.triton_kernels.tiles import mx_columns
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
@@ -37,9 +39,9 @@ CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 PTX = (
     r"ld\.global\.v4\.b32",
-    r"st\.global\.v4\.b32|0f(40C00000|3F740000)",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|3F740000)",
-)  # e2m1 has the constant of a limit of 6, and stores fewer bytes
+    r"st\.global\.v4\.b32|0f(40C00000|40400000|3F740000)",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40400000|3F740000)",
+)  # e2m1 has the constant of a limit (6, 3, or 61/64), and stores fewer bytes
 
 
 def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None:
@@ -58,8 +60,8 @@ def _mx_quantize_groups(
     x, qdata, scale, start, end, offs,
     tokens, R, C, row_tiles, span, stride_m, stride_k, G, stride_offs,
     EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr,
-    BLOCKED: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
+    BLOCKED: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = 512 // BLOCKS  # programs a tile
     # Programs run along a row of tiles first, then down.
@@ -76,7 +78,7 @@ def _mx_quantize_groups(
     if group < G:
         token = token0 + row_tile * 128 - begin
         read = (token + row >= 0) & (token + row < tl.minimum(stop, tokens))
-        r, k = row, col[:, None] * 32 + tl.arange(0, 32)[None, :]
+        r, k = row, col[:, None] * 32 + tl.arange(0, 8 if WORDS else 32)[None, :]
         if WIDE:
             r, k = r.to(tl.int64), k.to(tl.int64)
         offset = (r * stride_m)[:, None] + k * stride_k
@@ -85,13 +87,14 @@ def _mx_quantize_groups(
             col_tile = first_tile + i
             there = read & (col_tile * 4 + col < C)
             source = x_rows + col_tile.to(tl.int64) * 128 * stride_k + offset
-            loaded = tl.load(source, mask=there[:, None], other=0)
-            values = widened(loaded)
-            byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
-            if E2M1:
-                q = e2m1_of_blocks(values, byte, WORDS, loaded.dtype != tl.float32)
+            if WORDS:
+                quarters = load_mx_blocks(source, stride_k, there[:, None])
+                q, byte = e2m1_of_mx_blocks(quarters, x.dtype.element_ty, EMAX, ROUND, EXCEPT, ASM)
             else:
-                q = saturating_cast(values * reciprocal_scale(byte, EMAX)[:, None], qdata.dtype.element_ty)
+                values = widened(tl.load(source, mask=there[:, None], other=0))
+                byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
+                q = values * reciprocal_scale(byte, EMAX)[:, None]
+                q = in_pairs(e2m1_code(q)) if E2M1 else saturating_cast(q, qdata.dtype.element_ty)
             store_part(
                 qdata, scale, q, byte.to(tl.uint8), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,
@@ -140,6 +143,6 @@ def mx_quantize_groups(
         wide = max(128 * x.stride(0) + 128 * x.stride(1), 128 * K) >= 2**31
         _mx_quantize_groups[grid](
             x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, tiles, *x.stride(), G, offs.stride(0),
-            *constants, wide, pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
+            *constants, wide, compares_pairs(x.device), pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return fmt.as_codes(qdata.view(fmt.storage_dtype)), scale.view(torch.float8_e8m0fnu), start, end

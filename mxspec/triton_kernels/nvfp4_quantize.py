@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
-from mxspec.triton_kernels.common.launch import UNFUSED, for_device
-from mxspec.triton_kernels.common.numerics import largest_of_eight, widened
+from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     BYTES,
     NEAREST,
@@ -33,11 +32,12 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     scale_byte,
     store_tensor_scale,
 )
+from mxspec.triton_kernels.common.pairs import block_of_row, compares_pairs, in_words
 from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_magnitudes
 
-# On an H100 1.02 of a bare cast's rate along rows (benchmarks/results/decisions.md).
+# On an H200 0.96 of a bare cast's rate along rows (benchmarks/results/decisions.md).
 # Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
 # By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements.
@@ -53,12 +53,13 @@ _HOPPER = {
 # Without a limit, ptxas takes 72 registers for a flat program on Blackwell, and keeps two of them in local memory.
 _BLACKWELL = {**_HOPPER, "flat": {**_HOPPER["flat"], "maxnreg": 96}}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
-# The limit of a thread on Hopper, if the scales are blocked, the columns lie side by side, and the amax is given. The
-# order of instructions is then faster. Without an amax, a thread would keep some registers in local memory.
-_REGISTERS = {"maxnreg": 64}
+# The registers of a thread on Hopper by layout, for numbers of `in_words` that are rounded to nearest. More programs
+# then fit on a processor.
+_REGISTERS = {"flat": {"maxnreg": 72}, "blocked": {"maxnreg": 80}}
 # Without .ftz, which would lose subnormals.
 _ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")
 PTX = {"sm90": _ARITHMETIC, "sm100": (*_ARITHMETIC, r"cvt\.rn\.satfinite\.e2m1x2\.f32")}
+_SPAN = 8  # a program has up to so many parts
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
@@ -87,9 +88,9 @@ def _is_transposed(x: Tensor) -> bool:
 @triton.jit
 def _nvfp4_quantize(
     x, amax, qdata, scale, tensor_scale,
-    R, C, stride_e, stride_r, stride_k, amax_stride, row_groups,
+    R, C, stride_e, stride_r, stride_k, amax_stride, row_groups, span,
     LAYOUT: tl.constexpr, WIDE: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr,
-    CONVERTS: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+    CONVERTS: tl.constexpr, ASM: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
     random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
 ):  # fmt: skip
     # random: see nvfp4_quantize_stochastic. If it is a seed and an offset, random_k is their stride.
@@ -97,15 +98,17 @@ def _nvfp4_quantize(
     i, eight = tl.arange(0, BLOCKS), tl.arange(0, 8)
     j, of_block = tl.arange(0, TOGETHER), tl.arange(0, 2)
     e = (tl.program_id(2) // row_groups).to(tl.int64)  # row_groups is 1 below 2^22 rows, and folds away
-    # The pointers move to the start of the program's part. Most offsets from there fit in 32 bits.
+    # A program has up to `span` parts, one after the other. The pointers move to the start of the first part. Most
+    # offsets from there fit in 32 bits.
     if LAYOUT == "flat":  # stride_k is 1
         # A matrix is contiguous: byte n scales the 16 elements at 16 * n, and no division is needed.
-        start = e * R * C + tl.program_id(0).to(tl.int64) * BLOCKS
-        in_matrix = (tl.program_id(0) * BLOCKS + i < R * C) | EVEN
-        owned, place = in_matrix, i
+        first = tl.program_id(0) * span
+        last = tl.minimum(first + span, tl.cdiv(R * C, BLOCKS))
+        start = e * R * C + first.to(tl.int64) * BLOCKS
+        place = i
         x_offset = i[:, None] * 16 + j[None, :]
         q_offset = i[:, None] * 2 + of_block[None, :]
-        number = tl.program_id(0) * BLOCKS + i
+        number = first * BLOCKS + i
         if RANDOM == BYTES:
             random += start * 16
             r_offset = i[:, None] * 16 + eight[None, :]
@@ -113,6 +116,7 @@ def _nvfp4_quantize(
         qdata += start * 2
         scale += start
     elif LAYOUT == "strided":
+        first, last = 0, 1
         if SQUARE:
             tl.static_assert(BLOCKS == 256)
             squares = tl.cdiv(C, 16)  # of 16 rows, side by side
@@ -124,7 +128,7 @@ def _nvfp4_quantize(
             row, c = n // C, n % C
             in_matrix = n < R * C
             place = n.to(tl.int64)
-        owned, number = in_matrix, row * C + c
+        number = row * C + c
         k = c[:, None] * 16 + j[None, :]
         if RANDOM == BYTES:
             random += e * random_e
@@ -138,9 +142,10 @@ def _nvfp4_quantize(
         parts: tl.constexpr = 512 // BLOCKS  # programs a tile
         row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
         row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
-        c = tl.program_id(0) // parts * 4 + col
-        in_matrix = (row_tile * 128 + row < R) & (c < C)
-        owned, place = (row_tile < tl.cdiv(R, 128)) & (C > 0), i
+        first = tl.program_id(0) // parts * span
+        last = tl.minimum(first + span, tl.cdiv(C, 4))
+        c = first * 4 + col
+        place = i
         k = c[:, None] * 16 + j[None, :]
         number = (row_tile.to(tl.int32) * 128 + row) * C + c
         if RANDOM == BYTES:
@@ -153,42 +158,59 @@ def _nvfp4_quantize(
         q_offset = r[:, None] * (C * 2) + (c[:, None] * 2 + of_block[None, :])
         x += e * stride_e + row_tile * 128 * stride_r
         qdata += (e * R + row_tile * 128) * C * 2
-        scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512 + tl.program_id(0) * BLOCKS
+        scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512
+        scale += first.to(tl.int64) * 512 + tl.program_id(0) % parts * BLOCKS
 
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
-    # Two loads, so that a thread has a whole block: a warp would compute the scale of a block in each of its threads.
-    # One half of the block comes after the other, which takes fewer registers than both at once.
-    loaded = load_eight(x + x_offset, stride_k, in_matrix[:, None])
-    narrow: tl.constexpr = loaded.dtype != tl.float32
-    values = widened(loaded)
-    more = widened(load_eight(x + x_offset + tl.cast(stride_k, tl.int64) * 8, stride_k, in_matrix[:, None]))
-    bits = tl.maximum(largest_of_eight(values), largest_of_eight(more))
-    if SQUARE:  # the 16 bytes i, i + 16, ... scale the 16 rows of a square
-        largest = tl.max(bits.reshape(16, 16), axis=0)
-        bits = tl.broadcast_to(largest[None, :], (16, 16)).reshape(BLOCKS)
-    s, wrong = block_scale(bits, h, up, wrong_matrix)
-    short = is_short(A, narrow and RANDOM == NEAREST)
-    minus_d, factor = factors(s, h, up, wrong, short)
-    if RANDOM == BYTES:
-        byte = tl.load(random + r_offset, mask=in_matrix[:, None], other=0).to(tl.int32)
-        byte_more = random + r_offset + tl.cast(random_k, tl.int64) * 8
-        byte_more = tl.load(byte_more, mask=in_matrix[:, None], other=0).to(tl.int32)
-    elif RANDOM == SEED:
-        w0, w1, w2, w3 = random_words(random, random_k, number + (e * R * C).to(tl.int32))
-        byte, byte_more = bytes_of_words(tl.join(w0, w1)), bytes_of_words(tl.join(w2, w3))
-    else:
-        byte, byte_more = None, None
-    word = packed_codes(values, minus_d, factor, up, wrong, short, byte, narrow, BOUNDED, CONVERTS)
-    word_more = packed_codes(more, minus_d, factor, up, wrong, short, byte_more, narrow, BOUNDED, CONVERTS)
-    tl.store(qdata + q_offset, tl.join(word, word_more), mask=in_matrix[:, None])
-    stored = scale_byte(s, wrong)
-    if LAYOUT == "blocked":
-        stored = tl.where(in_matrix, stored, 0).to(tl.uint8)
-    # The blocks of a thread lie apart. Without the hint, their bytes would pass through shared memory, so that a thread
-    # stores neighbours.
-    tl.store(scale + tl.max_contiguous(place, 1), stored, mask=owned)
-    first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) % row_groups == 0)
-    store_tensor_scale(tensor_scale, A, wrong_matrix, e, first)
+    for part in range(first, last):
+        if LAYOUT == "flat":
+            in_matrix = (part * BLOCKS + i < R * C) | EVEN
+        elif LAYOUT == "blocked":
+            in_matrix = (row_tile * 128 + row < R) & (part * 4 + col < C)
+        owned = in_matrix
+        # Two loads, so that a thread has a whole block: a warp would compute the scale of a block in each of its
+        # threads. One half of the block comes after the other, which takes fewer registers than both at once.
+        loaded = load_eight(x + x_offset, stride_k, in_matrix[:, None])
+        narrow: tl.constexpr = loaded.dtype != tl.float32
+        loaded_more = load_eight(x + x_offset + tl.cast(stride_k, tl.int64) * 8, stride_k, in_matrix[:, None])
+        bits, values, more, signs, signs_more = block_of_row(loaded, loaded_more, ASM)
+        if SQUARE:  # the 16 bytes i, i + 16, ... scale the 16 rows of a square
+            largest = tl.max(bits.reshape(16, 16), axis=0)
+            bits = tl.broadcast_to(largest[None, :], (16, 16)).reshape(BLOCKS)
+        s, wrong = block_scale(bits, h, up, wrong_matrix)
+        short = is_short(A, narrow and RANDOM == NEAREST)
+        minus_d, factor = factors(s, h, up, wrong, short, ASM)
+        if RANDOM == BYTES:
+            byte = tl.load(random + r_offset, mask=in_matrix[:, None], other=0).to(tl.int32)
+            byte_more = random + r_offset + tl.cast(random_k, tl.int64) * 8
+            byte_more = tl.load(byte_more, mask=in_matrix[:, None], other=0).to(tl.int32)
+        elif RANDOM == SEED:
+            w0, w1, w2, w3 = random_words(random, random_k, number + (e * R * C).to(tl.int32))
+            byte, byte_more = bytes_of_words(tl.join(w0, w1)), bytes_of_words(tl.join(w2, w3))
+        else:
+            byte, byte_more = None, None
+        word = packed_codes(values, signs, minus_d, factor, up, wrong, short, byte, narrow, BOUNDED, CONVERTS, ASM)
+        word_more = packed_codes(
+            more, signs_more, minus_d, factor, up, wrong, short, byte_more, narrow, BOUNDED, CONVERTS, ASM
+        )
+        tl.store(qdata + q_offset, tl.join(word, word_more), mask=in_matrix[:, None])
+        stored = scale_byte(s, wrong)
+        if LAYOUT == "blocked":
+            stored = tl.where(in_matrix, stored, 0).to(tl.uint8)
+            owned = row_tile < tl.cdiv(R, 128)
+        # The blocks of a thread lie apart. Without the hint, their bytes would pass through shared memory, so that a
+        # thread stores neighbours.
+        tl.store(scale + tl.max_contiguous(place, 1), stored, mask=owned)
+        if LAYOUT != "strided":  # to the next part
+            blocks: tl.constexpr = BLOCKS if LAYOUT == "flat" else 4  # of a row
+            x += tl.cast(stride_k, tl.int64) * (16 * blocks)
+            qdata += 2 * blocks
+            scale += BLOCKS if LAYOUT == "flat" else 512
+            number += blocks
+            if RANDOM == BYTES:
+                random += tl.cast(random_k, tl.int64) * (16 * blocks)
+    writes = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) % row_groups == 0)
+    store_tensor_scale(tensor_scale, A, wrong_matrix, e, writes)
 
 
 def nvfp4_quantize(
@@ -228,22 +250,26 @@ def quantized(
     name = "square" if square else "blocked, random" if blocked and random is not None else layout
     wide = blocked and 128 * max(x.stride(-2), 2 * C) + K * x.stride(-1) >= 2**31
     config = for_device(CONFIGS, x.device)[name]
-    if name == "blocked" and not (wide or bounded or converts(x.device)) and x.stride(-1) == 1:
-        config = {**config, **_REGISTERS}
-    blocks, row_groups, even = config["BLOCKS"], 1, False
+    if name in _REGISTERS and in_words(x) and random is None and not (wide or converts(x.device)):
+        config = {**config, **_REGISTERS[name]}
+    blocks, row_groups, even, of_program = config["BLOCKS"], 1, False, 1
     if blocked:
         row_groups = max(1, -(-row_tiles // _ROW_TILES))
-        grid = (max(1, col_tiles * 512 // blocks), max(1, min(row_tiles, _ROW_TILES)), E * row_groups)
+        of_tile = 512 // blocks
+        of_program = 1 if square else span(of_tile * col_tiles, row_tiles * E, x.device, _SPAN)
+        grid = (of_tile * max(1, -(-col_tiles // of_program)), max(1, min(row_tiles, _ROW_TILES)), E * row_groups)
     elif square:
         grid = (max(1, R // 16 * -(-C // 16)), 1, E)
     else:
-        even = R * C > 0 == R * C % blocks
-        grid = (max(1, -(-R * C // blocks)), 1, E)
+        even, parts = R * C > 0 == R * C % blocks, -(-R * C // blocks)
+        of_program = span(parts, E, x.device, _SPAN) if layout == "flat" else 1
+        grid = (max(1, -(-parts // of_program)), 1, E)
     if E:  # a matrix without elements has a tensor scale
         _nvfp4_quantize[grid](
             x, amax, qdata, scale, tensor_scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1),
-            amax.stride(0) if lead else 0, row_groups, layout, wide, square, even, bounded, converts(x.device),
-            ROW_TILES=_ROW_TILES, **config, **random_of(random), **UNFUSED,
+            amax.stride(0) if lead else 0, row_groups, of_program, layout, wide, square, even, bounded,
+            converts(x.device), compares_pairs(x.device), ROW_TILES=_ROW_TILES, **config, **random_of(random),
+            **UNFUSED,
         )  # fmt: skip
     codes, scales = qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn)
     return codes.mT if axis == -2 else codes, scales, tensor_scale

@@ -18,7 +18,6 @@ from torch import Tensor
 from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
-from mxspec.triton_kernels.common.numerics import largest_of_eight, widened
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     block_scale,
     converts,
@@ -29,6 +28,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     scale_byte,
     store_tensor_scales,
 )
+from mxspec.triton_kernels.common.pairs import block_of_row, compares_pairs, in_words
 from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_of_groups
@@ -36,7 +36,9 @@ from mxspec.triton_kernels.tiles.largest import largest_of_groups
 # An H200 gave the reference's bytes. The race: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
 # A program has BLOCKS scale bytes of each of up to _SPAN tiles.
-_HOPPER = {"BLOCKS": 128, "num_warps": 2}
+_HOPPER = {"BLOCKS": 64, "num_warps": 1}
+# The registers of a thread on Hopper for numbers of `in_words`. More programs then fit on a processor.
+_REGISTERS = {"maxnreg": 80}
 _SPAN = 8
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
@@ -61,7 +63,7 @@ def _nvfp4_quantize_groups(
     x, amax, qdata, scale, tensor_scale, start, end, offs,
     tokens, R, C, row_tiles, span, stride_m, stride_k, amax_stride, G, stride_offs,
     BLOCKED: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
-    ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+    ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = 512 // BLOCKS  # programs a tile
     # Programs run along a row of tiles first, then down.
@@ -91,13 +93,15 @@ def _nvfp4_quantize_groups(
             # Two loads, so that a thread has a whole block.
             loaded = load_eight(source, stride_k, there)
             narrow: tl.constexpr = loaded.dtype != tl.float32
-            values = widened(loaded)
-            more = widened(load_eight(source + tl.cast(stride_k, tl.int64) * 8, stride_k, there))
-            s, wrong = block_scale(tl.maximum(largest_of_eight(values), largest_of_eight(more)), h, up, wrong_group)
+            loaded_more = load_eight(source + tl.cast(stride_k, tl.int64) * 8, stride_k, there)
+            bits, values, more, signs, signs_more = block_of_row(loaded, loaded_more, ASM)
+            s, wrong = block_scale(bits, h, up, wrong_group)
             short = is_short(A, narrow)
-            minus_d, factor = factors(s, h, up, wrong, short)
-            word = packed_codes(values, minus_d, factor, up, wrong, short, None, narrow, BOUNDED, CONVERTS)
-            word_more = packed_codes(more, minus_d, factor, up, wrong, short, None, narrow, BOUNDED, CONVERTS)
+            minus_d, factor = factors(s, h, up, wrong, short, ASM)
+            word = packed_codes(values, signs, minus_d, factor, up, wrong, short, None, narrow, BOUNDED, CONVERTS, ASM)
+            word_more = packed_codes(
+                more, signs_more, minus_d, factor, up, wrong, short, None, narrow, BOUNDED, CONVERTS, ASM
+            )
             q = tl.join(word, word_more)
             store_part(
                 qdata, scale, q, scale_byte(s, wrong), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
@@ -142,9 +146,10 @@ def nvfp4_quantize_groups(
         tiles = span(of_tile * col_tiles, row_tiles, x.device, _SPAN)
         grid = (of_tile * max(1, -(-col_tiles // tiles)), min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
         wide = max(128 * x.stride(0) + 64 * x.stride(1), 128 * 8 * C) >= 2**31
+        registers = _REGISTERS if in_words(x) and not (wide or converts(x.device)) else {}
         _nvfp4_quantize_groups[grid](
             x, amax, qdata, scale, tensor_scale, start, end, offs, M, R, C, row_tiles, tiles, *x.stride(),
-            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device), pad_to, chunk(G),
-            ROW_TILES=_ROW_TILES, **config, **UNFUSED,
+            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device), compares_pairs(x.device),
+            pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale, start, end

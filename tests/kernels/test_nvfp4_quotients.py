@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import mxspec
 from mxspec import check, dispatch
 
 if check.default_device().type == "cpu" and "TRITON_INTERPRET" not in dispatch.interpreters():
@@ -11,8 +12,10 @@ if check.default_device().type == "cpu" and "TRITON_INTERPRET" not in dispatch.i
 import triton
 import triton.language as tl
 
+from mxspec.triton_kernels.common.numerics import signs_of
 from mxspec.triton_kernels.common.nvfp4_numerics import factors, is_short, packed_codes, quotient, reciprocal_of
 from mxspec.triton_kernels.common.nvfp4_values import nearest_of_narrow, reciprocal_of_scale, scale_of, stochastic
+from mxspec.triton_kernels.common.pairs import compares_pairs
 
 DEVICE = check.default_device()
 MANTISSAS = torch.arange(2**23)
@@ -138,14 +141,14 @@ def test_every_narrow_number_beside_a_tie(dtype):
 
 
 @triton.jit
-def _short(x, s, h, out, count, BLOCK: tl.constexpr):
+def _short(x, s, h, out, count, ASM: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.load(s + i, mask=i < count, other=1.0).to(tl.float8e4nv)
     h = tl.load(h + i, mask=i < count, other=1.0)
     wrong = s.to(tl.float32) < 0
-    minus_d, factor = factors(s, h, 1.0, wrong, True)
+    minus_d, factor = factors(s, h, 1.0, wrong, True, ASM)
     x = tl.broadcast_to(tl.load(x + i, mask=i < count, other=0.0)[:, None], (BLOCK, 8))
-    word = packed_codes(x, minus_d, factor, 1.0, wrong, True, None, True, False, False)
+    word = packed_codes(x, signs_of(x), minus_d, factor, 1.0, wrong, True, None, True, False, False, ASM)
     tl.store(out + i, word.to(tl.int32, bitcast=True), mask=i < count)
 
 
@@ -153,7 +156,7 @@ def short(x, s, h):
     """The words of eight times each number."""
     out = torch.empty(x.shape, dtype=torch.int32, device=DEVICE)
     args = (t.to(DEVICE) for t in (x, s, h))
-    _short[(-(-x.numel() // BLOCK),)](*args, out, x.numel(), BLOCK, enable_fp_fusion=False)
+    _short[(-(-x.numel() // BLOCK),)](*args, out, x.numel(), compares_pairs(out.device), BLOCK, enable_fp_fusion=False)
     return out.cpu()
 
 
@@ -226,14 +229,31 @@ def test_the_scale_of_every_bfloat16_magnitude(exponent):
     assert torch.equal(out.cpu(), expected.cpu().to(torch.float8_e4m3fn).float())
 
 
-def test_reciprocals_of_all_scales():
+@pytest.mark.parametrize("amax", [0.0, 2.0**-149, 2.0**-138, 2.0**-137])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_numbers_far_above_an_amax_whose_divisor_vanishes(amax, dtype, axis):
+    x = torch.tensor([3e38, 1.0, -(2.0**-30), 0.0], dtype=dtype).repeat_interleave(16).repeat(16, 1)
+    x = x.mT.contiguous() if axis == -2 else x
+    tensor_amax = torch.tensor(amax)
+    expected = dispatch.reference("nvfp4_quantize")(x, tensor_amax, axis=axis)
+    with mxspec.use_backend("triton"):
+        found = mxspec.nvfp4_quantize(x.to(DEVICE), tensor_amax.to(DEVICE), axis=axis)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.cpu().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("asm", [False, True])
+def test_reciprocals_of_all_scales(asm):
+    if asm and not compares_pairs(torch.device(DEVICE)):
+        pytest.skip("only a GPU has the instruction")
     s = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     out = torch.empty_like(s, device=DEVICE)
-    _reciprocals[(1,)](s.to(DEVICE), out, 126, 128, enable_fp_fusion=False)
+    _reciprocals[(1,)](s.to(DEVICE), out, 126, asm, 128, enable_fp_fusion=False)
     assert (out.cpu().double() * s.double() - 1).abs().max() < 2.0**-23
 
 
 @triton.jit
-def _reciprocals(s, out, count, BLOCK: tl.constexpr):
+def _reciprocals(s, out, count, ASM: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    tl.store(out + i, reciprocal_of_scale(tl.load(s + i, mask=i < count, other=1.0)), mask=i < count)
+    tl.store(out + i, reciprocal_of_scale(tl.load(s + i, mask=i < count, other=1.0), ASM), mask=i < count)

@@ -60,10 +60,11 @@ _PROGRAMS = 64  # at least so many for each processor
 
 
 def span(across: int, down: int, device: torch.device, most: int) -> int:
-    """How many neighbouring tiles of a row of tiles a program owns. It finds its token group once for all of them.
+    """How many neighbouring tiles a program owns. What is the same for all of them, it computes once.
 
-    There are `across` tiles in a row, and `down` rows of tiles. Small matrices have one tile a program, so that there
-    are enough programs. Under the interpreter, a program always has two, so that small cases have several programs.
+    There are `across` tiles side by side, and `down` rows of tiles. Small matrices have one tile a program, so that
+    there are enough programs. Under the interpreter, a program always has two, so that small cases have several
+    programs.
     """
     if device.type == "cpu":
         return 2

@@ -10,10 +10,9 @@ import triton.language as tl
 from mxspec.formats import E2M1, INT8
 
 _INT8_MAX, _INT8_STEP = tl.constexpr(INT8.max), tl.constexpr(INT8.smallest_subnormal)
-_E2M1_MAX, _E2M1_EMAX = tl.constexpr(E2M1.max), tl.constexpr(E2M1.emax)
-_INTEGERS = tl.constexpr(1.5 * 2**23)  # fp32 numbers near this one are 1 apart
-E2M1_BIAS = tl.constexpr(0x4B400000)  # its bits
-OF_SHORT, _LEAST = tl.constexpr(128.0), tl.constexpr(1 - 6 / 128)  # see short_magnitude
+_E2M1_MAX = tl.constexpr(E2M1.max)
+_SMALLEST = tl.constexpr("{ .reg .s32 t; min.s32 t, $1, $2; min.s32 $0, t, $3; }")
+OF_SHORT, _LEAST = tl.constexpr(128), tl.constexpr(1 - 6 / 128)  # see short_magnitude
 
 
 @triton.jit
@@ -139,20 +138,44 @@ def code_of(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.const
 
 
 @triton.jit
-def e2m1_numbers(t, other, SCALE: tl.constexpr, OFFSET: tl.constexpr):
-    """The e2m1 codes of magnitudes t of at most 6, as int32: a code plus `E2M1_BIAS`. Nearest, ties to even.
+def subnormal(n: tl.constexpr):
+    """n times the smallest fp32 number, 2^-149. Its bits are |n|, and the sign."""
+    BITS: tl.constexpr = n if n >= 0 else -n - 2**31
+    return as_float(tl.full((), BITS, tl.int32))
 
-    If `other`, the magnitudes are `SCALE * t + OFFSET`. SCALE is a power of two, and OFFSET has few bits.
+
+@triton.jit
+def _line(t, other, S: tl.constexpr, C: tl.constexpr, SLOPE: tl.constexpr, CONSTANT: tl.constexpr):
+    """`SLOPE * t + CONSTANT`, rounded to an integer, int32. If `other`, `S * t + C`.
+
+    The result must be at least 0 and below 2^23.
+    """
+    slope, constant = (
+        tl.where(other, subnormal(S), subnormal(SLOPE)),
+        tl.where(other, subnormal(C), subnormal(CONSTANT)),
+    )
+    return tl.fma(t, slope, constant).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def e2m1_numbers(t, other, SCALE: tl.constexpr, OFFSET: tl.constexpr, ASM: tl.constexpr = False):
+    """The e2m1 codes of magnitudes `2 * t` of at most 6, int32. Nearest, ties to even.
+
+    If `other`, the magnitudes are `SCALE * t + OFFSET`. SCALE is a power of two of at least 2, and OFFSET is an even
+    integer.
 
     Codes of magnitudes below 2 are 1/2 apart, below 4 they are 1 apart, then 2. So the codes lie on three lines:
-    `2 * m`, `m + 2` and `m / 2 + 4`. The code of m is the smallest of these numbers, each rounded to an integer.
-    A sum with `_INTEGERS` rounds to an integer. All is exact but this rounding.
+    `2 * m`, `m + 2` and `m / 2 + 4`. The code of m is the smallest of these numbers, each rounded to an integer. A
+    line counts multiples of 2^-149, the smallest fp32 number. The fused addition rounds to such a multiple, and the
+    bits of the result are the integer. All is exact but this rounding.
     """
-    scale, offset = tl.where(other, SCALE, 1.0), tl.where(other, OFFSET, 0.0)
-    two = tl.fma(t, 2 * scale, tl.fma(offset, 2.0, _INTEGERS)).to(tl.int32, bitcast=True)
-    one = tl.fma(t, scale, offset + (2 + _INTEGERS)).to(tl.int32, bitcast=True)
-    half = tl.fma(t, scale / 2, tl.fma(offset, 0.5, 4 + _INTEGERS)).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.minimum(two, one), half)
+    two = _line(t, other, 2 * SCALE, 2 * OFFSET, 4, 0)
+    one = _line(t, other, SCALE, OFFSET + 2, 2, 2)
+    half = _line(t, other, SCALE // 2, OFFSET // 2 + 4, 1, 4)
+    if ASM:  # side by side, both minima become one instruction of Hopper
+        return tl.inline_asm_elementwise(_SMALLEST, "=r,r,r,r", [two, one, half], tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.minimum(tl.minimum(two, one), half)
 
 
 @triton.jit
@@ -184,30 +207,39 @@ def _largest_of_three(a, b, c):
 
 
 @triton.jit
-def words_of_codes(number, x, BIAS: tl.constexpr):
+def signs_of(x):
+    """The signs of eight fp32 numbers, for `words_of_codes`: `(...)` from `(..., 8)`.
+
+    A shift that takes in the highest bits of another number is one instruction.
+    """
+    s = eight(x.to(tl.uint32, bitcast=True))
+    signs = s[7] >> 28
+    for i in tl.static_range(1, 8):
+        signs = (signs << 4) | (s[7 - i] >> 28)
+    return signs & 0x88888888
+
+
+@triton.jit
+def words_of_codes(number, signs):
     """Words of eight e2m1 codes, the first in the lowest bits: `(...)` from `(..., 8)`.
 
-    number: a code without its sign, plus BIAS, int32. x: a number with the sign of the code.
+    number: a code without its sign, int32. signs: the signs, in the words' bits 3, 7 and so on.
 
-    A shift that takes in the highest bits of another number is one instruction. So the four highest bits of each number
-    move into a word, one number after the other, and all of them but the signs are then replaced by codes.
+    The bits of a code are those of a subnormal fp32 number. So a fused addition appends a code to others. The codes of
+    half a word are 16 bits, which fp32 holds exactly. A shift and an integer addition would take more cycles.
     """
-    n = eight(number.to(tl.uint32, bitcast=True))
-    s = eight(x.to(tl.uint32, bitcast=True))
-    word, signs = n[7], s[7] >> 28
-    for i in tl.static_range(1, 8):
-        word = tl.add(word << 4, n[7 - i], sanitize_overflow=False)
-        signs = (signs << 4) | (s[7 - i] >> 28)
-    TOTAL: tl.constexpr = BIAS * 0x11111111 % 2**32  # that of eight numbers
-    word = tl.sub(word, TOTAL, sanitize_overflow=False) if BIAS else word
-    return (word & 0x77777777) | (signs & 0x88888888)
+    n = eight(as_float(number))
+    low, high = n[3], n[7]
+    for i in tl.static_range(1, 4):
+        low, high = tl.fma(low, 16.0, n[3 - i]), tl.fma(high, 16.0, n[7 - i])
+    return low.to(tl.uint32, bitcast=True) | (high.to(tl.uint32, bitcast=True) << 16) | signs
 
 
 @triton.jit
 def e2m1_code(x):
     """The e2m1 codes of fp32, int32. NaN gives 7."""
-    number = e2m1_numbers(tl.minimum(tl.abs(x), _E2M1_MAX), False, 1.0, 0.0)
-    return tl.where(x == x, (number & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8), 7)
+    number = e2m1_numbers(0.5 * tl.minimum(tl.abs(x), _E2M1_MAX), False, 2, 0)
+    return tl.where(x == x, number | ((x.to(tl.int32, bitcast=True) >> 28) & 8), 7)
 
 
 @triton.jit
@@ -221,38 +253,25 @@ def short_magnitude(x, factor):
 
 
 @triton.jit
-def short_numbers(t, short):
-    """`e2m1_numbers` of magnitudes t. If `short`, t is the result of `short_magnitude`."""
-    return e2m1_numbers(t, short, OF_SHORT, 6 - OF_SHORT)
+def short_numbers(t, short, ASM: tl.constexpr):
+    """`e2m1_numbers` of magnitudes `2 * t`. If `short`, t is the result of `short_magnitude`."""
+    return e2m1_numbers(t, short, OF_SHORT, 6 - OF_SHORT, ASM)
 
 
 @triton.jit
-def e2m1_words(x, reciprocal, wrong, NARROW: tl.constexpr):
+def e2m1_words(x, signs, reciprocal, wrong, NARROW: tl.constexpr, ASM: tl.constexpr):
     """Words of the e2m1 codes of `x * reciprocal`, fp32: `(...)` from x `(..., 8)`. All codes are 7 if `wrong`.
 
-    reciprocal: powers of two. NARROW: x is a widened bfloat16 or float16. It has at most 11 bits, and so has the
-    product. A product of 2^-7 or more is a multiple of 2^-17. So `short_magnitude` rounds only products whose codes are
-    0. The factor may be subnormal, and is exact.
+    Only the magnitudes of x count. signs: those of `words_of_codes`. reciprocal: powers of two. NARROW: x is a widened
+    bfloat16 or float16. It has at most 11 bits, and so has the product. A product of 2^-7 or more is a multiple of
+    2^-17. So `short_magnitude` rounds only products whose codes are 0. The factor may be subnormal, and is exact.
     """
     reciprocal = tl.expand_dims(reciprocal, -1)
     if NARROW:
-        number = short_numbers(short_magnitude(x, reciprocal * (1 / OF_SHORT)), True)
+        number = short_numbers(short_magnitude(x, reciprocal * (1 / OF_SHORT)), True, ASM)
     else:
-        number = e2m1_numbers(tl.minimum(tl.abs(x * reciprocal), _E2M1_MAX), False, 1.0, 0.0)
-    return tl.where(wrong, 0x77777777, words_of_codes(number, x, E2M1_BIAS))
-
-
-@triton.jit
-def e2m1_of_blocks(x, byte, WORDS: tl.constexpr, NARROW: tl.constexpr):
-    """The e2m1 codes of MX blocks, in words or in bytes, from x `(blocks, 32)`. `byte` holds the scale bytes.
-
-    Words are for rows of which a thread has eight numbers. Of fp32 it has four. NARROW: see `e2m1_words`.
-    """
-    reciprocal = reciprocal_scale(byte, _E2M1_EMAX)
-    if WORDS:
-        return e2m1_words(x.reshape(x.shape[0], 4, 8), reciprocal[:, None], byte[:, None] == 255, NARROW)
-    else:
-        return in_pairs(e2m1_code(x * reciprocal[:, None]))
+        number = e2m1_numbers(tl.minimum(tl.abs(x * (0.5 * reciprocal)), 0.5 * _E2M1_MAX), False, 2, 0)
+    return tl.where(wrong, 0x77777777, words_of_codes(number, signs))
 
 
 @triton.jit

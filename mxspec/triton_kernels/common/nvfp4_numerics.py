@@ -17,7 +17,6 @@ from torch import Tensor
 from mxspec.formats import NVFP4_LARGEST
 from mxspec.triton_kernels.common.launch import capability
 from mxspec.triton_kernels.common.numerics import (
-    E2M1_BIAS,
     OF_SHORT,
     as_float,
     eight,
@@ -116,12 +115,12 @@ def quotient(n, minus_d, reciprocal, most):
 def block_scale(bits, h, up, wrong):
     """The e4m3 scales of blocks whose largest magnitudes have these fp32 bits, and whether each is NaN.
 
-    A scale that is NaN is given as 0, so that the codes of its block are numbers.
+    A scale that is NaN is given as 0, so that the codes of its block are numbers. If h is 0, the scale is 0.
     """
-    b, d = as_float(bits) * OF_B, h * up
-    s = tl.minimum(quotient(b * up, -d, reciprocal_of(d), 512.0), 448.0)
+    b, d = as_float(bits) * OF_B, tl.where(h == 0, 1.0, h * up)
+    s = tl.minimum(quotient(b * tl.where(h == 0, 0.0, up), -d, reciprocal_of(d), 512.0), 448.0)
     wrong = wrong | (bits >= 0x7F800000)
-    return tl.where(wrong | (bits == 0) | (h == 0), 0.0, s).to(tl.float8e4nv), wrong
+    return tl.where(wrong, 0.0, s).to(tl.float8e4nv), wrong
 
 
 @triton.jit
@@ -138,8 +137,10 @@ def divisor(scale, h, up, wrong):
 
 
 @triton.jit
-def reciprocal_of_scale(s):
-    """`1 / s`, wrong by less than 2^-23 of it. A scale of 0 counts as 2^-9, its next: all values of its block are 0."""
+def reciprocal_of_scale(s, ASM: tl.constexpr = False):
+    """`1 / s`, wrong by at most 2^-23 of it. For 0 it is Inf with ASM. Else 0 counts as 2^-9, the next scale."""
+    if ASM:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [s], tl.float32, is_pure=True, pack=1)
     s = tl.maximum(s, 2.0**-9)
     r = as_float(0x7EF311C7 - s.to(tl.int32, bitcast=True))  # wrong by up to an eighth. Each step squares the error
     r = tl.fma(tl.fma(-s, r, 1.0), r, r)
@@ -161,7 +162,7 @@ def is_short(A, POSSIBLE: tl.constexpr):
 
 @triton.jit
 def short_quotient(x, r):
-    """`x * r`, rounded to a multiple of 2^-17. r is wrong by less than 2^-22 of it.
+    """`x * r`, rounded to a multiple of 2^-17. r is wrong by less than 2^-21.6 of it.
 
     x and the magnitude of its matrix have 11 bits. So an exact quotient that is no tie of e2m1 is 2^-17.4 or more away
     from every tie. And if the exact quotient is a tie, then this function gives the tie.
@@ -199,7 +200,7 @@ def _drawn_code(magnitude, byte):
 
 
 @triton.jit
-def factors(s, h, up, wrong, short):
+def factors(s, h, up, wrong, short, ASM: tl.constexpr):
     """Two factors of each block, for `packed_codes`. s is its e4m3 scale. The factors are those of `divisor`.
 
     If `short`, both are the factor of `short_magnitude`, which is 0 if s is 0. It rounds a quotient as `short_quotient`
@@ -207,7 +208,7 @@ def factors(s, h, up, wrong, short):
     """
     if short:
         number = s.to(tl.float32)
-        factor = reciprocal_of_scale(number) * (reciprocal_of(h) * (OF_X / OF_SHORT))
+        factor = reciprocal_of_scale(number, ASM) * (reciprocal_of(h) * (OF_X / OF_SHORT))
         factor = tl.where(number == 0, 0.0, factor)
         minus_d = factor
     else:
@@ -217,12 +218,14 @@ def factors(s, h, up, wrong, short):
 
 @triton.jit
 def packed_codes(
-    x, minus_d, factor, up, wrong, short, byte, NARROW: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr
+    x, signs, minus_d, factor, up, wrong, short, byte,
+    NARROW: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Words of eight e2m1 codes, the first in the lowest bits: `(...)` from x `(..., 8)`. All codes are 7 if `wrong`.
 
-    byte: a random byte for each element, by which the codes are rounded. None: to nearest, ties to even. A quotient of
-    2^128 or more is NaN, because its remainder is. It counts as 6, as all above 6.
+    Only the magnitudes of x count. signs: those of `words_of_codes`. byte: a random byte for each element, by which the
+    codes are rounded. None: to nearest, ties to even. A quotient of 2^128 or more is NaN, because its remainder is. It
+    counts as 6, as all above 6.
 
     minus_d, factor: those of `factors`, under the same `short`, which is False with random bytes. NARROW: x is a
     widened bfloat16 or float16, so that its product with 21/32 is exact. BOUNDED: no element of x is larger than A.
@@ -232,21 +235,21 @@ def packed_codes(
     if short:
         t = short_magnitude(x, factor)
     else:
-        more = up if BOUNDED else tl.expand_dims(tl.where(minus_d == 0, 0.0, up), -1)
+        PART: tl.constexpr = 0.5 if byte is None and not CONVERTS else 1.0  # of a magnitude, for `short_numbers`
+        more = PART * (up if BOUNDED else tl.expand_dims(tl.where(minus_d == 0, 0.0, up), -1))
         n = tl.abs(x) * (OF_X * more) if NARROW else tl.abs(x) * OF_X * more
-        t = tl.minimum(quotient(n, tl.expand_dims(minus_d, -1), factor, None), 6.0)
+        t = tl.minimum(quotient(n, tl.expand_dims(minus_d, -1), factor, None), 6.0 * PART)
     if byte is not None:
-        word = words_of_codes(_drawn_code(t, byte) & 7, x, 0)
+        word = words_of_codes(_drawn_code(t, byte) & 7, signs)
     elif CONVERTS:
         magnitude = tl.fma(t, tl.where(short, OF_SHORT, 1.0), tl.where(short, 6 - OF_SHORT, 0.0))
-        magnitude = magnitude.to(tl.int32, bitcast=True)
-        n = eight(as_float(magnitude | (x.to(tl.int32, bitcast=True) & -0x80000000)))
-        word = tl.inline_asm_elementwise(
+        n = eight(magnitude)
+        word = signs | tl.inline_asm_elementwise(
             _CVT, "=r,f,f,f,f,f,f,f,f", [n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]], dtype=tl.uint32,
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        word = words_of_codes(short_numbers(t, short), x, E2M1_BIAS)
+        word = words_of_codes(short_numbers(t, short, ASM), signs)
     return tl.where(wrong, 0x77777777, word)
 
 

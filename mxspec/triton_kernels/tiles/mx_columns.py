@@ -36,15 +36,18 @@ from mxspec.triton_kernels.common.numerics import (
     saturating_cast,
     scale_value,
     shared_exponent,
+    signs_of,
     widened,
 )
 from mxspec.triton_kernels.common.pairs import (
+    MAGNITUDES,
     columns_of_halves,
     compares_pairs,
     even_and_odd,
     halves,
     largest_of_pairs,
     paired,
+    signs_of_columns,
     unpaired,
 )
 from mxspec.triton_kernels.common.runs import load8, load16, store8
@@ -56,28 +59,27 @@ from mxspec.triton_kernels.tiles.swiglu_runs import BOTH, OF_GATE, OF_UP, gradie
 _HOPPER = {
     "col, small": {"RUN": 16, "RUNS": 8, "COLS": 128, "PART": 128, "num_warps": 4},
     "col, large": {"RUN": 16, "RUNS": 16, "COLS": 128, "PART": 128, "num_warps": 8},
-    "col, words": {"RUN": 16, "RUNS": 8, "COLS": 128, "PART": 128, "num_warps": 8},  # e2m1 of narrow dtypes
     "rowcol": {"RUN": 8, "RUNS": 16, "COLS": 128, "PART": 64, "num_warps": 8},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
-# FP8 is converted. For e2m1 and FP6, a fused addition rounds a magnitude of at most the largest value. For e2m1 from
-# narrow dtypes, a fused addition limits the magnitude, too. For int8, an addition rounds. The narrower codes are stored
-# in shorter words.
+# FP8 is converted. For e2m1 and FP6, a fused addition rounds a magnitude of at most the largest value, or half of it.
+# For e2m1 from narrow dtypes, a fused addition limits the magnitude, too. For int8, an addition rounds. The narrower
+# codes are stored in shorter words.
 PTX = (
     r"ld\.global\.v4\.b32",
-    r"st\.global\.(v4\.b32|b16|b32)|0f(40C00000|3F740000)",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|3F740000|40F00000|41E00000|3FFE0000)",
+    r"st\.global\.(v4\.b32|b16|b32)|0f(40C00000|40400000|3F740000)",
+    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40400000|3F740000|40F00000|41E00000|3FFE0000)",
 )
 CODES = tl.constexpr(3)  # beside TOKENS, SWIGLU and GRADIENT: the values of MX codes along the rows
 
 
 def config(x: Tensor, with_rows: bool, fmt: ElementFormat) -> dict[str, int]:
-    """The tile for a tensor. Programs are smaller if there are few of them, or if fp32 values take the registers.
+    """The tile for a tensor.
 
-    e2m1 of narrow dtypes has a tile of its own. Token groups do not use it: with 8 warps they are slower.
+    Programs are smaller if there are few of them, or if fp32 values or the codes of e2m1 take the registers.
     """
-    narrow = x.dtype != torch.float32
-    size = "words" if narrow and fmt == E2M1 else "large" if narrow and x.numel() >= 2**26 else "small"
+    large = x.dtype != torch.float32 and fmt != E2M1 and x.numel() >= 2**26
+    size = "large" if large else "small"
     return for_device(CONFIGS, x.device)["rowcol" if with_rows else f"col, {size}"]
 
 
@@ -119,10 +121,14 @@ def _e2m1_of_columns(loaded, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl
     of_run = tl.broadcast_to(byte[:, None, :], (RUNS // 2, 2, COLS)).reshape(RUNS, COLS)
     even, odd = even_and_odd(of_run)
     even_r, odd_r = reciprocal_scale(even, EMAX), reciprocal_scale(odd, EMAX)
-    e0, o0 = unpaired(first, loaded.dtype)
-    e1, o1 = unpaired(second, loaded.dtype)
-    e0, e1 = e2m1_words(e0, even_r, even == 255, True), e2m1_words(e1, even_r, even == 255, True)
-    o0, o1 = e2m1_words(o0, odd_r, odd == 255, True), e2m1_words(o1, odd_r, odd == 255, True)
+    e0, o0 = unpaired(first & MAGNITUDES, loaded.dtype)
+    e1, o1 = unpaired(second & MAGNITUDES, loaded.dtype)
+    e0_signs, o0_signs = signs_of_columns(first, ASM)
+    e1_signs, o1_signs = signs_of_columns(second, ASM)
+    e0 = e2m1_words(e0, e0_signs, even_r, even == 255, True, ASM)
+    e1 = e2m1_words(e1, e1_signs, even_r, even == 255, True, ASM)
+    o0 = e2m1_words(o0, o0_signs, odd_r, odd == 255, True, ASM)
+    o1 = e2m1_words(o1, o1_signs, odd_r, odd == 255, True, ASM)
     return columns_of_halves(e0, e1, o0, o1).permute(1, 0, 2).reshape(COLS, 2 * RUNS), byte
 
 
@@ -243,7 +249,9 @@ def _mx_tile(
         if not PAIRED:
             wide = wide.reshape(BLOCKS, RUNS_OF_BLOCK, PARTS, PART, RUN // 8, 8)
             of_run = byte[:, None, :, :, None]
-            words = e2m1_words(wide, reciprocal_scale(of_run, EMAX), of_run == 255, values.dtype != tl.float32)
+            words = e2m1_words(
+                wide, signs_of(wide), reciprocal_scale(of_run, EMAX), of_run == 255, values.dtype != tl.float32, ASM
+            )
             words = words.permute(2, 3, 0, 1, 4).reshape(COLS, ROWS // 8)
         at = q_col + ((e * K + k0) * M + m0) // 8 + (k[:, None] * (M // 8) + word_of_column[None, :])
         tl.store(at, words, mask=owned)

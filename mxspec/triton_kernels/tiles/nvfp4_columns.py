@@ -2,8 +2,7 @@
 
 The tile is held as that of `mx_columns`: 16 rows of a column are loads of their own, in the registers of one thread. So
 a thread finds the largest magnitude of a block alone, and packs its codes. They pass through shared memory, where the
-tile is transposed. Narrow numbers stay in words of two, as `common/pairs.py` says, until their codes are computed. For
-squares and for token groups, quotients are exact for every magnitude: a branch for short ones would take registers.
+tile is transposed. Narrow numbers stay in words of two, as `common/pairs.py` says, until their codes are computed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from mxspec.triton_kernels.common.blocked import blocked_shape, turned
 from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, padded_rows, tokens_left
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
-from mxspec.triton_kernels.common.numerics import largest_of_eight
+from mxspec.triton_kernels.common.numerics import largest_of_eight, signs_of
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     BYTES,
     NEAREST,
@@ -35,27 +34,26 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     store_tensor_scales,
 )
 from mxspec.triton_kernels.common.pairs import (
+    MAGNITUDES,
     columns_of_halves,
     compares_pairs,
     even_and_odd,
     halves,
+    in_words,
     largest_of_pairs,
     paired,
     parted,
+    signs_of_columns,
     unpaired,
 )
 from mxspec.triton_kernels.common.runs import load16
-from mxspec.triton_kernels.hopper.releases import release
 
 _HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# Registers of a thread on Hopper that has narrow numbers of whole tiles, with plain scales and without random bytes.
-# More programs then fit on a processor.
-_REGISTERS = {"maxnreg": 80}
-# Those of token groups with blocked scales. Elsewhere, and under Triton 3.9, a thread would keep some in local memory.
-_OF_GROUPS = {"maxnreg": 96}
-_LIMITED = ("3.6", "3.7", "3.8")
-_SPAN = 8  # a program of token groups has up to so many tiles
+# The registers of a thread on Hopper for numbers of `in_words` that are rounded to nearest: of whole tiles of a matrix,
+# and of token groups. More programs then fit on a processor.
+_REGISTERS, _OF_GROUPS = {"maxnreg": 96}, {"maxnreg": 104}
+_SPAN = 8  # a program has up to so many tiles
 
 
 def supports(x: Tensor) -> str | None:
@@ -65,11 +63,15 @@ def supports(x: Tensor) -> str | None:
 
 
 @triton.jit
-def _coded_one_way(
-    tile, byte, h, up, wrong_matrix, short,
+def _coded(
+    loaded, byte, h, up, wrong_matrix, short,
     DTYPE: tl.constexpr, SQUARE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`_coded` in one of the two ways of `packed_codes`. tile: words of `paired`, or fp32."""
+    """The words of eight codes of each column, `(COLS, 2 * RUNS)`, and the scale bytes, `(RUNS, COLS)`, of a tile.
+
+    loaded: `load16` of the tile. short: whether `packed_codes` goes the short way, known to the compiler.
+    """
+    tile = loaded if tl.float32 == DTYPE else paired(loaded)
     NARROW: tl.constexpr = tl.float32 != DTYPE
     RUNS: tl.constexpr = tile.shape[0]
     COLS: tl.constexpr = 2 * tile.shape[1] if NARROW else tile.shape[1]
@@ -88,12 +90,15 @@ def _coded_one_way(
         largest = tl.max(bits.reshape(RUNS, COLS // 16, 16), axis=2)
         bits = tl.broadcast_to(largest[:, :, None], (RUNS, COLS // 16, 16)).reshape(RUNS, COLS)
     s, wrong = block_scale(bits, h, up, wrong_matrix)
-    minus_d, factor = factors(s, h, up, wrong, short)
-    # If both branches begin with equal steps, the compiler moves these before the branch. The two ways differ in the
-    # factors. So the numbers become fp32 after them: before the branch, all would take registers at once.
+    minus_d, factor = factors(s, h, up, wrong, short, ASM)
+    # The numbers become fp32 only now. In fp32 they take twice the registers.
     if NARROW:
-        e0, o0 = unpaired(first, DTYPE)
-        e1, o1 = unpaired(second, DTYPE)
+        e0, o0 = unpaired(first & MAGNITUDES, DTYPE)
+        e1, o1 = unpaired(second & MAGNITUDES, DTYPE)
+        e0_signs, o0_signs = signs_of_columns(first, ASM)
+        e1_signs, o1_signs = signs_of_columns(second, ASM)
+    else:
+        e0_signs, e1_signs, o0_signs, o1_signs = signs_of(e0), signs_of(e1), signs_of(o0), signs_of(o1)
     even_d, odd_d = even_and_odd(minus_d)
     even_f, odd_f = even_and_odd(factor)
     even_w, odd_w = even_and_odd(wrong)
@@ -103,83 +108,93 @@ def _coded_one_way(
         even, odd = parted(byte)
         b0, b1 = halves(even)
         c0, c1 = halves(odd)
-    e0 = packed_codes(e0, even_d, even_f, up, even_w, short, b0, NARROW, BOUNDED, CONVERTS)
-    e1 = packed_codes(e1, even_d, even_f, up, even_w, short, b1, NARROW, BOUNDED, CONVERTS)
-    o0 = packed_codes(o0, odd_d, odd_f, up, odd_w, short, c0, NARROW, BOUNDED, CONVERTS)
-    o1 = packed_codes(o1, odd_d, odd_f, up, odd_w, short, c1, NARROW, BOUNDED, CONVERTS)
+    e0 = packed_codes(e0, e0_signs, even_d, even_f, up, even_w, short, b0, NARROW, BOUNDED, CONVERTS, ASM)
+    e1 = packed_codes(e1, e1_signs, even_d, even_f, up, even_w, short, b1, NARROW, BOUNDED, CONVERTS, ASM)
+    o0 = packed_codes(o0, o0_signs, odd_d, odd_f, up, odd_w, short, c0, NARROW, BOUNDED, CONVERTS, ASM)
+    o1 = packed_codes(o1, o1_signs, odd_d, odd_f, up, odd_w, short, c1, NARROW, BOUNDED, CONVERTS, ASM)
     return columns_of_halves(e0, e1, o0, o1).permute(1, 0, 2).reshape(COLS, 2 * RUNS), scale_byte(s, wrong)
 
 
 @triton.jit
-def _coded(
-    loaded, A, h, up, wrong_matrix, byte,
-    SHORT: tl.constexpr, SQUARE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """The words of eight codes of each column, `(COLS, 2 * RUNS)`, and the scale bytes, `(RUNS, COLS)`, of a tile.
-
-    loaded: `load16` of the tile. SHORT: a branch for short magnitudes is worth its registers.
-    """
-    DTYPE: tl.constexpr = loaded.dtype
-    tile = loaded if tl.float32 == DTYPE else paired(loaded)
-    if is_short(A, SHORT and tl.float32 != DTYPE and byte is None):
-        words, scales = _coded_one_way(
-            tile, byte, h, up, wrong_matrix, True, DTYPE, SQUARE, BOUNDED, CONVERTS, ASM
-        )  # fmt: skip
-    else:
-        words, scales = _coded_one_way(
-            tile, byte, h, up, wrong_matrix, False, DTYPE, SQUARE, BOUNDED, CONVERTS, ASM
-        )  # fmt: skip
-    return words, scales
-
-
-@triton.jit
-def _nvfp4_tile(
-    x, amax, qdata, scale, tensor_scale,
-    M, K, M16, stride_e, stride_m, stride_k, amax_stride,
+def _tiles(
+    x, qdata, scale, h, up, wrong_matrix, short,
+    M, K, M16, span, stride_e, stride_m, stride_k,
     SQUARE: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
     CONVERTS: tl.constexpr, ASM: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
-    random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
+    random, random_e, random_r, random_k, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    # M16 is M / 16, computed on the host so that Triton keeps its divisible-by-16 specialization. Programs run along
-    # the rows first, so that neighbouring programs write neighbouring bytes.
+    """All tiles of a program of `_nvfp4_tile`, in one of the two ways of `packed_codes`."""
     ROWS: tl.constexpr = 16 * RUNS
-    m0, k0, e = tl.program_id(0) * ROWS, tl.program_id(1) * COLS, tl.program_id(2).to(tl.int64)
+    first, k0, e = tl.program_id(0) * span, tl.program_id(1) * COLS, tl.program_id(2).to(tl.int64)
     run, k = tl.arange(0, RUNS), tl.arange(0, COLS)
-    inside = ((m0 + run * 16 < M)[:, None] & (k0 + k < K)[None, :]) | EVEN  # M is a multiple of 16
     m, b = run * 16, k
     if WIDE:  # the products with strides are above 2^31, also those in load16
         m, b, stride_m = m.to(tl.int64), b.to(tl.int64), tl.cast(stride_m, tl.int64)
         if RANDOM == BYTES:
             random_r = tl.cast(random_r, tl.int64)
-    x += e * stride_e + m0.to(tl.int64) * stride_m + k0.to(tl.int64) * stride_k
-    values = load16(x + ((m * stride_m)[:, None] + (b * stride_k)[None, :]), stride_m, inside, None)
-    if RANDOM == BYTES:
-        random += e * random_e + m0.to(tl.int64) * random_r + k0.to(tl.int64) * random_k
-        byte = load16(random + ((m * random_r)[:, None] + (b * random_k)[None, :]), random_r, inside, None)
-        byte = byte.to(tl.int32).reshape(RUNS, COLS, 2, 8)
-    elif RANDOM == SEED:
-        number = ((e * K + k0) * M16 + m0 // 16).to(tl.int32) + (k[None, :] * M16 + run[:, None])
-        w0, w1, w2, w3 = random_words(random, random_k, number)
-        byte = bytes_of_words(tl.join(tl.join(w0, w2), tl.join(w1, w3)))  # (RUNS, COLS, 2, 8)
-    else:
-        byte = None
+    x += e * stride_e + k0.to(tl.int64) * stride_k
+    x_offset = (m * stride_m)[:, None] + (b * stride_k)[None, :]
+    M8 = M16 * 2
+    qdata += (e * K + k0) * M8
+    q_offset = tl.arange(0, ROWS // 8)[None, :] + (k.to(tl.int64) * M8 if WIDE else k * M8)[:, None]
+    for tile in range(first, tl.minimum(first + span, tl.cdiv(M, ROWS))):
+        m0 = tile * ROWS
+        inside = ((m0 + run * 16 < M)[:, None] & (k0 + k < K)[None, :]) | EVEN  # M is a multiple of 16
+        values = load16(x + m0.to(tl.int64) * stride_m + x_offset, stride_m, inside, None)
+        if RANDOM == BYTES:
+            r = random + e * random_e + m0.to(tl.int64) * random_r + k0.to(tl.int64) * random_k
+            byte = load16(r + ((m * random_r)[:, None] + (b * random_k)[None, :]), random_r, inside, None)
+            byte = byte.to(tl.int32).reshape(RUNS, COLS, 2, 8)
+        elif RANDOM == SEED:
+            number = ((e * K + k0) * M16 + m0 // 16).to(tl.int32) + (k[None, :] * M16 + run[:, None])
+            w0, w1, w2, w3 = random_words(random, random_k, number)
+            byte = bytes_of_words(tl.join(tl.join(w0, w2), tl.join(w1, w3)))  # (RUNS, COLS, 2, 8)
+        else:
+            byte = None
+        word, stored = _coded(
+            values, byte, h, up, wrong_matrix, short, x.dtype.element_ty, SQUARE, BOUNDED, CONVERTS, ASM
+        )
+        there = ((k0 + k < K)[:, None] & (m0 // 8 + tl.arange(0, ROWS // 8) < M8)[None, :]) | EVEN
+        tl.store(qdata + m0 // 8 + q_offset, word, mask=there)
+        there = ((k0 + k < K)[:, None] & (m0 // 16 + run < M16)[None, :]) | EVEN
+        scales = stored.permute(1, 0)  # (COLS, RUNS)
+        if BLOCKED:
+            tl.static_assert(COLS == 128)
+            scales = turned(tl.where(there, scales, 0).to(tl.uint8), RUNS // 4)
+            place, col_tiles = tl.arange(0, 128 * RUNS), tl.cdiv(M16, 4)
+            at = scale + ((e * tl.cdiv(K, 128) + tl.program_id(1)) * col_tiles + m0 // 64) * 512
+            tl.store(at + place, scales, mask=(m0 // 64 + place // 512 < col_tiles) & (k0 < K))
+        else:
+            at = scale + (e * K + k0) * M16 + m0 // 16
+            tl.store(at + (k[:, None] * M16 + run[None, :]), scales, mask=there)
+
+
+@triton.jit
+def _nvfp4_tile(
+    x, amax, qdata, scale, tensor_scale,
+    M, K, M16, span, stride_e, stride_m, stride_k, amax_stride,
+    SQUARE: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
+    CONVERTS: tl.constexpr, ASM: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+    random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
+):  # fmt: skip
+    # M16 is M / 16, computed on the host so that Triton keeps its divisible-by-16 specialization. Programs run along
+    # the rows first, so that neighbouring programs write neighbouring bytes. A program has up to `span` tiles, one
+    # below the other.
+    e = tl.program_id(2).to(tl.int64)
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
-    word, stored = _coded(values, A, h, up, wrong_matrix, byte, not SQUARE, SQUARE, BOUNDED, CONVERTS, ASM)
-    m, M8 = m0 // 8 + tl.arange(0, ROWS // 8), M16 * 2
-    to = (e * K + k0) * M8 + m0 // 8
-    offset = tl.arange(0, ROWS // 8)[None, :] + (k.to(tl.int64) * M8 if WIDE else k * M8)[:, None]
-    tl.store(qdata + to + offset, word, mask=((k0 + k < K)[:, None] & (m < M8)[None, :]) | EVEN)
-    there = ((k0 + k < K)[:, None] & (m0 // 16 + run < M16)[None, :]) | EVEN
-    scales = stored.permute(1, 0)  # (COLS, RUNS)
-    if BLOCKED:
-        tl.static_assert(COLS == 128)
-        scales = turned(tl.where(there, scales, 0).to(tl.uint8), RUNS // 4)
-        place, col_tiles = tl.arange(0, 128 * RUNS), tl.cdiv(M16, 4)
-        scale += ((e * tl.cdiv(K, 128) + tl.program_id(1)) * col_tiles + m0 // 64) * 512
-        tl.store(scale + place, scales, mask=(m0 // 64 + place // 512 < col_tiles) & (k0 < K))
+    # A loop for each way: with both ways in one loop, a thread would have registers for both.
+    if is_short(A, tl.float32 != x.dtype.element_ty and RANDOM == NEAREST):
+        _tiles(
+            x, qdata, scale, h, up, wrong_matrix, True, M, K, M16, span, stride_e, stride_m, stride_k,
+            SQUARE, BLOCKED, EVEN, WIDE, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+            random, random_e, random_r, random_k, RANDOM,
+        )  # fmt: skip
     else:
-        scale += (e * K + k0) * M16 + m0 // 16
-        tl.store(scale + (k[:, None] * M16 + run[None, :]), scales, mask=there)
+        _tiles(
+            x, qdata, scale, h, up, wrong_matrix, False, M, K, M16, span, stride_e, stride_m, stride_k,
+            SQUARE, BLOCKED, EVEN, WIDE, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+            random, random_e, random_r, random_k, RANDOM,
+        )  # fmt: skip
     store_tensor_scale(tensor_scale, A, wrong_matrix, e, tl.program_id(0) + tl.program_id(1) == 0)
 
 
@@ -199,14 +214,35 @@ def nvfp4_tile(
     if E:  # a matrix without elements has a tensor scale
         even = M * K > 0 and M % rows == 0 == K % cols
         wide = max(rows * max(m for m, _ in strides), cols * max(M, *(k for _, k in strides))) >= 2**31
-        few = even and not (blocked or wide or converts(x.device)) and random is None and x.dtype != torch.float32
-        registers = _REGISTERS if few else {}
-        _nvfp4_tile[max(1, -(-M // rows)), max(1, -(-K // cols)), E](
-            x, amax, qdata, scale, tensor_scale, M, K, M // 16, x.stride(0) if lead else 0, *x.stride()[-2:],
-            amax.stride(0) if lead else 0, square, blocked, even, wide, bounded, converts(x.device),
-            compares_pairs(x.device), **config, **random_of(random), **registers, **UNFUSED,
+        few = even and in_words(x) and random is None and not (wide or converts(x.device))
+        registers, row_parts, col_parts = _REGISTERS if few else {}, -(-M // rows), max(1, -(-K // cols))
+        of_program = span(row_parts, col_parts * E, x.device, _SPAN)
+        _nvfp4_tile[max(1, -(-row_parts // of_program)), col_parts, E](
+            x, amax, qdata, scale, tensor_scale, M, K, M // 16, of_program,
+            x.stride(0) if lead else 0, *x.stride()[-2:], amax.stride(0) if lead else 0,
+            square, blocked, even, wide, bounded, converts(x.device), compares_pairs(x.device),
+            **config, **random_of(random), **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
+
+
+@triton.jit
+def _tiles_of_group(
+    x_rows, qdata, scale, h, up, wrong_group, short, offset, left, first_tile, tiles, m0, b, group, begin,
+    size, G, K, R16, stride_m, stride_k,
+    BLOCKED: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
+    RUNS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """All tiles of a program of `_nvfp4_tile_of_groups`, in one of the two ways of `packed_codes`."""
+    for i in range(tiles):
+        k_tile = first_tile + i
+        inside = tl.broadcast_to((k_tile * COLS + b < K)[None, :], (RUNS, COLS))
+        values = load16(x_rows + k_tile.to(tl.int64) * COLS * stride_k + offset, stride_m, inside, left)
+        word, stored = _coded(
+            values, None, h, up, wrong_group, short, x_rows.dtype.element_ty, False, BOUNDED, CONVERTS, ASM
+        )
+        byte = stored.permute(1, 0)  # (COLS, RUNS)
+        _store_of_groups(qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS)
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
@@ -233,14 +269,15 @@ def _nvfp4_tile_of_groups(
         left = tokens_left((token + run * 16)[:, None], stop, tokens)
         x_rows = x + token.to(tl.int64) * stride_m
         offset = ((run * 16) * stride_m)[:, None] + (b * stride_k)[None, :]
-        for i in range(tiles):
-            k_tile = first_tile + i
-            inside = tl.broadcast_to((k_tile * COLS + b < K)[None, :], (RUNS, COLS))
-            values = load16(x_rows + k_tile.to(tl.int64) * COLS * stride_k + offset, stride_m, inside, left)
-            word, stored = _coded(values, A, h, up, wrong_group, None, False, False, BOUNDED, CONVERTS, ASM)
-            byte = stored.permute(1, 0)  # (COLS, RUNS)
-            _store_of_groups(
-                qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
+        if is_short(A, tl.float32 != x.dtype.element_ty):
+            _tiles_of_group(
+                x_rows, qdata, scale, h, up, wrong_group, True, offset, left, first_tile, tiles, m0, b, group, begin,
+                size, G, K, R16, stride_m, stride_k, BLOCKED, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+            )  # fmt: skip
+        else:
+            _tiles_of_group(
+                x_rows, qdata, scale, h, up, wrong_group, False, offset, left, first_tile, tiles, m0, b, group, begin,
+                size, G, K, R16, stride_m, stride_k, BLOCKED, BOUNDED, CONVERTS, ASM, RUNS, COLS,
             )  # fmt: skip
     else:  # rows after the last group
         word, byte = tl.zeros((COLS, ROWS // 8), tl.uint32), tl.zeros((COLS, RUNS), tl.uint8)
@@ -294,7 +331,7 @@ def nvfp4_tile_of_groups(
         wide = max(rows * x.stride(0), cols * max(x.stride(1), R)) >= 2**31
         row_tiles, k_tiles = -(-scaled // rows), -(-K // cols)
         of_program = span(k_tiles, row_tiles, x.device, _SPAN)
-        few = blocked and x.dtype != torch.float32 and not (wide or converts(x.device)) and release() in _LIMITED
+        few = in_words(x) and K % 8 == 0 and not (wide or converts(x.device))
         # At least one program across: with no columns, start, end and the tensor scales are still written.
         _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
             x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, of_program, *x.stride(),
