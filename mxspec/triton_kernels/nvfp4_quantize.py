@@ -50,9 +50,7 @@ _HOPPER = {
     # faster.
     "square": {"BLOCKS": 256, "num_warps": 2, "maxnreg": 128},
 }
-# Without a limit, ptxas takes 72 registers for a flat program on Blackwell, and keeps two of them in local memory.
-_BLACKWELL = {**_HOPPER, "flat": {**_HOPPER["flat"], "maxnreg": 96}}
-CONFIGS = {(9, 0): _HOPPER, (10, 0): _BLACKWELL}
+CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The registers of a thread on Hopper by layout, for numbers of `in_words` that are rounded to nearest. More programs
 # then fit on a processor.
 _REGISTERS = {"flat": {"maxnreg": 72}, "blocked": {"maxnreg": 80}}
