@@ -47,12 +47,15 @@ from mxspec.triton_kernels.common.pairs import (
     unpaired,
 )
 from mxspec.triton_kernels.common.runs import load16
+from mxspec.triton_kernels.hopper.releases import release
 
 _HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The registers of a thread on Hopper for numbers of `in_words` that are rounded to nearest: of whole tiles of a matrix,
-# and of token groups. More programs then fit on a processor.
+# and of token groups. More programs then fit on a processor. Under Triton 3.9, a thread of token groups would keep some
+# in local memory.
 _REGISTERS, _OF_GROUPS = {"maxnreg": 96}, {"maxnreg": 104}
+_LIMITED = ("3.6", "3.7", "3.8")
 _SPAN = 8  # a program has up to so many tiles
 
 
@@ -331,7 +334,7 @@ def nvfp4_tile_of_groups(
         wide = max(rows * x.stride(0), cols * max(x.stride(1), R)) >= 2**31
         row_tiles, k_tiles = -(-scaled // rows), -(-K // cols)
         of_program = span(k_tiles, row_tiles, x.device, _SPAN)
-        few = in_words(x) and K % 8 == 0 and not (wide or converts(x.device))
+        few = in_words(x) and K % 8 == 0 and not (wide or converts(x.device)) and release() in _LIMITED
         # At least one program across: with no columns, start, end and the tensor scales are still written.
         _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
             x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, of_program, *x.stride(),
