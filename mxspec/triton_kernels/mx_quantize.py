@@ -44,7 +44,7 @@ _HOPPER = {
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 PTX = mx_columns.PTX
-_SPAN = 2  # with words and blocked scales, a program has a part of up to so many tiles
+_SPAN = 2  # with words and blocked scales, a program has the same part of up to so many tiles
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
@@ -85,11 +85,11 @@ def _mx_quantize(
     i = tl.arange(0, BLOCKS)
     j = tl.arange(0, 8 if WORDS else 32)  # see load_mx_blocks
     of_block = tl.arange(0, 32 if FP6 else SIZE)
-    # With blocked scales, a program has the same part of up to `span` tiles, one after the other. The pointers move to
-    # the start of the first part. Most offsets from there fit in 32 bits.
+    # With blocked scales and words, a program has the same part of up to `span` tiles, one after the other. The
+    # pointers move to the start of the first part. Most offsets from there fit in 32 bits.
     if LAYOUT == "flat":
         # x is contiguous: byte n scales the 32 elements at 32 * n, and no division is needed.
-        first, last = 0, 1
+        steps = 1
         start = tl.program_id(0).to(tl.int64) * BLOCKS
         in_matrix = (start + i < R * C) | EVEN
         x_offset = i[:, None] * 32 + j[None, :]
@@ -100,7 +100,7 @@ def _mx_quantize(
         scale += start
     elif LAYOUT == "strided":
         e = tl.program_id(2).to(tl.int64)
-        first, last = 0, 1
+        steps = 1
         n = tl.program_id(0) * BLOCKS + i
         in_matrix = n < R * C
         k = (n % C)[:, None] * 32 + j[None, :]
@@ -116,7 +116,7 @@ def _mx_quantize(
         row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
         row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
         first = tl.program_id(0) // parts * span
-        last = tl.minimum(first + span, tl.cdiv(C, 4))
+        steps = tl.minimum(span, tl.cdiv(C, 4) - first) if WORDS else 1
         c = first * 4 + col
         k = c[:, None] * 32 + j[None, :]
         x_offset = row.to(tl.int64)[:, None] * stride_r + k.to(tl.int64) * stride_k
@@ -127,9 +127,9 @@ def _mx_quantize(
         scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512
         scale += first.to(tl.int64) * 512 + tl.program_id(0) % parts * BLOCKS
 
-    for part in range(first, last):
+    for step in range(steps):
         if LAYOUT == "blocked":
-            in_matrix = (row_tile * 128 + row < R) & (part * 4 + col < C)
+            in_matrix = (row_tile * 128 + row < R) & ((first + step) * 4 + col < C)
         owned = row_tile < tl.cdiv(R, 128) if LAYOUT == "blocked" else in_matrix
         if WORDS:
             quarters = load_mx_blocks(x + x_offset, stride_k, in_matrix[:, None])
