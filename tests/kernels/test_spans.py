@@ -27,7 +27,7 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
 
 
 def calls(op: str, x: torch.Tensor, axis: int, scale_layout: str):
-    """The arguments of each call: a given amax of few bits, one of many bits, and none."""
+    """The arguments of each call. NVFP4 is called with an amax of few bits, with one of many bits, and without one."""
     options = {"axis": axis, "scale_layout": scale_layout}
     amax = torch.tensor([1024.0, 1023.7])
     if op == "mx_quantize":

@@ -138,7 +138,7 @@ def code_of(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.const
 
 
 @triton.jit
-def subnormal(n: tl.constexpr):
+def _subnormal(n: tl.constexpr):
     """n times the smallest fp32 number, 2^-149. Its bits are |n|, and the sign."""
     BITS: tl.constexpr = n if n >= 0 else -n - 2**31
     return as_float(tl.full((), BITS, tl.int32))
@@ -150,10 +150,8 @@ def _line(t, other, S: tl.constexpr, C: tl.constexpr, SLOPE: tl.constexpr, CONST
 
     The result must be at least 0 and below 2^23.
     """
-    slope, constant = (
-        tl.where(other, subnormal(S), subnormal(SLOPE)),
-        tl.where(other, subnormal(C), subnormal(CONSTANT)),
-    )
+    slope = tl.where(other, _subnormal(S), _subnormal(SLOPE))
+    constant = tl.where(other, _subnormal(C), _subnormal(CONSTANT))
     return tl.fma(t, slope, constant).to(tl.int32, bitcast=True)
 
 

@@ -76,14 +76,20 @@ def _larger(a, b, ASM: tl.constexpr):
 
 
 @triton.jit
+def _largest_of_words(a, b, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The bits of the largest of the lower and of the upper halves of eight words of magnitudes, four in each tuple."""
+    word = _larger(_larger(a[0], a[1], ASM), a[2], ASM)
+    word = _larger(_larger(word, a[3], ASM), b[0], ASM)
+    word = _larger(_larger(word, b[1], ASM), b[2], ASM)
+    even, odd = unpaired(_larger(word, b[3], ASM), DTYPE)
+    return even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def largest_of_pairs(pairs, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The bits of the largest magnitudes of the even and of the odd columns, as `magnitude_bits`, from `(..., 8)`."""
     n = eight(pairs & MAGNITUDES)
-    word = _larger(_larger(n[0], n[1], ASM), n[2], ASM)
-    word = _larger(_larger(word, n[3], ASM), n[4], ASM)
-    word = _larger(_larger(word, n[5], ASM), n[6], ASM)
-    even, odd = unpaired(_larger(word, n[7], ASM), DTYPE)
-    return even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True)
+    return _largest_of_words(n[:4], n[4:], DTYPE, ASM)
 
 
 @triton.jit
@@ -117,12 +123,8 @@ def of_rows(pairs, DTYPE: tl.constexpr):
 @triton.jit
 def largest_of_rows(first, second, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The bits of the largest magnitude of 16 numbers, as `magnitude_bits`. Each half is words `(..., 4)`."""
-    a, b = _four(first & MAGNITUDES), _four(second & MAGNITUDES)
-    word = _larger(_larger(a[0], a[1], ASM), a[2], ASM)
-    word = _larger(_larger(word, a[3], ASM), b[0], ASM)
-    word = _larger(_larger(word, b[1], ASM), b[2], ASM)
-    even, odd = unpaired(_larger(word, b[3], ASM), DTYPE)
-    return tl.maximum(even.to(tl.int32, bitcast=True), odd.to(tl.int32, bitcast=True))
+    even, odd = _largest_of_words(_four(first & MAGNITUDES), _four(second & MAGNITUDES), DTYPE, ASM)
+    return tl.maximum(even, odd)
 
 
 @triton.jit
