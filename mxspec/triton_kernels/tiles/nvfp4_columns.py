@@ -51,11 +51,14 @@ from mxspec.triton_kernels.hopper.releases import release
 
 _HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# The registers of a thread on Hopper for numbers of `in_words` that are rounded to nearest: of whole tiles of a matrix,
-# and of token groups. More programs then fit on a processor. Under Triton 3.9, a thread of token groups would keep some
-# in local memory.
-_REGISTERS, _OF_GROUPS = {"maxnreg": 96}, {"maxnreg": 104}
-_LIMITED = ("3.6", "3.7", "3.8")
+# The registers of a thread on Hopper for whole tiles, for numbers of `in_words` that are rounded to nearest. More
+# programs then fit on a processor.
+_REGISTERS = {"maxnreg": 96}
+# For token groups, by the release of Triton. Elsewhere a thread with 96 registers keeps some in local memory, as does
+# a thread for a K that is no whole number of tiles. With 128, four programs fit on a processor, and with 96 five.
+_OF_GROUPS, _OF_PARTS = dict.fromkeys(("3.6", "3.7", "3.9"), _REGISTERS), {"maxnreg": 128}
+# On Blackwell, for such a K. Without a limit, the assembler chooses 128, and keeps 8 bytes in local memory.
+_ON_BLACKWELL = {"maxnreg": 144}
 _SPAN = 8  # a program has up to so many tiles
 
 
@@ -233,31 +236,38 @@ def nvfp4_tile(
 def _tiles_of_group(
     x_rows, qdata, scale, h, up, wrong_group, short, offset, left, first_tile, tiles, m0, b, group, begin,
     size, G, K, R16, stride_m, stride_k,
-    BLOCKED: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
+    BLOCKED: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
     RUNS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """All tiles of a program of `_nvfp4_tile_of_groups`, in one of the two ways of `packed_codes`."""
+    """All tiles of a program of `_nvfp4_tile_of_groups`, in one of the two ways of `packed_codes`.
+
+    left: the number of tokens from the first of each run on. None: all rows of a tile have tokens.
+    """
     for i in range(tiles):
         k_tile = first_tile + i
-        inside = tl.broadcast_to((k_tile * COLS + b < K)[None, :], (RUNS, COLS))
+        inside = tl.broadcast_to((k_tile * COLS + b < K)[None, :], (RUNS, COLS)) | EVEN
         values = load16(x_rows + k_tile.to(tl.int64) * COLS * stride_k + offset, stride_m, inside, left)
         word, stored = _coded(
             values, None, h, up, wrong_group, short, x_rows.dtype.element_ty, False, BOUNDED, CONVERTS, ASM
         )
         byte = stored.permute(1, 0)  # (COLS, RUNS)
-        _store_of_groups(qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS)
+        _store_of_groups(
+            qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, EVEN, RUNS, COLS
+        )  # fmt: skip
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
-@triton.jit(do_not_specialize=["tokens", "span"])
+@triton.jit(do_not_specialize=["tokens", "span", "row_tiles"])
 def _nvfp4_tile_of_groups(
     x, amax, qdata, scale, tensor_scale, start, end, offs,
-    R, K, R16, tokens, span, stride_m, stride_k, amax_stride, G, stride_offs,
-    BLOCKED: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
+    row_tiles, K, tokens, span, stride_m, stride_k, amax_stride, G, stride_offs,
+    BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
     ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # R counts the padded rows. The rows of a program belong to one group.
+    # row_tiles counts the padded rows in tiles of 128. So Triton knows that the rows of scales lie 8 bytes apart, and
+    # those of codes 64 bytes. The rows of a program belong to one group.
     ROWS: tl.constexpr = 16 * RUNS
+    R16 = row_tiles * 8
     m0, first_tile = tl.program_id(0) * ROWS, tl.program_id(1) * span
     run, b = tl.arange(0, RUNS), tl.arange(0, COLS)
     writes = tl.program_id(0) + tl.program_id(1) == 0
@@ -272,22 +282,30 @@ def _nvfp4_tile_of_groups(
         left = tokens_left((token + run * 16)[:, None], stop, tokens)
         x_rows = x + token.to(tl.int64) * stride_m
         offset = ((run * 16) * stride_m)[:, None] + (b * stride_k)[None, :]
+        # A loop for each way, as in `_nvfp4_tile`. Most tiles are short and whole: their loads need no masks for rows.
+        # With a part of a tile at the end of K, one more loop is no faster.
         if is_short(A, tl.float32 != x.dtype.element_ty):
-            _tiles_of_group(
-                x_rows, qdata, scale, h, up, wrong_group, True, offset, left, first_tile, tiles, m0, b, group, begin,
-                size, G, K, R16, stride_m, stride_k, BLOCKED, BOUNDED, CONVERTS, ASM, RUNS, COLS,
-            )  # fmt: skip
+            if EVEN & (tokens_left(token, stop, tokens) >= ROWS):
+                _tiles_of_group(
+                    x_rows, qdata, scale, h, up, wrong_group, True, offset, None, first_tile, tiles, m0, b, group,
+                    begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+                )  # fmt: skip
+            else:
+                _tiles_of_group(
+                    x_rows, qdata, scale, h, up, wrong_group, True, offset, left, first_tile, tiles, m0, b, group,
+                    begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+                )  # fmt: skip
         else:
             _tiles_of_group(
-                x_rows, qdata, scale, h, up, wrong_group, False, offset, left, first_tile, tiles, m0, b, group, begin,
-                size, G, K, R16, stride_m, stride_k, BLOCKED, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+                x_rows, qdata, scale, h, up, wrong_group, False, offset, left, first_tile, tiles, m0, b, group,
+                begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM, RUNS, COLS,
             )  # fmt: skip
     else:  # rows after the last group
         word, byte = tl.zeros((COLS, ROWS // 8), tl.uint32), tl.zeros((COLS, RUNS), tl.uint8)
         for i in range(tiles):
             k_tile = first_tile + i
             _store_of_groups(
-                qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, RUNS, COLS
+                qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, EVEN, RUNS, COLS
             )  # fmt: skip
     if writes:
         store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
@@ -296,16 +314,16 @@ def _nvfp4_tile_of_groups(
 @triton.jit
 def _store_of_groups(
     qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16,
-    BLOCKED: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+    BLOCKED: tl.constexpr, EVEN: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Store the words of codes `(COLS, 2 * RUNS)` and the scale bytes `(COLS, RUNS)` of a tile of one group.
 
     `size` is the number of tiles of 64 padded rows of the group, and `begin` is its first padded row.
     """
-    k0, there = k_tile * COLS, (k_tile * COLS + b < K)[:, None]
+    k0, there = k_tile * COLS, (k_tile * COLS + b < K)[:, None] | EVEN
     n, R8 = tl.arange(0, 2 * RUNS), R16 * 2
-    to = qdata + k0.to(tl.int64) * R8 + m0 // 8
-    tl.store(to + (b * R8)[:, None] + n, word, mask=there & (m0 // 8 + n < R8)[None, :])
+    to, there_too = qdata + k0.to(tl.int64) * R8 + m0 // 8, there & (m0 // 16 < R16)
+    tl.store(to + (b * R8)[:, None] + n, word, mask=there_too)
     if BLOCKED:
         tl.static_assert(COLS == 128 and RUNS == 4)
         byte = turned(tl.where(there, byte, 0).to(tl.uint8), 1)
@@ -314,7 +332,7 @@ def _store_of_groups(
     else:
         run = tl.arange(0, RUNS)
         at = scale + k0.to(tl.int64) * R16 + m0 // 16
-        tl.store(at + ((b * R16)[:, None] + run[None, :]), byte, mask=there & (m0 // 16 + run < R16)[None, :])
+        tl.store(at + ((b * R16)[:, None] + run[None, :]), byte, mask=there_too)
 
 
 def nvfp4_tile_of_groups(
@@ -334,12 +352,17 @@ def nvfp4_tile_of_groups(
         wide = max(rows * x.stride(0), cols * max(x.stride(1), R)) >= 2**31
         row_tiles, k_tiles = -(-scaled // rows), -(-K // cols)
         of_program = span(k_tiles, row_tiles, x.device, _SPAN)
-        few = in_words(x) and K % 8 == 0 and not (wide or converts(x.device)) and release() in _LIMITED
+        even = K % cols == 0
+        registers: dict[str, int] = {}
+        if in_words(x) and K % 8 == 0 and not wide:
+            if converts(x.device):
+                registers = {} if even else _ON_BLACKWELL
+            else:
+                registers = _OF_GROUPS.get(release(), _OF_PARTS) if even else _OF_PARTS
         # At least one program across: with no columns, start, end and the tensor scales are still written.
         _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
-            x, amax, qdata, scale, tensor_scale, start, end, offs, R, K, R // 16, M, of_program, *x.stride(),
-            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device),
-            compares_pairs(x.device), pad_to, chunk(G), **config,
-            **(_OF_GROUPS if few else {}), **UNFUSED,
+            x, amax, qdata, scale, tensor_scale, start, end, offs, R // 128, K, M, of_program, *x.stride(),
+            amax.stride(0), G, offs.stride(0), blocked, even, wide, bounded, converts(x.device),
+            compares_pairs(x.device), pad_to, chunk(G), **config, **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
