@@ -18,7 +18,7 @@ def mxfp4_to_fp8_blocks(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] |
     the scale, converts, and compares every value.
 
     Args:
-        codes: `(N, K/2)` uint8, two e2m1 codes in a byte, the even K in the low nibble.
+        codes: `(N, K/2)` uint8 or float4_e2m1fn_x2, two e2m1 codes in a byte, the even K in the low nibble. On the CPU.
         scale: `(N, K/32)` uint8 or float8_e8m0fnu. K is a multiple of 32.
 
     Returns:
@@ -30,7 +30,8 @@ def mxfp4_to_fp8_blocks(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] |
     Special values: a byte 255 (NaN) makes its tile not lossless. Minus zero stays minus zero.
 
     Raises:
-        ValueError: the shapes do not fit.
+        TypeError: codes or scale is no tensor, or has another dtype.
+        ValueError: the shapes do not fit, or a tensor is not on the CPU.
 
     Example:
         >>> codes, scale = torch.full((1, 16), 0x71, dtype=torch.uint8), torch.tensor([[127]], dtype=torch.uint8)
@@ -40,13 +41,9 @@ def mxfp4_to_fp8_blocks(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] |
 
     Source: OCP MX v1.0, section 5.3.3 (e2m1); OFP8 v1.0, table 1 (e4m3).
     """
+    codes, bytes_ = in_bytes("mxfp4_to_fp8_blocks", codes, scale)
     N, K = codes.shape[0], codes.shape[1] * 2
-    if codes.ndim != 2 or K % MX_BLOCK_SIZE or tuple(scale.shape) != (N, K // MX_BLOCK_SIZE):
-        raise ValueError(
-            f"mxfp4_to_fp8_blocks: codes are {tuple(codes.shape)} and scale is {tuple(scale.shape)}; "
-            "needs (N, K/2) and (N, K/32)"
-        )
-    bytes_ = scale.view(torch.uint8).int()
+    bytes_ = bytes_.int()
     out = torch.empty(N, K, dtype=E4M3FN.dtype)
     tiles = torch.empty(-(-N // FP8_BLOCK_SIZE), -(-K // FP8_BLOCK_SIZE), dtype=torch.float32)
     bad = torch.zeros(tiles.shape, dtype=torch.bool)
@@ -57,6 +54,20 @@ def mxfp4_to_fp8_blocks(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] |
         why = "a byte 255 (NaN), or exponents too far apart for e4m3fn"
         return NotLossless(bad.numel(), int(bad.sum()), first_failed(bad), why)
     return out, tiles
+
+
+def in_bytes(name: str, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes and scales of an MXFP4 matrix in uint8. `name` is the function that checks its arguments here."""
+    for what, t, other in (("codes", codes, E2M1.dtype), ("scale", scale, E8M0FNU.dtype)):
+        came = t.dtype if isinstance(t, Tensor) else type(t).__name__
+        if came not in (torch.uint8, other):
+            raise TypeError(f"{name}: {what} is {came}; needs a tensor of uint8 or {other}")
+        if t.device.type != "cpu":
+            raise ValueError(f"{name}: {what} is on {t.device}; needs a tensor on the CPU")
+    of_block, grid = MX_BLOCK_SIZE // 2, tuple(scale.shape)
+    if codes.ndim != 2 or codes.shape[1] % of_block or grid != (codes.shape[0], codes.shape[1] // of_block):
+        raise ValueError(f"{name}: codes are {tuple(codes.shape)} and scale is {grid}; needs (N, K/2) and (N, K/32)")
+    return codes.view(torch.uint8), scale.view(torch.uint8)
 
 
 # For each magnitude of e2m1: the largest d with value * 2^d <= 448, and the exponent of its lowest set bit.

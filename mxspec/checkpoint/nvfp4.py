@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mxspec import dispatch, rules
 from mxspec.checkpoint.lossless import NotLossless, first_failed
+from mxspec.checkpoint.mxfp4 import in_bytes
 from mxspec.formats import E2M1, E4M3FN, E8M0FNU, MX_BLOCK_SIZE, NVFP4_BLOCK_SIZE, NVFP4_LARGEST
 
 OP = "nvfp4_quantize"
@@ -75,21 +76,22 @@ def mxfp4_to_nvfp4(
     function chooses t, converts, and compares every value.
 
     Args:
-        codes: `(N, K/2)` uint8, two e2m1 codes in a byte, the even K in the low nibble.
+        codes: `(N, K/2)` uint8 or float4_e2m1fn_x2, two e2m1 codes in a byte, the even K in the low nibble. On the CPU.
         scale: `(N, K/32)` uint8 or float8_e8m0fnu. K is a multiple of 32.
         exponent: t, from -126 to 126, for tensors that share a tensor scale. None chooses it from `exponents`.
 
     Returns:
         `(qdata, scale, tensor_scale)`, or a NotLossless that counts the blocks of MXFP4.
 
-        - qdata: `(N, K/2)` uint8, laid out as codes.
+        - qdata: `(N, K/2)`, in the dtype and layout of codes.
         - scale: `(N, K/16)` float8_e4m3fn powers of two.
         - tensor_scale: float32, `()`: `2^t`, a multiplier. Its reciprocal is exact too.
 
     Special values: a block with the byte 255 (NaN) is not lossless. Minus zero stays minus zero.
 
     Raises:
-        ValueError: the shapes do not fit, or exponent is out of range.
+        TypeError: codes or scale is no tensor, or has another dtype; exponent is no integer.
+        ValueError: the shapes do not fit, a tensor is not on the CPU, or exponent is out of range.
 
     Example:
         >>> codes, scale = torch.full((1, 16), 0x71, dtype=torch.uint8), torch.tensor([[120]], dtype=torch.uint8)
@@ -99,19 +101,19 @@ def mxfp4_to_nvfp4(
 
     Source: OCP MX v1.0, section 5.3.3 (e2m1); OFP8 v1.0, table 1 (e4m3).
     """
-    _check(codes, scale)
+    packed, scale = in_bytes("mxfp4_to_nvfp4", codes, scale)
+    if exponent is not None and not isinstance(exponent, int):
+        raise TypeError(f"mxfp4_to_nvfp4: exponent is {exponent!r}; needs an integer or None")
     if exponent is not None and not EXPONENTS[0] <= exponent <= EXPONENTS[1]:
         raise ValueError(f"mxfp4_to_nvfp4: exponent is {exponent}; needs a number from -126 to 126")
-    t = chosen(exponents(codes, scale)) if exponent is None else exponent
-    out, scales, bad = torch.empty_like(codes), [], []
-    for rows in _strips(codes):
-        out[rows], new, wrong = _strip(codes[rows], scale[rows], t)
-        scales.append(new)
-        bad.append(wrong)
-    failed = torch.cat(bad)
+    t = chosen(exponents(packed, scale)) if exponent is None else exponent
+    out, failed = torch.empty_like(packed), torch.zeros(scale.shape, dtype=torch.bool)
+    scales = torch.empty(scale.shape[0], scale.shape[1] * MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE, dtype=E4M3FN.dtype)
+    for rows in _strips(packed):
+        out[rows], scales[rows], failed[rows] = _strip(packed[rows], scale[rows], t)
     if bool(failed.any()):
-        return NotLossless(failed.numel(), int(failed.sum()), first_failed(failed), _why(codes, scale))
-    return out, torch.cat(scales), torch.exp2(torch.tensor(float(t)))
+        return NotLossless(failed.numel(), int(failed.sum()), first_failed(failed), _why(packed, scale))
+    return out.view(codes.dtype), scales, torch.exp2(torch.tensor(float(t)))
 
 
 def exponents(codes: Tensor, scale: Tensor) -> tuple[int, int, int]:
@@ -120,7 +122,7 @@ def exponents(codes: Tensor, scale: Tensor) -> tuple[int, int, int]:
     If the least is above the greatest, no t keeps every value. Tensors that share a tensor scale need the largest
     least, the smallest greatest and the largest third number. Blocks with the byte 255 are not counted.
     """
-    _check(codes, scale)
+    codes, scale = in_bytes("mxfp4_to_nvfp4", codes, scale)
     least, greatest, usual = -999, 999, -999
     for rows in _strips(codes):
         e, lo, hi, counts = _allowed(codes[rows], scale[rows])
@@ -135,15 +137,6 @@ def chosen(found: tuple[int, int, int]) -> int:
     """The t for the numbers of `exponents`. If no t keeps every value, the largest values are kept."""
     least, greatest, usual = found
     return min(max(min(usual, greatest), least, EXPONENTS[0]), EXPONENTS[1])
-
-
-def _check(codes: Tensor, scale: Tensor) -> None:
-    N, K = codes.shape[0], codes.shape[-1] * 2
-    if codes.ndim != 2 or K % MX_BLOCK_SIZE or tuple(scale.shape) != (N, K // MX_BLOCK_SIZE):
-        raise ValueError(
-            f"mxfp4_to_nvfp4: codes are {tuple(codes.shape)} and scale is {tuple(scale.shape)}; "
-            "needs (N, K/2) and (N, K/32)"
-        )
 
 
 def _strips(codes: Tensor) -> Iterator[slice]:

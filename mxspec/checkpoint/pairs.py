@@ -33,8 +33,12 @@ def warnings(
 ) -> list[str]:
     """The traps of the loaders that read a family, for the quantized weights with these names and shapes."""
     target, said = TARGETS[family], []
-    experts = any(config.get(key) for key in EXPERT_KEYS)
     shapes = list(shapes)
+    # A model with images has the configuration of its language model one level down.
+    configs = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+    experts = any(of.get(key) for of in configs for key in EXPERT_KEYS) or any(
+        ".experts." in name for name, _ in shapes
+    )
     if target.method == "compressed-tensors" and experts:
         said.append(
             f"transformers with compressed-tensors does not read {family} experts of {config.get('model_type')}: it "

@@ -18,7 +18,10 @@ PIECE = 1 << 24  # bytes
 
 
 class Progress:
-    """The finished shards of a conversion, and the entries of their tensors."""
+    """The finished shards of a conversion, and the entries of their tensors.
+
+    If a conversion was refused before it finished a shard, the folder holds nothing of it, and takes another one.
+    """
 
     def __init__(self, target: Path, job: dict[str, Any]) -> None:
         self.target, self.job = target, job
@@ -27,14 +30,15 @@ class Progress:
         others = [p.name for p in target.iterdir() if not p.name.startswith(".")]
         if path.exists():
             stored = json.loads(path.read_text())
-            if stored["job"] != job:
+            if stored["job"] != job and others:
                 raise CheckpointError(
-                    f"convert: {target} holds a conversion with other arguments, or of another source; needs a new "
-                    "directory"
+                    f"convert: {target} holds a part of a conversion with other arguments, or of another source; needs "
+                    "a new directory, or this one empty"
                 )
-            self.finished = {
-                shard: tensors for shard, tensors in stored["shards"].items() if _is_whole(target / shard, tensors)
-            }
+            if stored["job"] == job:
+                self.finished = {
+                    shard: tensors for shard, tensors in stored["shards"].items() if _is_whole(target / shard, tensors)
+                }
         elif others:
             raise CheckpointError(f"convert: {target} is not empty, it holds {others[0]}; needs a new directory")
         self._store()

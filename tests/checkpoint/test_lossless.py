@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mxspec.checkpoint import lossless, mxfp4_to_fp8_blocks
+import mxspec
+from mxspec.checkpoint import lossless, mxfp4_to_fp8_blocks, mxfp4_to_nvfp4
 from mxspec.checkpoint.lossless import NotLossless
 
 POWERS = torch.exp2(torch.arange(-127, 128).float())
@@ -90,6 +91,37 @@ def test_a_nan_byte_is_not_lossless_and_bytes_at_both_ends_are():
         assert fp8_values(q, s).equal(values(codes, torch.full_like(scale, end)))
     with pytest.raises(ValueError, match="needs \\(N, K/2\\) and \\(N, K/32\\)"):
         mxfp4_to_fp8_blocks(codes, scale[:, :2])
+
+
+def test_mxfp4_as_the_ops_have_it():
+    codes, scale = mxspec.mx_quantize(torch.randn(130, 64), elem_dtype=torch.float4_e2m1fn_x2)
+    qdata, blocks = mxfp4_to_fp8_blocks(codes, scale)
+    values = mxspec.mx_dequantize(codes, scale, out_dtype=torch.float32)
+    assert mxspec.fp8_dequantize(qdata, blocks, out_dtype=torch.float32).equal(values)
+    assert mxspec.nvfp4_dequantize(*mxfp4_to_nvfp4(codes, scale), out_dtype=torch.float32).equal(values)
+    assert mxfp4_to_fp8_blocks(codes[:0], scale[:0])[0].shape == (0, 64)
+    q, s, tensor_scale = mxfp4_to_nvfp4(codes[:0], scale[:0])
+    assert (q.shape, s.shape, s.dtype, tensor_scale) == ((0, 32), (0, 4), torch.float8_e4m3fn, 1.0)
+
+
+@pytest.mark.parametrize("convert", [mxfp4_to_fp8_blocks, mxfp4_to_nvfp4])
+def test_operands_that_are_no_mxfp4(convert):
+    codes, scale = torch.full((2, 16), 0x22, dtype=torch.uint8), torch.full((2, 1), 127, dtype=torch.uint8)
+    for wrong in (codes.to(torch.int8), codes.short(), codes.float(), [[1]]):
+        with pytest.raises(
+            TypeError, match=rf"{convert.__name__}: codes is .*; needs a tensor of uint8 or torch.float4"
+        ):
+            convert(wrong, scale)
+    for wrong in (scale.to(torch.float8_e4m3fn), scale.float(), scale.int(), None):
+        with pytest.raises(
+            TypeError, match=rf"{convert.__name__}: scale is .*; needs a tensor of uint8 or torch.float8"
+        ):
+            convert(codes, wrong)
+    with pytest.raises(ValueError, match=rf"{convert.__name__}: codes is on meta; needs a tensor on the CPU"):
+        convert(codes.to("meta"), scale)
+    for shape in ((16,), (1, 2, 16), ()):
+        with pytest.raises(ValueError, match=rf"{convert.__name__}: codes are .* needs \(N, K/2\) and \(N, K/32\)"):
+            convert(torch.zeros(shape, dtype=torch.uint8), scale)
 
 
 @pytest.mark.parametrize("block", [128, 32])

@@ -339,6 +339,8 @@ def test_a_shared_exponent_and_arguments_that_are_refused():
     assert mxfp4_to_nvfp4(codes, scale.view(torch.float8_e8m0fnu))[2] == 2.0**-8
     with pytest.raises(ValueError, match="exponent is 127; needs a number from -126 to 126"):
         mxfp4_to_nvfp4(codes, scale, exponent=127)
+    with pytest.raises(TypeError, match=r"exponent is 1\.5; needs an integer or None"):
+        mxfp4_to_nvfp4(codes, scale, exponent=1.5)
     with pytest.raises(ValueError, match=r"needs \(N, K/2\) and \(N, K/32\)"):
         mxfp4_to_nvfp4(codes, torch.zeros(1, 2, dtype=torch.uint8))
 
