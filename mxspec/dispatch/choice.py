@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from contextvars import ContextVar, Token
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from mxspec.dispatch.files import backends
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def known(backend: str, said_by: str) -> str:
@@ -53,11 +60,14 @@ def set_backend(backend: str | None) -> None:
 
 
 class use_backend:
-    """Choose the backend for a with-block: `with use_backend("triton"):`.
+    """Choose the backend for a with-block: `with use_backend("triton"):`. As a decorator, for each call of a function.
 
     The block holds for its own thread and its own asyncio task. `set_backend` chooses for the whole process; its
     docstring says which choice comes first. On CUDA, a backward runs on another thread, which does not see the block.
     So an `autograd.Function` must read `current_backend()` in its forward and pass it as `backend=` in its backward.
+
+    `torch.compile(fullgraph=True)` cannot compile a block, because a compiled op reads the choice when it runs. Put the
+    block around the call of the compiled function, or pass `backend=` to the op.
 
     Deprecated, removed in 0.3: `use_backend("triton")` without `with` does what `set_backend("triton")` does. mxspec
     recognizes such a call because no block has entered the object. So the call takes effect late: when the object is
@@ -66,13 +76,32 @@ class use_backend:
     call.
 
     Raises:
+        RuntimeError: the block is inside a function that is compiled as one graph.
+        TypeError: the decorated object is no function, or is a generator or a coroutine.
         ValueError: an unknown backend.
     """
 
     def __init__(self, backend: str) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "use_backend: a block inside a compiled function has no effect on its ops; put the block around the "
+                "call of the compiled function, or pass backend= to the op"
+            )
         self._backend = known(backend, "use_backend")
         self._tokens: list[Token[tuple[str, int] | None]] = []
         _not_entered[id(self)] = threading.get_ident(), self._backend
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        _not_entered.pop(id(self), None)
+        if not callable(fn) or inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+            raise TypeError(f"use_backend: decorates {fn!r}; needs a function that is no generator and no coroutine")
+
+        @functools.wraps(fn)
+        def in_block(*args: P.args, **kwargs: P.kwargs) -> R:
+            with use_backend(self._backend):
+                return fn(*args, **kwargs)
+
+        return in_block
 
     def __enter__(self) -> use_backend:
         _not_entered.pop(id(self), None)

@@ -34,7 +34,8 @@ def check_args(
     checks.dense(op, "a", a)
     checks.offsets(op, "offs", offs, ("a", a))
     E = offs.shape[0]
-    if isinstance(b, Tensor) and b.ndim == 3:
+    checks.dense(op, "b", b)
+    if b.ndim == 3:
         checks.shape(op, "offs", offs, (b.shape[0],), f"for {b.shape[0]} experts of b")
     first, second = ("a", a, a_scale, a_tensor_scale), ("b", b, b_scale, b_tensor_scale)
     check_operands(op, first, second, ranks=(2, 3), tensor_scales=(E,))

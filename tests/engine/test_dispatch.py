@@ -1,5 +1,6 @@
 """The switch: which choice comes first, its errors and explanations, and that torch sees an ordinary operator."""
 
+import dataclasses
 import functools
 import inspect
 import pickle
@@ -73,7 +74,7 @@ def _raised(call, *args, **kwargs):
     return None, "nothing"
 
 
-NO_TENSOR = [None, [1.0], np.zeros((2, 2)), 3.0]
+NO_TENSOR = [None, [1.0], np.zeros((2, 2)), 3.0, torch._nested_tensor_from_tensor_list([X[:2], X[:3]])]
 NO_OPTION = [None, "x", 1.5, True, [1], float("nan"), torch.float64, -7, torch.tensor(1)]
 TYPED = [
     pytest.param(op, p.name, id=f"{op}-{p.name}")
@@ -232,6 +233,49 @@ def test_a_block_raises_no_warning():
             mxspec.mx_quantize(X)
         del block
     assert mxspec.current_backend() == "auto"
+
+
+def test_use_backend_as_a_decorator():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        @mxspec.use_backend("reference")
+        def choices(x: int, *, more: int) -> list[object]:
+            """Its text."""
+            return [x, more, mxspec.current_backend(), seen_by_another_thread()]
+
+        assert mxspec.current_backend() == "auto"
+        assert choices(1, more=2) == [1, 2, "reference", "auto"]
+        assert (choices.__name__, choices.__doc__) == ("choices", "Its text.")
+        with mxspec.use_backend("triton"):
+            assert choices(1, more=2)[2] == "reference"
+            assert mxspec.current_backend() == "triton"
+
+        def generator():
+            yield 1
+
+        async def coroutine():
+            return 1
+
+        for wrong in (generator, coroutine, 1):
+            with pytest.raises(TypeError, match=r"use_backend: decorates .*; needs a function that is no gen"):
+                mxspec.use_backend("helion")(wrong)
+    assert (mxspec.current_backend(), seen_by_another_thread()) == ("auto", "auto")
+
+
+def test_a_block_inside_a_compiled_function_is_refused_and_around_it_holds():
+    def in_block(x):
+        with mxspec.use_backend("reference"):
+            return mxspec.mx_quantize(x)[0]
+
+    with pytest.raises(RuntimeError, match="put the block around the call of the compiled function, or pass backend="):
+        torch.compile(in_block, fullgraph=True, backend="aot_eager")(X)
+    assert torch.compile(in_block, backend="aot_eager")(X).dtype == torch.float8_e4m3fn  # the block breaks the graph
+    around = torch.compile(lambda x: mxspec.mx_quantize(x)[0], fullgraph=True, backend="aot_eager")
+    with mxspec.use_backend("reference"):
+        assert around(X).dtype == torch.float8_e4m3fn
+    with mxspec.use_backend("cublas"), pytest.raises(ValueError, match="backend 'cublas' has no kernel"):
+        around(X)
 
 
 def test_blocks_that_overlap_in_threads_leave_nothing_behind():
@@ -488,9 +532,16 @@ def test_explain_says_that_a_kernel_is_batch_invariant(monkeypatch):
     assert not said.batch_invariant
     assert "invariant" not in str(said)
     monkeypatch.setattr(dispatch.kernel_module("mx_quantize", "triton"), "BATCH_INVARIANT", True, raising=False)
-    said = mxspec.explain("mx_quantize", X, backend="triton")
-    assert said.batch_invariant
-    assert str(said).startswith("mx_quantize: 'triton' runs 'triton', batch-invariant")
+    assert not mxspec.explain("mx_quantize", X, backend="triton").batch_invariant  # as an interpreter would run it
+    if torch.cuda.is_available():
+        assert mxspec.explain("mx_quantize", X.cuda(), backend="triton").batch_invariant
+    said = dataclasses.replace(said, batch_invariant=True)
+    assert str(said).startswith("mx_quantize: 'triton' runs 'triton', batch-invariant under the conditions")
+
+
+def test_explain_needs_the_name_of_an_op():
+    with pytest.raises(TypeError, match=r"explain: the op is <function mx_quantize .*; needs its name, such as"):
+        mxspec.explain(mxspec.mx_quantize, X)
 
 
 @pytest.mark.parametrize(

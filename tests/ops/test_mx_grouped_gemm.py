@@ -126,3 +126,13 @@ def test_the_errors_say_how_to_view_the_bytes_of_a_checkpoint():
         mxspec.mx_grouped_gemm(tokens, None, b, b_scale, offs, scale_layout="plain")
     out = mxspec.mx_grouped_gemm(tokens, None, b, b_scale.view(E8M0FNU), offs, scale_layout="plain")
     assert out.tolist() == [[0.0] * 4]
+
+
+def test_scales_of_the_other_layout_are_refused_with_its_name():
+    x, w, offs = torch.ones(5, 64), torch.ones(2, 8, 64), torch.tensor([2, 5], dtype=torch.int32)
+    (a, a_scale), (b, b_scale) = mxspec.mx_quantize(x), mxspec.mx_quantize(w)
+    with pytest.raises(ValueError, match=r"a_scale .*; this is the shape of scale_layout='plain'"):
+        mxspec.mx_grouped_gemm(a, a_scale, b, b_scale, offs)
+    blocked = mxspec.to_blocked(b_scale)
+    with pytest.raises(ValueError, match=r"b_scale .*; this is the shape of scale_layout='blocked'"):
+        mxspec.mx_grouped_gemm(a, a_scale, b, blocked, offs, scale_layout="plain")

@@ -13,11 +13,19 @@ from mxspec.reference.common.fp8_numerics import SCALE_FORMATS
 from mxspec.reference.common.groups import padded_rows
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What checkpoints store as uint8.
+_STORED = {
+    torch.float4_e2m1fn_x2: "packed e2m1 codes",
+    torch.float8_e8m0fnu: "E8M0 scales",
+    torch.float8_e4m3fn: "e4m3 numbers",
+}
 
 
 def dense(op: str, name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}; needs a tensor")
+    if tensor.is_nested:
+        raise ValueError(f"{op}: {name} is a nested tensor; needs a dense, strided tensor")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {tensor.layout}; needs a dense, strided tensor")
 
@@ -25,7 +33,11 @@ def dense(op: str, name: str, tensor: Tensor) -> None:
 def tensor_dtype(op: str, name: str, tensor: Tensor, allowed: Collection[torch.dtype]) -> None:
     dense(op, name, tensor)
     if tensor.dtype not in allowed:
-        raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs {' or '.join(map(str, allowed))}")
+        needs = " or ".join(map(str, allowed))
+        if tensor.dtype == torch.uint8:
+            view = (f"; view bytes of {what} as {dtype}" for dtype, what in _STORED.items() if dtype in allowed)
+            needs += next(view, "")
+        raise TypeError(f"{op}: {name} has dtype {tensor.dtype}; needs {needs}")
 
 
 def choice(op: str, name: str, value: Any, allowed: Collection[Any], error: type[Exception] = ValueError) -> None:

@@ -44,7 +44,7 @@ def check_operands(
     Returns K, the length that a row of b needs, and words about a for the error of another length. e2m1 codes and
     bfloat16 meet e2m1 codes only. bfloat16 has no scales.
     """
-    _check_dtype(op, "b", b, B_DTYPES, "packed e2m1 codes", torch.float4_e2m1fn_x2)
+    checks.tensor_dtype(op, "b", b, B_DTYPES)
     checks.dense(op, "a", a)
     packed = b.dtype == E2M1.dtype
     if not packed and a.dtype in (E2M1.dtype, torch.bfloat16):
@@ -52,7 +52,7 @@ def check_operands(
             f"{op}: a has dtype {a.dtype} and b has dtype {b.dtype}; "
             f"needs {' or '.join(map(str, FP8_DTYPES))} for a, or {E2M1.dtype} for b"
         )
-    _check_dtype(op, "a", a, A_DTYPES if packed else FP8_DTYPES, "packed e2m1 codes", torch.float4_e2m1fn_x2)
+    checks.tensor_dtype(op, "a", a, A_DTYPES if packed else FP8_DTYPES)
     for (name, operand, scale), rank in zip((("a", a, a_scale), ("b", b, b_scale)), ranks, strict=True):
         checks.rank(op, name, operand, (rank,))
         checks.same_device(op, ("a", a), (name, operand))
@@ -62,22 +62,12 @@ def check_operands(
             continue
         if scale is None:
             raise TypeError(f"{op}: {name} has dtype {operand.dtype} and {name}_scale is None; needs its scales")
-        _check_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,), "E8M0 scales", torch.float8_e8m0fnu)
+        checks.tensor_dtype(op, f"{name}_scale", scale, (torch.float8_e8m0fnu,))
         checks.same_device(op, ("a", a), (f"{name}_scale", scale))
     K = elements_of_row(a)
     checks.multiple(op, "K", K, MX_BLOCK_SIZE, quantized=True)
     of_a = f"for a {tuple(a.shape)}" + (f" of {a.dtype}" if packed else "")
     return K, K // element(b.dtype).per_byte, of_a
-
-
-def _check_dtype(
-    op: str, name: str, t: Tensor, allowed: tuple[torch.dtype, ...], of_bytes: str, dtype: torch.dtype
-) -> None:
-    """Check a dtype. The error for uint8 says how to view bytes, as checkpoints have them."""
-    if isinstance(t, Tensor) and t.dtype == torch.uint8 and dtype in allowed:
-        needed = " or ".join(map(str, allowed))
-        raise TypeError(f"{op}: {name} has dtype torch.uint8; needs {needed}; view bytes of {of_bytes} as {dtype}")
-    checks.tensor_dtype(op, name, t, allowed)
 
 
 def elements_of_row(x: Tensor) -> int:
@@ -99,8 +89,11 @@ def check_scale(
     op: str, name: str, scale: Tensor, plain: tuple[int, ...], blocked: tuple[int, ...], scale_layout: str, of: Tensor
 ) -> None:
     """Check a scale's shape. A plain scale may have any strides; a blocked scale must be contiguous."""
-    needed = plain if scale_layout == "plain" else blocked
-    checks.shape(op, name, scale, needed, f"({scale_layout}) for codes {tuple(of.shape)}")
+    needed, other = (plain, blocked) if scale_layout == "plain" else (blocked, plain)
+    because = f"({scale_layout}) for codes {tuple(of.shape)}"
+    if tuple(scale.shape) == other:
+        because += f"; this is the shape of scale_layout={'blocked' if scale_layout == 'plain' else 'plain'!r}"
+    checks.shape(op, name, scale, needed, because)
     if scale_layout == "blocked" and not scale.is_contiguous():
         raise ValueError(f"{op}: {name} has strides {scale.stride()}; needs contiguous blocked scales")
 
