@@ -763,6 +763,13 @@ def test_a_row_that_depends_on_other_rows_is_found(op, change):
     assert "changes the bits of" in found.message
 
 
+def test_an_interpreter_is_not_judged_by_batch_invariance(monkeypatch):
+    monkeypatch.setattr(dispatch, "interpreters", lambda: ["TRITON_INTERPRET"])
+    found = check.check_behaviour("fp8_gemm", BATCH, promised("fp8_gemm", of_the_number_of_rows), CPU)
+    assert found.status == "skipped"
+    assert "multiplies matrices by numpy" in found.message
+
+
 def test_who_does_not_promise_batch_invariance_is_not_judged_by_it():
     for candidate in ("reference", dispatch.reference("mx_gemm")):
         found = check.check_behaviour("mx_gemm", BATCH, candidate, CPU)
