@@ -73,8 +73,8 @@ def refused() -> Iterator[Case]:
     def case(name, error, match, a=a, a_scale=a_scale, Ta=Ta, b=b, b_scale=b_scale, Tb=Tb, **kwargs):
         return Case(name, these(a, a_scale, Ta, b, b_scale, Tb), kwargs, raises=error, match=match)
 
-    bytes_ = "a has dtype torch.uint8; needs .* view bytes of packed e2m1 codes as torch.float4_e2m1fn_x2"
-    yield case("uint8 codes", TypeError, bytes_, a.view(torch.uint8))
+    needs = "or torch.bfloat16; view bytes of packed e2m1 codes as torch.float4_e2m1fn_x2"
+    yield case("uint8 codes", TypeError, f"a has dtype torch.uint8; needs {a.dtype} {needs}", a.view(torch.uint8))
     e8m0 = a_scale.view(torch.float8_e8m0fnu)
     yield case("an E8M0 scale", TypeError, "a_scale has dtype torch.float8_e8m0fnu; needs", a_scale=e8m0)
     yield case("codes without scales", TypeError, "b_scale is None; needs a tensor", b_scale=None)
