@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mxspec import fp8_quantize_128x128, mx_quantize, rules
-from mxspec.checkpoint import CheckpointError, convert, verify
+from mxspec.checkpoint import CheckpointError, convert, pairs, verify
 from mxspec.checkpoint.shards import ShardWriter
 
 SEED = 7
@@ -464,3 +464,17 @@ def test_scalars_and_empty_tensors_are_copied(plain, tmp_path):
     assert tensors["a.step"].item() == 3
     assert tensors["a.none"].shape == (0, 4)
     assert tensors["a.q_proj.weight_scale_inv"].shape == (64, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "warnings"),
+    [
+        ({"num_experts": 3}, "model.layers.0.mlp.up_proj", 1),
+        ({"text_config": {"num_experts": 3}}, "model.layers.0.mlp.up_proj", 1),
+        ({}, "model.layers.0.mlp.experts.0.up_proj", 1),
+        ({"text_config": {"num_experts": 0}, "vision_config": {}}, "model.layers.0.mlp.up_proj", 0),
+    ],
+)
+def test_experts_of_compressed_tensors_are_warned_of_wherever_they_are_said(config, name, warnings):
+    said = pairs.warnings({"model_type": "qwen3_vl_moe", **config}, "ct_nvfp4", "e4m3", [(f"{name}.weight", (64, 64))])
+    assert sum("does not read ct_nvfp4 experts of qwen3_vl_moe" in one for one in said) == warnings
