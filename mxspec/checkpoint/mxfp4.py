@@ -41,9 +41,9 @@ def mxfp4_to_fp8_blocks(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] |
 
     Source: OCP MX v1.0, section 5.3.3 (e2m1); OFP8 v1.0, table 1 (e4m3).
     """
-    codes, bytes_ = in_bytes("mxfp4_to_fp8_blocks", codes, scale)
+    codes, scale = in_bytes("mxfp4_to_fp8_blocks", codes, scale)
     N, K = codes.shape[0], codes.shape[1] * 2
-    bytes_ = bytes_.int()
+    bytes_ = scale.int()
     out = torch.empty(N, K, dtype=E4M3FN.dtype)
     tiles = torch.empty(-(-N // FP8_BLOCK_SIZE), -(-K // FP8_BLOCK_SIZE), dtype=torch.float32)
     bad = torch.zeros(tiles.shape, dtype=torch.bool)

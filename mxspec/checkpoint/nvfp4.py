@@ -177,7 +177,7 @@ def _allowed(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
         occurring = occurring[..., :half] | occurring[..., half:]
     sets = occurring.squeeze(-1).long()
     hi, lo = _DOUBLED_OF[sets], -_HALVED_OF[sets]
-    bytes_ = scale.view(torch.uint8).long().repeat_interleave(MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE, 1)
+    bytes_ = scale.long().repeat_interleave(MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE, 1)
     return bytes_ - E8M0FNU.bias, lo, hi, (hi != ALWAYS) & (bytes_ != E8M0FNU.nan_code)
 
 
@@ -195,12 +195,11 @@ def _strip(codes: Tensor, scale: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor
     else:  # every code stays, so that the scales say whether the values do
         new, same = codes, (stored.float() == relative) | (hi == ALWAYS)
     bad = ~same.unflatten(1, (-1, MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE)).all(-1)
-    return new.flatten(1), stored, bad | (scale.view(torch.uint8) == E8M0FNU.nan_code)
+    return new.flatten(1), stored, bad | (scale == E8M0FNU.nan_code)
 
 
 def _why(codes: Tensor, scale: Tensor) -> str:
-    bytes_ = scale.view(torch.uint8)
-    if bool((bytes_ == E8M0FNU.nan_code).any()):
+    if bool((scale == E8M0FNU.nan_code).any()):
         return "a byte 255 (NaN)"
     seen = torch.cat([e[counts] for e, _, _, counts in (_allowed(codes[r], scale[r]) for r in _strips(codes))])
     least, most = int(seen.amin()), int(seen.amax())

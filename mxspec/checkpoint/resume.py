@@ -30,12 +30,13 @@ class Progress:
         others = [p.name for p in target.iterdir() if not p.name.startswith(".")]
         if path.exists():
             stored = json.loads(path.read_text())
-            if stored["job"] != job and others:
+            same = stored["job"] == job
+            if others and not same:
                 raise CheckpointError(
                     f"convert: {target} holds a part of a conversion with other arguments, or of another source; needs "
                     "a new directory, or this one empty"
                 )
-            if stored["job"] == job:
+            if same:
                 self.finished = {
                     shard: tensors for shard, tensors in stored["shards"].items() if _is_whole(target / shard, tensors)
                 }

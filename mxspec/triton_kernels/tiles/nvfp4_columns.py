@@ -257,17 +257,17 @@ def _tiles_of_group(
 
 
 # `tokens` is not specialized: with tokens == 1 ptxas 12.8 generates wrong code (see mx_quantize_groups).
-@triton.jit(do_not_specialize=["tokens", "span", "row_tiles"])
+@triton.jit(do_not_specialize=["tokens", "span", "padded_tiles"])
 def _nvfp4_tile_of_groups(
     x, amax, qdata, scale, tensor_scale, start, end, offs,
-    row_tiles, K, tokens, span, stride_m, stride_k, amax_stride, G, stride_offs,
+    padded_tiles, K, tokens, span, stride_m, stride_k, amax_stride, G, stride_offs,
     BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
     ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # row_tiles counts the padded rows in tiles of 128. So Triton knows that the rows of scales lie 8 bytes apart, and
-    # those of codes 64 bytes. The rows of a program belong to one group.
+    # padded_tiles counts the padded rows in tiles of 128. So Triton knows that the distances between rows of scales are
+    # multiples of 8 bytes, and those between rows of codes multiples of 64. The rows of a program belong to one group.
     ROWS: tl.constexpr = 16 * RUNS
-    R16 = row_tiles * 8
+    R16 = padded_tiles * 8
     m0, first_tile = tl.program_id(0) * ROWS, tl.program_id(1) * span
     run, b = tl.arange(0, RUNS), tl.arange(0, COLS)
     writes = tl.program_id(0) + tl.program_id(1) == 0
