@@ -26,7 +26,7 @@ from mxspec.cases.common.quantizers import (
     shape_of,
 )
 from mxspec.cases.common.space import Space
-from mxspec.formats import E4M3FN, E5M2, ELEMENTS, INT8, MX_BLOCK_SIZE, SCALINGS, ElementFormat
+from mxspec.formats import E2M1, E4M3FN, E5M2, ELEMENTS, INT8, MX_BLOCK_SIZE, SCALINGS, ElementFormat
 from mxspec.reference.common import checks
 from mxspec.reference.mx_quantize import ELEM_CHOICES, SCALE_LAYOUTS
 from mxspec.spec import Case, Shapes, given, normal, random_bits, random_normal, these
@@ -152,6 +152,8 @@ def bench_cases(shapes: Shapes) -> Iterator[Case]:
             yield Case(f"{name}, floor, plain", x, {"scaling": "floor"})
             if shape[-2] % MX_BLOCK_SIZE == 0:
                 yield Case(f"{name}, floor, plain, axis -2", x, {"scaling": "floor", "axis": -2})
+                yield Case(f"{name}, rceil, plain, e2m1, axis -2", x, {"elem_dtype": E2M1.dtype, "axis": -2})
+            yield Case(f"{name}, rceil, plain, e2m1", x, {"elem_dtype": E2M1.dtype})
 
 
 def _possible(choice: Choice) -> bool:
