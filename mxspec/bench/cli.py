@@ -30,7 +30,7 @@ from mxspec.shapes import KINDS, SETS, Shapes
 from mxspec.spec import Case, Reference
 
 # The parts of a complete run. An op that is judged by SQNR is a matmul. Each part takes less than a quarter of an hour.
-PARTS = ("quantizers", "matmuls", "nvfp4_matmuls")
+PARTS = ("quantizers", "matmuls", "nvfp4_quantizers", "nvfp4_matmuls")
 
 
 _SIZES = {
@@ -195,9 +195,8 @@ def ops_of(options: argparse.Namespace) -> list[str]:
 
 
 def _part_of(op: str) -> str:
-    if dispatch.reference(op).spec.min_sqnr_db == math.inf:
-        return "quantizers"
-    return "nvfp4_matmuls" if op.startswith("nvfp4_") else "matmuls"
+    kind = "quantizers" if dispatch.reference(op).spec.min_sqnr_db == math.inf else "matmuls"
+    return f"nvfp4_{kind}" if op.startswith("nvfp4_") else kind
 
 
 def run_all(options: argparse.Namespace) -> Run:
@@ -217,14 +216,11 @@ def run_all(options: argparse.Namespace) -> Run:
     layers = (shapes.grouped if options.shapes else moe.LAYERS) if with_layers else ()
 
     rates = machine(device)
-    races: list[Race] = []
-    for reference, case, names in progress(work, "bench", lambda item: f"{item[0].__name__}: {item[1].name}"):
-        try:
-            races.append(measure(reference, case, names, device, peers))
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:  # too little memory for the tensors
-            not_timed[f"{reference.__name__}, {case.name}"] = str(error).partition("\n")[0]
-        if gpu:
-            torch.cuda.empty_cache()
+    races, untimed, lost = races_of(work, device, peers)
+    not_timed |= untimed
+    if lost:
+        not_timed |= {f"MoE, {moe.label(layer)}": lost for layer in layers}
+        layers = ()
     steps: list[Step] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `auto` warns if it has no kernel for a step, and the table says it too
@@ -239,10 +235,50 @@ def run_all(options: argparse.Namespace) -> Run:
         machine=rates,
         races=tuple(races),
         not_timed=not_timed,
-        overhead_us=overheads_of(options) if gpu and not (options.shapes or options.moe) else {},
+        overhead_us=overheads_of(options) if gpu and not (lost or options.shapes or options.moe) else {},
         moe=tuple(steps),
         seconds=time.perf_counter() - began,
     )
+
+
+def races_of(
+    work: list[tuple[Reference[..., Any], Case, list[str]]], device: torch.device, peers: ModuleType | None
+) -> tuple[list[Race], dict[str, str], str]:
+    """The races, the reason for each case without a race, and why the GPU was lost, or "".
+
+    After an illegal access, CUDA answers every later call of the process with the same error. So the cases after it are
+    not timed, and the races before it are kept.
+    """
+    races: list[Race] = []
+    not_timed: dict[str, str] = {}
+    lost = ""
+    for reference, case, names in progress(work, "bench", lambda item: f"{item[0].__name__}: {item[1].name}"):
+        where, race = f"{reference.__name__}, {case.name}", None
+        if lost:
+            not_timed[where] = lost
+            continue
+        try:
+            race = measure(reference, case, names, device, peers)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:  # too little memory for the tensors
+            not_timed[where] = str(error).partition("\n")[0]
+        if problem := _end_of_gpu(device):
+            told = {**race.wrong, **race.absent} if race else {}  # in the order of the calls: our backends, then peers
+            first = next((name for name, text in told.items() if problem in text), "a contender")
+            race = Race(reference.__name__, case.name, (), {}, {first: problem})
+            lost = f"the GPU was lost before, in {where}: {problem}"
+        races += [race] if race else []
+    return races, not_timed, lost
+
+
+def _end_of_gpu(device: torch.device) -> str:
+    """The error with which CUDA answers every call of this process from now on, or ""."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+    return ""
 
 
 def cases_of(
