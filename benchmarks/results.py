@@ -27,8 +27,8 @@ README = ROOT / "README.md"
 FALL = 0.05  # a ratio that falls by more than this is flagged; a ratio's own spread is under 0.01 at large sizes
 
 COMPLETE = "python -m mxspec bench --complete"
-# An op that every run of a part has timed.
-QUANTIZERS, MATMULS = "mx_quantize", "fp8_gemm"
+# An op that every run of a part has timed. A page sums up the newest run of each.
+QUANTIZERS, MATMULS, NVFP4 = SUMMED_UP = "mx_quantize", "fp8_gemm", "nvfp4_quantize"
 MATMUL_PEERS = ("DeepGEMM", "cuBLAS fp8", "FBGEMM", "torchao", "cuBLAS bf16")
 _BEGIN, _END = "<!-- written by benchmarks/results.py publish -->", "<!-- end -->"
 
@@ -86,10 +86,22 @@ ROWS = {
     "8 token groups, padded, along rows": ("mx_quantize_groups", "{}, G 8, rceil, blocked"),
     "8 token groups, padded, along the tokens": ("mx_quantize_groups", "{}, G 8, rceil, blocked, axis -2"),
 }
+# The summary's NVFP4 quantizers.
+NVFP4_ROWS = {
+    "along rows, plain scales": (NVFP4, "{}, amax given, plain"),
+    "along rows, blocked": (NVFP4, "{}, amax given, blocked"),
+    "along columns, plain scales": (NVFP4, "{}, amax given, plain, axis -2"),
+    "along columns, blocked": (NVFP4, "{}, amax given, blocked, axis -2"),
+    "16x16 blocks, plain scales": (NVFP4, "{}, amax given, plain, 16x16"),
+    "8 token groups, padded, along rows": ("nvfp4_quantize_groups", "{}, G 8, amax given, blocked"),
+    "8 token groups, padded, along the tokens": ("nvfp4_quantize_groups", "{}, G 8, amax given, blocked, axis -2"),
+    "stochastic, along rows": ("nvfp4_quantize_stochastic", "{}, seed, amax given, plain"),
+    "along rows, which also reads for the amax": (NVFP4, "{}, plain"),
+}
 # The races of the quantizers that the summary sums up: the op, and a function that tells whether a case is of the kind.
 KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
-    "along rows": ("mx_quantize", lambda case: "axis -2" not in case),
-    "along columns": ("mx_quantize", lambda case: "axis -2" in case),
+    "along rows": ("mx_quantize", lambda case: "axis -2" not in case and "e2m1" not in case),
+    "along columns": ("mx_quantize", lambda case: "axis -2" in case and "e2m1" not in case),
     "token groups": ("mx_quantize_groups", lambda case: True),
     "both directions, plain scales": ("mx_quantize_rowcol", lambda case: "plain" in case),
     "both directions, blocked scales": ("mx_quantize_rowcol", lambda case: "blocked" in case),
@@ -133,10 +145,11 @@ def headline_table(quantizers: Run, matmuls: Run) -> Iterator[str]:
         """)
 
 
-def summary(quantizers: Run, matmuls: Run) -> str:
+def summary(quantizers: Run, matmuls: Run, nvfp4: Run) -> str:
     """A page that sums up the newest run of each part."""
-    parts = [*quantizer_table(quantizers), "", *matmul_table(matmuls), "", *group_table(matmuls)]
-    notes = [f"\n{run.note}" for run in (quantizers, matmuls) if run.note]
+    parts = [*quantizer_table(quantizers), "", *nvfp4_table(nvfp4), "", *matmul_table(matmuls), ""]
+    parts += group_table(matmuls)
+    notes = [f"\n{run.note}" for run in (quantizers, matmuls, nvfp4) if run.note]
     head = f"# {quantizers.device}: the figures in short\n\nWritten by `python benchmarks/results.py publish`.\n"
     return "\n".join([head, *parts, *notes]) + "\n"
 
@@ -162,6 +175,20 @@ def quantizer_table(run: Run) -> Iterator[str]:
     for kind, (low, high) in shares(run).items():
         yield f"| {kind} | {low:.2f} to {high:.2f} |"
     yield "\n`MXLinear` uses both directions with plain scales."
+
+
+def nvfp4_table(run: Run) -> Iterator[str]:
+    """Our NVFP4 quantizers beside the machine's limits, at one large size."""
+    races = {(race.op, race.case): race for race in run.races}
+    columns = {"Triton": "triton", "Helion": "helion", "bare cast": "bare cast", "copy": "copy"}
+    yield f"| 32768 x 7168 bfloat16 to NVFP4 | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for row, (op, case) in NVFP4_ROWS.items():
+        yield f"| {row} | {' | '.join(_cells(races[op, case.format('32768x7168')], columns))} |"
+    yield "\n" + _paragraph(f"""
+        GB/s, and the share of the bare cast's rate, as above. A cast writes twice the bytes of NVFP4's codes. All rows
+        but the last are given the amax of the tensor. {_run_of(run)}
+        """)
 
 
 def shares(run: Run) -> dict[str, tuple[float, float]]:
@@ -265,12 +292,12 @@ def publish(path: Path) -> None:
     if run.wrong:
         raise ValueError(f"results: {path} found something wrong, so it is not published: {'; '.join(run.wrong)}")
     timed = {race.op for race in run.races}
-    if not timed & {QUANTIZERS, MATMULS}:
-        raise ValueError(f"results: {path} has timed neither {QUANTIZERS} nor {MATMULS}; needs one of them or both")
+    if not timed & {*SUMMED_UP}:
+        raise ValueError(f"results: {path} has timed none of {', '.join(SUMMED_UP)}; needs at least one of them")
     try:  # everything is rendered before anything is written
-        quantizers, matmuls = (run if op in timed else read(stored(op)) for op in (QUANTIZERS, MATMULS))
+        quantizers, matmuls, nvfp4 = (run if op in timed else read(stored(op)) for op in SUMMED_UP)
         readme, text = in_readme(quantizers, matmuls, README.read_text()), page(run)
-        short = summary(quantizers, matmuls)
+        short = summary(quantizers, matmuls, nvfp4)
     except KeyError as error:
         raise ValueError(f"results: {path} has no figure for {error}") from error
     plots.draw(run, RESULTS / name_of(run))

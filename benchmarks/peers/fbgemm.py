@@ -41,6 +41,7 @@ def fp8_quantize_128x128(
     need(not with_transpose, "gives no transpose")
     need(w.is_contiguous(), "takes row-major inputs only")
     need(w.ndim == 2 or w.shape[-2] % FP8_BLOCK_SIZE == 0, "has blocks that span two experts")
+    need(w.numel() < 2**31, "counts elements in 32 bits, and from 2^31 on writes outside of its outputs")
     qdata, scale = quantize_fp8_block(w, FP8_BLOCK_SIZE, FP8_BLOCK_SIZE)
     return qdata, scale.view(*w.shape[:-2], -1, scale.shape[-1])
 

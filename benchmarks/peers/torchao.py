@@ -226,6 +226,7 @@ def fp8_quantize_128x128(
     need((scale_format, eps) == ("fp32", 1e-12), "has fp32 scales and eps 1e-12 only")
     need(not with_transpose, "gives one of a matrix and its transpose")
     need(w.is_contiguous() and w.shape[-2] % FP8_BLOCK_SIZE == 0, "takes row-major inputs, N a multiple of 128")
+    need(w.numel() < 2**31, "counts elements in 32 bits, and from 2^31 on writes outside of its outputs")
     # The kernel's output for the transposed matrix is column-major. Its transpose is the contract's row-major output.
     call = functools.partial(kernels.triton_fp8_blockwise_weight_quant_transposed_rhs, w.view(-1, w.shape[-1]))
     qdata, scale = _tuned(kernels.triton_fp8_blockwise_weight_quant_transposed_rhs_kernel, call)

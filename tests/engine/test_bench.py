@@ -15,7 +15,7 @@ from mxspec.bench import cli, measure, model, moe, plots, tables, timing
 from mxspec.bench.record import Entry, Race, Run, Step, read
 from mxspec.bench.timing import Contender, Pace, baselines, bytes_of_call, input_sets, race
 from mxspec.cases.fp8_gemm_ import onto
-from mxspec.shapes import Shapes
+from mxspec.shapes import SETS, Shapes
 from mxspec.spec import Case, given
 from tests.helpers import ROOT, module_of
 
@@ -331,6 +331,22 @@ def test_a_kernel_that_raises_is_a_finding_and_not_the_end(monkeypatch):
     assert found.wrong == {"triton": "raised on a valid call: no such instruction"}
 
 
+def test_after_an_illegal_access_nothing_is_timed_and_what_was_timed_is_kept(monkeypatch):
+    """CUDA answers each later call of the process with the same error."""
+    cases = list(TO_BLOCKED.spec.bench_cases(SETS["small"]))[:4]
+    before = Race("to_blocked", cases[0].name, ())
+    absent = {"helion": "takes no such rows", "FBGEMM": "CUDA error: an illegal memory access", "torchao": "CUDA error"}
+    found = iter([before, Race("to_blocked", cases[1].name, (), absent)])
+    asked = iter(["", "CUDA error: an illegal memory access"])
+    monkeypatch.setattr(cli, "measure", lambda *a: next(found))
+    monkeypatch.setattr(cli, "_end_of_gpu", lambda device: next(asked))
+    work = [(TO_BLOCKED, case, ["triton"]) for case in cases]
+    races, not_timed, lost = cli.races_of(work, torch.device("cuda"), None)
+    assert races == [before, Race("to_blocked", cases[1].name, (), {}, {"FBGEMM": absent["FBGEMM"]})]
+    assert not_timed == {f"to_blocked, {case.name}": lost for case in cases[2:]}
+    assert lost == f"the GPU was lost before, in to_blocked, {cases[1].name}: CUDA error: an illegal memory access"
+
+
 def test_peers_are_raced_reported_different_or_absent():
     """A peer with another rule is timed. A peer that does other work, or does not support the call, is not."""
 
@@ -553,17 +569,18 @@ def stored() -> Run:
 
 
 @pytest.fixture(scope="module")
-def newest(stored) -> tuple[Run, Run]:
-    return stored, read(results.stored(results.MATMULS))
+def newest(stored) -> tuple[Run, Run, Run]:
+    return stored, read(results.stored(results.MATMULS)), read(results.stored(results.NVFP4))
 
 
 def test_the_readmes_table_is_that_of_the_newest_stored_runs(newest):
     readme = (ROOT / "README.md").read_text()
-    assert results.in_readme(*newest, readme) == readme, "run `python benchmarks/results.py publish <the stored run>`"
+    quantizers, matmuls, _ = newest
+    assert results.in_readme(quantizers, matmuls, readme) == readme, "run `python benchmarks/results.py publish RUN`"
 
 
 def test_what_the_readme_claims_in_words_is_true_of_the_newest_stored_runs(newest):
-    quantizers, matmuls = newest
+    quantizers, matmuls, _ = newest
     said = (ROOT / "README.md").read_text()
     assert "at the memory's speed on an H200" in said
     assert results.shares(quantizers)["along rows"][0] > 0.985
@@ -593,7 +610,7 @@ def test_a_results_page_is_written_from_its_json(path):
 
 
 def test_the_stored_runs_are_complete_and_steady(stored, newest):
-    assert {run.command.removeprefix(results.COMPLETE) for run in newest} <= {"", " quantizers", " matmuls"}
+    assert {run.command.removeprefix(results.COMPLETE).strip() for run in newest} <= {"", *cli.PARTS}
     assert max(run.seconds for run in newest) < 16 * 60
     races = [race for run in newest for race in run.races]
     assert not any(race.wrong for race in races)
@@ -666,7 +683,7 @@ def test_only_a_complete_right_run_is_published(stored, tmp_path, capsys):
             "needs a run of `python -m mxspec",
         ),
         ({"races": spoiled}, "found something wrong"),
-        ({"races": ()}, "has timed neither mx_quantize nor fp8_gemm"),
+        ({"races": ()}, "has timed none of mx_quantize, fp8_gemm, nvfp4_quantize; needs at least one"),
         (
             {"races": (stored.races[0], *quantizers[:1])},
             "has no figure for ('mx_quantize', '32768x7168, rceil, blocked')",
