@@ -95,7 +95,7 @@ notebooks-test: $(READY)
 	$(PYTHON) -c "import matplotlib.pyplot"  # builds its font cache, and says so, before a cell's output is compared
 	$(NBVAL) notebooks
 	backends=$$($(PYTHON) -m tests.turns 2 helion triton) || exit 1; \
-	notebooks=$$($(PYTHON) -m tests.turns 2 notebooks/*.ipynb) || exit 1; for backend in $$backends; do \
+	notebooks=$$($(PYTHON) -m tests.turns 4 notebooks/*.ipynb) || exit 1; for backend in $$backends; do \
 	    env $$(echo $$backend | tr a-z A-Z)_INTERPRET=1 MXSPEC_BACKEND=$$backend $(NBVAL) $$notebooks || exit 1; \
 	done
 

@@ -59,7 +59,7 @@ def _print_bounds(calls: Sequence[tuple[str, str, str]], as_json: bool) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mxspec compile", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--op", choices=ops(), help="compile only this op; default: all ops")
+    parser.add_argument("--op", nargs="+", choices=ops(), help="compile only these ops; default: all ops")
     parser.add_argument(
         "--backend", choices=[b for b in backends() if b != "reference"], help="default: every backend with a kernel"
     )
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     targets = [target for target in TARGETS if asked.target in (None, target)]
     having: dict[str, list[str]] = {}
     for op, backend in kernels():
-        if asked.op in (None, op) and asked.backend in (None, backend):
+        if (asked.op is None or op in asked.op) and asked.backend in (None, backend):
             having.setdefault(backend, []).append(op)
     if not having:
         parser.error("no kernel is of that op and that backend")

@@ -106,6 +106,7 @@ def test_transformers_loads_what_was_meant(written, pair):
         assert weight.view(torch.int16).equal(want[name].view(torch.int16)), name
 
 
+@pytest.mark.turns(3)
 def test_transformers_5_17_loads_the_same_in_one_process(written):
     if not OLDER.is_dir():
         pytest.skip("transformers 5.17.0 is not installed beside the other version")

@@ -107,6 +107,7 @@ def run(program, *arguments):
     return found
 
 
+@pytest.mark.turns(3)
 def test_transformers_5_17_loads_the_same(written):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     root, _ = written
@@ -118,6 +119,7 @@ def test_transformers_5_17_loads_the_same(written):
             assert found["weights"][name] == loading.digest(weight), (case, name)
 
 
+@pytest.mark.turns(3)
 def test_save_under_transformers_5_17_writes_the_same_tensors(written, tmp_path):
     root, manifests = written
     case = ("qwen3_moe", "fp8_128", "fp8_block")
@@ -221,6 +223,7 @@ def test_each_variant_loads_and_agrees(variants, variant):
         assert x.equal(want), name
 
 
+@pytest.mark.turns(3)
 def test_transformers_5_17_loads_each_variant_the_same(variants):
     loaded = run(loading, *(directory for _, directory, _ in variants.values()))["loaded"]
     for _, directory, _ in variants.values():

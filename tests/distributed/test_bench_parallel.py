@@ -71,6 +71,7 @@ def check_figures(stored: dict[str, Any], rows: int, dim: int, hidden: int, expe
     assert all(t["us"] > 0 for t in stored["gathers"])
 
 
+@pytest.mark.turns(3)
 def test_torchrun_prints_every_table_once_and_stores_the_figures(tmp_path):
     # "" hides every GPU, so that this test is the same on every machine.
     run, stored = run_by_torchrun(tmp_path / "run.json", *options_of(SMALL), CUDA_VISIBLE_DEVICES="")
@@ -146,6 +147,7 @@ def _wrong_on_rank_1(rank: int, file: Path) -> None:
         assert out.getvalue() == ""
 
 
+@pytest.mark.turns(3)
 def test_an_arm_and_an_exchange_that_are_wrong_get_no_time_and_the_exit_code_is_1(tmp_path):
     on_ranks(2, _wrong_on_rank_1, tmp_path / "run.json")
     stored = json.loads((tmp_path / "run.json").read_text())

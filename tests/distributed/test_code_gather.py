@@ -82,6 +82,7 @@ def _trains(rank: int) -> None:
         assert not same(state_of(by_codes), dict(Model(recipe).to(here()).state_dict()))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("world", "backend"), [(1, "gloo"), (2, "gloo"), (1, "nccl"), (2, "nccl")])
 def test_it_trains_with_the_bits_of_gathered_values(world, backend):
     on_ranks(world, _trains, timeout_s=60 if backend == "gloo" else 300, backend=backend)

@@ -222,6 +222,7 @@ def test_what_a_wire_of_codes_changes(recipe, expected):
     assert least < min(of_weights) < torch.inf
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("world", [2, 4])
 def test_outputs_and_gradients_are_the_bits_of_one_process(world, expected):
     on_ranks(world, _cases_on_rank, expected)
@@ -322,6 +323,7 @@ def test_training_on_2_gpus_gives_the_weights_of_one_gpu_and_goes_on_from_a_chec
     on_ranks(2, _train_on_gpus, tmp_path, timeout_s=300, backend="nccl")
 
 
+@pytest.mark.turns(3)
 def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(tmp_path):
     weights = _trained_alone()
     on_ranks(2, _train, tmp_path, False, weights)
@@ -579,6 +581,7 @@ def _on_two_ranks(rank: int) -> None:
     _codes_cannot_be_gathered_too(rank)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_refusals_unused_rows_checkpointing_compile_bytes_and_new_parameters(backend):
     on_ranks(2, _on_two_ranks, timeout_s=60 if backend == "gloo" else 300, backend=backend)
@@ -652,6 +655,7 @@ def _with_fsdp(rank: int) -> None:
     _fsdp_frees_saved_weights(rank)
 
 
+@pytest.mark.turns(3)
 def test_fsdp_over_expert_parallel_averages_as_one_process_does():
     on_ranks(4, _with_fsdp)
 
@@ -682,5 +686,6 @@ def _without_a_peer(rank: int, store: str) -> None:
     os._exit(0)  # no clean end of the group, whose peer is dead
 
 
+@pytest.mark.turns(3)
 def test_a_rank_that_does_not_call_and_a_rank_that_dies_are_errors_of_the_other(tmp_path):
     on_ranks(2, _without_a_peer, str(tmp_path / "silence_is_over"))

@@ -190,6 +190,7 @@ def _on_four_ranks(rank: int, folder: Path, after: list[dict[str, Tensor]]) -> N
     _saved_and_loaded(rank, folder / "dcp", True, after)
 
 
+@pytest.mark.turns(3)
 def test_models_train_are_saved_and_go_on_at_another_number_of_ranks(tmp_path):
     layer, after = layer_of("gpt_oss", "mxfp8_rceil"), []
     optimizer = _adamw(layer)

@@ -287,6 +287,7 @@ def test_two_gpus_give_the_bits_of_one_gpu():
     on_ranks(2, _on_two_gpus, timeout_s=300, backend="nccl")
 
 
+@pytest.mark.turns(3)
 def test_outputs_and_gradients_are_the_bits_of_one_process_and_errors_are_those_of_every_rank(expected):
     on_ranks(2, _on_two_ranks, expected)
 
@@ -295,5 +296,6 @@ def _on_four_ranks(rank: int, expected: Path) -> None:
     _cases_on_rank(expected, [case for case in cases() if case[4] == "codes" and case[0] in ("qwen3_moe", "gpt_oss")])
 
 
+@pytest.mark.turns(3)
 def test_four_ranks_give_the_bits_of_one_process_too(expected):
     on_ranks(4, _on_four_ranks, expected)

@@ -148,6 +148,7 @@ def _on_rank(rank: int) -> None:
     _trains(mesh)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_shards_give_the_bits_of_one_process(backend):
     on_ranks(2, _on_rank, timeout_s=60 if backend == "gloo" else 300, backend=backend)

@@ -40,6 +40,7 @@ def _on_two_ranks(rank: int, expected: dict[str, list[float]]) -> None:
     assert losses[-1] < 0.99 * losses[0]
 
 
+@pytest.mark.turns(3)
 def test_the_losses_are_those_of_one_process():
     recipes = ("bf16", "mxfp8_rceil")
     on_ranks(2, _on_two_ranks, {recipe: train(recipe) for recipe in recipes})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,65 +156,71 @@ def test_a_lesson_has_a_picture_in_words_too_and_an_exercise_whose_solution_is_c
 # "32 bits" is the worked solution without its 64-bit offsets.
 SCRIPT = """
 import contextlib, io, json, sys
+from collections.abc import Callable
 from pathlib import Path
 from mxspec import course
 device = course.start()
 said = {}
-for lesson, cell_states in json.load(open(sys.argv[1])).items():
-    said[lesson] = {}
-    for state, sources in cell_states.items():
-        found = {"__name__": f"{lesson} {state}", "device": device}
-        printed = io.StringIO()
-        for i, source in enumerate(sources):
-            course.define(source, f"<{lesson}, {state}, {i}>", found)
-        with contextlib.redirect_stdout(printed):
-            for line in sources[-1].splitlines():
-                if line.startswith(("course.verdict", "check_copy")):
-                    exec(line, found)
-        said[lesson][state] = printed.getvalue()
-json.dump(said, open(sys.argv[2], "w"))
+lesson, states, answers = sys.argv[1:]
+for state, sources in json.load(open(states)).items():
+    found = {"__name__": f"{lesson} {state}", "device": device}
+    printed = io.StringIO()
+    for i, source in enumerate(sources):
+        course.define(source, f"<{lesson}, {state}, {i}>", found)
+    with contextlib.redirect_stdout(printed):
+        for line in sources[-1].splitlines():
+            if line.startswith(("course.verdict", "check_copy")):
+                exec(line, found)
+    said[state] = printed.getvalue()
+json.dump(said, open(answers, "w"))
 """
 NARROW = {"10": "def copy_kernel", "13": "def columns_kernel", "14": "def tiles_kernel"}
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What the lessons' checks say of their exercises in each state, by one process that interprets Triton."""
-    folder, states = tmp_path_factory.mktemp("course"), dict[str, dict[str, list[str]]]()
-    for lesson in LESSONS:
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
+    """What a lesson's checks say of its exercises in each state, by one process for a lesson that interprets Triton."""
+
+    @functools.cache
+    def of_lesson(number: str) -> dict[str, str]:
+        (lesson,) = (path for path in LESSONS if path.name.startswith(number))
         code = ["".join(cell["source"]) for cell in cells(lesson) if cell["cell_type"] == "code"]
-        exercises = [code.index(source) for source in tagged(lesson, "exercise")]
-        states[lesson.name[:2]] = of = dict[str, list[str]]()
-        for which, at in zip(("worked", "alone"), exercises, strict=True):
-            before, source = code[:at], code[at]
-            of[f"{which}, as it stands"] = [*before, source]
-            of[f"{which}, a name"] = [*before, source.replace("...", "unheard_of")]
-        if (name := NARROW.get(lesson.name[:2])) is not None:
+        states = dict[str, list[str]]()
+        for which, source in zip(("worked", "alone"), tagged(lesson, "exercise"), strict=True):
+            before = code[: code.index(source)]
+            states[f"{which}, as it stands"] = [*before, source]
+            states[f"{which}, a name"] = [*before, source.replace("...", "unheard_of")]
+        if (name := NARROW.get(number)) is not None:
             at = next(i for i, source in enumerate(code) if name in source)
-            of["32 bits"] = [*code[:at], code[at].replace(".to(tl.int64)", "")]
-    (folder / "states.json").write_text(json.dumps(states))
-    environment = plain_environment(CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, "-c", SCRIPT, str(folder / "states.json"), str(folder / "said.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads((folder / "said.json").read_text())
+            states["32 bits"] = [*code[:at], code[at].replace(".to(tl.int64)", "")]
+        folder = tmp_path_factory.mktemp(f"lesson_{number}")
+        (folder / "states.json").write_text(json.dumps(states))
+        environment = plain_environment(CUDA_VISIBLE_DEVICES="")
+        command = [sys.executable, "-c", SCRIPT, number, str(folder / "states.json"), str(folder / "said.json")]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        return json.loads((folder / "said.json").read_text())
+
+    return of_lesson
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("lesson", [path.name[:2] for path in LESSONS])
 def test_an_unfinished_exercise_gets_a_sentence_and_no_traceback(said, lesson):
-    for state, printed in said[lesson].items():
+    for state, printed in said(lesson).items():
         if state != "32 bits":
             assert printed.startswith("not yet: "), (state, printed)
             assert printed.count("\n") == 1, (state, printed)
             assert "Traceback" not in printed
     for which in ("worked", "alone"):
-        assert "(`...`); the first: " in said[lesson][f"{which}, as it stands"]
-        assert "unheard_of" in said[lesson][f"{which}, a name"]
+        assert "(`...`); the first: " in said(lesson)[f"{which}, as it stands"]
+        assert "unheard_of" in said(lesson)[f"{which}, a name"]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("lesson", NARROW)
 def test_a_kernel_with_offsets_of_32_bits_is_wrong(said, lesson):
-    assert said[lesson]["32 bits"].startswith("wrong where offsets pass 2^31: are they 64-bit?\n")
+    assert said(lesson)["32 bits"].startswith("wrong where offsets pass 2^31: are they 64-bit?\n")
 
 
 BROKEN = """

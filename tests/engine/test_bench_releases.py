@@ -18,6 +18,7 @@ def empty(*sizes, dtype=torch.float32):
     return torch.empty(*sizes, dtype=dtype, device="meta")
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("shape", "boxes", "width"),
     [

@@ -29,6 +29,7 @@ def case(op, name):
     return next(c for c in dispatch.reference(op).spec.cases() if c.name == name)
 
 
+@pytest.mark.turns(2)
 def test_the_reference_itself_is_green():
     assert failures("mx_quantize", reference) == []
 
@@ -250,6 +251,7 @@ def test_what_a_function_does_not_support_is_skipped():
     assert {r.status for r in results} == {"passed", "skipped"}
 
 
+@pytest.mark.turns(2)
 def test_assert_conforms_counts_what_it_ran():
     def bytes_only(scale):
         if scale.dtype != torch.uint8:
@@ -438,6 +440,7 @@ def test_poisoned_memory_is_full_of_the_byte():
     assert not hasattr(torch.Tensor.new_empty, "__wrapped__")
 
 
+@pytest.mark.turns(3)
 def test_every_op_has_about_a_quarter_of_edge_and_invalid_cases():
     for op in dispatch.ops():
         cases = list(dispatch.reference(op).spec.cases())
@@ -533,6 +536,7 @@ def writes_the_next_element(acc, *operands):
         acc.as_strided((1,), (1,), acc.storage_offset() + acc.shape[1]).zero_()
 
 
+@pytest.mark.turns(2)
 def test_an_op_in_place_is_green():
     results = list(check.check("fp8_gemm_", adds, CPU))
     refused = {c.name for c in cases_in_place() if c.raises}

@@ -42,6 +42,7 @@ def test_list(here):
     assert row["cases"] > 60
 
 
+@pytest.mark.turns(2)
 def test_check_is_green_for_the_reference_and_says_what_it_skipped(here):
     run = here("check", "--op", "to_blocked", "--backend", "reference", "--device", "cpu")
     assert run.returncode == 0, run.stdout
@@ -125,6 +126,7 @@ def test_explain(here):
     assert "TRITON_INTERPRET=1" in run.stdout
 
 
+@pytest.mark.turns(2)
 def test_bench_on_a_cpu_times_the_references_and_says_so(tmp_path):
     (tmp_path / "shapes.json").write_text('{"matrices": [[64, 128]]}')
     if not torch.cuda.is_available():
@@ -154,6 +156,7 @@ def test_bench_models_every_gpu_without_one(here):
     assert "MoE" not in shown  # one op was asked for
 
 
+@pytest.mark.turns(2)
 def test_demo_quantizes_a_file_and_reads_it_back(tmp_path):
     weights, output = tmp_path / "w.safetensors", tmp_path / "q.safetensors"
     generator = torch.Generator().manual_seed(0)

@@ -320,6 +320,7 @@ def until(there, process):
         time.sleep(0.05)
 
 
+@pytest.mark.turns(2)
 def test_ctrl_c_ends_the_processes_of_a_demo(tmp_path):
     save_file({"a": torch.zeros(64, 256)}, tmp_path / "weights")
     with started("demo", "--weights", "weights", cwd=tmp_path) as process:

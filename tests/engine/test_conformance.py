@@ -64,7 +64,7 @@ def room(tmp_path_factory):
 
 
 # In an interpreter a case takes seconds.
-@pytest.mark.turns(8 if dispatch.interpreters() else 2, by=("op", "backend"))
+@pytest.mark.turns(16 if dispatch.interpreters() else 4, by=("op", "backend"))
 @pytest.mark.parametrize(("op", "backend", "case"), WORK)
 def test_case(op, backend, case, room):
     with room if "large" in case.flags else contextlib.nullcontext():
@@ -88,7 +88,7 @@ KERNELS = [
 ]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(12)
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="references are no different interpreted")
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_generated_cases_of_the_reference(op):
@@ -113,7 +113,7 @@ def test_cases_on_a_gpu(op, backend):
     pytest.skip("the valid cases of a kernel need a GPU, or an interpreter for the cases written by hand")
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="interpreted, each behaviour takes a minute")
 @pytest.mark.parametrize(
     ("op", "backend"),

@@ -596,7 +596,7 @@ def first_case(op):
     raise ValueError(f"{op} has no such case")
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_opcheck(op):
     case = first_case(op)

@@ -47,7 +47,7 @@ def test_a_mutant_is_wrong_by_its_own_witness(name):
     assert MUTANTS[name].witness()
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_judge_finds_it(name):
     mutant = MUTANTS[name]

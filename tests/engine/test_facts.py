@@ -22,13 +22,13 @@ def coverage(op):
     return check.coverage(op)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_every_two_facts_meet_in_a_valid_case_or_cannot(op, coverage):
     missing = [" and ".join(sorted(map(str, pair))) for pair in coverage.missing]
     assert not missing, f"{op}: no case has {missing[:5]}, {len(missing)} in all"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_no_case_shows_what_is_said_to_be_impossible(op, coverage):
     """A pattern that is too broad would hide pairs that a case could show."""
     rules = dict(cases.impossible(op))
@@ -41,13 +41,13 @@ def test_no_case_shows_what_is_said_to_be_impossible(op, coverage):
     assert not wrong, "\n".join(sorted(wrong))
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_every_pattern_of_an_op_is_of_use(op, coverage):
     for pattern, reason in getattr(cases.of(op), "IMPOSSIBLE", ()):
         assert any(cases.matches(pattern, pair) for pair in coverage.impossible), f"{pattern}: {reason}"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_a_candidate_that_is_wrong_on_one_pair_alone_is_caught(op, coverage, monkeypatch):
     """For each pair, the smallest case that has it. All pairs of a case hold in one call: one run proves them.
 

@@ -549,7 +549,7 @@ def test_each_changes_a_text_that_its_file_has_once():
             assert any(case.name == m.case for case in cases.of(m.op).cases()), f"{m.op} has no case {m.case!r}"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(("backend", "mutant"), INTERPRETED)
 def test_a_mutant_is_caught(folder, backend, mutant):
     result = checked(folder, backend, mutant, mutant.op, mutant.case)
@@ -557,7 +557,7 @@ def test_a_mutant_is_caught(folder, backend, mutant):
     assert any(words in result.message for words in ("elements differ", "are further off", "NaN or Inf differ"))
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize(
     ("backend", "op", "case"), list(dict.fromkeys((p.values[0], p.values[1].op, p.values[1].case) for p in INTERPRETED))
 )

@@ -55,6 +55,7 @@ def test_without_the_options_it_adds_nothing_and_imports_nothing(suite):
     assert "2 passed" in done.stdout
 
 
+@pytest.mark.turns(3)
 def test_each_case_is_a_test_with_the_report_of_check(suite):
     done = run(suite, "--mxspec-op", "to_blocked", "--mxspec-fn", "mine:wrong", "-k", "not more")  # "more than 2^31"
     assert done.returncode == 1
@@ -76,6 +77,7 @@ def test_its_tests_are_chosen_like_others(suite):
     assert f"1 passed, {others} deselected" in done.stdout
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("more", [(), ("-n", "1")], ids=["one process", "xdist"])
 def test_a_function_that_ran_on_nothing_fails_the_session(suite, more):
     if more:
@@ -86,6 +88,7 @@ def test_a_function_that_ran_on_nothing_fails_the_session(suite, more):
     assert " failed" not in done.stdout
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

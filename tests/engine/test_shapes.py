@@ -66,7 +66,7 @@ def test_torchaos_quantizer_shapes_are_those_of_its_benchmark():
 WHOLE = {"torchao": SETS["torchao"], "small": SETS["small"], "all": reduce(Shapes.__or__, SETS.values())}
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("shapes", WHOLE)  # the set `groups` has no shape for most ops
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_every_op_is_timed_on_calls_that_its_contract_allows(op, shapes):
@@ -93,7 +93,7 @@ def _reads_offs(op: str) -> bool:
     return "check_offs" in inspect.signature(dispatch.reference(op)).parameters
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("op", [op for op in dispatch.ops() if _reads_offs(op)])
 def test_every_valid_case_has_offs_that_its_contract_allows(op):
     spec = dispatch.reference(op).spec

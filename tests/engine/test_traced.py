@@ -33,7 +33,7 @@ def on_fake(op, *args, **kwargs):
         return dispatch.public(op)(*fake, **kwargs)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_the_second_answer_is_the_first(op, ran):
     spec = dispatch.reference(op).spec

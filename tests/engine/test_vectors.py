@@ -178,6 +178,7 @@ def test_manifests_are_json_that_anything_reads(published):
         assert read["tests"] == manifest["tests"]
 
 
+@pytest.mark.turns(3)
 def test_the_bytes_are_the_same_without_vector_instructions_and_with_two_threads(published, tmp_path):
     folder, _ = published
     code = "from mxspec import vectors; vectors.export('.', ['mx_quantize', 'fp8_quantize_1x128', 'pad_token_groups'])"

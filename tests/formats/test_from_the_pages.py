@@ -26,6 +26,7 @@ def arithmetic_without_warnings():
         yield
 
 
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("op", vectors.ops())
 def test_every_case_that_is_written_by_hand(op):
     """With poisoned memory around inputs and outputs, and strides that are not the case's own."""

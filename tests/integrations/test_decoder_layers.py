@@ -20,6 +20,7 @@ def layers(monkeypatch):
     return found
 
 
+@pytest.mark.turns(3)
 def test_it_times_every_step_and_stores_the_run(layers, capsys, tmp_path):
     stored = tmp_path / "run.json"
     layers.main(["--model", "tiny", "--json", str(stored)])

@@ -263,6 +263,7 @@ def trained(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [("mxfp8_rceil", torch.float32), ("fp8_128", torch.bfloat16)], ids=["mxfp8", "fp8"]
 )
@@ -586,6 +587,7 @@ FOLDER = Path(os.environ.get("MXSPEC_TRITONS") or ROOT / ".venv")
 OTHER = "5.17.0"
 
 
+@pytest.mark.turns(3)
 @pytest.mark.skipif(transformers.__version__ == OTHER, reason="this run is the one with the other version")
 def test_another_version_of_transformers():
     folder = FOLDER / f"transformers-{OTHER}"

@@ -16,6 +16,7 @@ def example():
     return module_of(ROOT / "examples" / "finetune_hf_moe.py")
 
 
+@pytest.mark.turns(3)
 def test_a_model_of_transformers_trains_by_recipes_as_in_bfloat16(example, capsys, tmp_path, monkeypatch):
     train, outcomes, picture = example.train, {}, tmp_path / "losses.png"
     monkeypatch.setattr(example, "train", lambda name, *rest: outcomes.setdefault(name, train(name, *rest)))

@@ -100,6 +100,7 @@ def test_every_way_to_run_the_experts_gives_the_same_logits(checkpoints, experts
     assert found["sqnr_db"] == serving.report(str(checkpoints / "qwen3_moe-fp32"))["sqnr_db"]
 
 
+@pytest.mark.turns(3)
 def test_transformers_5_17_has_the_private_name_and_generates(checkpoints):
     if not OLDER.is_dir():
         pytest.skip("transformers 5.17.0 is not installed beside the other version")

@@ -45,7 +45,7 @@ def test_a_tile_is_the_largest_of_which_there_are_enough(dtype):
     assert set(found.values()) == TILES.keys() - ({"128 x 256"} if dtype == torch.float32 else set())
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("M", "N"), [(64, 512), (128, 7168), (4096, 4096)])
 @pytest.mark.parametrize("module", [mx_gemm, nvfp4_gemm])

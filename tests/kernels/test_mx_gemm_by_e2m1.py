@@ -39,6 +39,7 @@ def test_only_the_direct_conversion_of_triton_makes_them_finite():
     assert torch.equal(direct.cpu(), values)
 
 
+@pytest.mark.turns(8)
 @runs_kernels
 @each_backend
 def test_inf_and_nan_stay_what_they_are(backend):

@@ -174,6 +174,7 @@ def test_column_major_operands_reach_the_tensor_cores(target):
     assert not problems(code, kernel.PTX[target], (), edge=False)
 
 
+@pytest.mark.turns(3)
 @compiles
 @each_target
 @pytest.mark.parametrize("op", OPS)

@@ -407,20 +407,20 @@ def assert_same_everywhere(run: Run, backend: str, places: list[Place]) -> None:
             assert not changed.any(), f"{place}: {int(changed.sum())} of {len(changed)} rows have other bits"
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @each_kernel(OF_ROWS)
 def test_a_row_keeps_its_bits_at_every_place(run, backend):
     assert_same_everywhere(run, backend, PLACES)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @each_kernel(OF_ROWS)
 def test_a_row_keeps_its_bits_beside_special_numbers(run, backend):
     """The kernels of mx_gemm for Hopper compute some tiles again if they hold such numbers."""
     assert_same_everywhere(run, backend, SPECIAL)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @each_kernel(OF_GROUPS)
 def test_a_group_keeps_its_bits_at_every_place(run, backend):
     """The group has the compared rows alone, because its blocks and sums run along the tokens."""

@@ -49,7 +49,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8 if t.element_size() == 1 else torch.int32)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scale_layout", ["plain", "blocked"])
 @pytest.mark.parametrize("axis", [-1, -2])

@@ -274,6 +274,7 @@ def test_its_benchmark_compares_before_it_times_and_names_what_ran(capsys, monke
         benchmark.measure("grouped linear", recipe, shape, DEVICE, paces)
 
 
+@pytest.mark.turns(3)
 def test_its_benchmark_of_models_compares_every_step_and_stores_it(capsys, monkeypatch, tmp_path):
     benchmark = module_of(ROOT / "benchmarks" / "experts.py")
     monkeypatch.setattr(benchmark, "MODELS", {"tiny": (300, 256, 128, 4)})
@@ -303,6 +304,7 @@ def test_its_benchmark_of_models_compares_every_step_and_stores_it(capsys, monke
         benchmark.measure_models(["tiny"], DEVICE, None, pace)
 
 
+@pytest.mark.turns(3)
 def test_its_benchmark_of_gpt_oss_converts_the_layer_of_transformers(capsys, monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     benchmark = module_of(ROOT / "benchmarks" / "experts.py")

@@ -125,5 +125,6 @@ def _worker(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.turns(3)
 def test_under_ddp_and_fsdp2_two_processes_step_as_one_does(tmp_path):
     torch.multiprocessing.spawn(_worker, (str(tmp_path / "store"),), nprocs=WORLD)

@@ -142,7 +142,7 @@ def test_the_bits_are_the_same(made, recipe, dtype, by_values):
         assert same(trained(other, *x), trained(module, *x)), frozen
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @each_recipe
 @pytest.mark.parametrize("made", ["Linear", "GroupedExperts", "transposed experts"])
 def test_compiled_and_checkpointed_too(made, recipe, by_values):
@@ -211,6 +211,7 @@ def test_a_compiled_graph_quantizes_the_saved_weight_in_its_backward(made, recip
     assert bytes_of(kept, module) <= bytes_of(saved(lambda: pytorchs(module, *x)), module)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("kind", _formats._OF_KIND)
 def test_the_operator_of_compiled_graphs(kind, turned):

@@ -5,7 +5,7 @@ import pytest
 from mxspec import check, dispatch
 from tests.helpers import dot_scaled, only_interpreted
 
-pytestmark = [only_interpreted, pytest.mark.turns(4)]
+pytestmark = [only_interpreted, pytest.mark.turns(8)]
 # The cases have a K past whole steps, both layouts, two formats, every scale, and NaN.
 CASES = {
     "mx_gemm": ["150x136x160, blocked, float32", "e4m3fn by e5m2, plain", "scales from 2^-127 to 2^127, blocked"],

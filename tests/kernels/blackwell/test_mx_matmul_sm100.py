@@ -20,7 +20,7 @@ from mxspec.triton_kernels.blackwell import mx_matmul as kernel
 from mxspec.triton_kernels.common import launch
 from tests.helpers import dot_scaled, only_interpreted
 
-pytestmark = pytest.mark.turns(4)  # each test compiles kernels
+pytestmark = pytest.mark.turns(8)  # each test compiles kernels
 
 OPS = ("mx_gemm", "mx_grouped_gemm", "mx_grouped_gemm_wgrad")
 E4M3FN, E5M2, E8M0FNU = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu

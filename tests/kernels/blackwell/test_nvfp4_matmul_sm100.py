@@ -13,7 +13,7 @@ from mxspec.machine_code.fake_gpu import unavailable
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
 
-pytestmark = pytest.mark.turns(4)  # each test compiles kernels
+pytestmark = pytest.mark.turns(8)  # each test compiles kernels
 
 CODES = r"tcgen05\.mma\.cta_group::1\.kind::mxf4nvf4\.block_scale\.scale_vec::4X"
 VALUES = r"tcgen05\.mma\.cta_group::1\.kind::f16"

@@ -20,7 +20,7 @@ if reason := unavailable():
 from mxspec.triton_kernels.fp8_gemm import PTX
 from mxspec.triton_kernels.hopper.fp8 import launch as kernel
 
-pytestmark = pytest.mark.turns(4)  # each test compiles kernels
+pytestmark = pytest.mark.turns(8)  # each test compiles kernels
 
 TILES = [*((tile, 128) for _, tile in kernel.TILES), *((tile, 1) for _, tile in kernel.VECTOR_TILES)]
 # Each tile with the rows of b that share a scale.

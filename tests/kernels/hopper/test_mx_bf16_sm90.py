@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from mxspec.triton_kernels.hopper.mx import by_memory as kernel
 from tests.helpers import INTERPRETED, on_hopper, runs_kernels
 
-pytestmark = pytest.mark.turns(4)  # each test compiles kernels
+pytestmark = pytest.mark.turns(8)  # each test compiles kernels
 
 on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 compiles = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))

@@ -20,7 +20,7 @@ if reason := unavailable():
 
 from mxspec.triton_kernels.hopper.mx import launch as kernel
 
-pytestmark = pytest.mark.turns(4)  # each test compiles kernels
+pytestmark = pytest.mark.turns(8)  # each test compiles kernels
 
 TILES = [tile for _, tile in kernel.TILES]
 

@@ -23,7 +23,7 @@ from mxspec.triton_kernels.hopper.nvfp4 import launch as kernel
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
 
-pytestmark = pytest.mark.turns(4)  # each test compiles kernels
+pytestmark = pytest.mark.turns(8)  # each test compiles kernels
 
 VALUES = "values", "values"
 TILES = [tile for _, tile in kernel.TILES]

@@ -26,7 +26,7 @@ from mxspec.triton_kernels.hopper.weights import launch as kernel
 from mxspec.triton_kernels.tiles.mx_weights import mx_weights
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 
-pytestmark = pytest.mark.turns(4)  # each test compiles kernels
+pytestmark = pytest.mark.turns(8)  # each test compiles kernels
 
 
 def tile(rows, columns, step, stages):
