@@ -1,4 +1,4 @@
-"""The class of converted experts of transformers, and the function that runs them."""
+"""The classes of converted experts of transformers, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mxspec.nn.expert_calls import ExpertCall, SeparableExperts
 from mxspec.nn.experts import QuantizedExperts
 from mxspec.nn.recipe import Recipe
-from mxspec.nn.routing import add_bias, experts_of_rows, routing
+from mxspec.nn.routing import Routing, add_bias, experts_of_rows, routing
+from mxspec.nn.weight_only import WeightOnlyExperts
 
 IMPLEMENTATION = "mxspec"  # the function's name in the table of transformers
 
@@ -28,7 +29,6 @@ class Experts(SeparableExperts, QuantizedExperts):
     config: Any
     has_bias: bool
     down_proj: Tensor
-    post_expert_norm: Callable[[Tensor], Tensor]
 
     def set_recipe(self, recipe: Recipe | str) -> None:
         """Train with this recipe from now on. Raises if it cannot run the layer."""
@@ -56,43 +56,59 @@ class Experts(SeparableExperts, QuantizedExperts):
         clamped = self.is_clamped_swiglu and (self.alpha, self.limit) == (1.702, 7.0)  # the constants of the op
         bias = biases[0] if clamped else None
         out = self.feed_forward(rows, offs, _activation(self, biases, experts), bias)
-        if biases:
-            out = add_bias(out, biases[1], experts)
-        if getattr(self, "has_post_expert_norm", False):
-            out = self.post_expert_norm(out)
-        return out
+        return _after_matmuls(self, out, biases, experts)
 
     def results(self, out: Tensor, call: ExpertCall) -> Tensor:
         assert call.pairs is not None
         assert call.weights is not None
-        out = out * call.pairs.sort(call.weights.reshape(-1))[:, None]
-        return call.pairs.combine(out).to(call.dtype)
+        return _sum_of_experts(out, call.pairs, call.weights).to(call.dtype)
 
     def extra_repr(self) -> str:
         return str(self.recipe)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _new, (self.their_class, self.weight_names), self.__getstate__()
+        return _new, (self.their_class, self.weight_names, Experts), self.__getstate__()
 
 
-def class_of(kind: type, weight_names: tuple[str, str]) -> type[Experts]:
+class WeightOnly(WeightOnlyExperts):
+    """The first base of the class of a layer that holds MXFP4. The second base is the class of transformers."""
+
+    their_class: type
+    is_swiglu: bool
+    has_bias: bool
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x = self.checked(hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights)
+        _check_routing(type(self).__name__, x, top_k_index, top_k_weights)
+        pairs = routing(top_k_index, self.num_experts_held())
+        rows = pairs.gather(x)
+        biases = [getattr(self, f"{name}_bias") for name in self.weight_names if self.has_bias]
+        out = self.feed_forward(rows, pairs.offs, _activation(self, biases, pairs.experts))
+        out = _after_matmuls(self, out, biases, pairs.experts)
+        return _sum_of_experts(out, pairs, top_k_weights).to(hidden_states.dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new, (self.their_class, self.weight_names, WeightOnly), self.__getstate__()
+
+
+def class_of(kind: type, weight_names: tuple[str, str], base: Any) -> Any:
     """The class of converted layers of a class of transformers. Adds `mxspec` to the table of experts functions."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-    return _made(kind, weight_names)
+    return _made(kind, weight_names, base)
 
 
 @functools.cache
-def _made(kind: type, weight_names: tuple[str, str]) -> type[Experts]:
+def _made(kind: type, weight_names: tuple[str, str], base: Any) -> Any:
     # With the old class's name, for error texts and `print(model)`.
     own = {"their_class": kind, "weight_names": weight_names, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (Experts, kind), own)
+    return type(kind.__name__, (base, kind), own)
 
 
-def _new(kind: type, weight_names: tuple[str, str]) -> nn.Module:
+def _new(kind: type, weight_names: tuple[str, str], base: Any) -> Any:
     """An empty converted layer, for copies and pickles."""
-    made = class_of(kind, weight_names)
+    made = class_of(kind, weight_names, base)
     return made.__new__(made)
 
 
@@ -112,12 +128,24 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         TypeError: the layer was not converted, or an argument has another dtype; top_k_index has no integers.
         ValueError: a shape or a device does not fit.
     """
-    if not isinstance(self, Experts):
+    if not isinstance(self, (Experts, WeightOnly)):
         raise TypeError(
             f"{type(self).__name__}: the experts implementation {IMPLEMENTATION!r} has no recipe. Call "
             "mxspec.nn.convert(model, recipe) in place of set_experts_implementation."
         )
     return self.compute(hidden_states, top_k_index, top_k_weights)
+
+
+def _after_matmuls(layer: Any, out: Tensor, biases: list[Tensor], experts: Tensor) -> Tensor:
+    """The results of the rows, from the second matmul's."""
+    if biases:
+        out = add_bias(out, biases[1], experts)
+    return layer.post_expert_norm(out) if getattr(layer, "has_post_expert_norm", False) else out
+
+
+def _sum_of_experts(out: Tensor, pairs: Routing, weights: Tensor) -> Tensor:
+    """Each token's results, weighted and added up."""
+    return pairs.combine(out * pairs.sort(weights.reshape(-1))[:, None])
 
 
 def _check_routing(name: str, x: Tensor, index: Tensor, weights: Tensor) -> None:

@@ -16,12 +16,12 @@ The interface came with transformers 5.0.0 (huggingface/transformers#42697). Tes
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from mxspec.integrations import _transformers_serving
-from mxspec.integrations._transformers_experts import IMPLEMENTATION, Experts, class_of
+from mxspec.integrations._transformers_experts import IMPLEMENTATION, Experts, WeightOnly, class_of
 from mxspec.integrations._transformers_serving import Serving
 from mxspec.nn.recipe import Recipe
 
@@ -50,6 +50,50 @@ def adapt(layer: Any, name: str, recipe: Recipe) -> nn.Module:
         ValueError: the recipe cannot run the layer's widths.
         RuntimeError: `cache_weights` holds codes of the layer's weights.
     """
+    if isinstance(layer, WeightOnly):
+        raise TypeError("it holds its weights in MXFP4, for inference")
+    _check_experts(layer)
+    kind: Any = type(layer)
+    if isinstance(layer, Experts):
+        layer.set_recipe(recipe)
+        return layer
+    layer.__class__ = class_of(kind, weight_names(layer), Experts)
+    try:
+        layer.set_recipe(recipe)
+    except (TypeError, ValueError):
+        layer.__class__ = kind
+        raise
+    layer.is_swiglu, layer.is_clamped_swiglu = _is_swiglu(layer), _is_clamped_swiglu(layer)
+    _run_by_us(layer)
+    return layer
+
+
+def weights_to_hold(layer: Any) -> dict[str, Tensor]:
+    """The weights of experts for `quantize_weights`, by name: `(E, N, K)`. Raises TypeError if they cannot be held."""
+    _check_experts(layer)
+    if isinstance(layer, Experts):
+        raise TypeError("it trains by a recipe; call quantize_weights in place of convert")
+    transposed = layer.is_transposed
+    return {name: getattr(layer, name).mT if transposed else getattr(layer, name) for name in weight_names(layer)}
+
+
+def hold(layer: Any) -> None:
+    """Make experts of transformers run by the codes that `quantize_weights` gives them next."""
+    layer.is_swiglu, layer.is_clamped_swiglu = _is_swiglu(layer), False
+    layer.__class__ = class_of(type(layer), weight_names(layer), WeightOnly)
+    _run_by_us(layer)
+
+
+def note_in_config(model: Any) -> None:
+    """Let the config of gpt-oss say that its experts are MXFP4: `save_pretrained` then writes such a checkpoint."""
+    layers, config = list(filter(is_experts, model.modules())), cast("Any", getattr(model, "config", None))
+    if getattr(config, "model_type", None) == "gpt_oss" and all(isinstance(layer, WeightOnly) for layer in layers):
+        plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+
+
+def _check_experts(layer: Any) -> None:
+    """Raise TypeError if a layer does not run through transformers' interface, or its weights are no parameters."""
     from transformers.integrations import moe
 
     kind: Any = type(layer)
@@ -62,19 +106,11 @@ def adapt(layer: Any, name: str, recipe: Recipe) -> nn.Module:
                 f"{kind.__name__}: {weight} must be a plain parameter of three dimensions. Convert a model before it "
                 "is sharded, quantized or parametrized."
             )
-    if isinstance(layer, Experts):
-        layer.set_recipe(recipe)
-        return layer
-    layer.__class__ = class_of(kind, weight_names(layer))
-    try:
-        layer.set_recipe(recipe)
-    except (TypeError, ValueError):
-        layer.__class__ = kind
-        raise
-    layer.is_swiglu, layer.is_clamped_swiglu = _is_swiglu(layer), _is_clamped_swiglu(layer)
+
+
+def _run_by_us(layer: Any) -> None:
     layer.config = copy.deepcopy(layer.config)
     layer.config._experts_implementation = IMPLEMENTATION
-    return layer
 
 
 def experts_per_token(layer: Any) -> int | None:

@@ -10,6 +10,7 @@ from mxspec.nn.mx_linear import MXLinear
 from mxspec.nn.nvfp4_linear import NVFP4Linear
 from mxspec.nn.recipe import RECIPES, Recipe
 from mxspec.nn.watching import WatchedOperand, WatchReport, watch
+from mxspec.nn.weight_only import QuantizedWeights, quantize_weights
 
 __all__ = [
     "RECIPES",
@@ -18,6 +19,7 @@ __all__ = [
     "GroupedExperts",
     "MXLinear",
     "NVFP4Linear",
+    "QuantizedWeights",
     "Recipe",
     "WatchReport",
     "WatchedOperand",
@@ -27,5 +29,6 @@ __all__ = [
     "fp8_grouped_mm",
     "mx_grouped_mm",
     "nvfp4_grouped_mm",
+    "quantize_weights",
     "watch",
 ]

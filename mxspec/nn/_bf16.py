@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 import mxspec
-from mxspec.nn._autograd import first_derivative_only, keep, kept
+from mxspec.nn._autograd import first_derivative_only, keep, kept, signature_once
 
 MAX_GROUPS = 1023  # the limit of PyTorch's grouped matmul
 
 
+@signature_once
 class GroupedBf16(torch.autograd.Function):
     """`x @ w^T` of each expert's tokens and weights. If w is stored transposed, `(E, K, N)`, this is `x @ w`.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.nn._autograd import first_derivative_only, keep, kept
+from mxspec.nn._autograd import first_derivative_only, keep, kept, signature_once
 from mxspec.nn._bf16 import GroupedBf16, contiguous, wgrad_bf16
 from mxspec.nn._format import Format, Operand, Tokens, Weight
 
@@ -29,6 +29,7 @@ def grouped_product(
     return _Product.apply(x, w, offs, tokens, weight, by, transposed)
 
 
+@signature_once
 class _Product(torch.autograd.Function):
     """The matmuls read `tokens` and `weight`. x and w are arguments because autograd gives them the gradients.
 

@@ -49,8 +49,8 @@ class Conversion:
     def __str__(self) -> str:
         lines = [
             f"{len(self.swapped)} swapped to {name_of(self.recipe)}, {len(self.left)} left",
-            f"in low precision: {_percent(self.share_of_parameters)} of the parameters, "
-            f"{_percent(self.share_of_flops)} of a token's matmul operations",
+            f"in low precision: {percent(self.share_of_parameters)} of the parameters, "
+            f"{percent(self.share_of_flops)} of a token's matmul operations",
         ]
         lines += [f"  {names}: {now}" for names, now in collapsed(self.swapped)]
         lines += [f"  {names}: left, {why}" for names, why in collapsed(self.left)]
@@ -58,7 +58,7 @@ class Conversion:
         return "\n".join(lines)
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
     """A share in percent. It shows 100% only for a share of exactly 1, and 0% only for exactly 0."""
     if share is None:
         return "an unknown share"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import mxspec
-from mxspec.nn._autograd import first_derivative_only, keep, kept
+from mxspec.nn._autograd import first_derivative_only, keep, kept, signature_once
 from mxspec.nn._format import Format, Operand, Tokens, Weight
 
 
@@ -38,6 +38,7 @@ def swiglu_experts(
     return out
 
 
+@signature_once
 class _SwigluExperts(torch.autograd.Function):
     """The first output is the experts' output. The other outputs are for the backward only, and have no gradient."""
 
@@ -142,6 +143,7 @@ def _wgrad(ctx: Any, of_gradient: Operand, of_tokens: Operand, offs: Tensor, dty
     return ctx.by.wgrad(of_gradient, of_tokens, offs, dtype)
 
 
+@signature_once
 class Swiglu(torch.autograd.Function):
     """`silu(gate) * up` of `(M, 2I)`: in bfloat16 by mxspec's ops, in float32 by PyTorch's."""
 

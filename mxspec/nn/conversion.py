@@ -150,7 +150,7 @@ def wrapper_of(module: nn.Module) -> str | None:
     return "a DTensor of its parameters" if sharded else None
 
 
-def _integration(layer: nn.Module) -> Any:
+def integration_of(layer: nn.Module) -> Any:
     """The module of `mxspec.integrations` that converts a layer, found by the library of the layer's class."""
     for package in dict.fromkeys(kind.__module__.partition(".")[0] for kind in type(layer).__mro__):
         if (found := _module_of(package)) is not None and found.is_experts(layer):
@@ -166,7 +166,7 @@ def _module_of(package: str) -> Any:
 
 def _is_ours(layer: nn.Module) -> bool:
     """Whether a layer is a Linear or experts: `convert` gives only these to filter_fn, and reports each by its name."""
-    return isinstance(layer, (nn.Linear, GroupedExperts)) or _integration(layer) is not None
+    return isinstance(layer, (nn.Linear, GroupedExperts)) or integration_of(layer) is not None
 
 
 def _experts_per_token(model: nn.Module, module: nn.Module) -> int | None:
@@ -175,7 +175,7 @@ def _experts_per_token(model: nn.Module, module: nn.Module) -> int | None:
         found = getattr(getattr(owner, "config", None), "num_experts_per_tok", None)
         if isinstance(found, int) and found > 0:
             return found
-    integration = _integration(module)
+    integration = integration_of(module)
     return None if integration is None else integration.experts_per_token(module)
 
 
@@ -207,7 +207,7 @@ def _has_low_precision(module: nn.Module) -> bool:
 
 def _converted(layer: nn.Module, name: str, recipe: Recipe) -> nn.Module:
     """The converted layer. If the layer cannot be converted, this raises an error that says why."""
-    if (integration := _integration(layer)) is not None:
+    if (integration := integration_of(layer)) is not None:
         return integration.adapt(layer, name, recipe)
     if isinstance(layer, GroupedExperts):
         layer.set_recipe(recipe)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mxspec.nn._autograd import applied, signature_once
+
 
 class Routing(NamedTuple):
     """The (token, expert) pairs, sorted by expert. Their number is `P = tokens * top_k`."""
@@ -20,7 +22,7 @@ class Routing(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """The token of each pair, sorted by expert: `(tokens, K)` -> `(P, K)`."""
-        return _Gather.apply(x, self.order, self.places, self.top_k)
+        return applied(_Gather, x, self.order, self.places, self.top_k)
 
     def sort(self, values: Tensor) -> Tensor:
         """One value of each pair, such as its routing weight, sorted by expert."""
@@ -62,18 +64,19 @@ def add_bias(out: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
         bias: `(E, N)`.
         experts: `(M,)`, the expert of each row, as `experts_of_rows` gives it.
     """
-    return _AddBias.apply(out, bias, experts)
+    return applied(_AddBias, out, bias, experts)
 
 
 def permute(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """`x[order]` for a permutation `order` and its inverse `places`. The backward gathers too, and adds nothing."""
-    return _Permute.apply(x, order, places)
+    return applied(_Permute, x, order, places)
 
 
 def _sum_of_pairs(pairs: Tensor, top_k: int) -> Tensor:
     return pairs.view(pairs.shape[0] // top_k, top_k, pairs.shape[1]).sum(1)
 
 
+@signature_once
 class _Gather(torch.autograd.Function):
     """`x[order // top_k]`. Its backward gathers and sums. PyTorch's own backward adds rows to the same addresses."""
 
@@ -92,6 +95,7 @@ class _Gather(torch.autograd.Function):
         return _sum_of_pairs(_Permute.apply(grad, places, order), ctx.top_k), None, None, None
 
 
+@signature_once
 class _Permute(torch.autograd.Function):
     """`x[order]` for a permutation. Its backward is `grad[places]`, the inverse permutation."""
 
@@ -109,6 +113,7 @@ class _Permute(torch.autograd.Function):
         return _Permute.apply(grad, places, order), None, None
 
 
+@signature_once
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(out: Tensor, bias: Tensor, experts: Tensor) -> Tensor:
