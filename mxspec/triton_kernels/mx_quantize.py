@@ -19,15 +19,14 @@ from mxspec.triton_kernels.common import fp6
 from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import (
-    e2m1_code,
-    in_pairs,
+    e2m1_pairs,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
     shared_exponent,
     widened,
 )
-from mxspec.triton_kernels.common.pairs import compares_pairs, e2m1_of_mx_blocks, load_mx_blocks
+from mxspec.triton_kernels.common.pairs import e2m1_of_mx_blocks, instructions, load_mx_blocks
 from mxspec.triton_kernels.tiles import mx_columns
 
 # Triton and Helion have the same rate. Triton is first because a call takes less host time
@@ -140,7 +139,7 @@ def _mx_quantize(
             byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
             scaled = values * reciprocal_scale(byte, EMAX)[:, None]
             if E2M1:
-                tl.store(qdata + q_offset, in_pairs(e2m1_code(scaled)), mask=in_matrix[:, None])
+                tl.store(qdata + q_offset, e2m1_pairs(scaled, ASM), mask=in_matrix[:, None])
             elif FP6:
                 fp6.store_blocks(qdata, place, fp6.encoded(scaled, FP6), in_matrix)
             else:
@@ -196,7 +195,7 @@ def mx_quantize(
     if scale.numel():
         _mx_quantize[grid](
             x, qdata, scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1), row_groups,
-            of_program, *exponent_rule(fmt, scaling, x.dtype), fp6.mantissa_bits(fmt), compares_pairs(x.device),
+            of_program, *exponent_rule(fmt, scaling, x.dtype), fp6.mantissa_bits(fmt), instructions(x.device),
             layout, even, ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return fmt.as_codes(qdata.view(fmt.storage_dtype)), scale.view(torch.float8_e8m0fnu)

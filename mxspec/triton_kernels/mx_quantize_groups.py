@@ -20,15 +20,14 @@ from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import (
-    e2m1_code,
-    in_pairs,
+    e2m1_pairs,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
     shared_exponent,
     widened,
 )
-from mxspec.triton_kernels.common.pairs import compares_pairs, e2m1_of_mx_blocks, load_mx_blocks
+from mxspec.triton_kernels.common.pairs import e2m1_of_mx_blocks, instructions, load_mx_blocks
 from mxspec.triton_kernels.tiles import mx_columns
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
@@ -40,8 +39,8 @@ _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 PTX = (
     r"ld\.global\.v4\.b32",
     r"st\.global\.v4\.b32|0f(40C00000|40400000|3F740000)",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40400000|3F740000)",
-)  # e2m1 has the constant of a limit (6, 3, or 61/64), and stores fewer bytes
+    r"cvt\.rn\.satfinite\.(e[45]m[32]|e2m1)x2\.f32|0f(40C00000|40400000|3F740000)",
+)  # on Hopper, e2m1 has the constant of a limit (6, 3, or 61/64), and stores fewer bytes
 
 
 def supports(x: Tensor, offs: Tensor, *, axis: int = -1, **_: Any) -> str | None:
@@ -94,7 +93,7 @@ def _mx_quantize_groups(
                 values = widened(tl.load(source, mask=there[:, None], other=0))
                 byte = shared_exponent(tl.max(magnitude_bits(values), axis=1), EMAX, ROUND, EXCEPT)
                 q = values * reciprocal_scale(byte, EMAX)[:, None]
-                q = in_pairs(e2m1_code(q)) if E2M1 else saturating_cast(q, qdata.dtype.element_ty)
+                q = e2m1_pairs(q, ASM) if E2M1 else saturating_cast(q, qdata.dtype.element_ty)
             store_part(
                 qdata, scale, q, byte.to(tl.uint8), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,
@@ -143,6 +142,6 @@ def mx_quantize_groups(
         wide = max(128 * x.stride(0) + 128 * x.stride(1), 128 * K) >= 2**31
         _mx_quantize_groups[grid](
             x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, tiles, *x.stride(), G, offs.stride(0),
-            *constants, wide, compares_pairs(x.device), pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
+            *constants, wide, instructions(x.device), pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return fmt.as_codes(qdata.view(fmt.storage_dtype)), scale.view(torch.float8_e8m0fnu), start, end

@@ -22,8 +22,8 @@ RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run; rates: benchmark
 PTX = (
     r"ld\.global\.v4\.b32",
     r"st\.global\.v[24]\.b32|0f(40C00000|40400000|3F740000)",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40400000|3F740000)",
-)  # e2m1 has the constant of a limit (6, 3, or 61/64), and stores fewer bytes
+    r"cvt\.rn\.satfinite\.(e[45]m[32]|e2m1)x2\.f32|0f(40C00000|40400000|3F740000)",
+)  # on Hopper, e2m1 has the constant of a limit (6, 3, or 61/64), and stores fewer bytes
 
 
 def supports(x: Tensor, offs: Tensor, *, elem_dtype: torch.dtype | str = torch.float8_e4m3fn, **_: Any) -> str | None:

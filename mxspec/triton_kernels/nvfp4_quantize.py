@@ -32,7 +32,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     scale_byte,
     store_tensor_scale,
 )
-from mxspec.triton_kernels.common.pairs import block_of_row, compares_pairs, in_words
+from mxspec.triton_kernels.common.pairs import block_of_row, in_words, instructions
 from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_magnitudes
@@ -266,7 +266,7 @@ def quantized(
         _nvfp4_quantize[grid](
             x, amax, qdata, scale, tensor_scale, R, C, x.stride(0) if lead else 0, x.stride(-2), x.stride(-1),
             amax.stride(0) if lead else 0, row_groups, of_program, layout, wide, square, even, bounded,
-            converts(x.device), compares_pairs(x.device), ROW_TILES=_ROW_TILES, **config, **random_of(random),
+            converts(x.device), instructions(x.device), ROW_TILES=_ROW_TILES, **config, **random_of(random),
             **UNFUSED,
         )  # fmt: skip
     codes, scales = qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn)

@@ -28,7 +28,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
     scale_byte,
     store_tensor_scales,
 )
-from mxspec.triton_kernels.common.pairs import block_of_row, compares_pairs, in_words
+from mxspec.triton_kernels.common.pairs import block_of_row, in_words, instructions
 from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_of_groups
@@ -149,7 +149,7 @@ def nvfp4_quantize_groups(
         registers = _REGISTERS if in_words(x) and not (wide or converts(x.device)) else {}
         _nvfp4_quantize_groups[grid](
             x, amax, qdata, scale, tensor_scale, start, end, offs, M, R, C, row_tiles, tiles, *x.stride(),
-            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device), compares_pairs(x.device),
+            amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device), instructions(x.device),
             pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale, start, end

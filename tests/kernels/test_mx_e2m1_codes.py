@@ -39,11 +39,12 @@ def test_every_narrow_magnitude(dtype, power, axis, scale_layout):
     assert torch.equal(found[1].cpu().view(torch.uint8), scales.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("capability", "compares"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_only_hopper_and_later_gpus_compare_two_numbers_at_once(monkeypatch, capability, compares):
+@pytest.mark.parametrize(("capability", "number"), [((8, 9), 0), ((9, 0), 1), ((10, 0), 2), ((10, 3), 2), ((12, 0), 1)])
+def test_which_gpus_compare_two_numbers_at_once_and_which_convert_to_e2m1(monkeypatch, capability, number):
     from mxspec.triton_kernels.common import pairs
 
     monkeypatch.setattr(pairs, "capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert pairs.compares_pairs(torch.device("cuda")) is compares
-    assert not pairs.compares_pairs(torch.device("cpu"))
+    assert (pairs.COMPARES.value, pairs.CONVERTS.value) == (1, 2)
+    assert pairs.instructions(torch.device("cuda")) == number
+    assert pairs.instructions(torch.device("cpu")) == 0

@@ -15,7 +15,7 @@ import triton.language as tl
 from mxspec.triton_kernels.common.numerics import signs_of
 from mxspec.triton_kernels.common.nvfp4_numerics import factors, is_short, packed_codes, quotient, reciprocal_of
 from mxspec.triton_kernels.common.nvfp4_values import nearest_of_narrow, reciprocal_of_scale, scale_of, stochastic
-from mxspec.triton_kernels.common.pairs import compares_pairs
+from mxspec.triton_kernels.common.pairs import instructions
 
 DEVICE = check.default_device()
 MANTISSAS = torch.arange(2**23)
@@ -156,7 +156,7 @@ def short(x, s, h):
     """The words of eight times each number."""
     out = torch.empty(x.shape, dtype=torch.int32, device=DEVICE)
     args = (t.to(DEVICE) for t in (x, s, h))
-    _short[(-(-x.numel() // BLOCK),)](*args, out, x.numel(), compares_pairs(out.device), BLOCK, enable_fp_fusion=False)
+    _short[(-(-x.numel() // BLOCK),)](*args, out, x.numel(), instructions(out.device), BLOCK, enable_fp_fusion=False)
     return out.cpu()
 
 
@@ -245,7 +245,7 @@ def test_numbers_far_above_an_amax_whose_divisor_vanishes(amax, dtype, axis):
 
 @pytest.mark.parametrize("asm", [False, True])
 def test_reciprocals_of_all_scales(asm):
-    if asm and not compares_pairs(torch.device(DEVICE)):
+    if asm and not instructions(torch.device(DEVICE)):
         pytest.skip("only a GPU has the instruction")
     s = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     out = torch.empty_like(s, device=DEVICE)

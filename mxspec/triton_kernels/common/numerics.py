@@ -12,6 +12,7 @@ from mxspec.formats import E2M1, INT8
 _INT8_MAX, _INT8_STEP = tl.constexpr(INT8.max), tl.constexpr(INT8.smallest_subnormal)
 _E2M1_MAX = tl.constexpr(E2M1.max)
 _SMALLEST = tl.constexpr("{ .reg .s32 t; min.s32 t, $1, $2; min.s32 $0, t, $3; }")
+COMPARES, CONVERTS = tl.constexpr(1), tl.constexpr(2)  # see pairs.instructions
 OF_SHORT, _LEAST = tl.constexpr(128), tl.constexpr(1 - 6 / 128)  # see short_magnitude
 
 
@@ -257,24 +258,48 @@ def short_numbers(t, short, ASM: tl.constexpr):
 
 
 @triton.jit
-def e2m1_words(x, signs, reciprocal, wrong, NARROW: tl.constexpr, ASM: tl.constexpr):
-    """Words of the e2m1 codes of `x * reciprocal`, fp32: `(...)` from x `(..., 8)`. All codes are 7 if `wrong`.
-
-    Only the magnitudes of x count. signs: those of `words_of_codes`. reciprocal: powers of two. NARROW: x is a widened
-    bfloat16 or float16. It has at most 11 bits, and so has the product. A product of 2^-7 or more is a multiple of
-    2^-17. So `short_magnitude` rounds only products whose codes are 0. The factor may be subnormal, and is exact.
-    """
-    reciprocal = tl.expand_dims(reciprocal, -1)
-    if NARROW:
-        number = short_numbers(short_magnitude(x, reciprocal * (1 / OF_SHORT)), True, ASM)
-    else:
-        number = e2m1_numbers(tl.minimum(tl.abs(x * (0.5 * reciprocal)), 0.5 * _E2M1_MAX), False, 2, 0)
-    return tl.where(wrong, 0x77777777, words_of_codes(number, signs))
+def converted_words(x):
+    """The words of e2m1 codes of fp32, by Blackwell's instruction: `(...)` from x `(..., 8)`. NaN gives 7."""
+    n = eight(x)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $2, $1; cvt.rn.satfinite.e2m1x2.f32 b, $4, $3;"
+        " cvt.rn.satfinite.e2m1x2.f32 c, $6, $5; cvt.rn.satfinite.e2m1x2.f32 d, $8, $7; mov.b32 $0, {a, b, c, d}; }",
+        "=r,f,f,f,f,f,f,f,f", [n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]], tl.uint32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
-def in_pairs(codes):
-    """Neighbours along the last dimension in a byte, the first in the low half."""
-    pairs: tl.constexpr = codes.shape[:-1] + (codes.shape[-1] // 2, 2)  # noqa: RUF005  # Triton has no `*`
-    even, odd = tl.split(codes.reshape(pairs))
-    return (even | (odd << 4)).to(tl.uint8)
+def e2m1_words(x, signs, reciprocal, wrong, NARROW: tl.constexpr, ASM: tl.constexpr):
+    """Words of the e2m1 codes of `x * reciprocal`, fp32: `(...)` from x `(..., 8)`. All codes are 7 if `wrong`.
+
+    If ASM is CONVERTS, the signs of x count, and `signs` are not read. Else the magnitudes of x count alone, and signs
+    are those of `words_of_codes`. reciprocal: powers of two. NARROW: x is a widened bfloat16 or float16. It has at most
+    11 bits, and so has the product. A product of 2^-7 or more is a multiple of 2^-17. So `short_magnitude` rounds only
+    products whose codes are 0. The factor may be subnormal, and is exact.
+    """
+    reciprocal = tl.expand_dims(reciprocal, -1)
+    if ASM == CONVERTS:
+        words = converted_words(x * reciprocal)
+    elif NARROW:
+        number = short_numbers(short_magnitude(x, reciprocal * (1 / OF_SHORT)), True, ASM)
+        words = words_of_codes(number, signs)
+    else:
+        number = e2m1_numbers(tl.minimum(tl.abs(x * (0.5 * reciprocal)), 0.5 * _E2M1_MAX), False, 2, 0)
+        words = words_of_codes(number, signs)
+    return tl.where(wrong, 0x77777777, words)
+
+
+@triton.jit
+def e2m1_pairs(x, ASM: tl.constexpr):
+    """The e2m1 codes of fp32, two neighbours along the last dimension in a byte, the first in the low half."""
+    pairs: tl.constexpr = x.shape[:-1] + (x.shape[-1] // 2, 2)  # noqa: RUF005  # Triton has no `*`
+    if ASM == CONVERTS:
+        even, odd = tl.split(x.reshape(pairs))
+        code = tl.inline_asm_elementwise(
+            "{ .reg .b8 a; cvt.rn.satfinite.e2m1x2.f32 a, $2, $1; mov.b32 $0, {a, a, a, a}; }",
+            "=r,f,f", [even, odd], tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low, high = tl.split(e2m1_code(x).reshape(pairs))
+        code = low | (high << 4)
+    return code.to(tl.uint8)

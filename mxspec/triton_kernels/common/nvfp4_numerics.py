@@ -19,7 +19,7 @@ from mxspec.triton_kernels.common.launch import capability
 from mxspec.triton_kernels.common.numerics import (
     OF_SHORT,
     as_float,
-    eight,
+    converted_words,
     power_of_two,
     short_magnitude,
     short_numbers,
@@ -35,10 +35,6 @@ _LARGE = tl.constexpr(2.0**121)  # see is_short
 _PARTS = tl.constexpr((263 << 23) - 2**32)  # 2^(9 - e) has the bits (263 << 23) - bits of 2^e
 # How the codes are rounded: to nearest; by a byte for each element; by the bytes of Philox.
 NEAREST, BYTES, SEED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_CVT = tl.constexpr(
-    "{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, $2, $1; cvt.rn.satfinite.e2m1x2.f32 b, $4, $3;"
-    " cvt.rn.satfinite.e2m1x2.f32 c, $6, $5; cvt.rn.satfinite.e2m1x2.f32 d, $8, $7; mov.b32 $0, {a, b, c, d}; }"
-)
 
 
 def converts(device: torch.device) -> bool:
@@ -243,11 +239,7 @@ def packed_codes(
         word = words_of_codes(_drawn_code(t, byte) & 7, signs)
     elif CONVERTS:
         magnitude = tl.fma(t, tl.where(short, OF_SHORT, 1.0), tl.where(short, 6 - OF_SHORT, 0.0))
-        n = eight(magnitude)
-        word = signs | tl.inline_asm_elementwise(
-            _CVT, "=r,f,f,f,f,f,f,f,f", [n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7]], dtype=tl.uint32,
-            is_pure=True, pack=1,
-        )  # fmt: skip
+        word = signs | converted_words(magnitude)
     else:
         word = words_of_codes(short_numbers(t, short, ASM), signs)
     return tl.where(wrong, 0x77777777, word)

@@ -12,6 +12,8 @@ import triton.language as tl
 
 from mxspec.triton_kernels.common.launch import capability
 from mxspec.triton_kernels.common.numerics import (
+    COMPARES,
+    CONVERTS,
     e2m1_words,
     eight,
     largest_of_eight,
@@ -23,9 +25,15 @@ from mxspec.triton_kernels.common.numerics import (
 MAGNITUDES = tl.constexpr(0x7FFF7FFF)  # of a word of two numbers
 
 
-def compares_pairs(device: torch.device) -> bool:
-    """Whether the GPU has the instruction `max.u16x2`: Hopper and later. No interpreter has it."""
-    return device.type != "cpu" and torch.version.hip is None and capability(device) >= (9, 0)
+def instructions(device: torch.device) -> int:
+    """Which instructions a kernel may name: COMPARES, CONVERTS, or 0 for none. An interpreter has none.
+
+    COMPARES: `max.u16x2` and `prmt`, of Hopper and later. CONVERTS: also `cvt` to e2m1, of sm_100 and sm_103. It has
+    not been run.
+    """
+    if device.type == "cpu" or torch.version.hip is not None or capability(device) < (9, 0):
+        return 0
+    return CONVERTS.value if capability(device)[0] == 10 else COMPARES.value
 
 
 def in_words(x: torch.Tensor) -> bool:
@@ -206,7 +214,7 @@ def e2m1_of_mx_blocks(
 
 @triton.jit
 def _words_of_quarter(pairs, reciprocal, wrong, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    x = of_rows(pairs & MAGNITUDES, DTYPE)
+    x = of_rows(pairs if ASM == CONVERTS else pairs & MAGNITUDES, DTYPE)
     return e2m1_words(x, signs_of_rows(pairs, ASM), reciprocal, wrong, True, ASM)
 
 

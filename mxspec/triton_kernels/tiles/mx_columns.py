@@ -28,9 +28,9 @@ from mxspec.triton_kernels.common.blocked import blocked_shape
 from mxspec.triton_kernels.common.groups import chunk, group_of, grouped_tile, tokens_left
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device
 from mxspec.triton_kernels.common.numerics import (
-    e2m1_code,
+    CONVERTS,
+    e2m1_pairs,
     e2m1_words,
-    in_pairs,
     magnitude_bits,
     reciprocal_scale,
     saturating_cast,
@@ -42,9 +42,9 @@ from mxspec.triton_kernels.common.numerics import (
 from mxspec.triton_kernels.common.pairs import (
     MAGNITUDES,
     columns_of_halves,
-    compares_pairs,
     even_and_odd,
     halves,
+    instructions,
     largest_of_pairs,
     paired,
     signs_of_columns,
@@ -68,7 +68,7 @@ CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}  # Blackwell: compiled, not run
 PTX = (
     r"ld\.global\.v4\.b32",
     r"st\.global\.(v4\.b32|b16|b32)|0f(40C00000|40400000|3F740000)",
-    r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32|0f(40C00000|40400000|3F740000|40F00000|41E00000|3FFE0000)",
+    r"cvt\.rn\.satfinite\.(e[45]m[32]|e2m1)x2\.f32|0f(40C00000|40400000|3F740000|40F00000|41E00000|3FFE0000)",
 )
 CODES = tl.constexpr(3)  # beside TOKENS, SWIGLU and GRADIENT: the values of MX codes along the rows
 
@@ -121,8 +121,9 @@ def _e2m1_of_columns(loaded, EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl
     of_run = tl.broadcast_to(byte[:, None, :], (RUNS // 2, 2, COLS)).reshape(RUNS, COLS)
     even, odd = even_and_odd(of_run)
     even_r, odd_r = reciprocal_scale(even, EMAX), reciprocal_scale(odd, EMAX)
-    e0, o0 = unpaired(first & MAGNITUDES, loaded.dtype)
-    e1, o1 = unpaired(second & MAGNITUDES, loaded.dtype)
+    mask: tl.constexpr = 0xFFFFFFFF if ASM == CONVERTS else MAGNITUDES
+    e0, o0 = unpaired(first & mask, loaded.dtype)
+    e1, o1 = unpaired(second & mask, loaded.dtype)
     e0_signs, o0_signs = signs_of_columns(first, ASM)
     e1_signs, o1_signs = signs_of_columns(second, ASM)
     e0 = e2m1_words(e0, e0_signs, even_r, even == 255, True, ASM)
@@ -224,7 +225,7 @@ def _mx_tile(
         row_byte = shared_exponent(tl.max(magnitude_bits(blocks), axis=3), EMAX, ROUND, EXCEPT)
         q = blocks * reciprocal_scale(row_byte, EMAX)[:, :, :, None, :]
         if PACKED:
-            q = in_pairs(e2m1_code(q).permute(0, 1, 2, 4, 3)).permute(0, 1, 2, 4, 3)
+            q = e2m1_pairs(q.permute(0, 1, 2, 4, 3), ASM).permute(0, 1, 2, 4, 3)
             byte_of_row = tl.arange(0, PARTS)[:, None] * (PART // 2) + tl.arange(0, PART // 2)[None, :]
             in_row = ((m0 + g < M)[:, None, None] & (k0 + 2 * byte_of_row < K)[None, :, :]) | EVEN
             at = q_row + ((e * M + m0) * K + k0) // 2 + ((g * (K // 2))[:, None, None] + byte_of_row[None, :, :])
@@ -332,7 +333,7 @@ def mx_tile(
             x, q_col, s_col, q_row, s_row, None, None, None,
             M, K, M // 32, K // 32, x.stride(0) if lead else 0, *x.stride()[-2:], M, 0, 0,
             *exponent_rule(fmt, scaling, x.dtype), blocked, with_rows, even, wide, **chosen, STRIP=strip,
-            FP6=fp6.mantissa_bits(fmt), ASM=compares_pairs(x.device), **UNFUSED,
+            FP6=fp6.mantissa_bits(fmt), ASM=instructions(x.device), **UNFUSED,
         )  # fmt: skip
     q_row, q_col = (fmt.as_codes(q.view(fmt.storage_dtype)) for q in (q_row, q_col))
     columns = q_col, s_col.view(torch.float8_e8m0fnu)
@@ -373,5 +374,5 @@ def launch_groups(
         _mx_tile[grid](
             x, q_col, s_col, *(rows_too or (q_col, s_col)), start, end, offs, R, K, R // 32, K // 32, 0, *x.stride(),
             tokens, G, offs.stride(0), *constants, rows_too is not None, False, wide, **chosen, STRIP=strip,
-            ALIGN=pad_to, CHUNK=chunk(G), ASM=compares_pairs(x.device), **more, **UNFUSED,
+            ALIGN=pad_to, CHUNK=chunk(G), ASM=instructions(x.device), **more, **UNFUSED,
         )  # fmt: skip

@@ -36,10 +36,10 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
 from mxspec.triton_kernels.common.pairs import (
     MAGNITUDES,
     columns_of_halves,
-    compares_pairs,
     even_and_odd,
     halves,
     in_words,
+    instructions,
     largest_of_pairs,
     paired,
     parted,
@@ -226,7 +226,7 @@ def nvfp4_tile(
         _nvfp4_tile[max(1, -(-row_parts // of_program)), col_parts, E](
             x, amax, qdata, scale, tensor_scale, M, K, M // 16, of_program,
             x.stride(0) if lead else 0, *x.stride()[-2:], amax.stride(0) if lead else 0,
-            square, blocked, even, wide, bounded, converts(x.device), compares_pairs(x.device),
+            square, blocked, even, wide, bounded, converts(x.device), instructions(x.device),
             **config, **random_of(random), **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
@@ -363,6 +363,6 @@ def nvfp4_tile_of_groups(
         _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
             x, amax, qdata, scale, tensor_scale, start, end, offs, R // 128, K, M, of_program, *x.stride(),
             amax.stride(0), G, offs.stride(0), blocked, even, wide, bounded, converts(x.device),
-            compares_pairs(x.device), pad_to, chunk(G), **config, **registers, **UNFUSED,
+            instructions(x.device), pad_to, chunk(G), **config, **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
