@@ -106,6 +106,8 @@ def convert(
             f"{checkpoint.shards[0]}"
         )
     found = units(checkpoint)
+    if why := pairs.refusal_of_source(checkpoint.config, found):
+        raise CheckpointError(f"convert: {why}")
     plain_source = not any(unit.scheme for unit in found)
     shared = Shared(checkpoint)
     plan = [_work(checkpoint, unit, options, include, exclude, plain_source, shared) for unit in found]

@@ -7,6 +7,7 @@ from typing import Any
 
 from mxspec.checkpoint.fused import differing
 from mxspec.checkpoint.targets import SQUARE, TARGETS
+from mxspec.checkpoint.units import Unit
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
@@ -22,6 +23,18 @@ def refusal(config: Mapping[str, Any], family: str) -> str | None:
     if gptoss and family not in ("bf16", "gptoss_mxfp4"):
         return f"{family} of gpt_oss: transformers loads the raw codes of the fused experts; needs gptoss_mxfp4 or bf16"
     return None
+
+
+def refusal_of_source(config: Mapping[str, Any], units: Iterable[Unit]) -> str | None:
+    """Why the weights of this checkpoint have no known form, or None."""
+    kind = config.get("model_type")
+    packed = next((unit for unit in units if unit.packed and unit.scheme), None)
+    if packed is None or kind in (None, "gpt_oss"):
+        return None
+    return (
+        f"{packed.codes} are MXFP4 experts as gpt_oss has them, whose plain weights are transposed, but the model_type "
+        f"is {kind!r}, and its own may lie otherwise. Load the state_dict after mxspec.nn.quantize_weights."
+    )
 
 
 def warnings(

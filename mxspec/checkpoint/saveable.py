@@ -13,6 +13,7 @@ from mxspec.checkpoint.targets import TARGETS
 from mxspec.nn._cache import QuantizesWeights
 from mxspec.nn.conversion import wrapper_of
 from mxspec.nn.experts import GroupedExperts
+from mxspec.nn.weight_only import WeightOnlyExperts
 
 
 def format_of(model: nn.Module, to: str) -> str:
@@ -37,6 +38,11 @@ def format_of(model: nn.Module, to: str) -> str:
         )
     if empty := [name for name, x in model.state_dict().items() if isinstance(x, Tensor) and x.is_meta]:
         raise CheckpointError(f"save: {empty[0]} is on the meta device and has no values. Load the weights first.")
+    if held := [name for name, module in model.named_modules() if isinstance(module, WeightOnlyExperts)]:
+        raise CheckpointError(
+            f"save: {held[0] or 'the model'} holds its weights in MXFP4 (quantize_weights). For gpt-oss, call "
+            "save_pretrained. For any other model, store the state_dict."
+        )
     formats: dict[str, str] = {}  # and the name of the first layer that has it
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizesWeights) and layer.recipe.format != "bf16":

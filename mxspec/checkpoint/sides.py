@@ -17,6 +17,7 @@ from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import SCHEMES, Blocks, is_power_of_two, widened_scale
 from mxspec.checkpoint.units import Unit, blocks, one_scale, units
 from mxspec.nn._cache import QuantizesWeights
+from mxspec.nn.weight_only import WeightOnlyExperts
 from mxspec.rules import vllm_requant
 
 LOADERS = ("vllm", "sglang", "transformers")
@@ -148,6 +149,11 @@ def _as_transformers(name: str, found: Blocks, rows: slice) -> Tensor:
 def _of_module(module: nn.Module) -> dict[str, Weight]:
     found = {}
     latest: dict[QuantizesWeights, list[Blocks]] = {}  # the codes of one layer
+    if held := [name for name, layer in module.named_modules() if isinstance(layer, WeightOnlyExperts)]:
+        raise CheckpointError(
+            f"verify: {held[0] or 'the model'} holds its weights in MXFP4 (quantize_weights), and verify compares no "
+            "such layer. Store the model, and compare the folders."
+        )
     for part in live.parts(module, every_expert=True):
         found[part.name.removesuffix(".weight")] = _of_part(part, latest)
     return found

@@ -135,6 +135,16 @@ TRAPS = (
         ),
     ),
     Trap(
+        (*TRANSFORMERS, VLLM),
+        WRONG,
+        "docs/guides/checkpoints.md, Who reads what",
+        _when(
+            ("gptoss_mxfp4",),
+            "only gpt_oss has such experts; another model is loaded without them",
+            lambda f: f.config.get("model_type") not in (None, "gpt_oss"),
+        ),
+    ),
+    Trap(
         TRANSFORMERS,
         WRONG,
         "transformers#46772",

@@ -71,32 +71,41 @@ def adapt(layer: Any, name: str, recipe: Recipe) -> nn.Module:
 def weights_to_hold(layer: Any) -> dict[str, Tensor]:
     """The weights of experts for `quantize_weights`, by name: `(E, N, K)`. Raises TypeError if they cannot be held."""
     _check_experts(layer)
-    if isinstance(layer, Experts):
-        raise TypeError("it trains by a recipe; call quantize_weights in place of convert")
-    transposed = layer.is_transposed
-    return {name: getattr(layer, name).mT if transposed else getattr(layer, name) for name in weight_names(layer)}
+    return {key: getattr(layer, key).mT if layer.is_transposed else getattr(layer, key) for key in weight_names(layer)}
 
 
 def hold(layer: Any) -> None:
     """Make experts of transformers run by the codes that `quantize_weights` gives them next."""
+    if isinstance(layer, Experts):  # `convert` had given them a recipe
+        layer.__class__ = layer.their_class
+        del layer.recipe
     layer.is_swiglu, layer.is_clamped_swiglu = _is_swiglu(layer), False
     layer.__class__ = class_of(type(layer), weight_names(layer), WeightOnly)
     _run_by_us(layer)
 
 
-def note_in_config(model: Any) -> None:
-    """Let the config of gpt-oss say that its experts are MXFP4: `save_pretrained` then writes such a checkpoint."""
+def after_hold(model: Any) -> list[str]:
+    """Let the config of gpt-oss say that its experts are MXFP4, and say how the model can be saved.
+
+    With this config, `save_pretrained` writes a checkpoint as gpt-oss has it.
+    """
     layers, config = list(filter(is_experts, model.modules())), cast("Any", getattr(model, "config", None))
-    if getattr(config, "model_type", None) == "gpt_oss" and all(isinstance(layer, WeightOnly) for layer in layers):
+    if config is None:
+        return []
+    whole = all(isinstance(layer, WeightOnly) for layer in layers)
+    if whole and config.model_type == "gpt_oss":
         plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+        return []
+    why = f"no loader reads MXFP4 experts of {config.model_type}" if whole else "only some of its experts hold MXFP4"
+    return [f"save_pretrained would write a folder that loads with random experts, because {why}; store the state_dict"]
 
 
 def _check_experts(layer: Any) -> None:
     """Raise TypeError if a layer does not run through transformers' interface, or its weights are no parameters."""
     from transformers.integrations import moe
 
-    kind: Any = type(layer)
+    kind: Any = layer.their_class if isinstance(layer, Experts) else type(layer)
     if getattr(kind.forward, "__globals__", {}).get("__name__") != moe.__name__ or "forward" in vars(layer):
         raise TypeError(f"{kind.__name__} has its own forward, which does not call transformers' experts interface")
     parameters = dict(layer.named_parameters(recurse=False))

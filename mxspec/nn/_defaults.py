@@ -84,5 +84,7 @@ def experts_of(module: nn.Module, name: str = "") -> int:
         return len(module) if name == "experts" else 0
     if isinstance(module, _ConvNd):
         return 0
+    if (held := getattr(module, "num_experts_held", None)) is not None:  # its weights are buffers
+        return int(held())
     weights = module._weights() if isinstance(module, QuantizesWeights) else module.parameters(recurse=False)
     return next((weight.shape[0] for weight in weights if weight.ndim == 3 and weight.shape[0] > 1), 0)

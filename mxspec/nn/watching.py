@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from mxspec.nn._cache import QuantizesWeights
 from mxspec.nn._watch_log import Key, Log, close_log, is_open, open_log
 from mxspec.nn.watched_operand import WatchedOperand, operand_of
+from mxspec.nn.weight_only import WeightOnlyExperts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +132,7 @@ class WatchReport:
         return {
             name: _reason(module, module in self._log.names)
             for name, module in self._model.named_modules()
-            if name not in seen and any(is_lazy(p) or p.ndim > 1 for p in module.parameters(recurse=False))
+            if name not in seen and (isinstance(module, WeightOnlyExperts) or _has_a_weight(module))
         }
 
     def table(self, count: int | None = None) -> Table:
@@ -163,10 +164,16 @@ class WatchReport:
         return text(self.worst(), self.unwatched())
 
 
+def _has_a_weight(module: nn.Module) -> bool:
+    return any(is_lazy(p) or p.ndim > 1 for p in module.parameters(recurse=False))
+
+
 def _reason(module: nn.Module, was_there: bool) -> str:
     kind = type(module).__name__
     if not was_there:
         return f"{kind} joined the model after the block began"
+    if isinstance(module, WeightOnlyExperts):
+        return f"{kind} holds its weights in MXFP4, and watch compares layers that quantize in their forward"
     if not isinstance(module, QuantizesWeights):
         return f"{kind} ran no matmul of low precision in the block"
     if module.recipe.format == "bf16":

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 import mxspec
-from mxspec.formats import E2M1, MX_BLOCK_SIZE, SCALINGS
+from mxspec.formats import E2M1, E8M0FNU, MX_BLOCK_SIZE, SCALINGS
 from mxspec.nn._autograd import applied, signature_once
-from mxspec.nn._checks import as_autocast, check_devices, check_features, check_input, check_parameters, check_tensors
+from mxspec.nn._cache import QuantizesWeights
+from mxspec.nn._checks import as_autocast, check_devices, check_input, check_parameters, check_tensors
 from mxspec.nn._report import collapsed, percent
 from mxspec.nn._swiglu import Swiglu
 from mxspec.nn.conversion import integration_of, wrapper_of
@@ -71,22 +73,32 @@ class WeightOnlyExperts(nn.Module):
         hidden = activation(out) if activation else applied(Swiglu, out, type(self).__name__)
         return self.product(hidden, second, offs)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load codes by their bits. `copy_` would convert a dtype of codes by value, and other dtypes silently."""
+        for name in (f"{prefix}{w}_{what}" for w in self.weight_names for what in ("blocks", "scales")):
+            came = state_dict.get(name)
+            if isinstance(came, Tensor) and came.dtype in (E2M1.dtype, E8M0FNU.dtype):
+                state_dict[name] = came.view(torch.uint8)
+            elif isinstance(came, Tensor) and came.dtype != torch.uint8:
+                raise TypeError(f"{type(self).__name__}: {name} has dtype {came.dtype}; needs codes in torch.uint8")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def num_experts_held(self) -> int:
         return int(getattr(self, f"{self.weight_names[0]}_blocks").shape[0])
 
     def checked(self, x: Tensor, **others: Tensor) -> Tensor:
-        """The tokens x, after autocast. Raises if they are not `(M, K)` in bfloat16, or on another device."""
+        """The tokens x, after autocast, contiguous. Raises if they are not `(M, K)`, in bfloat16, on this device."""
         name, blocks = type(self).__name__, getattr(self, f"{self.weight_names[0]}_blocks")
         check_tensors(name, x=x, **others)
         x = as_autocast(name, x)
         width = blocks.shape[-2] * MX_BLOCK_SIZE
-        check_input(name, x, width)
         if x.dtype != torch.bfloat16:
             raise TypeError(f"{name}: input has dtype {x.dtype}; MXFP4 weights need tokens in torch.bfloat16")
+        check_input(name, x, width)
         if x.ndim != 2:
             raise ValueError(f"{name}: input has shape {tuple(x.shape)}; needs (M, {width})")
         check_devices(name, x, **others, **{f"{self.weight_names[0]}_blocks": blocks})
-        return x
+        return x.contiguous()  # the matmuls need rows side by side
 
     def extra_repr(self) -> str:
         return "weights in MXFP4, tokens in bfloat16"
@@ -111,11 +123,13 @@ class QuantizedWeights:
     Attributes:
         held: the experts that hold MXFP4 now. It maps a layer's name to what happened to the values.
         left: the experts that stay as they were. It maps a layer's name to the reason.
+        notes: what a user must know of the model now, such as how to save it.
         bytes_before, bytes_after: the bytes of the weights of the layers in `held`.
     """
 
     held: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
 
@@ -123,8 +137,9 @@ class QuantizedWeights:
         unit, of = ("GiB", 2**30) if self.bytes_before >= 2**30 else ("MiB", 2**20)
         before, after = (f"{n / of:.2f} {unit}" for n in (self.bytes_before, self.bytes_after))
         lines = [f"{len(self.held)} experts layers hold MXFP4 ({before} -> {after}), {len(self.left)} left"]
-        lines += [f"  {names}: {what}" for names, what in collapsed(self.held)]
-        return "\n".join([*lines, *(f"  {names}: left, {why}" for names, why in collapsed(self.left))])
+        lines += [f"  {names or 'the model'}: {what}" for names, what in collapsed(self.held)]
+        lines += [f"  {names or 'the model'}: left, {why}" for names, why in collapsed(self.left)]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
 def quantize_weights(
@@ -136,21 +151,25 @@ def quantize_weights(
 ) -> QuantizedWeights:
     """Make a model's experts hold their weights in MXFP4, in place: 4.25 bits for a weight, for inference.
 
-    Experts are `GroupedExperts`, and experts of transformers' experts interface. Their tokens stay in bfloat16:
-    `mx_grouped_gemm` multiplies bfloat16 by e2m1. Each layer keeps its name, biases and hooks. Its weights become the
-    buffers `<weight>_blocks` and `<weight>_scales`, with the names, shapes and bytes of a checkpoint of gpt-oss.
+    Experts are `GroupedExperts`, and experts of transformers' experts interface. `convert` may have given them a
+    recipe; they lose it. Their tokens stay in bfloat16: `mx_grouped_gemm` multiplies bfloat16 by e2m1. So the model
+    must run in bfloat16, or under an autocast to it. Each layer keeps its name, biases and hooks. Its weights become
+    the buffers `<weight>_blocks` and `<weight>_scales`, in the layout of a checkpoint of gpt-oss.
 
     The weights of gpt-oss are MXFP4 numbers. transformers dequantizes them to bfloat16 when it loads them, unless it
-    finds kernels to download. `quantize_weights` gives them their codes back, without loss. Each value is compared.
-    Weights of other models are rounded, so they are left unless `allow_lossy` is True.
+    finds kernels to download. `quantize_weights` gives them codes again, without loss. Each value is compared. The
+    bytes may differ from the checkpoint's in a block without large codes, which has several scales for the same values.
+    The weights of other models are no MXFP4 numbers. They are left, or rounded if `allow_lossy` is True.
 
     The layers have no gradient: a backward through them raises. A layer whose weights are on the meta device gets
-    empty buffers there, for `load_state_dict(..., assign=True)`.
+    empty buffers there, for `load_state_dict(..., assign=True)`. Experts of transformers ignore an expert index from E
+    on, and a negative one has no meaning.
 
     Args:
         model: the model, before DDP, `fully_shard` or `torch.compile` wraps it. Its experts' weights are bfloat16 or
             float32.
-        filter_fn: a function of an experts layer and its name. If it returns false, the layer is left as it is.
+        filter_fn: a function of an experts layer and its name. If it returns false, the layer is left as it is. It is
+            called for all layers before any layer changes.
         scaling: the rule of the scales, as for `mx_quantize`. MXFP4 numbers keep their values by `rceil`, `floor` and
             `even`, but not by `ceil`.
         allow_lossy: whether weights that are no MXFP4 numbers are rounded. The report then says how many changed.
@@ -158,10 +177,11 @@ def quantize_weights(
     Returns:
         A `QuantizedWeights`: the layers that hold MXFP4, the layers that were left, each with the reason, and bytes.
 
-    Special values: a NaN or an Inf of a weight is no MXFP4 number. With `allow_lossy`, its block of 32 becomes NaN.
+    Special values: a NaN or an Inf of a weight is no MXFP4 number. With `allow_lossy`, its block of 32 becomes NaN, and
+        so do all tokens of its expert.
 
     Raises:
-        TypeError: the model is not an `nn.Module`, or filter_fn is not a function.
+        TypeError: the model is not an `nn.Module`, filter_fn is not a function, or allow_lossy is not a bool.
         ValueError: scaling is unknown.
         RuntimeError: DDP, `fully_shard` or `torch.compile` has wrapped the model or a module in it.
 
@@ -179,6 +199,28 @@ def quantize_weights(
 
     Source: OCP MX v1.0, section 5.3.3 (e2m1); openai/gpt-oss, the tensors of its checkpoints.
     """
+    _check(model, filter_fn, scaling, allow_lossy)
+    report, shared = QuantizedWeights(), _shared(model)
+    layers = [(name, layer) for name, layer in model.named_modules() if _is_experts(layer)]
+    wanted = {name: filter_fn is None or bool(filter_fn(layer, name)) for name, layer in layers}
+    integrations = []
+    for name, layer in layers:
+        integration = None if isinstance(layer, (GroupedExperts, WeightOnlyExperts)) else integration_of(layer)
+        try:
+            if not wanted[name]:
+                raise ValueError("filter_fn returned false")
+            _hold(layer, name, integration, scaling, allow_lossy, report, shared)
+            integrations += [] if integration is None else [integration]
+        except (TypeError, ValueError) as refused:
+            report.left[name] = str(refused)
+    if not layers:
+        report.notes.append("no experts were found: no GroupedExperts, and no experts of transformers' interface")
+    for integration in dict.fromkeys(integrations):
+        report.notes += integration.after_hold(model)
+    return report
+
+
+def _check(model: object, filter_fn: object, scaling: object, allow_lossy: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_weights: the model is a {type(model).__name__}; needs an nn.Module")
     if filter_fn is not None and not callable(filter_fn):
@@ -186,69 +228,97 @@ def quantize_weights(
         raise TypeError(f"quantize_weights: filter_fn is a {kind}; needs a function of a layer and its name")
     if scaling not in SCALINGS:
         raise ValueError(f"quantize_weights: scaling = {scaling!r}; needs one of {', '.join(SCALINGS)}")
-    layers = list(model.named_modules())
-    for name, layer in layers:
+    if not isinstance(allow_lossy, bool):
+        raise TypeError(f"quantize_weights: allow_lossy = {allow_lossy!r}; needs a bool")
+    for name, layer in model.named_modules():
         if wrapper := wrapper_of(layer):
             where = f"the module {name!r}" if name else "the model"
-            raise RuntimeError(f"quantize_weights: {where} is already wrapped by {wrapper}. Call it before.")
-    report = QuantizedWeights()
-    integrations = []
-    for name, layer in layers:
-        if isinstance(layer, WeightOnlyExperts):
-            report.left[name] = "it holds MXFP4 already"
-            continue
-        integration = integration_of(layer)
-        if not (isinstance(layer, GroupedExperts) or integration is not None):
-            continue
-        try:
-            if filter_fn is not None and not filter_fn(layer, name):
-                raise ValueError("filter_fn returned false")
-            _hold(layer, name, integration, scaling, allow_lossy, report)
-            integrations += [] if integration is None else [integration]
-        except (TypeError, ValueError) as refused:
-            report.left[name] = str(refused)
-    for integration in dict.fromkeys(integrations):
-        integration.note_in_config(model)
-    return report
+            raise RuntimeError(
+                f"quantize_weights: {where} is already wrapped by {wrapper}. Quantize the plain model first, and wrap "
+                "it then."
+            )
 
 
-def _hold(layer: Any, name: str, integration: Any, scaling: str, allow_lossy: bool, report: QuantizedWeights) -> None:
+def _is_experts(layer: nn.Module) -> bool:
+    """Whether a module has the weights of several experts, so that the report names it."""
+    if isinstance(layer, (GroupedExperts, WeightOnlyExperts)) or integration_of(layer) is not None:
+        return True
+    stacked = any(weight.ndim >= 3 and weight.shape[0] > 1 for weight in layer.parameters(recurse=False))
+    return stacked and type(layer).__name__.endswith("Experts")
+
+
+def _shared(model: nn.Module) -> dict[int, str]:
+    """The weights that several modules have: their identity, and the names."""
+    names: dict[int, dict[int, str]] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(id(parameter), {})[id(module)] = key
+    return {weight: " and ".join(found.values()) for weight, found in names.items() if len(found) > 1}
+
+
+def _hold(
+    layer: Any, name: str, integration: Any, scaling: str, allow_lossy: bool, report: QuantizedWeights,
+    shared: dict[int, str],
+) -> None:  # fmt: skip
     """Quantize the weights of one layer. If the layer is left, this raises an error that says why."""
-    if isinstance(layer, GroupedExperts):
-        if type(layer) is not GroupedExperts or "compute" in vars(layer):
-            raise TypeError("it is a subclass of GroupedExperts, or its experts lie on several ranks")
-        if layer._cached:
-            raise ValueError("cache_weights holds codes of its weights; leave its with-block first")
-        weights = {key: getattr(layer, key) for key in layer.weight_names}
-    elif hasattr(integration, "weights_to_hold"):
-        weights = integration.weights_to_hold(layer)
-    else:
-        raise TypeError("quantize_weights knows no experts of this library")
+    weights = _weights_to_hold(layer, integration)
     for key, weight in weights.items():
+        if names := shared.get(id(getattr(layer, key))):
+            raise ValueError(f"one parameter is {names}; give each layer its own")
         check_parameters(type(layer).__name__, weight.dtype)
-        check_features(type(layer).__name__, MX_BLOCK_SIZE, **{f"the last dimension of {key}": weight.shape[-1]})
-    codes, changed, count = {}, 0, 0
+        if weight.shape[-1] % MX_BLOCK_SIZE:
+            raise ValueError(f"{key} has a width of {weight.shape[-1]}; MXFP4 needs a multiple of {MX_BLOCK_SIZE}")
+    on_meta = {weight.is_meta for weight in weights.values()}
+    if len(on_meta) > 1:
+        raise ValueError("a part of its weights is on the meta device; load all of them, or none")
+    codes, changed, odd = {}, 0, 0
     for key, weight in weights.items():
-        *codes[key], differ = mxfp4_of(weight.detach(), scaling)
-        changed, count = changed + differ, count + weight.numel()
+        *codes[key], more, more_odd = mxfp4_of(weight.detach(), scaling)
+        changed, odd = changed + more, odd + more_odd
+    count = sum(weight.numel() for weight in weights.values())
+    special = f", {odd} of them NaN or Inf, which make their blocks NaN" if odd else ""
     if changed and not allow_lossy:
-        raise ValueError(
-            f"{percent(changed / count)} of its weights are no MXFP4 numbers; allow_lossy=True rounds them"
-        )
+        share = f"{changed} of its {count} weights ({percent(changed / count)})"
+        raise ValueError(f"{share} are no MXFP4 numbers{special}; allow_lossy=True rounds them")
     report.bytes_before += sum(weight.nbytes for weight in weights.values())
     report.bytes_after += sum(t.nbytes for pair in codes.values() for t in pair)
     if isinstance(layer, GroupedExperts):
         layer.__class__ = WeightOnlyGroupedExperts  # type: ignore[assignment]
+        del layer.recipe
     else:
         integration.hold(layer)
+    wide = torch.float32 in {weight.dtype for weight in weights.values()} and not on_meta.pop()
     layer.take_codes(codes)
-    on_meta = any(weight.is_meta for weight in weights.values())
-    kept = f"{percent(changed / count)} of the values are rounded" if changed else "every value is kept"
-    report.held[name] = f"{type(layer).__name__}, {'empty on the meta device' if on_meta else kept}"
+    kept = f"{changed} of {count} values are rounded{special}" if changed else "every value is kept"
+    if next(iter(codes.values()))[0].is_meta:
+        kept = "empty on the meta device"
+    report.held[name] = f"{type(layer).__name__}, {kept}" + ("; run the model in bfloat16" if wide else "")
 
 
-def mxfp4_of(weight: Tensor, scaling: str) -> tuple[Tensor, Tensor, int]:
-    """The blocks and scales of experts' weights, and how many values they change.
+def _weights_to_hold(layer: Any, integration: Any) -> dict[str, Tensor]:
+    """The weights of a layer, by name: `(E, N, K)`. If the layer cannot hold MXFP4, this raises the reason."""
+    if isinstance(layer, WeightOnlyExperts):
+        raise TypeError("it holds MXFP4 already")
+    if "_hf_hook" in vars(layer):
+        raise TypeError("a hook of accelerate moves its weights; load the model onto one device")
+    if is_parametrized(layer):
+        raise TypeError("its weights are parametrized; torch.nn.utils.parametrize.remove_parametrizations ends this")
+    if isinstance(layer, QuantizesWeights) and layer._cached:
+        raise ValueError("cache_weights holds codes of its weights; leave its with-block first")
+    if isinstance(layer, GroupedExperts):
+        if "forward" in vars(layer):
+            raise TypeError("it has its own forward")
+        if type(layer) is not GroupedExperts:
+            raise TypeError(f"it is a {type(layer).__name__}, and not a plain GroupedExperts")
+        return {key: getattr(layer, key) for key in layer.weight_names}
+    if not hasattr(integration, "weights_to_hold"):
+        raise TypeError(f"quantize_weights does not know how {type(layer).__name__} computes")
+    found: dict[str, Tensor] = integration.weights_to_hold(layer)
+    return found
+
+
+def mxfp4_of(weight: Tensor, scaling: str) -> tuple[Tensor, Tensor, int, int]:
+    """The blocks and scales of experts' weights, how many values they change, and how many weights are NaN or Inf.
 
     Args:
         weight: `(E, N, K)`, bfloat16 or float32, of any strides. One expert after the other is quantized, so that
@@ -260,11 +330,12 @@ def mxfp4_of(weight: Tensor, scaling: str) -> tuple[Tensor, Tensor, int]:
     blocks = torch.empty(E, N, C, MX_BLOCK_SIZE // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(E, N, C, dtype=torch.uint8, device=weight.device)
     if weight.is_meta:
-        return blocks, scales, 0
-    changed = torch.zeros((), dtype=torch.int64, device=weight.device)
+        return blocks, scales, 0, 0
+    counts = torch.zeros(2, dtype=torch.int64, device=weight.device)  # read at the end, so that a GPU need not wait
     for e in range(E):
         qdata, scale = mxspec.mx_quantize(weight[e], elem_dtype=E2M1.name, scaling=scaling)
         back = mxspec.mx_dequantize(qdata, scale, out_dtype=weight.dtype)
-        changed += (back != weight[e]).sum()
+        counts += torch.stack([(back != weight[e]).sum(), (~weight[e].isfinite()).sum()])
         blocks[e], scales[e] = qdata.view(torch.uint8).view(N, C, -1), scale.view(torch.uint8)
-    return blocks, scales, int(changed)
+    changed, odd = counts.tolist()
+    return blocks, scales, changed, odd

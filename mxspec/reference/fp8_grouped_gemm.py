@@ -8,7 +8,7 @@ from torch import Tensor
 from mxspec.formats import FP8_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.common.fp8_numerics import blocks_of, square_values, values
-from mxspec.reference.common.groups import each_group, group_of_tokens
+from mxspec.reference.common.groups import each_group_with_tokens, group_of_tokens
 from mxspec.reference.common.numerics import round_once
 from mxspec.reference.fp8_gemm import MIN_SQNR_DB
 from mxspec.reference.mx_dequantize import OUT_DTYPES
@@ -126,7 +126,7 @@ def fp8_grouped_gemm(
     M, N = a.shape[0], b.shape[1]
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
     product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
-    # every token by every expert, because the host does not know how many tokens an expert has
-    for e in each_group(offs):
+    # every token by every expert that has tokens, because a GPU's host does not know which they are
+    for e in each_group_with_tokens(offs, group):
         product = torch.where(group == e, x @ square_values(b[e], b_scale[e]).t(), product)
     return round_once(product, out_dtype)

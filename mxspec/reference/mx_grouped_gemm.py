@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mxspec.formats import MX_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.common.groups import each_group, group_of_tokens, round_up
+from mxspec.reference.common.groups import each_group_with_tokens, group_of_tokens, round_up
 from mxspec.reference.common.matmul import (
     MIN_SQNR_DB,
     check_layout,
@@ -139,7 +139,7 @@ def mx_grouped_gemm(
         b_scale = from_blocked(b_scale, N, C)
     x, group = a.double() if a_scale is None else values(a, a_scale), group_of_tokens(offs, M)[:, None]
     product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
-    # every token by every expert, because the host does not know how many tokens an expert has
-    for e in each_group(offs):
+    # every token by every expert that has tokens, because a GPU's host does not know which they are
+    for e in each_group_with_tokens(offs, group):
         product = torch.where(group == e, x @ values(b[e], b_scale[e]).t(), product)
     return round_once(product, out_dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.reference.common import checks
-from mxspec.reference.common.groups import each_group, group_of_tokens, round_up
+from mxspec.reference.common.groups import each_group_with_tokens, group_of_tokens, round_up
 from mxspec.reference.common.matmul import MIN_SQNR_DB, check_layout, check_scale, from_blocked_m_groups
 from mxspec.reference.common.numerics import round_once
 from mxspec.reference.common.nvfp4_matmul import CODES, check_major, check_operands, per_byte, values
@@ -140,8 +140,8 @@ def nvfp4_grouped_gemm(
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
     T = (a_tensor_scale * b_tensor_scale).double()  # one rounding to fp32
     product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
-    # every token by every expert, because the host does not know how many tokens an expert has
-    for e in each_group(offs):
+    # every token by every expert that has tokens, because a GPU's host does not know which they are
+    for e in each_group_with_tokens(offs, group):
         w = values(b[e], None if b_scale is None else b_scale[e])
         product = torch.where(group == e, x @ w.t() * T[e], product)
     return round_once(product, out_dtype)

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import mxspec
+from mxspec import checkpoint
 from mxspec.check import default_device, sqnr_db
+from mxspec.checkpoint import CheckpointError
 from mxspec.nn import convert, quantize_weights
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra [transformers])")
@@ -83,7 +85,7 @@ def test_an_expert_of_another_device_adds_nothing():
 @torch.no_grad()
 def test_gpt_oss_is_saved_as_its_own_checkpoints_are_and_loads_without_bfloat16_weights(tmp_path: Path):
     """The tensors of the file are those that transformers and vLLM read: `_blocks` and `_scales`."""
-    from accelerate import init_empty_weights
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     from safetensors.torch import load_file
 
     model = model_of("GptOss")
@@ -102,7 +104,7 @@ def test_gpt_oss_is_saved_as_its_own_checkpoints_are_and_loads_without_bfloat16_
     assert list(quantize_weights(loaded).held) == EXPERTS
     assert all(torch.equal(t, held.state_dict()[name]) for name, t in loaded.state_dict().items())
 
-    with init_empty_weights(include_buffers=False):
+    with accelerate.init_empty_weights(include_buffers=False):
         empty = transformers.GptOssForCausalLM(config_of("GptOss"))
     assert set(quantize_weights(empty).held.values()) == {"GptOssExperts, empty on the meta device"}
     empty.load_state_dict(tensors, assign=True)
@@ -115,20 +117,40 @@ def test_what_cannot_hold_them_is_left():
         rounded.model.layers[0].mlp.experts.down_proj.normal_()
     report = quantize_weights(rounded)
     assert list(report.held) == EXPERTS[1:]
-    assert "of its weights are no MXFP4 numbers" in report.left[EXPERTS[0]]
+    assert "of its 98304 weights" in report.left[EXPERTS[0]]
+    assert report.notes[0].endswith("because only some of its experts hold MXFP4; store the state_dict")
+    assert "no loader reads MXFP4 experts of qwen3_moe" in str(quantize_weights(rounded, allow_lossy=True))
     assert not hasattr(rounded.config, "quantization_config"), "only gpt-oss has such a checkpoint"
     half = model_of("GptOss")
     quantize_weights(half, lambda layer, name: name == EXPERTS[0])
     assert not hasattr(half.config, "quantization_config"), "a part of the experts is no checkpoint of gpt-oss"
     trained = model_of("GptOss")
-    convert(trained, "mxfp8_rceil")
-    assert quantize_weights(trained).left == dict.fromkeys(
-        EXPERTS, "it trains by a recipe; call quantize_weights in place of convert"
-    )
+    plain = copy.deepcopy(trained)
+    convert(trained, "mxfp8_rceil", lambda layer, name: name in EXPERTS)
+    assert list(quantize_weights(trained).held) == EXPERTS, "a recipe ends where serving begins"
+    quantize_weights(plain)
+    with torch.no_grad():
+        assert torch.equal(trained(IDS).logits, plain(IDS).logits)
+    moved = model_of("GptOss")
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate.hooks.add_hook_to_module(moved.model.layers[0].mlp.experts, accelerate.hooks.ModelHook())
+    assert quantize_weights(moved).left == {
+        EXPERTS[0]: "a hook of accelerate moves its weights; load the model onto one device"
+    }
     held = model_of("GptOss")
     quantize_weights(held)
     assert convert(held, "mxfp8_rceil").left[EXPERTS[0]] == "it holds its weights in MXFP4, for inference"
     assert quantize_weights(held).left == dict.fromkeys(EXPERTS, "it holds MXFP4 already")
+
+
+def test_a_folder_of_another_model_is_refused_by_convert(tmp_path: Path):
+    """The plain weights of gpt-oss's experts are transposed, and those of other models are not."""
+    model = model_of("Qwen3Moe")
+    quantize_weights(model)
+    model.save_pretrained(tmp_path / "held")
+    with pytest.raises(CheckpointError, match="but the model_type is 'qwen3_moe', and its own may lie otherwise"):
+        checkpoint.convert(tmp_path / "held", tmp_path / "bf16", to="bf16")
+    assert checkpoint.inspect(tmp_path / "held").loaders["vLLM"] == "reads wrong"
 
 
 def test_wrong_arguments_and_a_backward_are_refused():

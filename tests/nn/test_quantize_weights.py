@@ -8,12 +8,15 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import parametrize
 
 import mxspec
 from mxspec.check import default_device
+from mxspec.checkpoint import CheckpointError, save, verify
 from mxspec.formats import SCALINGS
-from mxspec.nn import GroupedExperts, cache_weights, convert, quantize_weights
+from mxspec.nn import GroupedExperts, cache_weights, convert, quantize_weights, watch
 from mxspec.nn.weight_only import mxfp4_of
 
 DEVICE = default_device()
@@ -41,11 +44,12 @@ def test_mxfp4_numbers_keep_their_values_unless_the_rule_raises_their_scale(scal
     weight = every_mxfp4_block().to(DEVICE)
     if transposed:
         weight = weight.mT.contiguous().mT
-    blocks, scales, changed = mxfp4_of(weight, scaling)
+    blocks, scales, changed, special = mxfp4_of(weight, scaling)
     back = mxspec.mx_dequantize(
         blocks.flatten(-2).view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e8m0fnu), out_dtype=torch.float32
     )
     assert (changed > 0) == (scaling == "ceil")
+    assert special == 0
     assert int((back != weight).sum()) == changed
     if not changed:
         assert torch.equal(back.signbit(), weight.signbit())  # minus zero is a number of e2m1, too
@@ -120,17 +124,18 @@ def test_other_weights_are_left_unless_they_may_be_rounded():
     before = copy.deepcopy(model)
     report = quantize_weights(model)
     assert not report.held
-    assert re.fullmatch(
-        r"\d+\.\d% of its weights are no MXFP4 numbers; allow_lossy=True rounds them", report.left["experts"]
-    )
+    words = r"\d+ of its 55296 weights \(\d+\.\d%\) are no MXFP4 numbers; allow_lossy=True rounds them"
+    assert re.fullmatch(words, report.left["experts"])
     assert all(torch.equal(*both) for both in zip(model.parameters(), before.parameters(), strict=True))
     report = quantize_weights(model, allow_lossy=True)
-    assert re.search(r"experts: WeightOnlyGroupedExperts, \d+\.\d% of the values are rounded", str(report))
+    assert re.search(r"experts: WeightOnlyGroupedExperts, \d+ of 55296 values are rounded$", str(report))
     assert quantize_weights(model).left == {"experts": "it holds MXFP4 already"}
     nan = of_mxfp4_numbers()
     with torch.no_grad():
         nan.w_down[1, 2, 3] = torch.nan
-    assert "0.1% of its weights" in quantize_weights(nan).left[""]
+    words = "1 of them NaN or Inf, which make their blocks NaN"
+    assert quantize_weights(nan).left[""].startswith(f"32 of its 55296 weights (0.1%) are no MXFP4 numbers, {words}")
+    assert words in quantize_weights(nan, allow_lossy=True).held[""]
 
 
 def test_a_backward_through_the_codes_names_the_layer():
@@ -146,16 +151,82 @@ def test_what_is_left_has_a_reason():
         return reason
 
     assert only(experts(), filter_fn=lambda layer, name: False) == "filter_fn returned false"
-    assert "w_gate_up = 48 must be a multiple of 32" in only(GroupedExperts(2, 48, 64, "bf16", dtype=torch.bfloat16))
+    narrow = GroupedExperts(2, 48, 64, "bf16", dtype=torch.bfloat16)
+    assert only(narrow) == "w_gate_up has a width of 48; MXFP4 needs a multiple of 32"
     assert "parameters have dtype torch.float16" in only(experts().half())
 
     class Mine(GroupedExperts):
         pass
 
-    assert "subclass of GroupedExperts" in only(Mine(2, 64, 64))
+    assert only(Mine(2, 64, 64)) == "it is a Mine, and not a plain GroupedExperts"
+    patched = experts()
+    patched.forward = lambda x, offs: x
+    assert only(patched) == "it has its own forward"
+    parametrized = experts()
+    parametrize.register_parametrization(parametrized, "w_down", nn.Identity())
+    assert "its weights are parametrized" in only(parametrized)
+    half = experts()
+    half.w_down = nn.Parameter(half.w_down.to("meta"))
+    assert only(half) == "a part of its weights is on the meta device; load all of them, or none"
+
+    class StackedExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2, 32, 32))
+
+    assert only(StackedExperts()) == "quantize_weights does not know how StackedExperts computes"
+    two = nn.ModuleDict({"a": experts(), "b": experts()})
+    two["b"].w_down = two["a"].w_down
+    assert quantize_weights(two, allow_lossy=True).left == dict.fromkeys(
+        "ab", "one parameter is a.w_down and b.w_down; give each layer its own"
+    )
+    assert "no experts were found" in str(quantize_weights(nn.Linear(32, 32)))
     layer = experts()
     with cache_weights(layer):
         assert "cache_weights holds codes" in only(layer)
+
+
+def test_a_filter_that_raises_changes_nothing():
+    model = nn.ModuleDict({"a": of_mxfp4_numbers(), "b": of_mxfp4_numbers()})
+    with pytest.raises(KeyError):
+        quantize_weights(model, lambda layer, name: {"a": True}[name])
+    with pytest.raises(TypeError, match="positional argument"):
+        quantize_weights(model, lambda layer: True)
+    assert all(type(layer) is GroupedExperts for layer in model.values())
+
+
+def test_a_state_dict_is_loaded_by_its_bits():
+    layer, (x, offs) = of_mxfp4_numbers(), tokens()
+    quantize_weights(layer)
+    out = layer(x, offs)
+    views = {"blocks": torch.float4_e2m1fn_x2, "scales": torch.float8_e8m0fnu}
+    state = {name: t.clone().view(views[name.rpartition("_")[2]]) for name, t in layer.state_dict().items()}
+    for name in ("w_gate_up_scales", "w_down_blocks"):
+        getattr(layer, name).zero_()
+    layer.load_state_dict(state)
+    assert torch.equal(layer(x, offs), out)
+    with pytest.raises(TypeError, match=r"w_down_scales has dtype torch.float32; needs codes in torch\.uint8"):
+        layer.load_state_dict({**state, "w_down_scales": torch.zeros(E, DIM, HIDDEN // 32)})
+
+
+def test_tokens_of_any_strides_and_float32_weights_that_run_in_bfloat16():
+    layer, (x, offs) = of_mxfp4_numbers().float(), tokens()
+    assert quantize_weights(layer).held[""].endswith("every value is kept; run the model in bfloat16")
+    assert torch.equal(layer(x.mT.contiguous().mT, offs), layer(x, offs))
+
+
+def test_watch_and_save_say_that_the_layer_holds_mxfp4(tmp_path):
+    model = nn.ModuleDict({"experts": of_mxfp4_numbers()})
+    quantize_weights(model)
+    with watch(model) as seen:
+        model["experts"](*tokens())
+    assert "holds its weights in MXFP4" in seen.unwatched()["experts"]
+    with pytest.raises(CheckpointError, match=r"save: experts holds its weights in MXFP4 \(quantize_weights\)"):
+        save(model, tmp_path / "new", to="mxfp8")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"verify: experts holds its weights in MXFP4"):
+        verify(model, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +235,7 @@ def test_what_is_left_has_a_reason():
         (lambda: quantize_weights(torch.ones(2)), TypeError, "the model is a Tensor; needs an nn.Module"),
         (lambda: quantize_weights(experts(), "all"), TypeError, "filter_fn is a str; needs a function"),
         (lambda: quantize_weights(experts(), scaling="up"), ValueError, "scaling = 'up'; needs one of"),
+        (lambda: quantize_weights(experts(), allow_lossy="no"), TypeError, "allow_lossy = 'no'; needs a bool"),
         (lambda: quantize_weights(torch.compile(experts())), RuntimeError, "already wrapped by torch.compile"),
     ],
 )
@@ -175,6 +247,7 @@ def test_wrong_arguments_are_refused(call, error, words):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
+        (lambda x, offs: (x.half(), offs), TypeError, "float16; MXFP4 weights need tokens in torch.bfloat16"),
         (lambda x, offs: (x.float(), offs), TypeError, "input has dtype torch.float32; MXFP4 weights need tokens in"),
         (lambda x, offs: (x[:, 1:], offs), ValueError, f"input has shape (20, {DIM - 1}); needs"),
         (lambda x, offs: (x[None], offs), ValueError, f"needs (M, {DIM})"),

@@ -7,6 +7,8 @@ index of a row's group is the number of groups that end at or before the row.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -31,6 +33,16 @@ def each_group(offs: Tensor) -> range:
     """
     G = offs.shape[0]
     return range(min(G, 1) if offs.is_meta or isinstance(offs, FakeTensor) else G)
+
+
+def each_group_with_tokens(offs: Tensor, group: Tensor) -> Iterable[int]:
+    """As `each_group`, but on a CPU without groups that have no tokens. group: `group_of_tokens` of offs.
+
+    128 experts have weights of gigabytes, and few tokens go to few experts.
+    """
+    if type(offs) is not Tensor or offs.device.type != "cpu":  # reading a GPU's values would wait for it
+        return each_group(offs)
+    return [e for e in group.unique().tolist() if e < offs.shape[0]]
 
 
 def bounds(offs: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
