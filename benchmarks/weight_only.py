@@ -2,9 +2,10 @@
 
     python benchmarks/weight_only.py [--json FILE]
 
-One experts layer of gpt-oss-20b: 32 experts of 2880 x 2880, four for a token, with random MXFP4 weights and biases. It
-computes the whole layer: the sorting by expert, two grouped matmuls, biases, the activation, and the weighted sum. The
-contenders take turns: transformers' `grouped_mm` and `convert(model, "bf16")`, both with bfloat16 weights, and MXFP4.
+One experts layer of gpt-oss-120b: 128 experts of 2880 x 2880, four for a token, with random MXFP4 weights and biases.
+The time is that of the whole layer: the sorting by expert, two grouped matmuls, biases, the activation, and the
+weighted sum. The contenders take turns: transformers' `grouped_mm` and `convert(model, "bf16")`, both with bfloat16
+weights, and MXFP4.
 Without a GPU it checks a small layer, and its times say nothing.
 """
 
@@ -34,12 +35,13 @@ COMMAND = "python benchmarks/weight_only.py"
 MIN_SQNR_DB = 40  # of the layer's bfloat16 result against transformers': the sums have another order
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 PACE = Pace(0.1, 40_000, 20_000, settle_us=40_000, rounds=5)
+SIZES = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128}
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4}
 
 
 def experts(gpu: bool) -> Any:
     """A model with one experts layer of random MXFP4 numbers."""
-    sizes: dict[str, Any] = {} if gpu else SMALL
+    sizes: dict[str, Any] = SIZES if gpu else SMALL
     config = GptOssConfig(num_hidden_layers=1, **sizes)
     config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)

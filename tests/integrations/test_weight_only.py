@@ -16,6 +16,7 @@ from mxspec import checkpoint
 from mxspec.check import default_device, sqnr_db
 from mxspec.checkpoint import CheckpointError
 from mxspec.nn import convert, quantize_weights
+from tests.helpers import ROOT, module_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra [transformers])")
 DEVICE = default_device()
@@ -167,3 +168,22 @@ def test_wrong_arguments_and_a_backward_are_refused():
         layer(x, index, weights[1:])
     with pytest.raises(RuntimeError, match="GptOssExperts: the layer holds its weights in MXFP4, for inference"):
         model(IDS, labels=IDS).loss.backward()
+
+
+def test_its_benchmark_compares_and_stores_the_figures_of_the_guide(tmp_path: Path, monkeypatch):
+    benchmark = module_of(ROOT / "benchmarks" / "weight_only.py")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # on a GPU, it takes minutes
+    monkeypatch.setattr(benchmark, "PACE", benchmark.Pace(0, 1, 1, rounds=1))
+    benchmark.main(["--json", str(tmp_path / "run.json")])
+    (row,) = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert list(row["times"]) == ["transformers bf16", "mxspec bf16", "mxspec MXFP4"]
+    monkeypatch.setattr(benchmark, "sqnr_db", lambda *both: 39.0)
+    with pytest.raises(AssertionError, match=r"transformers bf16, 4 tokens: 39\.0 dB; needs 40"):
+        benchmark.main([])
+    stored = json.loads((ROOT / "benchmarks/results/weight_only/h200-2026-11-29-gpt-oss-120b.json").read_text())
+    guide = (ROOT / "docs" / "guides" / "checkpoints.md").read_text()
+    for row in stored["rows"]:
+        ours, theirs = row["times"]["mxspec MXFP4"], row["times"]["transformers bf16"]
+        cells = [f"{of['us']:.0f}, {of['call_us']:.0f}" for of in (ours, theirs)]
+        ratios = ", ".join(f"{theirs[key] / ours[key]:.2f}" for key in ("us", "call_us"))
+        assert f"\n| {row['tokens']} | {cells[0]} | {cells[1]} | {ratios} |\n" in guide
