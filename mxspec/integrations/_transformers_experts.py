@@ -106,8 +106,8 @@ def _made(kind: type, weight_names: tuple[str, str], base: Any) -> Any:
     return type(kind.__name__, (base, kind), own)
 
 
-def _new(kind: type, weight_names: tuple[str, str], base: Any) -> Any:
-    """An empty converted layer, for copies and pickles."""
+def _new(kind: type, weight_names: tuple[str, str], base: Any = Experts) -> Any:
+    """An empty converted layer, for copies and pickles. An older pickle has no base."""
     made = class_of(kind, weight_names, base)
     return made.__new__(made)
 

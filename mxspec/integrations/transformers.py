@@ -16,7 +16,7 @@ The interface came with transformers 5.0.0 (huggingface/transformers#42697). Tes
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -89,10 +89,12 @@ def after_hold(model: Any) -> list[str]:
 
     With this config, `save_pretrained` writes a checkpoint as gpt-oss has it.
     """
-    layers, config = list(filter(is_experts, model.modules())), cast("Any", getattr(model, "config", None))
-    if config is None:
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
         return []
-    whole = all(isinstance(layer, WeightOnly) for layer in layers)
+    config: Any = model.config
+    whole = all(isinstance(layer, WeightOnly) for layer in model.modules() if is_experts(layer))
     if whole and config.model_type == "gpt_oss":
         plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": plain}

@@ -126,7 +126,7 @@ def fp8_grouped_gemm(
     M, N = a.shape[0], b.shape[1]
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
     product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
-    # every token by every expert that has tokens, because a GPU's host does not know which they are
+    # each expert multiplies all tokens: on a GPU, the host does not know which of them are its own
     for e in each_group_with_tokens(offs, group):
         product = torch.where(group == e, x @ square_values(b[e], b_scale[e]).t(), product)
     return round_once(product, out_dtype)

@@ -140,7 +140,7 @@ def nvfp4_grouped_gemm(
     x, group = values(a, a_scale), group_of_tokens(offs, M)[:, None]
     T = (a_tensor_scale * b_tensor_scale).double()  # one rounding to fp32
     product = torch.zeros(M, N, dtype=torch.float64, device=a.device)
-    # every token by every expert that has tokens, because a GPU's host does not know which they are
+    # each expert multiplies all tokens: on a GPU, the host does not know which of them are its own
     for e in each_group_with_tokens(offs, group):
         w = values(b[e], None if b_scale is None else b_scale[e])
         product = torch.where(group == e, x @ w.t() * T[e], product)
