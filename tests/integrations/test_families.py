@@ -39,7 +39,7 @@ def model_of(family: str, layers: int = LAYERS) -> nn.Module:
 @pytest.mark.parametrize("family", [*DENSE, *EXPERTS, *OTHER_EXPERTS])
 def test_each_parameter_is_converted_or_named_with_a_reason(family, adapter, recipe, monkeypatch):
     if not adapter:
-        monkeypatch.setattr(conversion, "_integration", lambda layer: None)
+        monkeypatch.setattr(conversion, "integration_of", lambda layer: None)
     model = model_of(family)
     before = dict(model.named_parameters(remove_duplicate=False))
     report = convert(model, recipe)
