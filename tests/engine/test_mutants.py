@@ -441,7 +441,7 @@ HELION = [
         ("halves of a byte exchanged", "hl.join(even * 2.0**126, odd", "hl.join(odd * 2.0**126, odd"),
         ("smallest codes lost", "(pairs << 22) & 0x01C00000", "(pairs << 22) & 0x01800000")),
     *mutants("nvfp4_quantize", "every code and tie, float32", "common.numerics",
-        ("nibbles exchanged", "code = low | (high << 4)", "code = high | (low << 4)")),
+        ("nibbles exchanged", "(even | (odd << 4))", "(odd | (even << 4))")),
     *mutants("nvfp4_quantize", "inf in a block, float32, 1x16", "common.nvfp4_numerics",
         ("codes of a NaN block with signs",
          "torch.where(wrong.unsqueeze(2), 7, e2m1_code(magnitude.clamp(max=6.0), x, byte))",
