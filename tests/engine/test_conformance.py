@@ -113,7 +113,7 @@ def test_cases_on_a_gpu(op, backend):
     pytest.skip("the valid cases of a kernel need a GPU, or an interpreter for the cases written by hand")
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="interpreted, each behaviour takes a minute")
 @pytest.mark.parametrize(
     ("op", "backend"),

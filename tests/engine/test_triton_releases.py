@@ -126,6 +126,7 @@ def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str, nam
 # --- results that no release may change ---------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 def test_every_launch_says_whether_sums_are_fused(monkeypatch):
     from triton.runtime.jit import JITFunction
 

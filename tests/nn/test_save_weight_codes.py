@@ -126,6 +126,7 @@ def by_values(request, monkeypatch, made, recipe):
     return request.param
 
 
+@pytest.mark.turns(3)
 @each_dtype
 @each_recipe
 @each_layer
