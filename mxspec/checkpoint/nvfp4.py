@@ -77,15 +77,17 @@ def mxfp4_to_nvfp4(
 
     Args:
         codes: `(N, K/2)` uint8 or float4_e2m1fn_x2, two e2m1 codes in a byte, the even K in the low nibble. On the CPU.
-        scale: `(N, K/32)` uint8 or float8_e8m0fnu. K is a multiple of 32.
-        exponent: t, from -126 to 126, for tensors that share a tensor scale. None chooses it from `exponents`.
+            Or `(E, N, K/2)`, the weights of experts.
+        scale: `(N, K/32)`, or `(E, N, K/32)`, uint8 or float8_e8m0fnu. K is a multiple of 32.
+        exponent: t, from -126 to 126, for tensors that share a tensor scale. None chooses it from `exponents`, for each
+            expert.
 
     Returns:
         `(qdata, scale, tensor_scale)`, or a NotLossless that counts the blocks of MXFP4.
 
-        - qdata: `(N, K/2)`, in the dtype and layout of codes.
-        - scale: `(N, K/16)` float8_e4m3fn powers of two.
-        - tensor_scale: float32, `()`: `2^t`, a multiplier. Its reciprocal is exact too.
+        - qdata: `(N, K/2)` or `(E, N, K/2)`, in the dtype of codes.
+        - scale: `(N, K/16)` or `(E, N, K/16)`, float8_e4m3fn powers of two.
+        - tensor_scale: float32, `()` or `(E,)`: `2^t`, a multiplier. Its reciprocal is exact too.
 
     Special values: a block with the byte 255 (NaN) is not lossless. Minus zero stays minus zero.
 
@@ -101,6 +103,8 @@ def mxfp4_to_nvfp4(
 
     Source: OCP MX v1.0, section 5.3.3 (e2m1); OFP8 v1.0, table 1 (e4m3).
     """
+    if isinstance(codes, Tensor) and codes.ndim == 3:
+        return _of_experts(codes, scale, exponent)
     packed, scale = in_bytes("mxfp4_to_nvfp4", codes, scale)
     if exponent is not None and not isinstance(exponent, int):
         raise TypeError(f"mxfp4_to_nvfp4: exponent is {exponent!r}; needs an integer or None")
@@ -114,6 +118,22 @@ def mxfp4_to_nvfp4(
     if bool(failed.any()):
         return NotLossless(failed.numel(), int(failed.sum()), first_failed(failed), _why(packed, scale))
     return out.view(codes.dtype), scales, torch.exp2(torch.tensor(float(t)))
+
+
+def _of_experts(codes: Tensor, scale: Tensor, exponent: int | None) -> tuple[Tensor, Tensor, Tensor] | NotLossless:
+    """`mxfp4_to_nvfp4` of a stack of matrices."""
+    if not isinstance(scale, Tensor) or scale.ndim != 3 or len(scale) != len(codes) or len(codes) == 0:
+        found = tuple(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
+        raise ValueError(
+            f"mxfp4_to_nvfp4: codes are {tuple(codes.shape)} and scale is {found}; needs (E, N, K/2) and (E, N, K/32)"
+        )
+    made = [mxfp4_to_nvfp4(q, s, exponent=exponent) for q, s in zip(codes, scale, strict=True)]
+    failed = [(e, one) for e, one in enumerate(made) if isinstance(one, NotLossless)]
+    if failed:
+        e, first = failed[0]
+        return NotLossless(scale.numel(), sum(one.failed for _, one in failed), (e, *first.first), first.why)
+    q, s, t = zip(*(one for one in made if not isinstance(one, NotLossless)), strict=True)
+    return torch.stack([x.view(torch.uint8) for x in q]).view(codes.dtype), torch.stack(s), torch.stack(t)
 
 
 def exponents(codes: Tensor, scale: Tensor) -> tuple[int, int, int]:

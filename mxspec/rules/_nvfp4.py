@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mxspec.formats import E2M1, E4M3FN, NVFP4_BLOCK_SIZE
 from mxspec.reference.common.numerics import saturating_cast
@@ -38,6 +39,8 @@ def quantize(
     NaN. None says that the result depends on the machine; such a call is refused.
     """
     check_args(x, tensor_amax, axis=axis, block=block, scale_layout=scale_layout)
+    if x.is_meta or isinstance(x, FakeTensor):
+        raise ValueError(f"nvfp4_quantize: the rule of {peer} reads values, and x has none: it is on meta, or fake")
     if block == "16x16" and not squares:
         raise NotImplementedError(f"nvfp4_quantize: {peer} has no block = '16x16'; needs '1x16'")
     if axis == -2:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mxspec import nvfp4_dequantize, nvfp4_quantize
+from mxspec import mx_grouped_gemm, nvfp4_dequantize, nvfp4_grouped_gemm, nvfp4_quantize
 from mxspec.checkpoint import CheckpointError, NotLossless, convert, inspect, mxfp4_to_nvfp4, verify
 from mxspec.checkpoint.fused import layer_of
 from mxspec.checkpoint.nvfp4 import divisor_of, exponents
@@ -313,6 +313,31 @@ def test_zeros_have_any_exponent_and_a_nan_has_none():
     codes[0, 3] = 0x71
     found = mxfp4_to_nvfp4(codes, torch.tensor([[255], [127]], dtype=torch.uint8))
     assert (found.failed, found.first, found.why) == (1, (0, 0), "a byte 255 (NaN)")
+
+
+def test_experts_have_a_tensor_scale_each_and_multiply_as_before():
+    torch.manual_seed(0)
+    codes = torch.randint(0, 256, (3, 8, 32), dtype=torch.uint8)
+    of_expert = torch.tensor([0, 9, 4], dtype=torch.uint8)[:, None, None]
+    scale = torch.randint(118, 130, (3, 8, 2), dtype=torch.uint8) + of_expert
+    q, s, t = mxfp4_to_nvfp4(codes.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e8m0fnu))
+    assert (q.dtype, len(t.unique())) == (torch.float4_e2m1fn_x2, 3)
+    for e in range(3):
+        alone = mxfp4_to_nvfp4(codes[e], scale[e])
+        assert q[e].view(torch.uint8).equal(alone[0])
+        assert s[e].view(torch.uint8).equal(alone[1].view(torch.uint8))
+        assert t[e] == alone[2]
+    x, offs = torch.randn(9, 64).bfloat16(), torch.tensor([2, 5, 9], dtype=torch.int32)
+    mxfp4 = codes.view(q.dtype), scale.view(torch.float8_e8m0fnu)
+    expected = mx_grouped_gemm(x, None, *mxfp4, offs, scale_layout="plain")
+    assert nvfp4_grouped_gemm(x, None, torch.ones(3), q, s, t, offs, scale_layout="plain").equal(expected)
+
+    scale[1, 4, 1], scale[2, 0, 0] = 255, 255
+    found = mxfp4_to_nvfp4(codes, scale)
+    assert (found.blocks, found.failed, found.first, found.why) == (48, 2, (1, 4, 1), "a byte 255 (NaN)")
+    for wrong in (scale[0], scale[:2], scale.tolist()):
+        with pytest.raises(ValueError, match=r"codes are \(3, 8, 32\) and scale is .*; needs \(E, N, K/2\)"):
+            mxfp4_to_nvfp4(codes, wrong)
 
 
 @pytest.mark.parametrize("code", range(1, 8))

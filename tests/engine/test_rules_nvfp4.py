@@ -241,3 +241,9 @@ def test_a_right_kernel_needs_no_rule():
     assert rules.explaining("nvfp4_quantize", args, {}, nvfp4_quantize(*args))[0] == "contract"
     square = nvfp4_quantize(*args, block="16x16")
     assert rules.explaining("nvfp4_quantize", args, {}, square) == ["contract, block='16x16'"]
+
+
+@pytest.mark.parametrize("peer", ["te", "torchao", "modelopt", "compressed_tensors", "vllm"])
+def test_a_rule_needs_values(peer):
+    with pytest.raises(ValueError, match="reads values, and x has none: it is on meta, or fake"):
+        getattr(rules, peer).nvfp4_quantize(torch.empty(16, 32, dtype=torch.bfloat16, device="meta"))
