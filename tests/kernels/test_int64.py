@@ -38,7 +38,7 @@ def ends(last):
     return without_the_middle
 
 
-@pytest.mark.turns(8)
+@pytest.mark.turns(16)
 @pytest.mark.parametrize(("op", "case"), LARGE)
 def test_the_last_programs_write_the_last_rows(op, case):
     args = case.args()
