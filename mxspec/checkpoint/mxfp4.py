@@ -66,7 +66,10 @@ def in_bytes(name: str, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name}: {what} is on {t.device}; needs a tensor on the CPU")
     of_block, grid = MX_BLOCK_SIZE // 2, tuple(scale.shape)
     if codes.ndim != 2 or codes.shape[1] % of_block or grid != (codes.shape[0], codes.shape[1] // of_block):
-        raise ValueError(f"{name}: codes are {tuple(codes.shape)} and scale is {grid}; needs (N, K/2) and (N, K/32)")
+        more = ". Call codes.flatten(-2) first" if codes.ndim == 4 else ""  # gpt-oss's blocks
+        raise ValueError(
+            f"{name}: codes are {tuple(codes.shape)} and scale is {grid}; needs (N, K/2) and (N, K/32){more}"
+        )
     return codes.view(torch.uint8), scale.view(torch.uint8)
 
 

@@ -106,7 +106,7 @@ def mxfp4_to_nvfp4(
     if isinstance(codes, Tensor) and codes.ndim == 3:
         return _of_experts(codes, scale, exponent)
     packed, scale = in_bytes("mxfp4_to_nvfp4", codes, scale)
-    if exponent is not None and not isinstance(exponent, int):
+    if exponent is not None and (not isinstance(exponent, int) or isinstance(exponent, bool)):
         raise TypeError(f"mxfp4_to_nvfp4: exponent is {exponent!r}; needs an integer or None")
     if exponent is not None and not EXPONENTS[0] <= exponent <= EXPONENTS[1]:
         raise ValueError(f"mxfp4_to_nvfp4: exponent is {exponent}; needs a number from -126 to 126")
@@ -122,10 +122,13 @@ def mxfp4_to_nvfp4(
 
 def _of_experts(codes: Tensor, scale: Tensor, exponent: int | None) -> tuple[Tensor, Tensor, Tensor] | NotLossless:
     """`mxfp4_to_nvfp4` of a stack of matrices."""
-    if not isinstance(scale, Tensor) or scale.ndim != 3 or len(scale) != len(codes) or len(codes) == 0:
-        found = tuple(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"mxfp4_to_nvfp4: scale is {type(scale).__name__}; needs a tensor of uint8 or {E8M0FNU.dtype}")
+    (E, N, stored), of_block = codes.shape, MX_BLOCK_SIZE // 2
+    if E == 0 or stored % of_block or tuple(scale.shape) != (E, N, stored // of_block):
         raise ValueError(
-            f"mxfp4_to_nvfp4: codes are {tuple(codes.shape)} and scale is {found}; needs (E, N, K/2) and (E, N, K/32)"
+            f"mxfp4_to_nvfp4: codes are {(E, N, stored)} and scale is {tuple(scale.shape)}; needs (E, N, K/2) and "
+            "(E, N, K/32), with at least one expert and K a multiple of 32"
         )
     made = [mxfp4_to_nvfp4(q, s, exponent=exponent) for q, s in zip(codes, scale, strict=True)]
     failed = [(e, one) for e, one in enumerate(made) if isinstance(one, NotLossless)]

@@ -84,23 +84,33 @@ def hold(layer: Any) -> None:
     _run_by_us(layer)
 
 
-def after_hold(model: Any) -> list[str]:
-    """Let the config of gpt-oss say that its experts are MXFP4, and say how the model can be saved.
+def after_hold(model: nn.Module) -> list[str]:
+    """Let the config of each gpt-oss say that its experts are MXFP4, and say how other models can be stored.
 
     With this config, `save_pretrained` writes a checkpoint as gpt-oss has it.
     """
     from transformers import PreTrainedModel
 
-    if not isinstance(model, PreTrainedModel):
-        return []
-    config: Any = model.config
-    whole = all(isinstance(layer, WeightOnly) for layer in model.modules() if is_experts(layer))
-    if whole and config.model_type == "gpt_oss":
-        plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-        config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
-        return []
-    why = f"no loader reads MXFP4 experts of {config.model_type}" if whole else "only some of its experts hold MXFP4"
-    return [f"save_pretrained would write a folder that loads with random experts, because {why}; store the state_dict"]
+    notes = []
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for module in models:
+        config: Any = module.config
+        layers = [layer for layer in module.modules() if is_experts(layer)]
+        whole = all(isinstance(layer, WeightOnly) for layer in layers)
+        if whole and config.model_type == "gpt_oss":
+            plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+            config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+        elif layers:
+            kind = config.model_type
+            why = f"no loader reads MXFP4 experts of {kind}" if whole else "not all of its experts hold MXFP4"
+            stored = "save_pretrained would write a folder that loads with random experts"
+            notes.append(f"{stored}, because {why}; store the state_dict")
+    if not models:
+        notes.append(
+            "no config of a model says that the experts hold MXFP4; call quantize_weights of the whole model before "
+            "save_pretrained"
+        )
+    return list(dict.fromkeys(notes))
 
 
 def _check_experts(layer: Any) -> None:

@@ -42,7 +42,7 @@ class Bound:
     """The bound of one call: its instructions, its bytes, and their times on one GPU.
 
     Attributes:
-        elements: the number of elements of the largest output.
+        elements: the number of elements of the largest input or output. Two e2m1 codes in a byte count as one.
         instructions: the instructions of all threads of all kernels, each counted once.
         loops: the kernels whose main loop writes memory. Its instructions are counted once and run more often.
         bytes_moved: the bytes of inputs and outputs.
@@ -139,7 +139,7 @@ def table(found: Sequence[Bound]) -> Any:
         "case",
         "GPU",
         title="Bounds, from the data sheet and the machine code. Compiled, not run.",
-        caption="instructions: for an element of the largest output; +: a loop is counted once and runs more often",
+        caption="instructions: for an element of the largest tensor; +: a loop is counted once and runs more often",
     )
     for column in ("instructions", "us to issue them", "us to move the bytes", "bound by"):
         shown.add_column(column, justify="right")

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import signal
 import sys
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -44,10 +45,13 @@ def _table(results: Sequence[Result]) -> Any:
     return table
 
 
-def _print_bounds(calls: Sequence[tuple[str, str, str]], as_json: bool) -> int:
+def _print_bounds(calls: Sequence[tuple[str, str, str]], as_json: bool, named: bool) -> int:
     from rich.console import Console
 
     found = [b for call in calls for b in bound.bounds(*call)]
+    for op in dict.fromkeys(op for op, *_ in calls):
+        if named and not any(b.op == op for b in found):
+            print(f"mxspec: compile --bound: {op} has no bound: it is no quantizer", file=sys.stderr)
     if as_json:
         print(json.dumps([dataclasses.asdict(b) | {"an_element": b.an_element, "binds": b.binds} for b in found]))
     elif found:
@@ -59,12 +63,15 @@ def _print_bounds(calls: Sequence[tuple[str, str, str]], as_json: bool) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mxspec compile", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--op", nargs="+", choices=ops(), help="compile only these ops; default: all ops")
+    op_help = "compile only these ops; default: all ops"
+    parser.add_argument("--op", nargs="+", action="extend", choices=ops(), metavar="OP", help=op_help)
     parser.add_argument(
         "--backend", choices=[b for b in backends() if b != "reference"], help="default: every backend with a kernel"
     )
     parser.add_argument("--target", choices=TARGETS, help="sm90 is Hopper, sm100 is Blackwell; default: both")
-    cover_help = "compile fewer cases: enough to have each kernel (0), each option (1) or each pair of options (2)"
+    cover_help = (
+        "compile fewer cases: enough to have each kernel (0), each option (1) or each pair of options (2); default: all"
+    )
     parser.add_argument("--cover", type=int, choices=(0, 1, 2), help=cover_help)
     parser.add_argument("--json", action="store_true", help="print all results as JSON, without the PTX")
     bound_help = "print what bounds each quantizer: the GPU's memory, or the instructions of its machine code"
@@ -79,8 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             having.setdefault(backend, []).append(op)
     if not having:
         parser.error("no kernel is of that op and that backend")
+    if asked.bound and asked.cover is not None:
+        parser.error("got --bound and --cover; --bound has cases of its own")
+    for op in asked.op or ():
+        if not any(op in names for names in having.values()):
+            print(f"mxspec: compile: {op} was not compiled: it has no kernel in {asked.backend}", file=sys.stderr)
     if asked.bound:
-        return _print_bounds([(op, b, target) for b in having for op in having[b] for target in targets], asked.json)
+        return _print_bounds(
+            [(op, b, target) for b in having for op in having[b] for target in targets], asked.json, bool(asked.op)
+        )
     jobs: list[tuple[str, str, str, Collection[str] | None]] = []
     for backend, target in itertools.product(having, targets):
         planned = {} if asked.cover is None else plan(tuple(having[backend]), backend, target, asked.cover)
@@ -105,8 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             cases.setdefault(f"{r.op}, {r.backend}, {r.target}: " + "\n".join(r.problems), []).append(r.case)
         for problem, names in cases.items():
             console.print(f"{problem}\n  in: {'; '.join(names)}")
-        skipped = sum(bool(r.skipped) for r in results)
-        console.print(f"{len(results) - skipped - len(failed)} cases are right, {len(failed)} wrong, {skipped} skipped")
+        skipped = Counter(r.skipped for r in results if r.skipped)
+        right = len(results) - skipped.total() - len(failed)
+        console.print(f"{right} cases are right, {len(failed)} wrong, {skipped.total()} skipped")
+        for why, count in skipped.most_common():
+            console.print(f"  {count} skipped: {why}")
     if all(r.skipped for r in results):
         print("mxspec: compile: nothing was compiled: every case is skipped", file=sys.stderr)
         return 1

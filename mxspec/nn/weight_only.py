@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,20 @@ from mxspec.nn.experts import GroupedExperts
 from mxspec.nn.grouped_mm import check_offs
 
 
+# An operator, because a compiled graph cannot raise by itself. Its traced backward has this call.
+@torch.library.custom_op("mxspec::no_gradient_of_held_weights", mutates_args=())
+def _no_gradient(grad: Tensor, name: str, shape: Sequence[int]) -> Tensor:
+    raise RuntimeError(
+        f"{name}: the layer holds its weights in MXFP4, for inference, so it has no gradient. Train the model first, "
+        "and call quantize_weights last."
+    )
+
+
+@_no_gradient.register_fake
+def _(grad: Tensor, name: str, shape: Sequence[int]) -> Tensor:
+    return grad.new_empty(shape)
+
+
 @signature_once
 class _Product(torch.autograd.Function):
     """`mx_grouped_gemm` of bfloat16 tokens. Its backward raises an error that names the layer."""
@@ -32,14 +46,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.name = inputs[-1]
+        ctx.name, ctx.shape = inputs[-1], inputs[0].shape
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            f"{ctx.name}: the layer holds its weights in MXFP4, for inference, so it has no gradient. Train the model "
-            "first, and call quantize_weights last."
-        )
+        (grad,) = gradients
+        return _no_gradient(grad, ctx.name, ctx.shape), None, None, None, None
 
 
 class WeightOnlyExperts(nn.Module):
@@ -136,7 +148,8 @@ class QuantizedWeights:
     def __str__(self) -> str:
         unit, of = ("GiB", 2**30) if self.bytes_before >= 2**30 else ("MiB", 2**20)
         before, after = (f"{n / of:.2f} {unit}" for n in (self.bytes_before, self.bytes_after))
-        lines = [f"{len(self.held)} experts layers hold MXFP4 ({before} -> {after}), {len(self.left)} left"]
+        layers = f"{len(self.held)} experts layer{'s' * (len(self.held) != 1)}"
+        lines = [f"{layers} changed to MXFP4 ({before} -> {after}), {len(self.left)} left"]
         lines += [f"  {names or 'the model'}: {what}" for names, what in collapsed(self.held)]
         lines += [f"  {names or 'the model'}: left, {why}" for names, why in collapsed(self.left)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -159,7 +172,8 @@ def quantize_weights(
     The weights of gpt-oss are MXFP4 numbers. transformers dequantizes them to bfloat16 when it loads them, unless it
     finds kernels to download. `quantize_weights` gives them codes again, without loss. Each value is compared. The
     bytes may differ from the checkpoint's in a block without large codes, which has several scales for the same values.
-    The weights of other models are no MXFP4 numbers. They are left, or rounded if `allow_lossy` is True.
+    If all experts of a gpt-oss hold MXFP4, its config gets the `quantization_config` of such a checkpoint. The weights
+    of other models are no MXFP4 numbers. They are left, or rounded if `allow_lossy` is True.
 
     The layers have no gradient: a backward through them raises. A layer whose weights are on the meta device gets
     empty buffers there, for `load_state_dict(..., assign=True)`. Experts of transformers ignore an expert index from E
@@ -177,8 +191,8 @@ def quantize_weights(
     Returns:
         A `QuantizedWeights`: the layers that hold MXFP4, the layers that were left, each with the reason, and bytes.
 
-    Special values: a NaN or an Inf of a weight is no MXFP4 number. With `allow_lossy`, its block of 32 becomes NaN, and
-        so do all tokens of its expert.
+    Special values: a NaN or an Inf of a weight is no MXFP4 number. With `allow_lossy`, its block of 32 becomes NaN. Its
+        row of the weight then gives NaN for all tokens of the expert.
 
     Raises:
         TypeError: the model is not an `nn.Module`, filter_fn is not a function, or allow_lossy is not a bool.
@@ -191,7 +205,7 @@ def quantize_weights(
         >>> for weight in model.parameters():
         ...     _ = nn.init.constant_(weight, 0.75)
         >>> print(quantize_weights(model))
-        1 experts layers hold MXFP4 (0.38 MiB -> 0.10 MiB), 0 left
+        1 experts layer changed to MXFP4 (0.38 MiB -> 0.10 MiB), 0 left
           experts: WeightOnlyGroupedExperts, every value is kept
         >>> offs = torch.tensor([3, 5], dtype=torch.int32)
         >>> model["experts"](torch.zeros(5, 128, dtype=torch.bfloat16), offs).shape
@@ -205,14 +219,15 @@ def quantize_weights(
     wanted = {name: filter_fn is None or bool(filter_fn(layer, name)) for name, layer in layers}
     integrations = []
     for name, layer in layers:
-        integration = None if isinstance(layer, (GroupedExperts, WeightOnlyExperts)) else integration_of(layer)
+        integration = None if isinstance(layer, GroupedExperts) else integration_of(layer)
         try:
             if not wanted[name]:
                 raise ValueError("filter_fn returned false")
             _hold(layer, name, integration, scaling, allow_lossy, report, shared)
-            integrations += [] if integration is None else [integration]
         except (TypeError, ValueError) as refused:
             report.left[name] = str(refused)
+        if isinstance(layer, WeightOnlyExperts) and integration is not None:
+            integrations.append(integration)
     if not layers:
         report.notes.append("no experts were found: no GroupedExperts, and no experts of transformers' interface")
     for integration in dict.fromkeys(integrations):
@@ -279,7 +294,7 @@ def _hold(
     special = f", {odd} of them NaN or Inf, which make their blocks NaN" if odd else ""
     if changed and not allow_lossy:
         share = f"{changed} of its {count} weights ({percent(changed / count)})"
-        raise ValueError(f"{share} are no MXFP4 numbers{special}; allow_lossy=True rounds them")
+        raise ValueError(f"{share} would change{special}; allow_lossy=True rounds them")
     report.bytes_before += sum(weight.nbytes for weight in weights.values())
     report.bytes_after += sum(t.nbytes for pair in codes.values() for t in pair)
     if isinstance(layer, GroupedExperts):
@@ -289,7 +304,7 @@ def _hold(
         integration.hold(layer)
     wide = torch.float32 in {weight.dtype for weight in weights.values()} and not on_meta.pop()
     layer.take_codes(codes)
-    kept = f"{changed} of {count} values are rounded{special}" if changed else "every value is kept"
+    kept = f"{changed} of {count} values changed{special}" if changed else "every value is kept"
     if next(iter(codes.values()))[0].is_meta:
         kept = "empty on the meta device"
     report.held[name] = f"{type(layer).__name__}, {kept}" + ("; run the model in bfloat16" if wide else "")

@@ -120,7 +120,9 @@ def test_operands_that_are_no_mxfp4(convert):
     with pytest.raises(ValueError, match=rf"{convert.__name__}: codes is on meta; needs a tensor on the CPU"):
         convert(codes.to("meta"), scale)
     for shape in ((16,), (1, 2, 16), ()):
-        with pytest.raises(ValueError, match=rf"{convert.__name__}: codes are .* needs \(N, K/2\) and \(N, K/32\)"):
+        with pytest.raises(
+            ValueError, match=rf"{convert.__name__}: codes are .* needs \((E, )?N, K/2\) and \((E, )?N, K/32\)"
+        ):
             convert(torch.zeros(shape, dtype=torch.uint8), scale)
 
 

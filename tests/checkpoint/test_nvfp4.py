@@ -335,9 +335,17 @@ def test_experts_have_a_tensor_scale_each_and_multiply_as_before():
     scale[1, 4, 1], scale[2, 0, 0] = 255, 255
     found = mxfp4_to_nvfp4(codes, scale)
     assert (found.blocks, found.failed, found.first, found.why) == (48, 2, (1, 4, 1), "a byte 255 (NaN)")
-    for wrong in (scale[0], scale[:2], scale.tolist()):
+    for wrong in (scale[0], scale[:2], scale[..., :1]):
         with pytest.raises(ValueError, match=r"codes are \(3, 8, 32\) and scale is .*; needs \(E, N, K/2\)"):
             mxfp4_to_nvfp4(codes, wrong)
+    with pytest.raises(TypeError, match="scale is list; needs a tensor"):
+        mxfp4_to_nvfp4(codes, scale.tolist())
+    with pytest.raises(ValueError, match="with at least one expert and K a multiple of 32"):
+        mxfp4_to_nvfp4(codes[:0], scale[:0])
+    with pytest.raises(ValueError, match=r"Call codes\.flatten\(-2\) first"):
+        mxfp4_to_nvfp4(codes.unflatten(-1, (2, 16)), scale)
+    with pytest.raises(TypeError, match="exponent is True; needs an integer or None"):
+        mxfp4_to_nvfp4(codes[0], scale[0], exponent=True)
 
 
 @pytest.mark.parametrize("code", range(1, 8))

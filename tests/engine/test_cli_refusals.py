@@ -362,3 +362,16 @@ def test_a_reader_that_goes_is_no_error(tmp_path, form):
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_compile_says_which_ops_it_left_and_why_cases_were_skipped(capsys):
+    asked = ["--op", "mx_quantize", "--op", "fp8_gemm", "--backend", "deepgemm", "--cover", "0", "--target", "sm100"]
+    assert compile_cli.main(asked) == 1
+    printed = capsys.readouterr()
+    assert "mx_quantize was not compiled: it has no kernel in deepgemm" in printed.err
+    assert "1 skipped: no: DeepGEMM compiles its kernels itself" in printed.out
+    assert compile_cli.main(["--bound", "--op", "swiglu", "mx_gemm", "--backend", "triton", "--target", "sm90"]) == 0
+    assert "mx_gemm has no bound: it is no quantizer" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compile_cli.main(["--bound", "--cover", "0"])
+    assert "got --bound and --cover" in capsys.readouterr().err

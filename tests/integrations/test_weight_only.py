@@ -119,7 +119,7 @@ def test_what_cannot_hold_them_is_left():
     report = quantize_weights(rounded)
     assert list(report.held) == EXPERTS[1:]
     assert "of its 98304 weights" in report.left[EXPERTS[0]]
-    assert report.notes[0].endswith("because only some of its experts hold MXFP4; store the state_dict")
+    assert report.notes[0].endswith("because not all of its experts hold MXFP4; store the state_dict")
     assert "no loader reads MXFP4 experts of qwen3_moe" in str(quantize_weights(rounded, allow_lossy=True))
     assert not hasattr(rounded.config, "quantization_config"), "only gpt-oss has such a checkpoint"
     half = model_of("GptOss")
@@ -142,6 +142,20 @@ def test_what_cannot_hold_them_is_left():
     quantize_weights(held)
     assert convert(held, "mxfp8_rceil").left[EXPERTS[0]] == "it holds its weights in MXFP4, for inference"
     assert quantize_weights(held).left == dict.fromkeys(EXPERTS, "it holds MXFP4 already")
+
+
+def test_a_model_inside_of_a_module_or_quantized_layer_by_layer_is_saved_too(tmp_path: Path):
+    inside = nn.ModuleDict({"model": model_of("GptOss")})
+    assert not quantize_weights(inside).notes
+    assert inside["model"].config.quantization_config["quant_method"] == "mxfp4"
+    model = model_of("GptOss")
+    for layer in model.model.layers:
+        (note,) = quantize_weights(layer).notes
+        assert "call quantize_weights of the whole model before save_pretrained" in note
+    report = quantize_weights(model)
+    assert str(report).startswith("0 experts layers changed to MXFP4")
+    assert (list(report.left), report.notes) == (EXPERTS, [])
+    assert model.config.quantization_config["quant_method"] == "mxfp4"
 
 
 def test_a_folder_of_another_model_is_refused_by_convert(tmp_path: Path):
