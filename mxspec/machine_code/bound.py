@@ -42,7 +42,7 @@ class Bound:
     """The bound of one call: its instructions, its bytes, and their times on one GPU.
 
     Attributes:
-        elements: the number of elements of the largest input or output. Two e2m1 codes in a byte count as one.
+        elements: the number of elements of the largest input or output.
         instructions: the instructions of all threads of all kernels, each counted once.
         loops: the kernels whose main loop writes memory. Its instructions are counted once and run more often.
         bytes_moved: the bytes of inputs and outputs.
