@@ -129,6 +129,7 @@ def test_what_cannot_hold_them_is_left():
     plain = copy.deepcopy(trained)
     convert(trained, "mxfp8_rceil", lambda layer, name: name in EXPERTS)
     assert list(quantize_weights(trained).held) == EXPERTS, "a recipe ends where serving begins"
+    assert not hasattr(trained.model.layers[0].mlp.experts, "recipe")
     quantize_weights(plain)
     with torch.no_grad():
         assert torch.equal(trained(IDS).logits, plain(IDS).logits)

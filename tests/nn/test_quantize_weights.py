@@ -82,6 +82,7 @@ def test_the_layer_computes_what_the_ops_compute():
     assert report.bytes_before == 2 * (w_gate_up.numel() + w_down.numel())
     assert report.bytes_after * 32 == report.bytes_before / 2 * 17  # 4.25 bits for a weight
     assert not list(layer.parameters())
+    assert not hasattr(layer, "recipe")
     with torch.no_grad():
         out = layer(x, offs)
     of = [mxspec.mx_quantize(w, elem_dtype="e2m1") for w in (w_gate_up, w_down)]
