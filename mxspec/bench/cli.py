@@ -41,6 +41,15 @@ _SIZES = {
 }
 
 
+class _Once(argparse.Action):
+    """An option that may be given once. argparse would take the last one without a word."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"got {option_string} twice; needs it once")
+        setattr(namespace, self.dest, values)
+
+
 def _size(text: str) -> int:
     if not (text.isdecimal() and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"got {text}; needs an integer of at least 1")
@@ -49,7 +58,7 @@ def _size(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m mxspec bench", description=__doc__)
-    p.add_argument("--op", help="time only this op")
+    p.add_argument("--op", action=_Once, help="time only this op")
     p.add_argument("--backend", choices=dispatch.backends(), help="time only this backend; default: every kernel")
     kinds = "; ".join(f"{kind}: [[{sizes}], ...]" for kind, sizes in KINDS.items())
     p.add_argument(

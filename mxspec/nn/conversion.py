@@ -57,7 +57,7 @@ def convert(
     Args:
         model: the model. Convert it before DDP, `fully_shard` or `torch.compile` wraps it.
         recipe: a `Recipe` or its name. The recipe `bf16` leaves every `nn.Linear`, which already computes in the dtype
-            of its input or of autocast.
+            of its input or of autocast. The matmuls of experts are then in bfloat16, also for float32 tokens.
         filter_fn: a function of a layer (a Linear or experts) and its name. If it returns false, the layer is left as
             it is. `convert` calls it last, only for layers that it would convert otherwise. Without a filter_fn, all
             these layers are converted.

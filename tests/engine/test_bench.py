@@ -427,6 +427,12 @@ def test_options_that_contradict_each_other_are_refused(arguments, capsys):
     assert "needs only one of them" in capsys.readouterr().err
 
 
+def test_an_op_is_given_once(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["--op", "to_blocked", "--op", "mx_quantize"])
+    assert "got --op twice; needs it once" in capsys.readouterr().err
+
+
 def test_a_shape_that_the_contract_refuses_is_reported(tmp_path):
     (tmp_path / "s.json").write_text('{"matrices": [[4, 33], [4, 64]]}')
     options = cli.parser().parse_args(["--op", "mx_dequantize", "--shapes", str(tmp_path / "s.json")])
