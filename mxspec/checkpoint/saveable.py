@@ -11,7 +11,7 @@ from mxspec.checkpoint.live import HALVES, SCHEME_OF, WHOLE, Part
 from mxspec.checkpoint.reading import CheckpointError
 from mxspec.checkpoint.targets import TARGETS
 from mxspec.nn._cache import QuantizesWeights
-from mxspec.nn.conversion import wrapper_of
+from mxspec.nn.conversion import wrapped
 from mxspec.nn.experts import GroupedExperts
 from mxspec.nn.weight_only import WeightOnlyExperts
 
@@ -22,15 +22,14 @@ def format_of(model: nn.Module, to: str) -> str:
         raise TypeError(f"save: the model is a {type(model).__name__}; needs an nn.Module")
     if to not in TARGETS:
         raise ValueError(f"save: no family is named {to!r}; there are {', '.join(TARGETS)}")
-    for name, module in model.named_modules():
-        if kind := wrapper_of(module):
-            where = f"the module {name!r}" if name else "the model"
-            raise CheckpointError(
-                f"save: {where} is wrapped by {kind}. Pass the model that was wrapped. If its parameters are sharded, "
-                "gather them with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True)), load them into a converted copy that is not sharded, "
-                "and save the copy on one rank."
-            )
+    if (found := wrapped(model)) is not None:
+        where, kind = found
+        raise CheckpointError(
+            f"save: {where} is wrapped by {kind}. Pass the model that was wrapped. If its parameters are sharded, "
+            "gather them with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)), load them into a converted copy that is not sharded, "
+            "and save the copy on one rank."
+        )
     if adapters := [name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")]:
         raise CheckpointError(
             f"save: {adapters[0] or 'the model'} is a module of peft. Merge the adapters first (merge_and_unload), "

@@ -117,11 +117,16 @@ def convert(
     return report
 
 
-def _check(model: nn.Module, filter_fn: object, experts_per_token: object) -> None:
+def check_model(name: str, model: object, filter_fn: object) -> None:
+    """Raise TypeError if the arguments that change the layers of a model are of another kind. name: the function's."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"convert: the model is a {type(model).__name__}; needs an nn.Module")
+        raise TypeError(f"{name}: the model is a {type(model).__name__}; needs an nn.Module")
     if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(f"convert: filter_fn is a {type(filter_fn).__name__}; needs a function of a layer and its name")
+        raise TypeError(f"{name}: filter_fn is a {type(filter_fn).__name__}; needs a function of a layer and its name")
+
+
+def _check(model: nn.Module, filter_fn: object, experts_per_token: object) -> None:
+    check_model("convert", model, filter_fn)
     if experts_per_token is not None and (not isinstance(experts_per_token, int) or experts_per_token < 1):
         raise ValueError(f"convert: experts_per_token = {experts_per_token}; needs an int of at least 1")
     if isinstance(model, nn.Linear):
@@ -131,13 +136,20 @@ def _check(model: nn.Module, filter_fn: object, experts_per_token: object) -> No
         )
     if any(isinstance(layer, QuantizesWeights) and layer._cached for layer in model.modules()):
         raise RuntimeError("convert: cache_weights holds the model's weights. Leave its with-block first.")
+    if (found := wrapped(model)) is not None:
+        where, kind = found
+        raise RuntimeError(
+            f"convert: {where} is already wrapped by {kind}. Convert the plain model first, then call fully_shard "
+            "or DDP, and torch.compile last."
+        )
+
+
+def wrapped(model: nn.Module) -> tuple[str, str] | None:
+    """The first module of a model that has a wrapper, in words, and the wrapper's name. None if there is none."""
     for name, module in model.named_modules():
         if kind := wrapper_of(module):
-            where = f"the module {name!r}" if name else "the model"
-            raise RuntimeError(
-                f"convert: {where} is already wrapped by {kind}. Convert the plain model first, then call fully_shard "
-                "or DDP, and torch.compile last."
-            )
+            return f"the module {name!r}" if name else "the model", kind
+    return None
 
 
 def wrapper_of(module: nn.Module) -> str | None:

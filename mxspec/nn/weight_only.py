@@ -17,7 +17,7 @@ from mxspec.nn._cache import QuantizesWeights
 from mxspec.nn._checks import as_autocast, check_devices, check_input, check_parameters, check_tensors
 from mxspec.nn._report import collapsed, percent
 from mxspec.nn._swiglu import Swiglu
-from mxspec.nn.conversion import integration_of, wrapper_of
+from mxspec.nn.conversion import check_model, integration_of, wrapped
 from mxspec.nn.experts import GroupedExperts
 from mxspec.nn.grouped_mm import check_offs
 
@@ -235,23 +235,17 @@ def quantize_weights(
     return report
 
 
-def _check(model: object, filter_fn: object, scaling: object, allow_lossy: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"quantize_weights: the model is a {type(model).__name__}; needs an nn.Module")
-    if filter_fn is not None and not callable(filter_fn):
-        kind = type(filter_fn).__name__
-        raise TypeError(f"quantize_weights: filter_fn is a {kind}; needs a function of a layer and its name")
+def _check(model: nn.Module, filter_fn: object, scaling: object, allow_lossy: object) -> None:
+    check_model("quantize_weights", model, filter_fn)
     if scaling not in SCALINGS:
         raise ValueError(f"quantize_weights: scaling = {scaling!r}; needs one of {', '.join(SCALINGS)}")
     if not isinstance(allow_lossy, bool):
         raise TypeError(f"quantize_weights: allow_lossy = {allow_lossy!r}; needs a bool")
-    for name, layer in model.named_modules():
-        if wrapper := wrapper_of(layer):
-            where = f"the module {name!r}" if name else "the model"
-            raise RuntimeError(
-                f"quantize_weights: {where} is already wrapped by {wrapper}. Quantize the plain model first, and wrap "
-                "it then."
-            )
+    if (found := wrapped(model)) is not None:
+        where, kind = found
+        raise RuntimeError(
+            f"quantize_weights: {where} is already wrapped by {kind}. Quantize the plain model first, and wrap it then."
+        )
 
 
 def _is_experts(layer: nn.Module) -> bool:
@@ -286,6 +280,7 @@ def _hold(
     on_meta = {weight.is_meta for weight in weights.values()}
     if len(on_meta) > 1:
         raise ValueError("a part of its weights is on the meta device; load all of them, or none")
+    (empty,) = on_meta
     codes, changed, odd = {}, 0, 0
     for key, weight in weights.items():
         *codes[key], more, more_odd = mxfp4_of(weight.detach(), scaling)
@@ -302,12 +297,14 @@ def _hold(
         del layer.recipe
     else:
         integration.hold(layer)
-    wide = torch.float32 in {weight.dtype for weight in weights.values()} and not on_meta.pop()
     layer.take_codes(codes)
-    kept = f"{changed} of {count} values changed{special}" if changed else "every value is kept"
-    if next(iter(codes.values()))[0].is_meta:
-        kept = "empty on the meta device"
-    report.held[name] = f"{type(layer).__name__}, {kept}" + ("; run the model in bfloat16" if wide else "")
+    if empty:
+        said = "empty on the meta device"
+    else:
+        said = f"{changed} of {count} values changed{special}" if changed else "every value is kept"
+        wide = torch.float32 in {weight.dtype for weight in weights.values()}
+        said += "; run the model in bfloat16" if wide else ""
+    report.held[name] = f"{type(layer).__name__}, {said}"
 
 
 def _weights_to_hold(layer: Any, integration: Any) -> dict[str, Tensor]:
