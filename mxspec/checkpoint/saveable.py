@@ -11,9 +11,9 @@ from mxspec.checkpoint.live import HALVES, SCHEME_OF, WHOLE, Part
 from mxspec.checkpoint.reading import CheckpointError
 from mxspec.checkpoint.targets import TARGETS
 from mxspec.nn._cache import QuantizesWeights
+from mxspec.nn._weight_only_experts import WeightOnlyExperts
 from mxspec.nn.conversion import wrapped
 from mxspec.nn.experts import GroupedExperts
-from mxspec.nn.weight_only import WeightOnlyExperts
 
 
 def format_of(model: nn.Module, to: str) -> str:

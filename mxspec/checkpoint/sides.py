@@ -17,7 +17,7 @@ from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.schemes import SCHEMES, Blocks, is_power_of_two, widened_scale
 from mxspec.checkpoint.units import Unit, blocks, one_scale, units
 from mxspec.nn._cache import QuantizesWeights
-from mxspec.nn.weight_only import WeightOnlyExperts
+from mxspec.nn._weight_only_experts import WeightOnlyExperts
 from mxspec.rules import vllm_requant
 
 LOADERS = ("vllm", "sglang", "transformers")

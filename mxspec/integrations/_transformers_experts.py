@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxspec.nn._weight_only_experts import WeightOnlyExperts
 from mxspec.nn.expert_calls import ExpertCall, SeparableExperts
 from mxspec.nn.experts import QuantizedExperts
 from mxspec.nn.recipe import Recipe
 from mxspec.nn.routing import Routing, add_bias, experts_of_rows, routing
-from mxspec.nn.weight_only import WeightOnlyExperts
 
 IMPLEMENTATION = "mxspec"  # the function's name in the table of transformers
 

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from mxspec.nn._cache import QuantizesWeights
 from mxspec.nn._watch_log import Key, Log, close_log, is_open, open_log
+from mxspec.nn._weight_only_experts import WeightOnlyExperts
 from mxspec.nn.watched_operand import WatchedOperand, operand_of
-from mxspec.nn.weight_only import WeightOnlyExperts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
