@@ -21,26 +21,31 @@ if reason := unavailable():
 
 from mxspec.triton_kernels.hopper.mx import launch as mx
 from mxspec.triton_kernels.hopper.nvfp4 import launch as nvfp4
-from mxspec.triton_kernels.hopper.plan import plan_of
 from mxspec.triton_kernels.hopper.weights import launch as kernel
+from mxspec.triton_kernels.hopper.weights.tokens import even_first
 from mxspec.triton_kernels.tiles.mx_weights import mx_weights
 from mxspec.triton_kernels.tiles.nvfp4_matmul import nvfp4_tiles
 
 pytestmark = pytest.mark.turns(8)  # each test compiles kernels
 
 
-def tile(rows, columns, step, stages):
-    return {"BLOCK_M": rows, "BLOCK_N": columns, "STEP": step, "STAGES": stages}
+def tile(rows, columns, step, stages, parts):
+    return {"BLOCK_M": rows, "BLOCK_N": columns, "STEP": step, "STAGES": stages, "PARTS": parts}
 
 
 CHOSEN = {
     (rows, kernel.BLOCK_N, *of_stage)
-    for tiles in (kernel.TILES, kernel.TILES_OF_EXPERTS, {"": {32: kernel.MANY_TILES}})
+    for tiles in (
+        kernel.TILES,
+        kernel.TILES_OF_EXPERTS,
+        {"": dict.fromkeys((16, 32), kernel.SORTED)},
+        {"": {32: kernel.MANY_TILES}},
+    )
     for of_codes in tiles.values()
     for rows, of_stage in of_codes.items()
 }
 # Tiles that the launch does not choose: two warpgroups, other steps, other numbers of stages.
-OTHERS = [(16, 64, 128, 8), (64, 128, 256, 2), (64, 64, 256, 2), (128, 128, 128, 3)]
+OTHERS = [(16, 64, 128, 8, 1), (64, 128, 256, 2, 2)]
 TILES = [tile(*of) for of in [*sorted(CHOSEN), *OTHERS]]
 LAYOUTS = "plain", "blocked"
 # The dtypes of codes and of scales, and the columns of K that a scale is for.
@@ -86,7 +91,7 @@ def weights(format, rows, K, layout):
     return codes_of(format, *rows, K), to_blocked(scale) if layout == "blocked" else scale
 
 
-def launch(x, b, b_scale, *, layout, out_dtype, experts=False, **tile):
+def launch(x, b, b_scale, *, layout, out_dtype, experts=False, even=False, **tile):
     """The kernel alone. The plan and the marks have any contents, because nothing reads them."""
     nvfp4, few = b_scale.dtype == torch.float8_e4m3fn, b.dtype == torch.float4_e2m1fn_x2
     out = torch.empty(x.shape[0], b.shape[-2], dtype=out_dtype, device=x.device)
@@ -95,7 +100,7 @@ def launch(x, b, b_scale, *, layout, out_dtype, experts=False, **tile):
     kernel.by_weights(
         x, b, b_scale, out, layout, numbers=numbers, shift=0 if few else 4,
         plan=x.new_empty(7, 4, dtype=torch.int32) if experts else None,
-        marks=None if few else x.new_empty(999, dtype=torch.int32), **tile,
+        marks=None if few else x.new_empty(999, dtype=torch.int32), EVEN_FIRST=even, **tile,
     )  # fmt: skip
     return out
 
@@ -103,15 +108,22 @@ def launch(x, b, b_scale, *, layout, out_dtype, experts=False, **tile):
 CALLS = [*((format, False) for format in FORMATS), *((format, True) for format in FORMATS if format != "e5m2")]
 
 
-# The scales of 864 columns are no whole words. Only tiles that the launch chooses are for them.
-BY_BYTES = combined(CALLS, (864,), LAYOUTS, TILES[: len(CHOSEN)])
-COMPILED = one_in(5, [*combined(CALLS, (1024,), LAYOUTS, TILES), *BY_BYTES])
+# MXFP4 scales of 864 columns are 27 bytes of a row, and those of 960 are 15 pairs of bytes. Some tiles that the launch
+# chooses are for them.
+SOME = TILES[: len(CHOSEN) : 3]
+OF_K = {1024: TILES, 960: SOME, 864: SOME}
+ONE_IN = {1024: 5, 960: 3, 864: 3}
+COMPILED = [of for K, tiles in OF_K.items() for of in one_in(ONE_IN[K], combined(CALLS, (K,), LAYOUTS, tiles))]
 
 
-@pytest.mark.parametrize("K", [1024, 864])
+def orders(format):
+    """Whether tokens have their even columns first, where there is a choice."""
+    return (False, True) if format in ("mxfp4", "nvfp4") else (False,)
+
+
+@pytest.mark.parametrize("K", OF_K)
 def test_each_call_tile_and_layout_is_compiled_with_words_and_with_bytes(K):
-    tiles = TILES if K == 1024 else TILES[: len(CHOSEN)]
-    for dimension, every in ((0, CALLS), (2, LAYOUTS), (3, tiles)):
+    for dimension, every in ((0, CALLS), (2, LAYOUTS), (3, OF_K[K])):
         found = [of[dimension] for of in COMPILED if of[1] == K]
         assert all(value in found for value in every)
 
@@ -119,8 +131,13 @@ def test_each_call_tile_and_layout_is_compiled_with_words_and_with_bytes(K):
 @pytest.mark.parametrize(("call", "K", "layout", "tile"), COMPILED, ids=name)
 def test_every_tile_compiles_without_spilling(call, K, layout, tile):
     format, experts = call
+    for even in orders(format):
+        compiles(format, experts, K, layout, even, tile)
+
+
+def compiles(format, experts, K, layout, even, tile):
     args = torch.randn(200, K).bfloat16(), *weights(format, (3, 192) if experts else (192,), K, layout)
-    options = {"layout": layout, "out_dtype": torch.float32, "experts": experts, "target": "sm90"}
+    options = {"layout": layout, "out_dtype": torch.float32, "experts": experts, "even": even, "target": "sm90"}
     code = compile_call(launch, *args, **options, **tile)
     assert [c.kernel for c in code] == ["weights_sm90"]
     patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"mul\.rn\.bf16x2"
@@ -140,8 +157,7 @@ def test_a_wait_for_the_tensor_cores_comes_after_the_codes_of_the_next_step(form
 
 def chosen(format, M, *rows, K=2048):
     with fake_gpu("sm90"):
-        b, scale = weights(format, rows, K, "plain")
-        return kernel.tile_for(M, b.to("meta"), scale.to("meta"))
+        return kernel.tile_for(M, weights(format, rows, K, "plain")[0].to("meta"))
 
 
 @pytest.mark.parametrize(
@@ -162,9 +178,20 @@ def test_the_tile_has_as_many_tokens_as_there_are_and_fewer_if_processors_are_id
         assert chosen(format, M, N, K=128)["BLOCK_M"] == rows
 
 
-@pytest.mark.parametrize(("M", "N", "step"), [(16, 57344, 256), (32, 57344, 128), (32, 14336, 256), (17, 16960, 128)])
-def test_more_tiles_than_two_a_processor_take_shorter_steps(M, N, step):
-    assert chosen("mxfp4", M, N, K=128)["STEP"] == step
+@pytest.mark.parametrize(
+    ("M", "N", "K", "tile"),
+    [
+        (16, 57344, 2048, kernel.SORTED),
+        (32, 57344, 2048, kernel.MANY_TILES),
+        (33, 57344, 2048, kernel.TILES["e2m1"][64]),
+        (32, 16896, 4096, kernel.SORTED),
+        (17, 16960, 4096, kernel.MANY_TILES),
+        (17, 16960, 2048, kernel.TILES["e2m1"][32]),
+    ],
+)
+def test_sorted_tokens_have_tiles_of_their_own(M, N, K, tile):
+    """With more than two tiles for each processor, they have fewer stages."""
+    assert tuple(chosen("mxfp4", M, N, K=K).values())[2:] == tile
 
 
 @pytest.mark.parametrize(("of_each", "rows"), [(1, 16), (10, 16), (11, 32), (40, 32), (41, 64), (96, 64), (97, 128)])
@@ -220,17 +247,51 @@ def test_scales_are_words_or_bytes():
     for format in FORMATS:
         of_word = 4 * FORMATS[format][2]
         b, scale = (t.to("meta") for t in weights(format, (3, 64), of_word * 3, "plain"))
-        assert kernel.in_words(b, scale, "plain")
-        assert kernel.in_words(b, to_blocked(scale), "blocked")
-        assert not kernel.in_words(b, scale.mT.contiguous().mT, "plain")
-        assert not kernel.in_words(b, torch.empty(3, 64, 13, device="meta").to(scale.dtype)[..., :12], "plain")
+        assert kernel.bytes_at_once(b, scale, "plain") == 4
+        assert kernel.bytes_at_once(b, to_blocked(scale), "blocked") == 4
+        assert kernel.bytes_at_once(b, scale.mT.contiguous().mT, "plain") == 1
+        for width, size in ((13, 1), (14, 2), (16, 4)):
+            wide = torch.empty(3, 64, width, device="meta").to(scale.dtype)
+            assert kernel.bytes_at_once(b, wide[..., :12], "plain") == size
         for experts in (1, 3):  # words that lie 4 bytes apart, and experts that do not
             whole = torch.empty(9999, dtype=torch.uint8, device="meta").view(scale.dtype)
-            assert not kernel.in_words(b[:experts], whole.as_strided((experts, 64, 12), (769, 12, 1)), "plain")
-            assert not kernel.in_words(b[:experts], whole.as_strided((experts, 2048), (2049, 1)), "blocked")
-        b, scale = (t.to("meta") for t in weights(format, (64,), of_word * 3 - FORMATS[format][2], "plain"))
-        assert not kernel.in_words(b, scale, "plain")  # two words and three bytes
-        assert not kernel.in_words(b, to_blocked(scale), "blocked")
+            for odd in (0, 1):
+                of_experts = whole.as_strided((experts, 64, 12), (770 - odd, 12, 1))
+                assert kernel.bytes_at_once(b[:experts], of_experts, "plain") == 2 - odd
+                tiles = whole.as_strided((experts, 2048), (2050 - odd, 1))
+                assert kernel.bytes_at_once(b[:experts], tiles, "blocked") == 2 - odd
+        for less, size in ((1, 1), (2, 2)):  # two words and three bytes, two words and a pair
+            b, scale = (t.to("meta") for t in weights(format, (64,), of_word * 3 - less * FORMATS[format][2], "plain"))
+            assert kernel.bytes_at_once(b, scale, "plain") == size
+            assert kernel.bytes_at_once(b, to_blocked(scale), "blocked") == size
+
+
+@pytest.mark.parametrize(
+    ("M", "rows", "K", "sorts"),
+    [
+        (16, (8192,), 8192, True),
+        (16, (8192,), 8160, False),
+        (999, (8192,), 8192, True),
+        (7, (3, 64), 128, True),
+        (32 * 3, (3, 64), 128, True),
+        (64 * 3, (3, 4096), 128, True),
+        (64 * 3 + 1, (3, 4096), 128, False),
+        (64 * 3, (3, 64), 128, False),
+    ],
+)
+def test_tokens_are_sorted_if_weights_take_longer_than_tokens(M, rows, K, sorts):
+    with fake_gpu("sm90"):
+        b = weights("mxfp4", rows, K, "plain")[0].to("meta")
+        assert kernel.sorts(M, b, kernel.tile_for(M, b)["BLOCK_M"]) == sorts
+
+
+@pytest.mark.parametrize("op", ["mx_gemm", "mx_grouped_gemm"])
+def test_sorted_tokens_and_their_plan_take_one_launch(op):
+    x, (b, scale) = torch.randn(40, 64).bfloat16(), weights("mxfp4", (3, 192), 64, "plain")
+    fn, args = getattr(dispatch.kernel_module(op, "triton"), op), (x, None, b, scale, offs_of([40, 0, 0]))
+    if op == "mx_gemm":
+        args = x.new_empty(16, 8192), None, b.new_empty(8192, 4096), scale.new_empty(8192, 256)
+    assert [c.kernel for c in compile_call(fn, *args, target="sm90")] == ["tokens_even_first", "weights_sm90"]
 
 
 # --- the bits -----------------------------------------------------------------------------------------------------
@@ -252,14 +313,19 @@ def same_but_for_overflow(got, expected):
 @on_hopper
 @pytest.mark.parametrize("tile", TILES, ids=name)
 @each_layout
-@pytest.mark.parametrize(("M", "N", "K"), [(200, 328, 1024), (5, 64, 256), (128, 1000, 2304), (33, 200, 864)])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(200, 328, 1024), (5, 64, 256), (128, 1000, 2304), (33, 200, 864), (33, 200, 960), (20, 70, 64)]
+)
 def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
-    """MXFP4, with scales at both ends of the range. Those of 864 columns are no whole words."""
+    """MXFP4, with scales at both ends of the range. Those of 960 and 864 columns are no whole words."""
     x, (b, scale) = torch.randn(M, K).bfloat16().cuda(), (t.cuda() for t in weights("mxfp4", (N,), K, layout))
-    got = launch(x, b, scale, layout=layout, out_dtype=torch.float32, **tile)
-    plain = torch.empty_like(got)
+    plain = torch.empty(M, N, device="cuda")
     mx_weights(x, b, scale, plain, layout)
-    assert torch.equal(got.view(torch.int32), plain.view(torch.int32))
+    for even in (False, True):
+        tokens = even_first(x)[0] if even else x
+        with check.poisoned(0xFF):
+            got = launch(tokens, b, scale, layout=layout, out_dtype=torch.float32, even=even, **tile)
+        assert torch.equal(got.view(torch.int32), plain.view(torch.int32))
     expected = reference(x, None, b, scale, out_dtype=torch.float32, scale_layout=layout)
     same_but_for_overflow(got, expected)
 
@@ -268,7 +334,8 @@ def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
 @pytest.mark.parametrize("tile", TILES, ids=name)
 @each_layout
 @pytest.mark.parametrize("K", [896, 864])
-def test_every_tile_of_experts_gives_the_bits_of_the_plain_tiles(K, layout, tile):
+@pytest.mark.parametrize("even", [False, True])
+def test_every_tile_of_experts_gives_the_bits_of_the_plain_tiles(even, K, layout, tile, monkeypatch):
     """MXFP4, with experts that have no tokens, and tokens of no expert."""
     N, sizes, rest = 200, [33, 0, 130, 1, 0, 70], 21
     M, offs = sum(sizes) + rest, offs_of(sizes).cuda()
@@ -276,9 +343,9 @@ def test_every_tile_of_experts_gives_the_bits_of_the_plain_tiles(K, layout, tile
     x = torch.randn(M, K).bfloat16().cuda()
     x[-rest:] = torch.nan
     got, plain = torch.empty(M, N, device="cuda"), torch.empty(M, N, device="cuda")
+    monkeypatch.setattr(kernel, "sorts", lambda *_: even)
     with check.poisoned(0xFF):
-        plan = plan_of(offs, M, tile["BLOCK_M"])
-        kernel.by_weights(x, b, scale, got, layout, plan=plan, **tile)
+        kernel.by_e2m1(x, b, scale, got, layout, offs=offs, **tile)
         mx_weights(x, b, scale, plain, layout, offs=offs)
     assert torch.equal(got.view(torch.int32), plain.view(torch.int32))
     same_but_for_overflow(got, grouped_reference(x, None, b, scale, offs, out_dtype=torch.float32, scale_layout=layout))
@@ -320,9 +387,10 @@ def calls(format, layout, K) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]
 @pytest.mark.parametrize("tile", TILES, ids=name)
 @each_layout
 @pytest.mark.parametrize("K", [896, 864])
-@pytest.mark.parametrize("format", OF_EXPERTS)
-def test_every_tile_gives_the_bits_of_the_kernels_for_many_tokens(format, K, layout, tile):
+@pytest.mark.parametrize(("format", "even"), [("nvfp4", False), ("nvfp4", True), ("e4m3", False), ("e5m2", False)])
+def test_every_tile_gives_the_bits_of_the_kernels_for_many_tokens(format, even, K, layout, tile, monkeypatch):
     """896 columns are an odd number of steps. The scales of 864 columns are no whole words."""
+    monkeypatch.setattr(kernel, "sorts", lambda *_: even)
     for op, args, options in calls(format, layout, K):
         args = check.on_device(torch.device("cuda"), args)
         expected = dispatch.reference(op)(*args, **options)

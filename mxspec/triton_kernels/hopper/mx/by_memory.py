@@ -35,7 +35,6 @@ from mxspec.triton_kernels.common.nvfp4_numerics import values_of_pairs
 from mxspec.triton_kernels.hopper.nvfp4.launch import FEW as FEW_OF_GROUPS
 from mxspec.triton_kernels.hopper.nvfp4.launch import nvfp4_sm90
 from mxspec.triton_kernels.hopper.nvfp4.launch import reads as multiplies_values
-from mxspec.triton_kernels.hopper.plan import plan_of
 from mxspec.triton_kernels.hopper.weights import launch as weights
 from mxspec.triton_kernels.tiles.mx_matmul import mx_tiles
 from mxspec.triton_kernels.tiles.mx_weights import UNSHIFT, mx_weights
@@ -195,9 +194,7 @@ def by_weights(
         w = bf16_values(b, b_scale, scale_layout, unused, 1, up=1 / UNSHIFT)  # it raises no flag
         nvfp4_sm90(x, None, w, None, out, offs=offs, grouped=grouped, up=up * UNSHIFT)
     elif reads_codes:
-        tile: dict[str, Any] = weights.tile_for(M, b, b_scale)
-        of_tokens = None if offs is None else plan_of(offs, M, tile["BLOCK_M"])
-        weights.by_weights(x, b, b_scale, out, scale_layout, up, plan=of_tokens, **tile)
+        weights.by_e2m1(x, b, b_scale, out, scale_layout, up, offs=offs)
     else:
         mx_weights(x, b, b_scale, out, scale_layout, up, offs=offs)
     if flags is not None and a_scale is not None and a.dtype != E2M1:

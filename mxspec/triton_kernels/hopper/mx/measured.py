@@ -52,7 +52,7 @@ def dense(
             return of_size(a.shape[0], CODES)
         few = launch.takes_few(a, b, a.new_empty(1, b.shape[0], dtype=out_dtype))
         return of_size(a.shape[0], FEW_CODES) if few and out_dtype == torch.bfloat16 else None
-    if a.dtype == torch.bfloat16 and weights.reads(a, b) and weights.in_words(b, b_scale, scale_layout):
+    if a.dtype == torch.bfloat16 and weights.reads(a, b) and weights.bytes_at_once(b, b_scale, scale_layout) == 4:
         return of_size(a.shape[0], WEIGHTS)
     return None
 

@@ -11,7 +11,6 @@ from mxspec.triton_kernels.common.launch import FUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.choice import Choice, cheapest
 from mxspec.triton_kernels.hopper.fp8.launch import with_scratch
-from mxspec.triton_kernels.hopper.plan import plan_of
 from mxspec.triton_kernels.hopper.weights import launch as weights
 from mxspec.triton_kernels.tiles.nvfp4_values import nvfp4_values
 
@@ -107,10 +106,8 @@ def few(
     Returns the compiled kernel.
     """
     x = a if a_scale is None else nvfp4_values(a, a_scale, scale_layout, offs, "" if offs is None else "M")
-    tile = {**weights.tile_for(a.shape[0], b, b_scale), **options}
-    plan = None if offs is None else plan_of(offs, a.shape[0], tile["BLOCK_M"])
     numbers = (*_of_groups(a_number), *_of_groups(b_number))
-    return weights.by_weights(x, b, b_scale, out, scale_layout, numbers=numbers, plan=plan, **tile)
+    return weights.by_e2m1(x, b, b_scale, out, scale_layout, numbers=numbers, offs=offs, **options)
 
 
 def takes_few(a: Tensor, a_scale: Tensor | None, b: Tensor, b_scale: Tensor | None) -> bool:

@@ -1,14 +1,17 @@
 """Few bfloat16 tokens by weights in codes on Hopper, in Gluon. The matmuls run while codes become bf16.
 
 A program has 64 or 128 rows of weights, 64 for each warpgroup, and a tile of tokens. TMA fills a ring of stages, each
-with 128 or 256 columns of K of the codes and of the tokens. While the tensor cores multiply a stage, the same warps
-turn the codes of the next stage into bf16 registers: see `formats.py`. Plain Triton does not compile this order: it
-waits for each instruction of the tensor cores.
+with STEP columns of K of the codes and of the tokens. A stage has one or two PARTS. While the tensor cores multiply a
+part, the same warps turn the codes of the next part into bf16 registers: see `formats.py`. Plain Triton does not
+compile this order: it waits for each instruction of the tensor cores.
+
+Only parts are in registers, so a processor holds more programs of stages of two parts. But the tensor cores wait
+between parts. So if there are few programs, one part is faster.
 
 A weight is read once for each tile of tokens, as a code, and no value of it passes through memory. A processor holds
 several programs. So there are no persistent programs, and no warps with roles of their own.
 
-The scales of two stages are loaded one pair of stages ahead, into registers.
+The scales of two parts are loaded two parts ahead, into registers.
 
 For tokens of experts, a plan in memory says which tokens a tile has: see `../scheduler.py`.
 
@@ -28,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mxspec.triton_kernels.hopper.marks import mark
 from mxspec.triton_kernels.hopper.names import Value, aggregate, async_load, barrier
-from mxspec.triton_kernels.hopper.weights.formats import Format, bytes_of, of_words, values
+from mxspec.triton_kernels.hopper.weights.formats import Format, of_words, units_of, values
 
 
 @aggregate
@@ -43,6 +46,7 @@ class Ring:
     top: Value
     row: Value
     STAGES: gl.constexpr
+    PARTS: gl.constexpr
 
     @gluon.jit
     def fill(self, step, count, there):
@@ -50,91 +54,114 @@ class Ring:
         stage = count % self.STAGES
         bar = self.full.index(stage)
         STEP: gl.constexpr = self.x.shape[2]
-        BYTES: gl.constexpr = self.w.shape[2]
-        mbarrier.expect(bar, self.w.shape[1] * BYTES + 2 * STEP * self.x.shape[1], pred=there)
+        UNITS: gl.constexpr = self.w.shape[2]
+        BYTES: gl.constexpr = self.w.shape[1] * UNITS * self.w.dtype.primitive_bitwidth // 8
+        mbarrier.expect(bar, BYTES + 2 * STEP * self.x.shape[1], pred=there)
         async_load(self.x_desc, [self.top, step * STEP], bar, self.x.index(stage), pred=there)
-        async_load(self.w_desc, [self.row, step * BYTES], bar, self.w.index(stage), pred=there)
+        async_load(self.w_desc, [self.row, step * UNITS], bar, self.w.index(stage), pred=there)
 
     @gluon.jit
     def wait(self, count):
         mbarrier.wait(self.full.index(count % self.STAGES), count // self.STAGES & 1)
 
+    @gluon.jit
+    def tokens(self, count, PART: gl.constexpr):
+        """The tokens of a part of a stage, `(STEP / PARTS, BLOCK_M)`."""
+        COLUMNS: gl.constexpr = self.x.shape[2] // self.PARTS
+        return self.x.index(count % self.STAGES).slice(PART * COLUMNS, COLUMNS, dim=1).permute((1, 0))
+
+    @gluon.jit
+    def codes(self, count, PART: gl.constexpr):
+        """The codes of a part of a stage, `(BLOCK_N, units)`."""
+        UNITS: gl.constexpr = self.w.shape[2] // self.PARTS
+        return self.w.index(count % self.STAGES).slice(PART * UNITS, UNITS, dim=1)
+
 
 @aggregate
 class Scales:
-    """The scale bytes of the rows in memory: pointers to the first of each row. WORDS: to words of 4 bytes."""
+    """The scale bytes of the rows in memory: pointers to the first of each row, to units of SIZE bytes."""
 
     at: gl.tensor
     there: gl.tensor
-    stride: Value  # from a word to the next; of plain bytes, from a byte to the next
-    count: Value  # of words or bytes in a row
-    OF_STEP: gl.constexpr  # words
-    WORDS: gl.constexpr
+    stride: Value  # from a tile of 4 columns of scales to the next if BLOCKED, else from a unit to the next
+    count: Value  # of units in a row
+    SCALES: gl.constexpr
+    WORDS: gl.constexpr  # words of 4 bytes of a part
+    SIZE: gl.constexpr
     BLOCKED: gl.constexpr
 
     @gluon.jit
-    def load(self, step):
-        """The words of a step of K for each row. Past K, the bytes are 0."""
-        layout: gl.constexpr = self.at.type.layout.parent
-        word = step * self.OF_STEP + gl.arange(0, self.OF_STEP, gl.SliceLayout(0, layout))
-        at, there, word = gl.expand_dims(self.at, 1), gl.expand_dims(self.there, 1), gl.expand_dims(word, 0)
-        if self.WORDS:
-            return gl.load(at + word.to(gl.int64) * self.stride, mask=there & (word < self.count), other=0)
-        else:
-            i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout.parent)))
-            i = gl.expand_dims(gl.expand_dims(i, 0), 1)
-            word = gl.expand_dims(word, 2)
-            byte = word * 4 + i
-            place = word.to(gl.int64) * self.stride + i if self.BLOCKED else byte.to(gl.int64) * self.stride
-            there = gl.expand_dims(there, 2) & (byte < self.count)
-            found = gl.load(gl.expand_dims(at, 2) + place, mask=there, other=0)
-            return gl.sum(found.to(gl.int32) << (i * 8), 2)
+    def load(self, part):
+        """The words of a part of K for each row. `part` counts parts. Past K, the bytes are 0."""
+        UNITS: gl.constexpr = 4 // self.SIZE
+        units: gl.constexpr = of_words(self.SCALES, self.at.shape[0], self.WORDS, UNITS)
+        rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, units))
+        at, there = gl.convert_layout(self.at, rows), gl.convert_layout(self.there, rows)
+        at, there = gl.expand_dims(gl.expand_dims(at, 1), 2), gl.expand_dims(gl.expand_dims(there, 1), 2)
+        word = part * self.WORDS + gl.arange(0, self.WORDS, gl.SliceLayout(0, gl.SliceLayout(2, units)))
+        word = gl.expand_dims(gl.expand_dims(word, 0), 2)
+        i = gl.arange(0, UNITS, gl.SliceLayout(0, gl.SliceLayout(1, units)))
+        i = gl.expand_dims(gl.expand_dims(i, 0), 1)
+        unit = word * UNITS + i
+        place = word.to(gl.int64) * self.stride + i if self.BLOCKED else unit.to(gl.int64) * self.stride
+        found = gl.load(at + place, mask=there & (unit < self.count), other=0)
+        return gl.sum(found.to(gl.int32) << (i * (8 * self.SIZE)), 2)
 
 
 @gluon.jit
-def _step(of_step, acc, ring, scale, step, steps, operand: gl.constexpr, format):
-    """Multiply a step. Meanwhile, turn the codes of the next step. Then fill the stage that is free."""
-    tokens = ring.x.index(step % ring.STAGES).permute((1, 0))
-    running = warpgroup_mma(of_step, tokens, acc, is_async=True)
-    ring.wait(step + 1)
-    next = values(ring.w.index((step + 1) % ring.STAGES), scale, operand, format, False)
-    acc, of_step = warpgroup_mma_wait(0, deps=[running, of_step])
-    barrier()  # every warp has read the stage
-    ring.fill(step + ring.STAGES, step + ring.STAGES, step + ring.STAGES <= steps)
+def _part(of_part, acc, ring, scale, part, steps, PART: gl.constexpr, operand: gl.constexpr, format):
+    """Multiply a part, the PART-th of its stage. Meanwhile, turn the codes of the next part.
+
+    After the last part of a stage, fill the stage again.
+    """
+    PARTS: gl.constexpr = ring.PARTS
+    LAST: gl.constexpr = PART == PARTS - 1
+    step = part // PARTS
+    running = warpgroup_mma(of_part, ring.tokens(step, PART), acc, is_async=True)
+    if LAST:
+        ring.wait(step + 1)
+        next = values(ring.codes(step + 1, 0), scale, operand, format, False)
+    else:
+        next = values(ring.codes(step, PART + 1), scale, operand, format, False)
+    acc, of_part = warpgroup_mma_wait(0, deps=[running, of_part])
+    if LAST:
+        barrier()  # every warp has read the stage
+        ring.fill(step + ring.STAGES, step + ring.STAGES, step + ring.STAGES < steps)
     return next, acc
 
 
 @gluon.jit
 def _sums(ring, scales, steps, acc, operand: gl.constexpr, format):
-    """The sums of a tile, `(BLOCK_N, BLOCK_M)`, over an even number of steps.
-
-    One more step is filled and turned, whose codes are past K.
-    """
-    first = scales.load(0)
-    one, other = scales.load(1), scales.load(2)
+    """The sums of a tile, `(BLOCK_N, BLOCK_M)`, over one or more steps. A step is a stage."""
+    PARTS: gl.constexpr = ring.PARTS
+    begin, one, other = scales.load(0), scales.load(1), scales.load(2)
     for step in gl.static_range(ring.STAGES):
-        ring.fill(step, step, step <= steps)
+        ring.fill(step, step, step < steps)
     ring.wait(0)
-    of_step = values(ring.w.index(0), first, operand, format, False)
-    for step in range(0, steps, 2):
-        later, last = scales.load(step + 3), scales.load(step + 4)
-        of_step, acc = _step(of_step, acc, ring, one, step, steps, operand, format)
-        of_step, acc = _step(of_step, acc, ring, other, step + 1, steps, operand, format)
-        one, other = later, last
-    return acc
+    of_part = values(ring.codes(0, 0), begin, operand, format, False)
+    last = steps * PARTS - 1
+    for part in range(0, last // 2 * 2, 2):
+        later, latest = scales.load(part + 3), scales.load(part + 4)
+        of_part, acc = _part(of_part, acc, ring, one, part, steps, 0, operand, format)
+        of_part, acc = _part(of_part, acc, ring, other, part + 1, steps, PARTS - 1, operand, format)
+        one, other = later, latest
+    if last % 2 == 1:
+        of_part, acc = _part(of_part, acc, ring, one, last - 1, steps, 0, operand, format)
+    return warpgroup_mma(of_part, ring.tokens(steps - 1, PARTS - 1), acc, is_async=False)
 
 
 @gluon.jit
 def _exact_sums(ring, scales, steps, begin, acc, operand: gl.constexpr, format):
     """`_sums` under every scale, one step after the other. `begin` counts the fills before."""
+    PARTS: gl.constexpr = ring.PARTS
     for step in range(steps):
         count = begin + step
         barrier()
         ring.fill(step, count, True)
         ring.wait(count)
-        of_step = values(ring.w.index(count % ring.STAGES), scales.load(step), operand, format, True)
-        tokens = ring.x.index(count % ring.STAGES).permute((1, 0))
-        acc = warpgroup_mma(of_step, tokens, acc, is_async=False)
+        for part in gl.static_range(PARTS):
+            of_part = values(ring.codes(count, part), scales.load(PARTS * step + part), operand, format, True)
+            acc = warpgroup_mma(of_part, ring.tokens(count, part), acc, is_async=False)
     return acc
 
 
@@ -142,9 +169,10 @@ def _exact_sums(ring, scales, steps, begin, acc, operand: gl.constexpr, format):
 def weights_sm90(
     x_desc, w_desc, scale, stride_e, stride_r, stride_c, out, out_stride, numbers, plan, rows_apart, marks, M, N, K,
     CODES: gl.constexpr, SCALES: gl.constexpr, BLOCK: gl.constexpr, SHIFT: gl.constexpr, UP: gl.constexpr,
-    BLOCKED: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCKED: gl.constexpr, SIZE: gl.constexpr, EVEN_FIRST: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Scales are bytes, or words of 4 bytes if WORDS. Their strides count these.
+    """The kernel reads SIZE bytes of scales at once: 4, 2 or 1. Their strides count units of SIZE bytes.
 
     `stride_r` is the stride of a row, or of a row of tiles if BLOCKED.
 
@@ -155,11 +183,11 @@ def weights_sm90(
     BLOCK_M: gl.constexpr = x_desc.block_shape[0]
     STEP: gl.constexpr = x_desc.block_shape[1]
     BLOCK_N: gl.constexpr = w_desc.block_shape[0]
-    format = Format(CODES, SCALES, BLOCK, SHIFT)
+    format = Format(CODES, SCALES, BLOCK, SHIFT, EVEN_FIRST)
     n_tiles = gl.cdiv(N, BLOCK_N)
     tile = gl.program_id(0) // n_tiles
     left, top, end, expert = gl.program_id(0) % n_tiles * BLOCK_N, tile * BLOCK_M, M, 0
-    steps = gl.cdiv(K, 2 * STEP) * 2
+    steps = gl.cdiv(K, STEP)
     if plan is not None:
         expert, top, end = gl.load(plan + 4 * tile), gl.load(plan + 4 * tile + 1), gl.load(plan + 4 * tile + 2)
         if top >= end:
@@ -174,24 +202,24 @@ def weights_sm90(
     ring = Ring(
         x_desc, w_desc,
         gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, STEP], x_desc.layout),
-        gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, bytes_of(CODES, STEP)], w_desc.layout),
-        full, top, expert * rows_apart + left, STAGES,
+        gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, units_of(CODES, STEP, EVEN_FIRST)], w_desc.layout),
+        full, top, expert * rows_apart + left, STAGES, PARTS,
     )  # fmt: skip
-    SIZE: gl.constexpr = 4 if WORDS else 1  # bytes
-    OF_STEP: gl.constexpr = STEP // (4 * BLOCK)
-    by_word: gl.constexpr = of_words(SCALES, BLOCK_N, OF_STEP)
-    n = left + gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(2, by_word)))
+    WORDS: gl.constexpr = STEP // (4 * BLOCK * PARTS)
+    n = left + gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(2, of_words(SCALES, BLOCK_N, WORDS, 4))))
     of_row = n.to(gl.int64) * stride_r
     if BLOCKED:
         of_row = (n // 128).to(gl.int64) * stride_r + (n % 32 * 4 + n % 128 // 32) * (4 // SIZE)
     scale += gl.to_tensor(expert).to(gl.int64) * stride_e
-    scales = Scales(scale + of_row, n < N, stride_c, K // (SIZE * BLOCK), OF_STEP, WORDS, BLOCKED)
+    scales = Scales(scale + of_row, n < N, stride_c, K // (SIZE * BLOCK), SCALES, WORDS, SIZE, BLOCKED)
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[BLOCK_N // 16, 1], instr_shape=[16, BLOCK_M, 16]
     )  # fmt: skip
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-    acc = _sums(ring, scales, steps, zeros, operand, format)
+    acc = zeros
+    if steps > 0:
+        acc = _sums(ring, scales, steps, zeros, operand, format)
     m = gl.expand_dims(top + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout)), 0)
     number = UP
     if SCALES == "e4m3":
@@ -201,7 +229,7 @@ def weights_sm90(
     elif CODES == "e2m1":
         is_finite = (acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
         if gl.max(gl.max((is_finite == 0).to(gl.int32), 1), 0) != 0:
-            again = _exact_sums(ring, scales, steps, steps + 1, zeros, operand, format)
+            again = _exact_sums(ring, scales, steps, steps, zeros, operand, format)
             acc = gl.where(is_finite, acc, again)
     else:  # tokens of other tiles are other tiles' to mark, and those past the last are any numbers
         bits = gl.where((m < end).broadcast_to(acc.shape), acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from mxspec.formats import MX_BLOCK_SIZE, NVFP4_BLOCK_SIZE
 from mxspec.triton_kernels.common.launch import FUSED, capability, processors
 from mxspec.triton_kernels.hopper import releases
+from mxspec.triton_kernels.hopper.plan import plan_of
+from mxspec.triton_kernels.hopper.weights.tokens import even_first
 from mxspec.triton_kernels.tiles.mx_weights import UNSHIFT
 
 if releases.refusal() is None:
@@ -18,19 +21,22 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.names import shared_layout
     from mxspec.triton_kernels.hopper.weights.gemm import weights_sm90
 
-# By codes, and by the largest number of tokens of a tile: the columns of K of a stage, and the stages. Tokens of
-# experts have more tiles, so a processor should hold more programs. The races: benchmarks/results/decisions.md.
-_FP8 = {16: (128, 4), 32: (128, 4), 64: (128, 4), 128: (128, 3)}
-_FP8_OF_EXPERTS = {16: (128, 4), 32: (128, 4), 64: (128, 3), 128: (128, 2)}
-TILES = {"e2m1": {16: (256, 4), 32: (256, 4), 64: (128, 4), 128: (128, 3)}, "e4m3": _FP8, "e5m2": _FP8}
-TILES_OF_EXPERTS = {
-    "e2m1": {16: (256, 4), 32: (256, 4), 64: (128, 3), 128: (128, 3)},
-    "e4m3": _FP8_OF_EXPERTS,
-    "e5m2": _FP8_OF_EXPERTS,
-}
-# For 17 to 32 tokens by MXFP4 weights, if there are more than two tiles for each processor. A processor holds two
-# programs of the tile of TILES, and four of this one.
-MANY_TILES = (128, 4)
+# By codes, and by the largest number of tokens of a tile: the columns of K of a stage, the stages, and the parts of a
+# stage. Tokens of experts have more tiles, so a processor should hold more programs. The races:
+# benchmarks/results/decisions.md.
+_E2M1 = {16: (256, 4, 1), 32: (256, 4, 1), 64: (128, 4, 1), 128: (128, 3, 1)}
+_E2M1_OF_EXPERTS = {16: (256, 2, 2), 32: (256, 2, 2), 64: (128, 3, 1), 128: (128, 3, 1)}
+_FP8 = {16: (256, 3, 2), 32: (128, 4, 1), 64: (256, 2, 2), 128: (128, 3, 1)}
+_FP8_OF_EXPERTS = {16: (256, 2, 2), 32: (128, 4, 1), 64: (128, 3, 1), 128: (128, 2, 1)}
+TILES = {"e2m1": _E2M1, "e4m3": _FP8, "e5m2": _FP8}
+TILES_OF_EXPERTS = {"e2m1": _E2M1_OF_EXPERTS, "e4m3": _FP8_OF_EXPERTS, "e5m2": _FP8_OF_EXPERTS}
+# For up to 32 tokens, sorted, by one matrix of e2m1 weights.
+SORTED = (256, 3, 2)
+# For 17 to 32 of them, if there are more than two tiles for each processor.
+MANY_TILES = (256, 2, 2)
+# By one matrix of at least as many e2m1 weights, tokens are first put into the order in which weights are decoded with
+# fewer instructions. That is one more launch.
+SORT_FROM = 2**26
 # The most tokens per expert for which a tile has 16, 32 or 64. Some experts have more than others.
 PER_EXPERT = {16: 10, 32: 40, 64: 96}
 # The most tokens, and the most tokens per expert, for which this kernel is faster on average than those for many
@@ -39,6 +45,8 @@ PER_EXPERT = {16: 10, 32: 40, 64: 96}
 LIMITS = {torch.float4_e2m1fn_x2: (384, 384), torch.float8_e4m3fn: (64, 128), torch.float8_e5m2: (64, 128)}
 MOST = 384  # tokens that were measured by one matrix
 BLOCK_N = 64
+# By bytes that are read at once.
+UNITS = {4: torch.int32, 2: torch.uint16, 1: torch.uint8}
 CODES = {torch.float4_e2m1fn_x2: "e2m1", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -54,15 +62,17 @@ def reads(x: Tensor | None, b: Tensor) -> bool:
     return b.ndim == 2 or b.shape[0] == 1 or b.stride(0) % b.stride(1) == 0
 
 
-def in_words(b: Tensor, b_scale: Tensor, scale_layout: str) -> bool:
-    """Whether four scale bytes of a row are a word of memory, and each row has whole words.
+def bytes_at_once(b: Tensor, b_scale: Tensor, scale_layout: str) -> int:
+    """How many scale bytes of a row the kernel can read at once: 4, 2 or 1.
 
-    If not, the kernel reads single bytes.
+    They must be a word of memory, and each row must have whole words.
     """
-    # PyTorch sees words in bytes only if all strides are multiples of 4, also those of a size of 1.
+    # PyTorch sees words in bytes only if all strides are multiples of their size, also those of a size of 1.
     apart = b_scale.stride()[: b.ndim - 2] if scale_layout == "blocked" else b_scale.stride()[:-1]
+    if scale_layout == "plain" and b_scale.stride(-1) != 1:
+        return 1
     numbers = (*apart, b_scale.storage_offset(), b_scale.data_ptr(), _columns(b) // _block(b_scale))
-    return not any(number % 4 for number in numbers) and (scale_layout == "blocked" or b_scale.stride(-1) == 1)
+    return math.gcd(4, *numbers)
 
 
 def _columns(b: Tensor) -> int:
@@ -98,7 +108,7 @@ def pays(M: int, b: Tensor) -> bool:
     return dense >= M or (min(MOST, b.shape[0]) >= M and tiles <= 2 * processors(b.device))
 
 
-def tile_for(M: int, b: Tensor, b_scale: Tensor) -> dict[str, int]:
+def tile_for(M: int, b: Tensor) -> dict[str, int]:
     """The tile for M tokens by weights b."""
     codes, of_columns, programs = CODES[b.dtype], -(-b.shape[-2] // BLOCK_N), processors(b.device)
     if b.ndim == 3:
@@ -107,35 +117,62 @@ def tile_for(M: int, b: Tensor, b_scale: Tensor) -> dict[str, int]:
     rows = next((rows for rows in TILES[codes] if rows >= M), 128)
     if rows == 128 and -(-M // 64) * of_columns <= programs:
         rows = 64
-    if codes == "e2m1" and _block(b_scale) == MX_BLOCK_SIZE and rows == 32 and of_columns > 2 * programs:
-        return _tile(rows, *MANY_TILES)
+    if codes == "e2m1" and rows <= 32 and sorts(M, b, rows):
+        return _tile(rows, *(MANY_TILES if rows == 32 and of_columns > 2 * programs else SORTED))
     return _tile(rows, *TILES[codes][rows])
 
 
-def _tile(rows: int, step: int, stages: int) -> dict[str, int]:
-    return {"BLOCK_M": rows, "BLOCK_N": BLOCK_N, "STEP": step, "STAGES": stages}
+def _tile(rows: int, step: int, stages: int, parts: int) -> dict[str, int]:
+    return {"BLOCK_M": rows, "BLOCK_N": BLOCK_N, "STEP": step, "STAGES": stages, "PARTS": parts}
+
+
+def sorts(M: int, b: Tensor, rows: int) -> bool:
+    """Whether it pays to put M tokens, in tiles of `rows`, into another order for e2m1 weights b.
+
+    It saves a tenth of the time of the weights, and reads and writes all tokens once more.
+    """
+    if b.ndim == 2:
+        return 2 * b.numel() >= SORT_FROM
+    return rows <= 32 or b.shape[0] * b.shape[1] >= 64 * M
+
+
+def by_e2m1(
+    x: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str, up: float = 1.0,
+    *, numbers: tuple[Tensor | int | None, ...] | None = None, offs: Tensor | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Multiply tokens x by e2m1 weights: `by_weights`, whose tokens another kernel may sort first.
+
+    `offs`: the ends of the experts' tokens. `options` override fields of the tile. Returns the compiled kernel.
+    """
+    M, plan = x.shape[0], None
+    tile = {**tile_for(M, b), **options}
+    if sorted_first := sorts(M, b, tile["BLOCK_M"]):
+        x, plan = even_first(x, offs, tile["BLOCK_M"])
+    elif offs is not None:
+        plan = plan_of(offs, M, tile["BLOCK_M"])
+    return by_weights(x, b, b_scale, out, scale_layout, up, numbers=numbers, plan=plan, EVEN_FIRST=sorted_first, **tile)
 
 
 def by_weights(
     x: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str, up: float = 1.0, *, shift: int = 0,
     numbers: tuple[Tensor | int | None, ...] | None = None, plan: Tensor | None = None, marks: Tensor | None = None,
-    **options: Any,
+    EVEN_FIRST: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Multiply tokens x, `(M, K)`, by codes b and by `up`, into `out`. Returns the compiled kernel.
 
     - `shift`: the values of fp8 codes are multiplied by 2^shift. Their tokens are in the order of `mx_values`.
     - `numbers`: the tensor scales of a, their stride, those of b, and their stride, for NVFP4.
     - `plan`: see `Scheduler`, for tiles of BLOCK_M tokens.
+    - `EVEN_FIRST`: the tokens are in the order of `tokens.py`, for e2m1 codes.
     - `marks`: of the sums of fp8 codes. It starts with 0.
 
     `options` are the fields of the tile. Without them, it is that of `tile_for`.
     """
     (M, N), K, blocked = out.shape, _columns(b), scale_layout == "blocked"
     codes, nvfp4, block = CODES[b.dtype], b_scale.dtype == torch.float8_e4m3fn, _block(b_scale)
-    config = options or tile_for(M, b, b_scale)
+    config = options or tile_for(M, b)
     rows, columns, STEP = (config.pop(name) for name in ("BLOCK_M", "BLOCK_N", "STEP"))
-    words = in_words(b, b_scale, scale_layout)
-    size = 4 if words else 1
+    size = bytes_at_once(b, b_scale, scale_layout)
     rows_apart, stride_e, matrix = 0, 0, b
     if b.ndim == 3:
         matrix, rows_apart = one_matrix(b)
@@ -143,18 +180,21 @@ def by_weights(
     if blocked:
         stride_r, stride_c = 512 // size * -(-K // (4 * block)), 512 // size
     else:
-        stride_r, stride_c = b_scale.stride(-2) // size, 1 if words else b_scale.stride(-1)
-    of_step = STEP // 2 if codes == "e2m1" else STEP
+        stride_r, stride_c = b_scale.stride(-2) // size, 1 if size > 1 else b_scale.stride(-1)
+    of_step, unit = STEP // 2 if codes == "e2m1" else STEP, 2 if EVEN_FIRST else 1
     descriptors = (
         TensorDescriptor.from_tensor(x, [rows, STEP], shared_layout(128, 16)),
-        TensorDescriptor.from_tensor(matrix.view(torch.uint8), [columns, of_step], shared_layout(min(of_step, 128), 8)),
+        TensorDescriptor.from_tensor(
+            matrix.view(UNITS[unit]), [columns, of_step // unit], shared_layout(min(of_step, 128), 8 * unit)
+        ),
     )
     tiles = -(-M // rows) if plan is None else plan.shape[0]
     if codes == "e2m1" and not nvfp4:
         up *= UNSHIFT
     return weights_sm90[(-(-N // columns) * tiles,)](
-        *descriptors, b_scale.view(torch.int32 if words else torch.uint8), stride_e, stride_r, stride_c,
+        *descriptors, b_scale.view(UNITS[size]), stride_e, stride_r, stride_c,
         out, out.stride(0), numbers, plan, rows_apart, marks, M, N, K,
-        CODES=codes, SCALES="e4m3" if nvfp4 else "e8m0", BLOCK=block, SHIFT=shift, UP=up, BLOCKED=blocked, WORDS=words,
+        CODES=codes, SCALES="e4m3" if nvfp4 else "e8m0", BLOCK=block, SHIFT=shift, UP=up, BLOCKED=blocked, SIZE=size,
+        EVEN_FIRST=EVEN_FIRST,
         **config, num_warps=columns // 16, **FUSED,
     )  # fmt: skip
