@@ -427,7 +427,7 @@ def test_explain_says_what_was_measured_for_the_other_matmuls(monkeypatch):
     assert said("mx_gemm", *by_codes(8192)).startswith("on an H200, 4096 to 32768 rows: ")
     assert said("mx_gemm", *by_codes(64)).startswith("on an H200, 1 to 128 rows: ")
     assert said("mx_gemm", *by_codes(1024)) is None, "another kernel"
-    assert said("mx_gemm", *by_fp4(64)).startswith("on an H100, 16 to 128 rows: ")
+    assert said("mx_gemm", *by_fp4(64)).startswith("on an H200, 16 to 128 rows: ")
     assert said("mx_gemm", *by_fp4(64, 1056)) is None, "scales that are no words"
     odd = of(65, 1032, dtype=bf16)[:, :1028].as_strided((64, K), (1028, 1))
     assert said("mx_gemm", odd, *by_fp4(64)[1:]) is None, "plain tiles"

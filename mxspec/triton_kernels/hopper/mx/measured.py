@@ -21,11 +21,11 @@ CODES = ((4096, 32768, "on an H200, 4096 to 32768 rows: 0.91 to 1.01 of the rate
 FEW_CODES = ((1, 128, "on an H200, 1 to 128 rows: 0.40 to 1.29 of the rate of torch.mm in bfloat16"),)
 # bfloat16 tokens of experts by e2m1, by tokens per expert.
 WEIGHTS_OF_EXPERTS = (
-    (1, 32, "on an H200, up to 32 tokens an expert: 1.32 to 2.70 of the rate of torch._grouped_mm with values"),
-    (64, 64, "on an H200, 64 tokens an expert: 1.28 to 1.81 of the rate of torch._grouped_mm with values"),
-    (128, 128, "on an H200, 128 tokens an expert: 1.03 to 1.34 of the rate of torch._grouped_mm with values"),
+    (1, 32, "on an H200, up to 32 tokens an expert: 1.71 to 3.55 of the rate of torch._grouped_mm with values"),
+    (64, 64, "on an H200, 64 tokens an expert: 1.41 to 2.02 of the rate of torch._grouped_mm with values"),
+    (128, 128, "on an H200, 128 tokens an expert: 1.17 to 1.33 of the rate of torch._grouped_mm with values"),
 )
-WEIGHTS = ((16, 128, "on an H100, 16 to 128 rows: 0.91 to 2.90 of the rate of torch.mm with bfloat16 weights"),)
+WEIGHTS = ((16, 128, "on an H200, 16 to 128 rows: 0.81 to 2.23 of the rate of torch.mm with bfloat16 weights"),)
 # By tokens per expert.
 IN_REGISTERS = (
     (1, 32, "on an H200, up to 32 tokens an expert: 1.11 to 2.41 of the rate of torch._grouped_mm in bfloat16"),
