@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from mxspec.nn._cache import QuantizesWeights
@@ -265,4 +266,6 @@ def _said(layer: nn.Module) -> str:
     name = type(layer).__name__
     assert isinstance(layer, QuantizesWeights)
     of = layer.recipe.format
+    if isinstance(layer, QuantizedExperts) and of == "bf16" and torch.float32 in {w.dtype for w in layer.parameters()}:
+        return f"{name} of bf16, which multiplies float32 weights in bfloat16, too"
     return f"{name} of {of}" if isinstance(layer, QuantizedExperts) or of == "bf16" else name

@@ -196,7 +196,8 @@ def test_convert_to_bf16_leaves_linears():
     model = Block()
     convert(model, "mxfp8_rceil", lambda layer, name: name == "experts")
     report = convert(model, RECIPES["bf16"])
-    assert report.swapped == {"experts": "GroupedExperts of bf16"}
+    assert report.swapped == {"experts": "GroupedExperts of bf16, which multiplies float32 weights in bfloat16, too"}
+    assert convert(Block().bfloat16(), "bf16").swapped == {"experts": "GroupedExperts of bf16"}
     assert report.left["up"] == "for bf16, nn.Linear is enough: give it bfloat16, or use autocast"
     assert type(model.up) is nn.Linear
 
