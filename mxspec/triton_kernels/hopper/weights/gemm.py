@@ -36,7 +36,10 @@ from mxspec.triton_kernels.hopper.weights.formats import Format, of_words, units
 
 @aggregate
 class Ring:
-    """The stages: tokens `(STAGES, BLOCK_M, STEP)`, codes `(STAGES, BLOCK_N, bytes)`, and a barrier for each."""
+    """The stages: tokens `(STAGES, BLOCK_M, STEP)`, codes `(STAGES, BLOCK_N, units)`, and a barrier for each.
+
+    A unit is a byte, or a pair of bytes if the even columns of tokens come first.
+    """
 
     x_desc: tma.tensor_descriptor
     w_desc: tma.tensor_descriptor

@@ -1,4 +1,4 @@
-"""Put the columns of tokens into the order in which `gemm.py` reads weights in pairs of bytes."""
+"""Put the columns of tokens into the order in which `gemm.py` reads weights in pairs of bytes: see `formats.py`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def tokens_even_first(
         if tl.program_id(1) == 0:
             write_plan(plan, tiles, offs, offs_stride, G, R, CHUNK, TILE)
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(1) * WORDS
-    word, pair = first + tl.arange(0, WORDS), first + tl.arange(0, WORDS // 2)
+    first, end = tl.program_id(1) * WORDS, K // 2
+    word, pair = first + tl.arange(0, WORDS), tl.arange(0, WORDS // 2)
     x, out = x.to(tl.pointer_type(tl.int32)), out.to(tl.pointer_type(tl.int32))
     there = (r < R)[:, None]
-    found = tl.load(x + (r * (stride_r // 2))[:, None] + word[None, :], mask=there & (word < K // 2)[None, :], other=0)
+    found = tl.load(x + (r * (stride_r // 2))[:, None] + word[None, :], mask=there & (word < end)[None, :], other=0)
     one, next = tl.split(found.reshape(ROWS, WORDS // 2, 2))
-    at = out + (r * (K // 2))[:, None] + (first + (pair - first) // 4 * 8 + pair % 4)[None, :]
-    there &= (pair - first < (K // 2 - first) // 2)[None, :]
+    # The four even words of 16 columns, and after them the four odd words.
+    at = out + (r * end)[:, None] + (first + pair // 4 * 8 + pair % 4)[None, :]
+    there &= (pair < (end - first) // 2)[None, :]
     tl.store(at, (one & 0xFFFF) | (next << 16), mask=there)
     tl.store(at + 4, ((one >> 16) & 0xFFFF) | (next & -0x10000), mask=there)
 
