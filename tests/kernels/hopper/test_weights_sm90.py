@@ -14,11 +14,12 @@ from mxspec.reference.mx_gemm import mx_gemm as reference
 from mxspec.reference.mx_grouped_gemm import mx_grouped_gemm as grouped_reference
 from mxspec.reference.to_blocked import to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
-from tests.helpers import combined, on_hopper, one_in, u8
+from tests.helpers import COMPLETE, on_hopper, u8
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
 
+from mxspec.triton_kernels.hopper import releases
 from mxspec.triton_kernels.hopper.mx import launch as mx
 from mxspec.triton_kernels.hopper.nvfp4 import launch as nvfp4
 from mxspec.triton_kernels.hopper.weights import launch as kernel
@@ -105,37 +106,42 @@ def launch(x, b, b_scale, *, layout, out_dtype, experts=False, even=False, **til
     return out
 
 
-CALLS = [*((format, False) for format in FORMATS), *((format, True) for format in FORMATS if format != "e5m2")]
+# MXFP4 scales of 864 columns are 27 bytes of a row, and those of 960 are 15 pairs of bytes.
+PLACES = [(K, layout) for K in (1024, 960, 864) for layout in LAYOUTS]
 
 
-# MXFP4 scales of 864 columns are 27 bytes of a row, and those of 960 are 15 pairs of bytes. Some tiles that the launch
-# chooses are for them.
-SOME = TILES[: len(CHOSEN) : 3]
-OF_K = {1024: TILES, 960: SOME, 864: SOME}
-ONE_IN = {1024: 5, 960: 3, 864: 3}
-COMPILED = [of for K, tiles in OF_K.items() for of in one_in(ONE_IN[K], combined(CALLS, (K,), LAYOUTS, tiles))]
+def stages_of(format, experts):
+    """The tiles that the launch chooses, each with whether tokens are sorted for it."""
+    codes = kernel.CODES[FORMATS[format][0]]
+    chosen = (kernel.TILES_OF_EXPERTS if experts else kernel.TILES)[codes]
+    few, many = ((True,) if experts else (False,)), (False, True)
+    if codes != "e2m1":
+        few = many = (False,)
+    found = [(rows, of, even) for rows, of in chosen.items() for even in (few if rows <= 32 else many)]
+    if experts and releases.release() == "3.8":
+        found = [(rows, of, even or (codes == "e2m1" and rows == 128)) for rows, of, even in found]
+    if codes == "e2m1" and not experts:
+        found += [(rows, of, True) for rows, of in ((16, kernel.SORTED), (32, kernel.SORTED), (32, kernel.MANY_TILES))]
+    return [(tile(rows, kernel.BLOCK_N, *of), even) for rows, of, even in found]
 
 
-def orders(format):
-    """Whether tokens have their even columns first, where there is a choice."""
-    return (False, True) if format in ("mxfp4", "nvfp4") else (False,)
+LAUNCHED = [
+    (format, experts, *of) for format in FORMATS for experts in (False, True) for of in stages_of(format, experts)
+]
+# Each tile that the launch chooses, with one of the places of scales. `make complete` takes all of them.
+COMPILED = [
+    (*call, *place) for i, call in enumerate(LAUNCHED) for place in (PLACES if COMPLETE else [PLACES[i % len(PLACES)]])
+]
+COMPILED += [("mxfp4", False, tile(*OTHERS[0]), False, *PLACES[0]), ("nvfp4", True, tile(*OTHERS[1]), True, *PLACES[3])]
 
 
-@pytest.mark.parametrize("K", OF_K)
-def test_each_call_tile_and_layout_is_compiled_with_words_and_with_bytes(K):
-    for dimension, every in ((0, CALLS), (2, LAYOUTS), (3, OF_K[K])):
-        found = [of[dimension] for of in COMPILED if of[1] == K]
-        assert all(value in found for value in every)
+def test_the_scales_of_every_format_are_compiled_in_words_in_pairs_and_in_bytes():
+    for format in FORMATS:
+        assert {of[4] for of in COMPILED if of[0] == format} == {1024, 960, 864}
 
 
-@pytest.mark.parametrize(("call", "K", "layout", "tile"), COMPILED, ids=name)
-def test_every_tile_compiles_without_spilling(call, K, layout, tile):
-    format, experts = call
-    for even in orders(format):
-        compiles(format, experts, K, layout, even, tile)
-
-
-def compiles(format, experts, K, layout, even, tile):
+@pytest.mark.parametrize(("format", "experts", "tile", "even", "K", "layout"), COMPILED, ids=name)
+def test_every_tile_compiles_without_spilling(format, experts, tile, even, K, layout):
     args = torch.randn(200, K).bfloat16(), *weights(format, (3, 192) if experts else (192,), K, layout)
     options = {"layout": layout, "out_dtype": torch.float32, "experts": experts, "even": even, "target": "sm90"}
     code = compile_call(launch, *args, **options, **tile)
@@ -145,11 +151,15 @@ def compiles(format, experts, K, layout, even, tile):
 
 
 @each_format
-def test_a_wait_for_the_tensor_cores_comes_after_the_codes_of_the_next_step(format):
-    args = torch.randn(64, 1024).bfloat16(), *weights(format, (192,), 1024, "plain")
-    ptx = compile_call(launch, *args, layout="plain", out_dtype=torch.bfloat16, target="sm90")[0].ptx
-    multiplied = ptx.index("wgmma.commit_group")
-    assert ptx.index("mul.rn.bf16x2", multiplied) < ptx.index("wgmma.wait_group", multiplied)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_wait_for_the_tensor_cores_comes_after_the_codes_of_the_next_part(parts, format):
+    """Two parts of the loop, then one of an odd number. The last part has no next."""
+    args = torch.randn(16, 1024).bfloat16(), *weights(format, (192,), 1024, "plain")
+    even = parts == 2 and FORMATS[format][0] == torch.float4_e2m1fn_x2
+    of = tile(16, 64, 128 * parts, 3, parts)
+    ptx = compile_call(launch, *args, layout="plain", out_dtype=torch.bfloat16, even=even, target="sm90", **of)[0].ptx
+    running = [after.split("wgmma.wait_group")[0] for after in ptx.split("wgmma.commit_group")[1:]]
+    assert ["mul.rn.bf16x2" in meanwhile for meanwhile in running[:4]] == [True, True, True, False]
 
 
 # --- the choice ---------------------------------------------------------------------------------------------------
@@ -243,7 +253,7 @@ def test_what_the_kernel_cannot_read():
             assert not kernel.reads(x, b[:, :1].expand(3, 64, -1))
 
 
-def test_scales_are_words_or_bytes():
+def test_scales_are_words_pairs_or_bytes():
     for format in FORMATS:
         of_word = 4 * FORMATS[format][2]
         b, scale = (t.to("meta") for t in weights(format, (3, 64), of_word * 3, "plain"))
@@ -253,6 +263,13 @@ def test_scales_are_words_or_bytes():
         for width, size in ((13, 1), (14, 2), (16, 4)):
             wide = torch.empty(3, 64, width, device="meta").to(scale.dtype)
             assert kernel.bytes_at_once(b, wide[..., :12], "plain") == size
+        for first, size in ((1, 1), (2, 2), (4, 4)):
+            wide = torch.empty(3, 64, 16, device="meta").to(scale.dtype)
+            assert kernel.bytes_at_once(b, wide[..., first : first + 12], "plain") == size  # by the offset
+            moved = torch.empty(3 * 64 * 12 + 4, dtype=torch.uint8)[first:].numpy()[: 3 * 64 * 12]
+            moved = torch.from_numpy(moved).view(scale.dtype).view(3, 64, 12)
+            assert moved.storage_offset() == 0
+            assert kernel.bytes_at_once(b, moved, "plain") == size  # by the address
         for experts in (1, 3):  # words that lie 4 bytes apart, and experts that do not
             whole = torch.empty(9999, dtype=torch.uint8, device="meta").view(scale.dtype)
             for odd in (0, 1):
@@ -277,12 +294,22 @@ def test_scales_are_words_or_bytes():
         (64 * 3, (3, 4096), 128, True),
         (64 * 3 + 1, (3, 4096), 128, False),
         (64 * 3, (3, 64), 128, False),
+        (64 * 3, (2, 6144), 128, True),
     ],
 )
 def test_tokens_are_sorted_if_weights_take_longer_than_tokens(M, rows, K, sorts):
     with fake_gpu("sm90"):
         b = weights("mxfp4", rows, K, "plain")[0].to("meta")
         assert kernel.sorts(M, b, kernel.tile_for(M, b)["BLOCK_M"]) == sorts
+        odd = torch.empty(b.numel() + 1, dtype=torch.uint8, device="meta")[1:].view(b.dtype).view(b.shape)
+        assert not kernel.sorts(M, odd, 16)  # PyTorch sees no pairs of bytes there
+
+
+@pytest.mark.parametrize(("release", "sorts"), [("3.6", False), ("3.8", True)])
+def test_a_tile_that_spills_under_one_release_has_sorted_tokens_there(release, sorts, monkeypatch):
+    monkeypatch.setattr(releases, "release", lambda: release)
+    with fake_gpu("sm90"):
+        assert kernel.sorts(128 * 3, weights("mxfp4", (3, 64), 128, "plain")[0].to("meta"), 128) == sorts
 
 
 @pytest.mark.parametrize("op", ["mx_gemm", "mx_grouped_gemm"])
@@ -332,11 +359,15 @@ def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
 
 @on_hopper
 @pytest.mark.parametrize("tile", TILES, ids=name)
-@each_layout
-@pytest.mark.parametrize("K", [896, 864])
+@pytest.mark.parametrize(
+    ("K", "layout"), [(896, "plain"), (864, "blocked"), (960, "plain"), (640, "blocked"), (64, "plain")]
+)
 @pytest.mark.parametrize("even", [False, True])
 def test_every_tile_of_experts_gives_the_bits_of_the_plain_tiles(even, K, layout, tile, monkeypatch):
-    """MXFP4, with experts that have no tokens, and tokens of no expert."""
+    """MXFP4, with experts that have no tokens, and tokens of no expert. Of 960 columns, scales are read in pairs.
+
+    Steps of 128 and of 256 columns: 7 and 4, 7 and 4, 8 and 4, 5 and 3, 1 and 1.
+    """
     N, sizes, rest = 200, [33, 0, 130, 1, 0, 70], 21
     M, offs = sum(sizes) + rest, offs_of(sizes).cuda()
     b, scale = (t.cuda() for t in weights("mxfp4", (len(sizes), N), K, layout))
@@ -385,11 +416,12 @@ def calls(format, layout, K) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]
 
 @on_hopper
 @pytest.mark.parametrize("tile", TILES, ids=name)
-@each_layout
-@pytest.mark.parametrize("K", [896, 864])
+@pytest.mark.parametrize(
+    ("K", "layout"), [(896, "blocked"), (864, "plain"), (864, "blocked"), (960, "plain"), (640, "plain")]
+)
 @pytest.mark.parametrize(("format", "even"), [("nvfp4", False), ("nvfp4", True), ("e4m3", False), ("e5m2", False)])
 def test_every_tile_gives_the_bits_of_the_kernels_for_many_tokens(format, even, K, layout, tile, monkeypatch):
-    """896 columns are an odd number of steps. The scales of 864 columns are no whole words."""
+    """Even and odd numbers of steps. The scales of 864 and of 960 columns are no whole words."""
     monkeypatch.setattr(kernel, "sorts", lambda *_: even)
     for op, args, options in calls(format, layout, K):
         args = check.on_device(torch.device("cuda"), args)

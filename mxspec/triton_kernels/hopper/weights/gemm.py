@@ -5,8 +5,9 @@ with STEP columns of K of the codes and of the tokens. A stage has one or two PA
 part, the same warps turn the codes of the next part into bf16 registers: see `formats.py`. Plain Triton does not
 compile this order: it waits for each instruction of the tensor cores.
 
-Only parts are in registers, so a processor holds more programs of stages of two parts. But the tensor cores wait
-between parts. So if there are few programs, one part is faster.
+Only two parts are in registers: one is multiplied, and one is turned. So with two parts in a stage, a program needs
+fewer registers than with one part of the same stage, and a processor holds more programs. But the tensor cores wait
+after each part. If there are too few programs to fill that time, one part is faster.
 
 A weight is read once for each tile of tokens, as a code, and no value of it passes through memory. A processor holds
 several programs. So there are no persistent programs, and no warps with roles of their own.
@@ -113,9 +114,10 @@ class Scales:
 
 @gluon.jit
 def _part(of_part, acc, ring, scale, part, steps, PART: gl.constexpr, operand: gl.constexpr, format):
-    """Multiply a part, the PART-th of its stage. Meanwhile, turn the codes of the next part.
+    """Multiply a part. Meanwhile, turn the codes of the next part, whose scales are `scale`.
 
-    After the last part of a stage, fill the stage again.
+    `part` counts the parts of K, and PART those of the stage, both from 0. After the last part of a stage, fill the
+    stage again.
     """
     PARTS: gl.constexpr = ring.PARTS
     LAST: gl.constexpr = PART == PARTS - 1
@@ -208,6 +210,7 @@ def weights_sm90(
         gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, units_of(CODES, STEP, EVEN_FIRST)], w_desc.layout),
         full, top, expert * rows_apart + left, STAGES, PARTS,
     )  # fmt: skip
+    gl.static_assert(STEP % (4 * BLOCK * PARTS) == 0, "a part has whole words of 4 scale bytes")
     WORDS: gl.constexpr = STEP // (4 * BLOCK * PARTS)
     n = left + gl.arange(0, BLOCK_N, gl.SliceLayout(1, gl.SliceLayout(2, of_words(SCALES, BLOCK_N, WORDS, 4))))
     of_row = n.to(gl.int64) * stride_r

@@ -34,9 +34,11 @@ TILES_OF_EXPERTS = {"e2m1": _E2M1_OF_EXPERTS, "e4m3": _FP8_OF_EXPERTS, "e5m2": _
 SORTED = (256, 3, 2)
 # For 17 to 32 of them, if there are more than two tiles for each processor.
 MANY_TILES = (256, 2, 2)
-# By one matrix of at least as many e2m1 weights, tokens are first put into the order in which weights are decoded with
-# fewer instructions. That is one more launch.
+# When tokens are sorted for e2m1 weights, which then take fewer instructions. For one matrix that is one more launch,
+# so the matrix must have this many weights. For experts it is the launch that plans their tiles. It pays for tiles of
+# up to 32 tokens, and for others if the experts have this many rows of weights for each token.
 SORT_FROM = 2**26
+ROWS_FOR_A_TOKEN = 64
 # The most tokens per expert for which a tile has 16, 32 or 64. Some experts have more than others.
 PER_EXPERT = {16: 10, 32: 40, 64: 96}
 # The most tokens, and the most tokens per expert, for which this kernel is faster on average than those for many
@@ -65,9 +67,9 @@ def reads(x: Tensor | None, b: Tensor) -> bool:
 def bytes_at_once(b: Tensor, b_scale: Tensor, scale_layout: str) -> int:
     """How many scale bytes of a row the kernel can read at once: 4, 2 or 1.
 
-    They must be a word of memory, and each row must have whole words.
+    Each row must have whole units of that size. The address and all strides must be multiples of it.
     """
-    # PyTorch sees words in bytes only if all strides are multiples of their size, also those of a size of 1.
+    # PyTorch sees larger units in bytes only if the offset in the storage and the strides of sizes of 1 are, too.
     apart = b_scale.stride()[: b.ndim - 2] if scale_layout == "blocked" else b_scale.stride()[:-1]
     if scale_layout == "plain" and b_scale.stride(-1) != 1:
         return 1
@@ -127,20 +129,24 @@ def _tile(rows: int, step: int, stages: int, parts: int) -> dict[str, int]:
 
 
 def sorts(M: int, b: Tensor, rows: int) -> bool:
-    """Whether it pays to put M tokens, in tiles of `rows`, into another order for e2m1 weights b.
+    """Whether M tokens, in tiles of `rows`, are first sorted for e2m1 weights b: see `SORT_FROM`.
 
-    It saves a tenth of the time of the weights, and reads and writes all tokens once more.
+    The weights are then read in pairs of bytes, and PyTorch sees these only from an even place of the storage on.
     """
+    if b.storage_offset() % 2:
+        return False
     if b.ndim == 2:
         return 2 * b.numel() >= SORT_FROM
-    return rows <= 32 or b.shape[0] * b.shape[1] >= 64 * M
+    if rows == 128 and releases.release() == "3.8":  # for tokens that are not sorted, this tile spills there
+        return True
+    return rows <= 32 or b.shape[0] * b.shape[1] >= ROWS_FOR_A_TOKEN * M
 
 
 def by_e2m1(
     x: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str, up: float = 1.0,
     *, numbers: tuple[Tensor | int | None, ...] | None = None, offs: Tensor | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Multiply tokens x by e2m1 weights: `by_weights`, whose tokens another kernel may sort first.
+    """Multiply tokens x by e2m1 weights. If `sorts` says so, a kernel sorts the tokens first. See `by_weights`.
 
     `offs`: the ends of the experts' tokens. `options` override fields of the tile. Returns the compiled kernel.
     """
@@ -156,7 +162,7 @@ def by_e2m1(
 def by_weights(
     x: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, scale_layout: str, up: float = 1.0, *, shift: int = 0,
     numbers: tuple[Tensor | int | None, ...] | None = None, plan: Tensor | None = None, marks: Tensor | None = None,
-    EVEN_FIRST: bool = False, **options: Any,
+    EVEN_FIRST: bool = False, **tile: Any,
 ) -> Any:  # fmt: skip
     """Multiply tokens x, `(M, K)`, by codes b and by `up`, into `out`. Returns the compiled kernel.
 
@@ -166,12 +172,11 @@ def by_weights(
     - `EVEN_FIRST`: the tokens are in the order of `tokens.py`, for e2m1 codes.
     - `marks`: of the sums of fp8 codes. It starts with 0.
 
-    `options` are the fields of the tile. Without them, it is that of `tile_for`.
+    `tile` are the fields of the tile, as those of `tile_for`.
     """
     (M, N), K, blocked = out.shape, _columns(b), scale_layout == "blocked"
     codes, nvfp4, block = CODES[b.dtype], b_scale.dtype == torch.float8_e4m3fn, _block(b_scale)
-    config = options or tile_for(M, b)
-    rows, columns, STEP = (config.pop(name) for name in ("BLOCK_M", "BLOCK_N", "STEP"))
+    rows, columns, STEP = (tile.pop(name) for name in ("BLOCK_M", "BLOCK_N", "STEP"))
     size = bytes_at_once(b, b_scale, scale_layout)
     rows_apart, stride_e, matrix = 0, 0, b
     if b.ndim == 3:
@@ -181,7 +186,8 @@ def by_weights(
         stride_r, stride_c = 512 // size * -(-K // (4 * block)), 512 // size
     else:
         stride_r, stride_c = b_scale.stride(-2) // size, 1 if size > 1 else b_scale.stride(-1)
-    of_step, unit = STEP // 2 if codes == "e2m1" else STEP, 2 if EVEN_FIRST else 1
+    of_step = STEP // 2 if codes == "e2m1" else STEP
+    unit = 2 if EVEN_FIRST else 1
     descriptors = (
         TensorDescriptor.from_tensor(x, [rows, STEP], shared_layout(128, 16)),
         TensorDescriptor.from_tensor(
@@ -195,6 +201,5 @@ def by_weights(
         *descriptors, b_scale.view(UNITS[size]), stride_e, stride_r, stride_c,
         out, out.stride(0), numbers, plan, rows_apart, marks, M, N, K,
         CODES=codes, SCALES="e4m3" if nvfp4 else "e8m0", BLOCK=block, SHIFT=shift, UP=up, BLOCKED=blocked, SIZE=size,
-        EVEN_FIRST=EVEN_FIRST,
-        **config, num_warps=columns // 16, **FUSED,
+        EVEN_FIRST=EVEN_FIRST, **tile, num_warps=columns // 16, **FUSED,
     )  # fmt: skip
