@@ -162,7 +162,10 @@ def by_hand(
 def converted(layer: nn.Module, recipe: str) -> nn.Module:
     """A copy of the layer that trains by the recipe."""
     around = nn.ModuleDict({"experts": copy.deepcopy(layer)})
-    assert convert(around, recipe).swapped == {"experts": f"{type(layer).__name__} of {RECIPES[recipe].format}"}
+    wide = recipe == "bf16" and torch.float32 in {weight.dtype for weight in layer.parameters()}
+    said = f"{type(layer).__name__} of {RECIPES[recipe].format}"
+    said += ", which multiplies float32 weights in bfloat16, too" if wide else ""
+    assert convert(around, recipe).swapped == {"experts": said}
     return around["experts"]
 
 
