@@ -270,6 +270,9 @@ def test_scales_are_words_pairs_or_bytes():
             moved = torch.from_numpy(moved).view(scale.dtype).view(3, 64, 12)
             assert moved.storage_offset() == 0
             assert kernel.bytes_at_once(b, moved, "plain") == size  # by the address
+        odd = torch.from_numpy(torch.empty(3 * 64 * 12 + 4, dtype=torch.uint8).numpy()[1:])[3:]
+        assert odd.data_ptr() % 4 == 0
+        assert kernel.bytes_at_once(b, odd.view(scale.dtype).view(3, 64, 12), "plain") == 1  # PyTorch sees no words
         for experts in (1, 3):  # words that lie 4 bytes apart, and experts that do not
             whole = torch.empty(9999, dtype=torch.uint8, device="meta").view(scale.dtype)
             for odd in (0, 1):
