@@ -29,7 +29,8 @@ SLOW = $(addsuffix .py,$(addprefix %/test_,any_number_of_tokens bench bench_para
 # The tests that call kernels by their backend's name. On a CPU, these kernels run only under an interpreter.
 INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
     $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_e2m1_codes.py mx_gemm_by_e2m1.py mx_gemm_tiles.py \
-        mx_values.py nvfp4_quotients.py offs_out_of_order.py philox.py row_invariance.py sorted_tokens.py spans.py swiglu_pairs.py) \
+        mx_values.py nvfp4_quotients.py offs_out_of_order.py philox.py row_invariance.py sorted_tokens.py spans.py \
+        swiglu_pairs.py) \
     $(addprefix tests/ops/test_,fp8_quantize_1x128.py fp8_dequantize.py swiglu.py swiglu_backward.py zero_unused_.py) \
     $(addprefix tests/kernels/blackwell/test_mx_,gemm_blackwell.py matmul_sm100.py)
 # The other releases of triton that pyproject.toml allows, from the oldest to the newest. Tests compile and interpret

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class WeightOnlyExperts(nn.Module):
     - `w_scales`, `(E, N, K/32)`: the e8m0 scales.
     """
 
-    weight_names: tuple[str, str]
+    weight_names: ClassVar[tuple[str, ...]]
 
     def take_codes(self, codes: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Replace the weights by their codes."""
@@ -114,7 +114,7 @@ class WeightOnlyExperts(nn.Module):
 class WeightOnlyGroupedExperts(WeightOnlyExperts):
     """A `GroupedExperts` after `quantize_weights`. Its forward takes the same arguments; x is bfloat16."""
 
-    weight_names = GroupedExperts.weight_names  # type: ignore[assignment]
+    weight_names = GroupedExperts.weight_names
     num_experts: int
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:

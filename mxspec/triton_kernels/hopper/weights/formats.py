@@ -30,21 +30,23 @@ _OF_E4M3 = gl.constexpr(
     " mov.b32 s, 0x7B107B10; mul.rn.bf16x2 s, t, s; fma.rn.bf16x2 $0, s, zero, t; }"
 )
 
-# The weights of a pair of bytes: the even ones of both, then the odd ones. `v` has the bits of `$4` two places lower.
-# Half of `p` is a byte, and above it the same byte of `v`. There the sign of a code is nine places above its lowest
-# bit, as in a bf16. So a mask and one shift put a code's exponent, mantissa and sign in place, for both bytes.
-_EVEN_FIRST = gl.constexpr(
-    "{ .reg .b32 v, p, q; shr.b32 v, $4, 2; prmt.b32 p, $4, v, 0x5140;"
-    " and.b32 q, p, 0x02070207; shl.b32 q, q, 6; mul.rn.bf16x2 q, q, $5; mov.b32 {$0, $1}, q;"
-    " and.b32 q, p, 0x20702070; shl.b32 q, q, 2; mul.rn.bf16x2 q, q, $5; mov.b32 {$2, $3}, q; }"
-)
-_EVEN_FIRST_TWICE = gl.constexpr(
-    "{ .reg .b32 v, p, q, u; mov.b32 u, 0x7E807E80; shr.b32 v, $4, 2; prmt.b32 p, $4, v, 0x5140;"
-    " and.b32 q, p, 0x02070207; shl.b32 q, q, 6; mul.rn.bf16x2 q, q, u; mul.rn.bf16x2 q, q, $5;"
-    " mov.b32 {$0, $1}, q;"
-    " and.b32 q, p, 0x20702070; shl.b32 q, q, 2; mul.rn.bf16x2 q, q, u; mul.rn.bf16x2 q, q, $5;"
-    " mov.b32 {$2, $3}, q; }"
-)
+
+def _of_pair(UP: str) -> Any:
+    """The weights of a pair of bytes: the even ones of both, then the odd ones. UP may first multiply `q`.
+
+    `v` has the bits of `$4` two places lower. Half of `p` is a byte, and above it the same byte of `v`. There the sign
+    of a code is nine places above its lowest bit, as in a bf16. So a mask and one shift put a code's exponent, mantissa
+    and sign in place, for both bytes.
+    """
+    return gl.constexpr(
+        "{ .reg .b32 v, p, q; shr.b32 v, $4, 2; prmt.b32 p, $4, v, 0x5140;"
+        f" and.b32 q, p, 0x02070207; shl.b32 q, q, 6;{UP} mul.rn.bf16x2 q, q, $5; mov.b32 {{$0, $1}}, q;"
+        f" and.b32 q, p, 0x20702070; shl.b32 q, q, 2;{UP} mul.rn.bf16x2 q, q, $5; mov.b32 {{$2, $3}}, q; }}"
+    )
+
+
+_EVEN_FIRST = _of_pair("")
+_EVEN_FIRST_TWICE = _of_pair(" mov.b32 v, 0x7E807E80; mul.rn.bf16x2 q, q, v;")  # times 2^126
 
 
 @aggregate
