@@ -58,7 +58,7 @@ def cases() -> Iterator[Case]:
         ties = turned(ties_under_scales().to(dtype), axis)
         half = len(ties) // 32 * 16
         yield Case(f"ties of codes, {end}", these(ties, offs_of([half, len(ties) - half])), kw, flags=EDGE)
-    for layout in SCALE_LAYOUTS:  # whole tiles of 64 tokens by 128 columns
+    for layout in SCALE_LAYOUTS:  # whole tiles of tokens and columns
         kw = {"axis": -2, "scale_layout": layout}
         yield Case(f"three groups, 256 columns, axis -2, {layout}", partial(args, [140, 1, 69], 215, 256), kw)
     for axis, pad_to, layout in product((-1, -2), (128, 384), SCALE_LAYOUTS):

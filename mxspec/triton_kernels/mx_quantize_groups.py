@@ -1,9 +1,9 @@
 """mx_quantize_groups in Triton: the kernels of mx_quantize. A program reads the rows of one token group.
 
-Along axis -1, a program owns a run of the bytes of a tile of scales, as in the blocked layout of mx_quantize, even if
-the scales are plain. It does the same for the next tiles of the row, since they have the same group. Along axis -2, it
-owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that they get the codes and the scale bytes of the
-contract. Rows after the last group are zeros, without any arithmetic.
+Along axis -1, a program owns a part of some tiles of 128 x 4 scales, side by side: with blocked scales a run of bytes
+of each tile, with plain scales some rows. It does the same for the next tiles of the row, since they have the same
+group. Along axis -2, it owns a tile of `tiles/mx_columns.py`. Pad rows are read as zeros, so that they get the codes
+and the scale bytes of the contract. Rows after the last group are zeros, without any arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import element, exponent_rule
-from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
+from mxspec.triton_kernels.common.blocked import part_of_tiles, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.numerics import (
@@ -31,9 +31,15 @@ from mxspec.triton_kernels.common.pairs import e2m1_of_mx_blocks, instructions, 
 from mxspec.triton_kernels.tiles import mx_columns
 
 RANK = {(9, 0): 1, (10, 0): 1}  # Blackwell: compiled, not run
-# A program has BLOCKS scale bytes of each of up to _SPAN tiles. The race: benchmarks/results/decisions.md.
-_HOPPER = {"BLOCKS": 32, "num_warps": 1}
-_SPAN = 4
+# By layout, and with words of e2m1. A program has BLOCKS scale bytes of TILES tiles, up to _SPAN times. The race:
+# benchmarks/results/decisions.md.
+_HOPPER = {
+    "plain": {"BLOCKS": 32, "TILES": 4, "num_warps": 1},
+    "blocked": {"BLOCKS": 32, "TILES": 1, "num_warps": 1},
+    "plain, words": {"BLOCKS": 64, "TILES": 4, "num_warps": 2},
+    "blocked, words": {"BLOCKS": 64, "TILES": 2, "num_warps": 2},
+}
+_SPAN = {"plain": 2, "blocked": 4, "plain, words": 4, "blocked, words": 4}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 PTX = (
@@ -60,18 +66,19 @@ def _mx_quantize_groups(
     tokens, R, C, row_tiles, span, stride_m, stride_k, G, stride_offs,
     EMAX: tl.constexpr, ROUND: tl.constexpr, EXCEPT: tl.constexpr,
     BLOCKED: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+    BLOCKS: tl.constexpr, TILES: tl.constexpr, ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    parts: tl.constexpr = 512 // BLOCKS  # programs a tile
+    parts: tl.constexpr = 512 * TILES // BLOCKS  # programs for TILES tiles
     # Programs run along a row of tiles first, then down.
-    first_tile, part = tl.program_id(0) // parts * span, tl.program_id(0) % parts
+    first, part = tl.program_id(0) // parts * span, tl.program_id(0) % parts
     row_tile = tl.program_id(2) * ROW_TILES + tl.program_id(1)
     writes = tl.program_id(0) + row_tile == 0
     # The 128 rows of a tile belong to one group.
     group, token0, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
-    byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
-    row, col = row_col_in_tile(byte_in_tile)
-    tiles = tl.minimum(span, tl.cdiv(C, 4) - first_tile)
+    place, row, col = part_of_tiles(part, BLOCKS, TILES, BLOCKED)
+    if BLOCKED:
+        scale += part * (BLOCKS // TILES)
+    steps = tl.minimum(span, tl.cdiv(C, 4 * TILES) - first)
     WORDS: tl.constexpr = qdata.dtype.element_ty == tl.int32
     E2M1: tl.constexpr = WORDS or qdata.dtype.element_ty == tl.uint8
     if group < G:
@@ -82,8 +89,8 @@ def _mx_quantize_groups(
             r, k = r.to(tl.int64), k.to(tl.int64)
         offset = (r * stride_m)[:, None] + k * stride_k
         x_rows = x + token.to(tl.int64) * stride_m
-        for i in range(tiles):
-            col_tile = first_tile + i
+        for i in range(steps):
+            col_tile = (first + i) * TILES
             there = read & (col_tile * 4 + col < C)
             source = x_rows + col_tile.to(tl.int64) * 128 * stride_k + offset
             if WORDS:
@@ -95,16 +102,16 @@ def _mx_quantize_groups(
                 q = values * reciprocal_scale(byte, EMAX)[:, None]
                 q = e2m1_pairs(q, ASM) if E2M1 else saturating_cast(q, qdata.dtype.element_ty)
             store_part(
-                qdata, scale, q, byte.to(tl.uint8), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
+                qdata, scale, q, byte.to(tl.uint8), place, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,
             )  # fmt: skip
     else:  # rows after the last group
         q = tl.zeros((BLOCKS, 4 if WORDS else 16 if E2M1 else 32), qdata.dtype.element_ty)
         byte = tl.zeros((BLOCKS,), tl.uint8)
-        for i in range(tiles):
-            col_tile = first_tile + i
+        for i in range(steps):
+            col_tile = (first + i) * TILES
             store_part(
-                qdata, scale, q, byte, byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles, BLOCKED, WIDE
+                qdata, scale, q, byte, place, row, col, row_tile, col_tile, R, C, row_tiles, BLOCKED, WIDE
             )  # fmt: skip
 
 
@@ -133,15 +140,17 @@ def mx_quantize_groups(
         return fmt.as_codes(qdata.view(fmt.storage_dtype)).mT, scale.view(torch.float8_e8m0fnu), start, end
     qdata = mx_columns.empty_codes(x, (R, K), fmt, words=x.dtype != torch.float32)
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, K // 32), dtype=torch.uint8)
-    config = for_device(CONFIGS, x.device)
+    name = f"{scale_layout}, words" if qdata.dtype == torch.int32 else scale_layout
+    config = for_device(CONFIGS, x.device)[name]
     if rows:
         # The grid has programs across even if there are no columns, because a program still writes start and end.
-        of_tile, row_tiles = 512 // config["BLOCKS"], rows // 128
-        tiles = span(of_tile * col_tiles, row_tiles, x.device, _SPAN)
-        grid = (of_tile * max(1, -(-col_tiles // tiles)), min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
-        wide = max(128 * x.stride(0) + 128 * x.stride(1), 128 * K) >= 2**31
+        row_tiles, across = rows // 128, -(-col_tiles // config["TILES"])
+        programs = 512 * config["TILES"] // config["BLOCKS"]  # for neighbouring tiles
+        steps = span(programs * across, row_tiles, x.device, _SPAN[name])
+        grid = (programs * max(1, -(-across // steps)), min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
+        wide = max(128 * x.stride(0) + 128 * config["TILES"] * x.stride(1), 128 * K) >= 2**31
         _mx_quantize_groups[grid](
-            x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, tiles, *x.stride(), G, offs.stride(0),
+            x, qdata, scale, start, end, offs, M, R, K // 32, row_tiles, steps, *x.stride(), G, offs.stride(0),
             *constants, wide, instructions(x.device), pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **UNFUSED,
         )  # fmt: skip
     return fmt.as_codes(qdata.view(fmt.storage_dtype)), scale.view(torch.float8_e8m0fnu), start, end

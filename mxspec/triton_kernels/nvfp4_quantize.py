@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxspec.formats import NVFP4_BLOCK_SIZE
-from mxspec.triton_kernels.common.blocked import blocked_shape, row_col_in_tile
+from mxspec.triton_kernels.common.blocked import blocked_shape, part_of_tiles
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.nvfp4_numerics import (
     BYTES,
@@ -37,27 +37,29 @@ from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_magnitudes
 
-# On an H200 0.96 of a bare cast's rate along rows (benchmarks/results/decisions.md).
+# On an H200 0.97 of a bare cast's rate along rows, with blocked scales 0.95 (benchmarks/results/decisions.md).
 # Blackwell: compiled, not run.
 RANK = {(9, 0): 1, (10, 0): 1}
-# By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements.
+# By compute capability and layout. A program has BLOCKS scale bytes, that is, 16 * BLOCKS elements. Blocked scale bytes
+# are those of TILES tiles, side by side: a program then reads longer runs of a row.
 _HOPPER = {
-    "flat": {"BLOCKS": 128, "num_warps": 2},
-    "strided": {"BLOCKS": 256, "num_warps": 4},
-    "blocked": {"BLOCKS": 128, "num_warps": 2},
-    "blocked, random": {"BLOCKS": 256, "num_warps": 4},
+    "flat": {"BLOCKS": 128, "TILES": 1, "num_warps": 2},
+    "strided": {"BLOCKS": 256, "TILES": 1, "num_warps": 4},
+    "blocked": {"BLOCKS": 128, "TILES": 2, "num_warps": 2},
+    "blocked, random": {"BLOCKS": 256, "TILES": 1, "num_warps": 4},
     # 16x16 scale bytes, or half of a blocked tile: rows r and r + 32 * i. With the limit, the order of instructions is
     # faster.
-    "square": {"BLOCKS": 256, "num_warps": 2, "maxnreg": 128},
+    "square": {"BLOCKS": 256, "TILES": 1, "num_warps": 2, "maxnreg": 128},
 }
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 # The registers of a thread on Hopper by layout, for numbers of `in_words` that are rounded to nearest. More programs
 # then fit on a processor.
-_REGISTERS = {"flat": {"maxnreg": 72}, "blocked": {"maxnreg": 80}}
+_REGISTERS = {"flat": {"maxnreg": 72}, "blocked, even": {"maxnreg": 72}, "blocked": {"maxnreg": 80}}
 # Without .ftz, which would lose subnormals.
 _ARITHMETIC = (r"st\.global\.(v[24]\.)?b32", r"mul\.(rn\.)?f32", r"fma\.rn\.f32")
 PTX = {"sm90": _ARITHMETIC, "sm100": (*_ARITHMETIC, r"cvt\.rn\.satfinite\.e2m1x2\.f32")}
-_SPAN = 8  # a program has up to so many parts
+# A program has up to so many parts, and there are at least so many programs for each processor.
+_SPAN, _PROGRAMS = 4, 32
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
 
 
@@ -88,7 +90,7 @@ def _nvfp4_quantize(
     x, amax, qdata, scale, tensor_scale,
     R, C, stride_e, stride_r, stride_k, amax_stride, row_groups, span,
     LAYOUT: tl.constexpr, WIDE: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr,
-    CONVERTS: tl.constexpr, ASM: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+    CONVERTS: tl.constexpr, ASM: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, ROW_TILES: tl.constexpr,
     random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
 ):  # fmt: skip
     # random: see nvfp4_quantize_stochastic. If it is a seed and an offset, random_k is their stride.
@@ -137,13 +139,12 @@ def _nvfp4_quantize(
         qdata += e * R * C * 2
         scale += e * R * C
     else:
-        parts: tl.constexpr = 512 // BLOCKS  # programs a tile
+        parts: tl.constexpr = 512 * TILES // BLOCKS  # programs for TILES tiles
         row_tile = (tl.program_id(2) % row_groups * ROW_TILES + tl.program_id(1)).to(tl.int64)
-        row, col = row_col_in_tile(tl.program_id(0) % parts * BLOCKS + i)
+        place, row, col = part_of_tiles(tl.program_id(0) % parts, BLOCKS, TILES)
         first = tl.program_id(0) // parts * span
-        last = tl.minimum(first + span, tl.cdiv(C, 4))
-        c = first * 4 + col
-        place = i
+        last = tl.minimum(first + span, tl.cdiv(C, 4 * TILES))
+        c = first * (4 * TILES) + col
         k = c[:, None] * 16 + j[None, :]
         number = (row_tile.to(tl.int32) * 128 + row) * C + c
         if RANDOM == BYTES:
@@ -157,14 +158,14 @@ def _nvfp4_quantize(
         x += e * stride_e + row_tile * 128 * stride_r
         qdata += (e * R + row_tile * 128) * C * 2
         scale += (e * tl.cdiv(R, 128) + row_tile) * tl.cdiv(C, 4) * 512
-        scale += first.to(tl.int64) * 512 + tl.program_id(0) % parts * BLOCKS
+        scale += first.to(tl.int64) * (512 * TILES) + tl.program_id(0) % parts * (BLOCKS // TILES)
 
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
     for part in range(first, last):
         if LAYOUT == "flat":
             in_matrix = (part * BLOCKS + i < R * C) | EVEN
         elif LAYOUT == "blocked":
-            in_matrix = (row_tile * 128 + row < R) & (part * 4 + col < C)
+            in_matrix = ((row_tile * 128 + row < R) & (part * (4 * TILES) + col < C)) | EVEN
         owned = in_matrix
         # Two loads, so that a thread has a whole block: a warp would compute the scale of a block in each of its
         # threads. One half of the block comes after the other, which takes fewer registers than both at once.
@@ -195,15 +196,17 @@ def _nvfp4_quantize(
         stored = scale_byte(s, wrong)
         if LAYOUT == "blocked":
             stored = tl.where(in_matrix, stored, 0).to(tl.uint8)
-            owned = row_tile < tl.cdiv(R, 128)
+            owned = (row_tile < tl.cdiv(R, 128)) | EVEN
+            if TILES > 1:
+                owned &= (part * (4 * TILES) + col < tl.cdiv(C, 4) * 4) | EVEN
         # The blocks of a thread lie apart. Without the hint, their bytes would pass through shared memory, so that a
         # thread stores neighbours.
         tl.store(scale + tl.max_contiguous(place, 1), stored, mask=owned)
         if LAYOUT != "strided":  # to the next part
-            blocks: tl.constexpr = BLOCKS if LAYOUT == "flat" else 4  # of a row
+            blocks: tl.constexpr = BLOCKS if LAYOUT == "flat" else 4 * TILES  # of a row
             x += tl.cast(stride_k, tl.int64) * (16 * blocks)
             qdata += 2 * blocks
-            scale += BLOCKS if LAYOUT == "flat" else 512
+            scale += BLOCKS if LAYOUT == "flat" else 512 * TILES
             number += blocks
             if RANDOM == BYTES:
                 random += tl.cast(random_k, tl.int64) * (16 * blocks)
@@ -248,19 +251,20 @@ def quantized(
     name = "square" if square else "blocked, random" if blocked and random is not None else layout
     wide = blocked and 128 * max(x.stride(-2), 2 * C) + K * x.stride(-1) >= 2**31
     config = for_device(CONFIGS, x.device)[name]
+    even = R * C > 0 == R % 128 == C % (4 * config["TILES"]) if blocked else R * C > 0 == R * C % config["BLOCKS"]
     if name in _REGISTERS and in_words(x) and random is None and not (wide or converts(x.device)):
-        config = {**config, **_REGISTERS[name]}
-    blocks, row_groups, even, of_program = config["BLOCKS"], 1, False, 1
+        config = {**config, **_REGISTERS["blocked, even" if blocked and even else name]}
+    blocks, row_groups, of_program = config["BLOCKS"], 1, 1
     if blocked:
         row_groups = max(1, -(-row_tiles // _ROW_TILES))
-        of_tile = 512 // blocks
-        of_program = 1 if square else span(of_tile * col_tiles, row_tiles * E, x.device, _SPAN)
-        grid = (of_tile * max(1, -(-col_tiles // of_program)), max(1, min(row_tiles, _ROW_TILES)), E * row_groups)
+        parts, across = 512 * config["TILES"] // blocks, -(-col_tiles // config["TILES"])
+        of_program = 1 if square else span(parts * across, row_tiles * E, x.device, _SPAN, _PROGRAMS)
+        grid = (parts * max(1, -(-across // of_program)), max(1, min(row_tiles, _ROW_TILES)), E * row_groups)
     elif square:
         grid = (max(1, R // 16 * -(-C // 16)), 1, E)
     else:
-        even, parts = R * C > 0 == R * C % blocks, -(-R * C // blocks)
-        of_program = span(parts, E, x.device, _SPAN) if layout == "flat" else 1
+        parts = -(-R * C // blocks)
+        of_program = span(parts, E, x.device, _SPAN, _PROGRAMS) if layout == "flat" else 1
         grid = (max(1, -(-parts // of_program)), 1, E)
     if E:  # a matrix without elements has a tensor scale
         _nvfp4_quantize[grid](

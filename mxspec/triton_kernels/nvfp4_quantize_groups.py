@@ -1,9 +1,9 @@
 """nvfp4_quantize_groups in Triton: the kernels of nvfp4_quantize. A program reads the rows of one token group.
 
-Along axis -1, a program owns a run of the bytes of a tile of scales, as in the blocked layout of nvfp4_quantize, even
-if the scales are plain. It does the same for the next tiles of the row, since they have the same group. Along axis -2,
-it owns tiles of `tiles/nvfp4_columns.py`. Pad rows are read as zeros, so that they get the codes and the scale bytes of
-the contract. Rows after the last group are zeros, without any arithmetic.
+Along axis -1, a program owns a part of some tiles of 128 x 4 scales, side by side: with blocked scales a run of bytes
+of each tile, with plain scales some rows. It does the same for the next tiles of the row, since they have the same
+group. Along axis -2, it owns tiles of `tiles/nvfp4_columns.py`. Pad rows are read as zeros, so that they get the codes
+and the scale bytes of the contract. Rows after the last group are zeros, without any arithmetic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxspec.triton_kernels.common.blocked import row_col_in_tile, store_part
+from mxspec.triton_kernels.common.blocked import part_of_tiles, store_part
 from mxspec.triton_kernels.common.groups import chunk, group_of, padded_rows
 from mxspec.triton_kernels.common.launch import UNFUSED, for_device, span
 from mxspec.triton_kernels.common.nvfp4_numerics import (
@@ -30,15 +30,20 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
 )
 from mxspec.triton_kernels.common.pairs import block_of_row, in_words, instructions
 from mxspec.triton_kernels.common.runs import load_eight
+from mxspec.triton_kernels.hopper.releases import release
 from mxspec.triton_kernels.tiles import nvfp4_columns
 from mxspec.triton_kernels.tiles.largest import largest_of_groups
 
 # An H200 gave the reference's bytes. The race: benchmarks/results/decisions.md.
 RANK = {(9, 0): 1, (10, 0): 1}
-# A program has BLOCKS scale bytes of each of up to _SPAN tiles.
-_HOPPER = {"BLOCKS": 64, "num_warps": 1}
-# The registers of a thread on Hopper for numbers of `in_words`. More programs then fit on a processor.
-_REGISTERS = {"maxnreg": 80}
+# A program has BLOCKS scale bytes of TILES tiles, up to _SPAN times.
+_HOPPER = {
+    "plain": {"BLOCKS": 64, "TILES": 2, "num_warps": 1},
+    "blocked": {"BLOCKS": 64, "TILES": 1, "num_warps": 1},
+}
+# The registers of a thread on Hopper for numbers of `in_words`. More programs then fit on a processor. With 80 and
+# plain scales, code by Triton 3.9 keeps some registers in local memory.
+_REGISTERS, _OF_PLAIN = {"maxnreg": 80}, {"3.9": {"maxnreg": 88}}
 _SPAN = 8
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
 _ROW_TILES = 32768  # in a grid's second dimension, which holds at most 65535
@@ -63,19 +68,20 @@ def _nvfp4_quantize_groups(
     x, amax, qdata, scale, tensor_scale, start, end, offs,
     tokens, R, C, row_tiles, span, stride_m, stride_k, amax_stride, G, stride_offs,
     BLOCKED: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
-    ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, ROW_TILES: tl.constexpr,
+    ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
 ):  # fmt: skip
-    parts: tl.constexpr = 512 // BLOCKS  # programs a tile
+    parts: tl.constexpr = 512 * TILES // BLOCKS  # programs for TILES tiles
     # Programs run along a row of tiles first, then down.
-    first_tile, part = tl.program_id(0) // parts * span, tl.program_id(0) % parts
+    first, part = tl.program_id(0) // parts * span, tl.program_id(0) % parts
     row_tile = tl.program_id(2) * ROW_TILES + tl.program_id(1)
     writes = tl.program_id(0) + row_tile == 0
     # The 128 rows of a tile belong to one group.
     group, token0, stop, begin = group_of(row_tile * 128, offs, stride_offs, G, start, end, writes, ALIGN, CHUNK)
-    byte_in_tile = part * BLOCKS + tl.arange(0, BLOCKS)
-    row, col = row_col_in_tile(byte_in_tile)
-    col_tiles = tl.cdiv(C, 4)
-    tiles = tl.minimum(span, col_tiles - first_tile)
+    place, row, col = part_of_tiles(part, BLOCKS, TILES, BLOCKED)
+    if BLOCKED:
+        scale += part * (BLOCKS // TILES)
+    steps = tl.minimum(span, tl.cdiv(C, 4 * TILES) - first)
     TOGETHER: tl.constexpr = 4 if x.dtype.element_ty == tl.float32 else 8  # see load_eight
     if group < G:
         A, h, up, wrong_group = of_matrix(tl.load(amax + group * amax_stride))
@@ -86,8 +92,8 @@ def _nvfp4_quantize_groups(
             r, k = r.to(tl.int64), k.to(tl.int64)
         offset = (r * stride_m)[:, None] + k * stride_k
         x_rows = x + token.to(tl.int64) * stride_m
-        for i in range(tiles):
-            col_tile = first_tile + i
+        for i in range(steps):
+            col_tile = (first + i) * TILES
             there = (read & (col_tile * 4 + col < C))[:, None]
             source = x_rows + col_tile.to(tl.int64) * 64 * stride_k + offset
             # Two loads, so that a thread has a whole block.
@@ -104,15 +110,15 @@ def _nvfp4_quantize_groups(
             )
             q = tl.join(word, word_more)
             store_part(
-                qdata, scale, q, scale_byte(s, wrong), byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
+                qdata, scale, q, scale_byte(s, wrong), place, row, col, row_tile, col_tile, R, C, row_tiles,
                 BLOCKED, WIDE,
             )  # fmt: skip
     else:  # rows after the last group
         q, byte = tl.zeros((BLOCKS, 2), tl.uint32), tl.zeros((BLOCKS,), tl.uint8)
-        for i in range(tiles):
-            col_tile = first_tile + i
+        for i in range(steps):
+            col_tile = (first + i) * TILES
             store_part(
-                qdata, scale, q, byte, byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles, BLOCKED, WIDE
+                qdata, scale, q, byte, place, row, col, row_tile, col_tile, R, C, row_tiles, BLOCKED, WIDE
             )  # fmt: skip
     if writes:
         store_tensor_scales(tensor_scale, amax, amax_stride, G, CHUNK)
@@ -139,16 +145,19 @@ def nvfp4_quantize_groups(
     qdata = x.new_empty((R, K // 8), dtype=torch.int32)  # words of eight codes
     scale = x.new_empty((rows, 4 * col_tiles) if blocked else (R, C), dtype=torch.uint8)
     tensor_scale = x.new_empty(G, dtype=torch.float32)
-    config = for_device(CONFIGS, x.device)
+    config = for_device(CONFIGS, x.device)[scale_layout]
     if rows:
         # The grid has programs across even if there are no columns, because a program still writes start and end.
-        of_tile, row_tiles = 512 // config["BLOCKS"], rows // 128
-        tiles = span(of_tile * col_tiles, row_tiles, x.device, _SPAN)
-        grid = (of_tile * max(1, -(-col_tiles // tiles)), min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
-        wide = max(128 * x.stride(0) + 64 * x.stride(1), 128 * 8 * C) >= 2**31
-        registers = _REGISTERS if in_words(x) and not (wide or converts(x.device)) else {}
+        row_tiles, across = rows // 128, -(-col_tiles // config["TILES"])
+        programs = 512 * config["TILES"] // config["BLOCKS"]  # for neighbouring tiles
+        steps = span(programs * across, row_tiles, x.device, _SPAN)
+        grid = (programs * max(1, -(-across // steps)), min(row_tiles, _ROW_TILES), -(-row_tiles // _ROW_TILES))
+        wide = max(128 * x.stride(0) + 64 * config["TILES"] * x.stride(1), 128 * 8 * C) >= 2**31
+        registers: dict[str, int] = {}
+        if in_words(x) and not (wide or converts(x.device)):
+            registers = _REGISTERS if blocked else _OF_PLAIN.get(release(), _REGISTERS)
         _nvfp4_quantize_groups[grid](
-            x, amax, qdata, scale, tensor_scale, start, end, offs, M, R, C, row_tiles, tiles, *x.stride(),
+            x, amax, qdata, scale, tensor_scale, start, end, offs, M, R, C, row_tiles, steps, *x.stride(),
             amax.stride(0), G, offs.stride(0), blocked, wide, bounded, converts(x.device), instructions(x.device),
             pad_to, chunk(G), ROW_TILES=_ROW_TILES, **config, **registers, **UNFUSED,
         )  # fmt: skip

@@ -24,15 +24,33 @@ def row_col_in_tile(byte):
 
 
 @triton.jit
+def part_of_tiles(part, BLOCKS: tl.constexpr, TILES: tl.constexpr, BLOCKED: tl.constexpr = True):
+    """The BLOCKS scale bytes of one of the parts of TILES tiles side by side: `(place, row, col)` of each.
+
+    The row and the column count from the corner of the first tile on. With BLOCKED, a part is BLOCKS / TILES
+    consecutive bytes of each tile, and the places count from the first of these bytes on. Otherwise a part is some
+    rows, and the places have no meaning.
+    """
+    i = tl.arange(0, BLOCKS)
+    if BLOCKED:
+        OF_TILE: tl.constexpr = BLOCKS // TILES
+        row, col = row_col_in_tile(part * OF_TILE + i % OF_TILE)
+        return i // OF_TILE * 512 + i % OF_TILE, row, i // OF_TILE * 4 + col
+    else:
+        return i, part * (BLOCKS // (4 * TILES)) + i // (4 * TILES), i % (4 * TILES)
+
+
+@triton.jit
 def store_part(
-    qdata, scale, q, byte, byte_in_tile, row, col, row_tile, col_tile, R, C, row_tiles,
+    qdata, scale, q, byte, place, row, col, row_tile, col_tile, R, C, row_tiles,
     BLOCKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes `(blocks, elements of qdata)` and the scale bytes of a part of a tile of token groups.
+    """Store the codes `(blocks, elements of qdata)` and the scale bytes of a part of tiles of token groups.
 
-    `row` and `col` count the blocks from the corner of the tile. R rows have codes, and C blocks lie in a row. With
-    BLOCKED, `row_tiles` rows of tiles have scales, which may be more. WIDE: an offset from the corner may be 2^31 or
-    more.
+    `place`, `row` and `col` are those of `part_of_tiles`, and `col_tile` is the first tile. R rows have codes, and C
+    blocks lie in a row. With BLOCKED, `scale` points to the first byte of the part in the first of all tiles, and
+    `row_tiles` rows of tiles have scales, which may be more than have codes. WIDE: an offset from the corner may be
+    2^31 or more.
     """
     SIZE: tl.constexpr = q.shape[1]
     there = col_tile * 4 + col < C
@@ -43,6 +61,7 @@ def store_part(
     tl.store(qdata + corner * SIZE + offset, q, mask=owned[:, None])
     if BLOCKED:
         tile = scale + (row_tile.to(tl.int64) * tl.cdiv(C, 4) + col_tile) * 512
-        tl.store(tile + byte_in_tile, tl.where(there, byte, 0).to(tl.uint8), mask=row_tile < row_tiles)
+        exists = (row_tile < row_tiles) & (col_tile * 4 + col < tl.cdiv(C, 4) * 4)
+        tl.store(tile + place, tl.where(there, byte, 0).to(tl.uint8), mask=exists)
     else:
         tl.store(scale + corner + (r * C + col), byte, mask=owned)

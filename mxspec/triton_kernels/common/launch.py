@@ -59,13 +59,13 @@ def grid(across: int, down: int) -> tuple[int, int, int]:
 _PROGRAMS = 64  # at least so many for each processor
 
 
-def span(across: int, down: int, device: torch.device, most: int) -> int:
+def span(across: int, down: int, device: torch.device, most: int, programs: int = _PROGRAMS) -> int:
     """How many neighbouring tiles a program owns. What is the same for all of them, it computes once.
 
     There are `across` tiles side by side, and `down` rows of tiles. Small matrices have one tile a program, so that
-    there are enough programs. Under the interpreter, a program always has two, so that small cases have several
-    programs.
+    there are enough programs: `programs` for each processor. Under the interpreter, a program always has two, so that
+    small cases have several programs.
     """
     if device.type == "cpu":
         return 2
-    return max(1, min(most, across * down // (_PROGRAMS * processors(device))))
+    return max(1, min(most, across * down // (programs * processors(device))))

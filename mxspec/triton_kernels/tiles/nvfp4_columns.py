@@ -49,17 +49,39 @@ from mxspec.triton_kernels.common.pairs import (
 from mxspec.triton_kernels.common.runs import load16
 from mxspec.triton_kernels.hopper.releases import release
 
-_HOPPER = {"RUNS": 4, "COLS": 128, "num_warps": 4}  # a tile has 16 * RUNS rows
+# A tile has 16 * RUNS rows. A taller tile writes more plain scale bytes of a column at once. A tile of the blocked
+# layout is 64 x 128.
+_HOPPER = {
+    "plain": {"RUNS": 8, "COLS": 64, "num_warps": 4},
+    "blocked": {"RUNS": 4, "COLS": 128, "num_warps": 4},
+}
 CONFIGS = {(9, 0): _HOPPER, (10, 0): _HOPPER}
-# The registers of a thread on Hopper for whole tiles, for numbers of `in_words` that are rounded to nearest. More
-# programs then fit on a processor.
-_REGISTERS = {"maxnreg": 96}
-# For token groups, by the release of Triton. Elsewhere a thread with 96 registers keeps some in local memory, as does
-# a thread for a K that is no whole number of tiles. With 128, four programs fit on a processor, and with 96 five.
-_OF_GROUPS, _OF_PARTS = dict.fromkeys(("3.6", "3.7", "3.9"), _REGISTERS), {"maxnreg": 128}
-# On Blackwell, for such a K. Without a limit, the assembler chooses 128, and keeps 8 bytes in local memory.
+# On Blackwell, the registers of a thread for token groups if K is no whole number of tiles. Without a limit, the
+# assembler chooses 128, and keeps 8 bytes in local memory.
 _ON_BLACKWELL = {"maxnreg": 144}
-_SPAN = 8  # a program has up to so many tiles
+# A program has up to so many tiles of a matrix, or of token groups. There are at least so many programs for each
+# processor.
+_SPAN, _SPAN_OF_GROUPS, _PROGRAMS = 3, 8, 24
+
+
+def _limited(x: Tensor, square: bool, blocked: bool, even: bool) -> tuple[dict[str, int], bool]:
+    """The registers of a thread on Hopper, and whether the long way takes halves of tiles, to need fewer of them.
+
+    This is for numbers of `in_words` that are rounded to nearest. `even` says that the tiles are whole. More programs
+    then fit on a processor: four with 128 registers, five with 96, six with 80. With fewer than these, a thread keeps
+    some registers in local memory. A half of a blocked tile is slow: it writes less than a sector at once.
+    """
+    if blocked:
+        return {"maxnreg": 96 if even else 128}, False
+    fits = even and x.dtype == torch.bfloat16 and not square and release() in ("3.6", "3.7")
+    return {"maxnreg": 80 if fits else 96}, True
+
+
+def _limited_of_groups(blocked: bool, even: bool) -> tuple[dict[str, int], bool]:
+    """The same for token groups."""
+    if not blocked and release() in ("3.6", "3.7", "3.8"):
+        return {"maxnreg": 96}, True
+    return {"maxnreg": 96 if blocked and even and release() in ("3.6", "3.7", "3.9") else 128}, False
 
 
 def supports(x: Tensor) -> str | None:
@@ -126,12 +148,16 @@ def _tiles(
     x, qdata, scale, h, up, wrong_matrix, short,
     M, K, M16, span, stride_e, stride_m, stride_k,
     SQUARE: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
-    CONVERTS: tl.constexpr, ASM: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+    CONVERTS: tl.constexpr, ASM: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
     random, random_e, random_r, random_k, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    """All tiles of a program of `_nvfp4_tile`, in one of the two ways of `packed_codes`."""
+    """All tiles of a program of `_nvfp4_tile`, in one of the two ways of `packed_codes`.
+
+    It takes a tile in PARTS parts, one below the other. RUNS is the number of runs of a part.
+    """
     ROWS: tl.constexpr = 16 * RUNS
     first, k0, e = tl.program_id(0) * span, tl.program_id(1) * COLS, tl.program_id(2).to(tl.int64)
+    last = tl.minimum(first + span, tl.cdiv(M, ROWS * PARTS))
     run, k = tl.arange(0, RUNS), tl.arange(0, COLS)
     m, b = run * 16, k
     if WIDE:  # the products with strides are above 2^31, also those in load16
@@ -143,8 +169,8 @@ def _tiles(
     M8 = M16 * 2
     qdata += (e * K + k0) * M8
     q_offset = tl.arange(0, ROWS // 8)[None, :] + (k.to(tl.int64) * M8 if WIDE else k * M8)[:, None]
-    for tile in range(first, tl.minimum(first + span, tl.cdiv(M, ROWS))):
-        m0 = tile * ROWS
+    for part in range(first * PARTS, last * PARTS):
+        m0 = part * ROWS
         inside = ((m0 + run * 16 < M)[:, None] & (k0 + k < K)[None, :]) | EVEN  # M is a multiple of 16
         values = load16(x + m0.to(tl.int64) * stride_m + x_offset, stride_m, inside, None)
         if RANDOM == BYTES:
@@ -165,7 +191,7 @@ def _tiles(
         there = ((k0 + k < K)[:, None] & (m0 // 16 + run < M16)[None, :]) | EVEN
         scales = stored.permute(1, 0)  # (COLS, RUNS)
         if BLOCKED:
-            tl.static_assert(COLS == 128)
+            tl.static_assert(COLS == 128 and PARTS == 1)
             scales = turned(tl.where(there, scales, 0).to(tl.uint8), RUNS // 4)
             place, col_tiles = tl.arange(0, 128 * RUNS), tl.cdiv(M16, 4)
             at = scale + ((e * tl.cdiv(K, 128) + tl.program_id(1)) * col_tiles + m0 // 64) * 512
@@ -175,12 +201,12 @@ def _tiles(
             tl.store(at + (k[:, None] * M16 + run[None, :]), scales, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span"])
 def _nvfp4_tile(
     x, amax, qdata, scale, tensor_scale,
     M, K, M16, span, stride_e, stride_m, stride_k, amax_stride,
     SQUARE: tl.constexpr, BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr,
-    CONVERTS: tl.constexpr, ASM: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+    CONVERTS: tl.constexpr, ASM: tl.constexpr, HALVES: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
     random=None, random_e=None, random_r=None, random_k=None, RANDOM: tl.constexpr = NEAREST,
 ):  # fmt: skip
     # M16 is M / 16, computed on the host so that Triton keeps its divisible-by-16 specialization. Programs run along
@@ -188,17 +214,19 @@ def _nvfp4_tile(
     # below the other.
     e = tl.program_id(2).to(tl.int64)
     A, h, up, wrong_matrix = of_matrix(tl.load(amax + e * amax_stride))
-    # A loop for each way: with both ways in one loop, a thread would have registers for both.
+    # A loop for each way: with both ways in one loop, a thread would have registers for both. The long way needs more
+    # registers for a number. With HALVES, it takes half of a tile at once.
+    PARTS: tl.constexpr = 2 if HALVES else 1
     if is_short(A, tl.float32 != x.dtype.element_ty and RANDOM == NEAREST):
         _tiles(
             x, qdata, scale, h, up, wrong_matrix, True, M, K, M16, span, stride_e, stride_m, stride_k,
-            SQUARE, BLOCKED, EVEN, WIDE, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+            SQUARE, BLOCKED, EVEN, WIDE, BOUNDED, CONVERTS, ASM, RUNS, COLS, 1,
             random, random_e, random_r, random_k, RANDOM,
         )  # fmt: skip
     else:
         _tiles(
             x, qdata, scale, h, up, wrong_matrix, False, M, K, M16, span, stride_e, stride_m, stride_k,
-            SQUARE, BLOCKED, EVEN, WIDE, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+            SQUARE, BLOCKED, EVEN, WIDE, BOUNDED, CONVERTS, ASM, RUNS // PARTS, COLS, PARTS,
             random, random_e, random_r, random_k, RANDOM,
         )  # fmt: skip
     store_tensor_scale(tensor_scale, A, wrong_matrix, e, tl.program_id(0) + tl.program_id(1) == 0)
@@ -209,7 +237,7 @@ def nvfp4_tile(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(qdata, scale, tensor_scale)` of x. The codes are stored as those of the transpose, `(..., K, M / 2)`."""
     *lead, M, K = x.shape
-    E, config = lead[0] if lead else 1, for_device(CONFIGS, x.device)
+    E, config = lead[0] if lead else 1, for_device(CONFIGS, x.device)["blocked" if blocked else "plain"]
     rows, cols = 16 * config["RUNS"], config["COLS"]
     row_tiles, col_tiles = blocked_shape(K, M // 16)
     shape = (512 * row_tiles * col_tiles,) if blocked else (K, M // 16)
@@ -220,13 +248,14 @@ def nvfp4_tile(
     if E:  # a matrix without elements has a tensor scale
         even = M * K > 0 and M % rows == 0 == K % cols
         wide = max(rows * max(m for m, _ in strides), cols * max(M, *(k for _, k in strides))) >= 2**31
-        few = even and in_words(x) and random is None and not (wide or converts(x.device))
-        registers, row_parts, col_parts = _REGISTERS if few else {}, -(-M // rows), max(1, -(-K // cols))
-        of_program = span(row_parts, col_parts * E, x.device, _SPAN)
+        few = in_words(x) and random is None and K % 16 == 0 and not (wide or converts(x.device))
+        registers, halves = _limited(x, square, blocked, even) if few else ({}, False)
+        row_parts, col_parts = -(-M // rows), max(1, -(-K // cols))
+        of_program = span(row_parts, col_parts * E, x.device, _SPAN, _PROGRAMS)
         _nvfp4_tile[max(1, -(-row_parts // of_program)), col_parts, E](
             x, amax, qdata, scale, tensor_scale, M, K, M // 16, of_program,
             x.stride(0) if lead else 0, *x.stride()[-2:], amax.stride(0) if lead else 0,
-            square, blocked, even, wide, bounded, converts(x.device), instructions(x.device),
+            square, blocked, even, wide, bounded, converts(x.device), instructions(x.device), halves,
             **config, **random_of(random), **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
@@ -234,25 +263,31 @@ def nvfp4_tile(
 
 @triton.jit
 def _tiles_of_group(
-    x_rows, qdata, scale, h, up, wrong_group, short, offset, left, first_tile, tiles, m0, b, group, begin,
+    x_rows, qdata, scale, h, up, wrong_group, short, left, first_tile, tiles, m0, b, group, begin,
     size, G, K, R16, stride_m, stride_k,
     BLOCKED: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr, ASM: tl.constexpr,
-    RUNS: tl.constexpr, COLS: tl.constexpr,
+    RUNS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """All tiles of a program of `_nvfp4_tile_of_groups`, in one of the two ways of `packed_codes`.
 
-    left: the number of tokens from the first of each run on. None: all rows of a tile have tokens.
+    It takes a tile in PARTS parts, one below the other. RUNS is the number of runs of a part.
+    left: the number of tokens from the first row of each run on. None: all rows of a tile have tokens.
     """
-    for i in range(tiles):
-        k_tile = first_tile + i
+    run = tl.arange(0, RUNS)
+    offset = ((run * 16) * stride_m)[:, None] + (b * stride_k)[None, :]
+    for i in range(tiles * PARTS):
+        k_tile = first_tile + i // PARTS
+        row = i % PARTS * (16 * RUNS)
         inside = tl.broadcast_to((k_tile * COLS + b < K)[None, :], (RUNS, COLS)) | EVEN
-        values = load16(x_rows + k_tile.to(tl.int64) * COLS * stride_k + offset, stride_m, inside, left)
+        of_tile = x_rows + row * stride_m + k_tile.to(tl.int64) * COLS * stride_k
+        of_run = None if left is None else left - row
+        values = load16(of_tile + offset, stride_m, inside, of_run)
         word, stored = _coded(
             values, None, h, up, wrong_group, short, x_rows.dtype.element_ty, False, BOUNDED, CONVERTS, ASM
         )
         byte = stored.permute(1, 0)  # (COLS, RUNS)
         _store_of_groups(
-            qdata, scale, word, byte, m0, k_tile, b, group, begin, size, G, K, R16, BLOCKED, EVEN, RUNS, COLS
+            qdata, scale, word, byte, m0 + row, k_tile, b, group, begin, size, G, K, R16, BLOCKED, EVEN, RUNS, COLS
         )  # fmt: skip
 
 
@@ -262,7 +297,8 @@ def _nvfp4_tile_of_groups(
     x, amax, qdata, scale, tensor_scale, start, end, offs,
     padded_tiles, K, tokens, span, stride_m, stride_k, amax_stride, G, stride_offs,
     BLOCKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, CONVERTS: tl.constexpr,
-    ASM: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, COLS: tl.constexpr,
+    ASM: tl.constexpr, HALVES: tl.constexpr, ALIGN: tl.constexpr, CHUNK: tl.constexpr,
+    RUNS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # padded_tiles counts the padded rows in tiles of 128. So Triton knows that the distances between rows of scales are
     # multiples of 8 bytes, and those between rows of codes multiples of 64. The rows of a program belong to one group.
@@ -281,24 +317,27 @@ def _nvfp4_tile_of_groups(
         token = token0 + m0 - begin
         left = tokens_left((token + run * 16)[:, None], stop, tokens)
         x_rows = x + token.to(tl.int64) * stride_m
-        offset = ((run * 16) * stride_m)[:, None] + (b * stride_k)[None, :]
+        PARTS: tl.constexpr = 2 if HALVES else 1
+        left_long = tokens_left((token + tl.arange(0, RUNS // PARTS) * 16)[:, None], stop, tokens)
+        left_long = tl.maximum(left_long, 0)  # for any `offs`, the rows of a part can be subtracted
         # A loop for each way, as in `_nvfp4_tile`. Most tiles are short and whole: their loads need no masks for rows.
         # With a part of a tile at the end of K, one more loop is no faster.
         if is_short(A, tl.float32 != x.dtype.element_ty):
             if EVEN & (tokens_left(token, stop, tokens) >= ROWS):
                 _tiles_of_group(
-                    x_rows, qdata, scale, h, up, wrong_group, True, offset, None, first_tile, tiles, m0, b, group,
-                    begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+                    x_rows, qdata, scale, h, up, wrong_group, True, None, first_tile, tiles, m0, b, group,
+                    begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM, RUNS, COLS, 1,
                 )  # fmt: skip
             else:
                 _tiles_of_group(
-                    x_rows, qdata, scale, h, up, wrong_group, True, offset, left, first_tile, tiles, m0, b, group,
-                    begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+                    x_rows, qdata, scale, h, up, wrong_group, True, left, first_tile, tiles, m0, b, group,
+                    begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM, RUNS, COLS, 1,
                 )  # fmt: skip
         else:
             _tiles_of_group(
-                x_rows, qdata, scale, h, up, wrong_group, False, offset, left, first_tile, tiles, m0, b, group,
-                begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM, RUNS, COLS,
+                x_rows, qdata, scale, h, up, wrong_group, False, left_long, first_tile, tiles, m0, b, group,
+                begin, size, G, K, R16, stride_m, stride_k, BLOCKED, EVEN, BOUNDED, CONVERTS, ASM,
+                RUNS // PARTS, COLS, PARTS,
             )  # fmt: skip
     else:  # rows after the last group
         word, byte = tl.zeros((COLS, ROWS // 8), tl.uint32), tl.zeros((COLS, RUNS), tl.uint8)
@@ -342,7 +381,7 @@ def nvfp4_tile_of_groups(
 
     The codes are stored as those of the transpose, `(K, R / 2)`.
     """
-    (M, K), G, config = x.shape, offs.shape[0], for_device(CONFIGS, x.device)
+    (M, K), G, config = x.shape, offs.shape[0], for_device(CONFIGS, x.device)["blocked" if blocked else "plain"]
     R, rows, cols = padded_rows(M, G, pad_to), 16 * config["RUNS"], config["COLS"]
     qdata = x.new_empty((K, R // 8), dtype=torch.int32)  # words of eight codes
     scale = x.new_empty((-(-K // 128) * 128, R // 16 + 4 * G) if blocked else (K, R // 16), dtype=torch.uint8)
@@ -351,18 +390,18 @@ def nvfp4_tile_of_groups(
     if scaled:
         wide = max(rows * x.stride(0), cols * max(x.stride(1), R)) >= 2**31
         row_tiles, k_tiles = -(-scaled // rows), -(-K // cols)
-        of_program = span(k_tiles, row_tiles, x.device, _SPAN)
+        of_program = span(k_tiles, row_tiles, x.device, _SPAN_OF_GROUPS, _PROGRAMS)
         even = K % cols == 0
-        registers: dict[str, int] = {}
-        if in_words(x) and K % 8 == 0 and not wide:
+        registers, halves = dict[str, int](), False
+        if in_words(x) and K % 16 == 0 and not wide:
             if converts(x.device):
                 registers = {} if even else _ON_BLACKWELL
             else:
-                registers = _OF_GROUPS.get(release(), _OF_PARTS) if even else _OF_PARTS
+                registers, halves = _limited_of_groups(blocked, even)
         # At least one program across: with no columns, start, end and the tensor scales are still written.
         _nvfp4_tile_of_groups[row_tiles, max(1, -(-k_tiles // of_program))](
             x, amax, qdata, scale, tensor_scale, start, end, offs, R // 128, K, M, of_program, *x.stride(),
             amax.stride(0), G, offs.stride(0), blocked, even, wide, bounded, converts(x.device),
-            instructions(x.device), pad_to, chunk(G), **config, **registers, **UNFUSED,
+            instructions(x.device), halves, pad_to, chunk(G), **config, **registers, **UNFUSED,
         )  # fmt: skip
     return qdata.view(torch.float4_e2m1fn_x2), scale.view(torch.float8_e4m3fn), tensor_scale
