@@ -68,8 +68,9 @@ def _limited(x: Tensor, square: bool, blocked: bool, even: bool) -> tuple[dict[s
     """The registers of a thread on Hopper, and whether the long way takes halves of tiles, to need fewer of them.
 
     This is for numbers of `in_words` that are rounded to nearest. `even` says that the tiles are whole. More programs
-    then fit on a processor: four with 128 registers, five with 96, six with 80. With fewer than these, a thread keeps
-    some registers in local memory. A half of a blocked tile is slow: it writes less than a sector at once.
+    then fit on a processor: four with 128 registers, five with 96, six with 80. With fewer registers than here, a
+    thread would keep some in local memory. The releases are those of Triton whose code fits. Blocked tiles have no
+    halves: a half writes less than a sector at once, which is slow.
     """
     if blocked:
         return {"maxnreg": 96 if even else 128}, False
@@ -78,7 +79,7 @@ def _limited(x: Tensor, square: bool, blocked: bool, even: bool) -> tuple[dict[s
 
 
 def _limited_of_groups(blocked: bool, even: bool) -> tuple[dict[str, int], bool]:
-    """The same for token groups."""
+    """The same for token groups. `even` says that K is a whole number of tiles."""
     if not blocked and release() in ("3.6", "3.7", "3.8"):
         return {"maxnreg": 96}, True
     return {"maxnreg": 96 if blocked and even and release() in ("3.6", "3.7", "3.9") else 128}, False
