@@ -2,8 +2,8 @@
 
 Along axis -1, a program owns a part of some tiles of 128 x 4 scales, side by side: with blocked scales a run of bytes
 of each tile, with plain scales some rows. It does the same for the next tiles of the row, since they have the same
-group. Along axis -2, it owns tiles of `tiles/nvfp4_columns.py`. Pad rows are read as zeros, so that they get the codes
-and the scale bytes of the contract. Rows after the last group are zeros, without any arithmetic.
+group. Along axis -2, it owns tiles of `tiles/nvfp4_columns_of_groups.py`. Pad rows are read as zeros, so that they
+get the codes and the scale bytes of the contract. Rows after the last group are zeros, without any arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mxspec.triton_kernels.common.nvfp4_numerics import (
 from mxspec.triton_kernels.common.pairs import block_of_row, in_words, instructions
 from mxspec.triton_kernels.common.runs import load_eight
 from mxspec.triton_kernels.hopper.releases import release
-from mxspec.triton_kernels.tiles import nvfp4_columns
+from mxspec.triton_kernels.tiles import nvfp4_columns, nvfp4_columns_of_groups
 from mxspec.triton_kernels.tiles.largest import largest_of_groups
 
 # An H200 gave the reference's bytes. The race: benchmarks/results/decisions.md.
@@ -138,7 +138,7 @@ def nvfp4_quantize_groups(
     start, end = (offs.new_empty(G) for _ in range(2))
     amax = largest_of_groups(x, offs, start, end, pad_to) if tensor_amax is None else tensor_amax
     if axis == -2:
-        parts = nvfp4_columns.nvfp4_tile_of_groups(x, offs, amax, start, end, pad_to, bounded, blocked)
+        parts = nvfp4_columns_of_groups.nvfp4_tile_of_groups(x, offs, amax, start, end, pad_to, bounded, blocked)
         return parts[0].mT, *parts[1:], start, end
     R, C, col_tiles = padded_rows(M, G, pad_to), K // 16, -(-K // 64)
     rows = R + 128 * G if blocked else R  # the number of rows with scales

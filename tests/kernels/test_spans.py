@@ -12,7 +12,10 @@ import torch
 from mxspec import check, dispatch
 
 DEVICE = check.default_device()
-MODULES = "mx_quantize", "mx_quantize_groups", "nvfp4_quantize", "nvfp4_quantize_groups", "tiles.nvfp4_columns"
+MODULES = (
+    "mx_quantize", "mx_quantize_groups", "nvfp4_quantize", "nvfp4_quantize_groups", "tiles.nvfp4_columns",
+    "tiles.nvfp4_columns_of_groups",
+)  # fmt: skip
 SEED = torch.tensor([5, 2**32 + 7])
 if DEVICE.type == "cpu" and "TRITON_INTERPRET" not in dispatch.interpreters():
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
