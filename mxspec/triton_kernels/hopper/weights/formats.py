@@ -22,31 +22,62 @@ from mxspec.triton_kernels.hopper.mx.conversion import E4M3, E5M2, decoded, in_o
 from mxspec.triton_kernels.hopper.names import aggregate
 from mxspec.triton_kernels.tiles.mx_weights import DECODED, DECODED_TWICE
 
-# An e4m3 scale becomes a bf16 number, twice in 32 bits. The last two instructions make NaN of its NaN, as in
-# `../mx/conversion.py`.
+
+def _factors_of(pick: str, number: str) -> Any:
+    """The factors of two bytes of the word `$1`, as bf16 numbers in the halves of `$0`.
+
+    `pick` moves bytes 0 and 2, or 1 and 3, into `p`. `number` makes the factors of them.
+    """
+    return gl.constexpr("{ .reg .b32 p, q, r, zero; mov.b32 zero, 0; " + pick + number + " }")
+
+
+# 2^(byte - 5), or Inf from byte 133 on.
+_E8M0 = " mov.b32 q, 0x00850085; min.u16x2 p, p, q; mad.lo.u32 $0, p, 0x80, 0x3D003D00;"
+# The number of an e4m3 byte times 2^119. `p` has its lower bits in place, and `q` its sign. The last two instructions
+# make NaN of NaN, as in `../mx/conversion.py`.
+_E4M3 = (
+    " and.b32 p, p, 0x07F007F0; lop3.b32 p, q, 0x80008000, p, 0xEA; mov.b32 r, 0x7B807B80; mul.rn.bf16x2 p, p, r;"
+    " mov.b32 r, 0x7B107B10; mul.rn.bf16x2 q, p, r; mov.b32 r, 0x7B007B00; mul.rn.bf16x2 p, p, r;"
+    " fma.rn.bf16x2 $0, q, zero, p;"
+)
+# For bytes 0 and 2, and for bytes 1 and 3.
+_OF_E8M0 = gl.constexpr(
+    (_factors_of("and.b32 p, $1, 0x00FF00FF;", _E8M0), _factors_of("prmt.b32 p, $1, zero, 0x4341;", _E8M0))
+)
 _OF_E4M3 = gl.constexpr(
-    "{ .reg .b32 t, s, zero; mov.b32 zero, 0; mul.lo.u32 t, $1, 0x100010; mul.lo.u32 s, $1, 0x1000100;"
-    " and.b32 s, s, 0x80008000; lop3.b32 t, t, 0x07F007F0, s, 0xEA; mov.b32 s, 0x7B807B80; mul.rn.bf16x2 t, t, s;"
-    " mov.b32 s, 0x7B107B10; mul.rn.bf16x2 s, t, s; fma.rn.bf16x2 $0, s, zero, t; }"
+    (
+        _factors_of("shl.b32 p, $1, 4; shl.b32 q, $1, 8;", _E4M3),
+        _factors_of("shr.b32 p, $1, 4; mov.b32 q, $1;", _E4M3),
+    )
 )
 
 
-def _of_pair(UP: str) -> Any:
+def _of_pair(UP: str) -> str:
     """The weights of a pair of bytes: the even ones of both, then the odd ones. UP may first multiply `q`.
 
     `v` has the bits of `$4` two places lower. Half of `p` is a byte, and above it the same byte of `v`. There the sign
     of a code is nine places above its lowest bit, as in a bf16. So a mask and one shift put a code's exponent, mantissa
     and sign in place, for both bytes.
     """
-    return gl.constexpr(
+    return (
         "{ .reg .b32 v, p, q; shr.b32 v, $4, 2; prmt.b32 p, $4, v, 0x5140;"
         f" and.b32 q, p, 0x02070207; shl.b32 q, q, 6;{UP} mul.rn.bf16x2 q, q, $5; mov.b32 {{$0, $1}}, q;"
         f" and.b32 q, p, 0x20702070; shl.b32 q, q, 2;{UP} mul.rn.bf16x2 q, q, $5; mov.b32 {{$2, $3}}, q; }}"
     )
 
 
-_EVEN_FIRST = _of_pair("")
-_EVEN_FIRST_TWICE = _of_pair(" mov.b32 v, 0x7E807E80; mul.rn.bf16x2 q, q, v;")  # times 2^126
+def _by_half(text: str, factor: str, half: str) -> Any:
+    """`text`, but its factor is one half of the operand `factor`, `low` or `high`. This takes no instruction."""
+    both = (
+        f"{{ .reg .b32 both; .reg .b16 low, high; mov.b32 {{low, high}}, {factor}; mov.b32 both, {{{half}, {half}}}; "
+    )
+    return gl.constexpr(both + text.replace(factor, "both") + " }")
+
+
+# The first is for the factor in the low half, the second for that in the high half.
+_EVEN_FIRST = gl.constexpr(tuple(_by_half(_of_pair(""), "$5", half) for half in ("low", "high")))
+_IN_ORDER = gl.constexpr(tuple(_by_half(DECODED.value, "$3", half) for half in ("low", "high")))
+_EVEN_FIRST_TWICE = gl.constexpr(_of_pair(" mov.b32 v, 0x7E807E80; mul.rn.bf16x2 q, q, v;"))  # times 2^126
 
 
 @aggregate
@@ -54,7 +85,8 @@ class Format:
     """CODES: `e2m1`, `e4m3` or `e5m2`. SCALES: `e8m0` or `e4m3`. BLOCK: the columns of K that a scale byte is for.
 
     The values of fp8 codes are multiplied by 2^SHIFT. Those of e2m1 codes are multiplied by 2^-4 if the scales are
-    e8m0: see `tiles/mx_weights.py`.
+    e8m0 (see `tiles/mx_weights.py`), and by 2^-7 if they are e4m3. A code in place in a bf16 is 2^-126 times its value,
+    so the factor of the largest e4m3 scale is 448 * 2^119. With 2^-7, sums lose their bits below 2^-142, not 2^-149.
     """
 
     CODES: gl.constexpr
@@ -115,25 +147,61 @@ def of_words(SCALES: str, ROWS: int, WORDS: int, UNITS: int) -> Any:
 
 
 @gluon.jit
-def _factors(byte, SCALES: gl.constexpr, SHIFT: gl.constexpr, EXACT: gl.constexpr, CODES: gl.constexpr):
-    """The factor of each scale byte as a bf16 number, twice in 32 bits."""
-    if SCALES == "e4m3":
-        return gl.inline_asm_elementwise(_OF_E4M3, "=r,r", [byte], dtype=gl.int32, is_pure=True, pack=1)
-    elif CODES != "e2m1":  # 2^(byte - 127 + SHIFT), or Inf past the range and for NaN
-        return gl.minimum(byte + SHIFT, 255) * 0x800080
-    elif EXACT:  # 2^(byte - 131), up to 2^-127 subnormal
+def _factors(byte, SHIFT: gl.constexpr, CODES: gl.constexpr):
+    """The factor of each e8m0 byte as a bf16 number, twice in 32 bits. For e2m1 it is exact for every byte."""
+    if CODES == "e2m1":  # 2^(byte - 131), up to 2^-127 subnormal
         bits = gl.where(byte < 5, 4 << byte, (byte - 4) << 7)
         return gl.where(byte == 255, 0x7FC0, bits) * 0x10001
-    else:  # 2^(byte - 5), or Inf from byte 133 on
-        return gl.minimum(byte, 133) * 0x800080 + 0x3D003D00
+    else:  # 2^(byte - 127 + SHIFT), or Inf past the range and for NaN
+        return gl.minimum(byte + SHIFT, 255) * 0x800080
+
+
+@gluon.jit
+def _weights(codes, factor, EVEN_FIRST: gl.constexpr, text: gl.constexpr):
+    """The weights of units of e2m1 codes, in new last dimensions: (byte, code) of a pair of bytes, or (code) of one."""
+    if EVEN_FIRST:
+        even, even_too, odd, odd_too = gl.inline_asm_elementwise(
+            text, "=h,=h,=h,=h,r,r", [codes, factor],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
+        return gl.join(gl.join(even, even_too), gl.join(odd, odd_too))
+    else:
+        even, odd = gl.inline_asm_elementwise(
+            text, "=h,=h,r,r", [codes, factor], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
+        return gl.join(even, odd)
+
+
+@gluon.jit
+def _by_pairs_of_scales(codes, words, format):
+    """The values of e2m1 codes. The factors of two scales lie in one register: those of bytes 0 and 2, or 1 and 3."""
+    ROWS: gl.constexpr = words.shape[0]
+    WORDS: gl.constexpr = words.shape[1]
+    BLOCK: gl.constexpr = units_of("e2m1", format.BLOCK, format.EVEN_FIRST)
+    E8M0: gl.constexpr = format.SCALES == "e8m0"
+    of: gl.constexpr = _OF_E8M0 if E8M0 else _OF_E4M3
+    first = gl.inline_asm_elementwise(of[0], "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
+    second = gl.inline_asm_elementwise(of[1], "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1)
+    low, high = gl.split(codes.reshape([ROWS, WORDS, 2, 2, BLOCK]).permute([0, 1, 3, 4, 2]))
+    of_blocks: gl.constexpr = gl.SliceLayout(3, low.type.layout)
+    factor = gl.convert_layout(gl.join(first, second), of_blocks, assert_trivial=E8M0)
+    factor = gl.expand_dims(factor, 3).broadcast_to(ROWS, WORDS, 2, BLOCK)
+    text: gl.constexpr = _EVEN_FIRST if format.EVEN_FIRST else _IN_ORDER
+    low = _weights(low, factor, format.EVEN_FIRST, text[0])
+    x = gl.join(low, _weights(high, factor, format.EVEN_FIRST, text[1]))
+    if format.EVEN_FIRST:
+        x = x.reshape([ROWS, WORDS, 2, BLOCK // 4, 4, 2, 2, 2]).permute([0, 1, 7, 2, 3, 6, 4, 5])
+    else:
+        x = x.permute([0, 1, 5, 2, 3, 4])
+    return x.reshape([ROWS, WORDS * 4 * format.BLOCK])
 
 
 @gluon.jit
 def values(codes, words, operand: gl.constexpr, format, EXACT: gl.constexpr):
     """The values of the codes of a part of a stage. `words` has the bytes of their scales, four in each.
 
-    EXACT: for every scale byte of e2m1. If not, scale bytes from 133 on give Inf or NaN in place of a value other than
-    0. An e4m3 scale needs no EXACT.
+    EXACT: for every e8m0 byte of e2m1. If not, bytes from 133 on give Inf or NaN in place of a value other than 0. An
+    e4m3 scale needs no EXACT.
     """
     CODES: gl.constexpr = format.CODES
     ROWS: gl.constexpr = codes.shape[0]
@@ -141,31 +209,24 @@ def values(codes, words, operand: gl.constexpr, format, EXACT: gl.constexpr):
     BLOCK: gl.constexpr = units_of(CODES, format.BLOCK, format.EVEN_FIRST)
     COLUMNS: gl.constexpr = UNITS * format.BLOCK // BLOCK
     read: gl.constexpr = _of_codes(CODES, ROWS, UNITS)
-    by_block: gl.constexpr = _of_blocks(CODES, ROWS, UNITS, BLOCK)
-    WORDS: gl.constexpr = words.shape[1]
-    by_word: gl.constexpr = of_words(format.SCALES, ROWS, WORDS, 4)
-    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, by_word)))
-    shift = gl.expand_dims(gl.expand_dims(number, 0), 1) * 8
+    by_word: gl.constexpr = of_words(format.SCALES, ROWS, words.shape[1], 4)
     words = gl.convert_layout(words, gl.SliceLayout(2, by_word))
-    byte = ((gl.expand_dims(words, 2) >> shift) & 255).reshape([ROWS, UNITS // BLOCK])
-    factor = _factors(byte, format.SCALES, format.SHIFT, EXACT, CODES)
-    factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(2, by_block)), 2)
-    factor = gl.convert_layout(factor.broadcast_to(ROWS, UNITS // BLOCK, BLOCK).reshape([ROWS, UNITS]), read)
-    if format.EVEN_FIRST:
-        of_pairs: gl.constexpr = _EVEN_FIRST_TWICE if EXACT or format.SCALES == "e4m3" else _EVEN_FIRST
-        even, even_too, odd, odd_too = gl.inline_asm_elementwise(
-            of_pairs, "=h,=h,=h,=h,r,r", [codes.load(read).to(gl.int32), factor],
-            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=1,
-        )  # fmt: skip
-        x = gl.join(gl.join(even, even_too), gl.join(odd, odd_too))
-        x = x.reshape([ROWS, UNITS // 4, 4, 2, 2]).permute([0, 1, 4, 2, 3]).reshape([ROWS, COLUMNS])
-    elif CODES == "e2m1":
-        text: gl.constexpr = DECODED_TWICE if EXACT or format.SCALES == "e4m3" else DECODED
-        even, odd = gl.inline_asm_elementwise(
-            text, "=h,=h,r,r", [codes.load(read).to(gl.int32), factor], dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        x = gl.join(even, odd).reshape([ROWS, COLUMNS])
+    if CODES == "e2m1" and not EXACT:
+        x = _by_pairs_of_scales(codes.load(read).to(gl.int32), words, format)
     else:
-        x = in_order(decoded(codes.load(read), factor, E4M3 if CODES == "e4m3" else E5M2))
+        by_block: gl.constexpr = _of_blocks(CODES, ROWS, UNITS, BLOCK)
+        number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, by_word)))
+        shift = gl.expand_dims(gl.expand_dims(number, 0), 1) * 8
+        byte = ((gl.expand_dims(words, 2) >> shift) & 255).reshape([ROWS, UNITS // BLOCK])
+        factor = _factors(byte, format.SHIFT, CODES)
+        factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(2, by_block)), 2)
+        factor = gl.convert_layout(factor.broadcast_to(ROWS, UNITS // BLOCK, BLOCK).reshape([ROWS, UNITS]), read)
+        if CODES == "e2m1":
+            text: gl.constexpr = _EVEN_FIRST_TWICE if format.EVEN_FIRST else DECODED_TWICE
+            x = _weights(codes.load(read).to(gl.int32), factor, format.EVEN_FIRST, text)
+            if format.EVEN_FIRST:
+                x = x.reshape([ROWS, UNITS // 4, 4, 2, 2]).permute([0, 1, 4, 2, 3])
+            x = x.reshape([ROWS, COLUMNS])
+        else:
+            x = in_order(decoded(codes.load(read), factor, E4M3 if CODES == "e4m3" else E5M2))
     return gl.convert_layout(x, operand, assert_trivial=True)

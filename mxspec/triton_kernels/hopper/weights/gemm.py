@@ -9,6 +9,9 @@ Only two parts are in registers: one is multiplied, and one is turned. So with t
 fewer registers than with one part of the same stage, and a processor holds more programs. But the tensor cores wait
 after each part. If there are too few programs to fill that time, one part is faster.
 
+With few tokens, the number of instructions limits the kernel. So a step carries the number of its stage along, which
+costs less than a division, and the two factors of a register serve two blocks: see `formats.py`.
+
 A weight is read once for each tile of tokens, as a code, and no value of it passes through memory. A processor holds
 several programs. So there are no persistent programs, and no warps with roles of their own.
 
@@ -53,9 +56,8 @@ class Ring:
     PARTS: gl.constexpr
 
     @gluon.jit
-    def fill(self, step, count, there):
-        """Let TMA read a step of K. `count` counts the fills of the program. Past K, TMA reads zeros."""
-        stage = count % self.STAGES
+    def fill(self, stage, step, there):
+        """Let TMA read a step of K into a stage. Past K, TMA reads zeros."""
         bar = self.full.index(stage)
         STEP: gl.constexpr = self.x.shape[2]
         UNITS: gl.constexpr = self.w.shape[2]
@@ -65,20 +67,26 @@ class Ring:
         async_load(self.w_desc, [self.row, step * UNITS], bar, self.w.index(stage), pred=there)
 
     @gluon.jit
-    def wait(self, count):
-        mbarrier.wait(self.full.index(count % self.STAGES), count // self.STAGES & 1)
+    def after(self, step, stage, phase):
+        """The next step, its stage, and the phase of the stage's barrier."""
+        last = stage == self.STAGES - 1
+        return step + 1, gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
     @gluon.jit
-    def tokens(self, count, PART: gl.constexpr):
+    def wait(self, stage, phase):
+        mbarrier.wait(self.full.index(stage), phase)
+
+    @gluon.jit
+    def tokens(self, stage, PART: gl.constexpr):
         """The tokens of a part of a stage, `(STEP / PARTS, BLOCK_M)`."""
         COLUMNS: gl.constexpr = self.x.shape[2] // self.PARTS
-        return self.x.index(count % self.STAGES).slice(PART * COLUMNS, COLUMNS, dim=1).permute((1, 0))
+        return self.x.index(stage).slice(PART * COLUMNS, COLUMNS, dim=1).permute((1, 0))
 
     @gluon.jit
-    def codes(self, count, PART: gl.constexpr):
+    def codes(self, stage, PART: gl.constexpr):
         """The codes of a part of a stage, `(BLOCK_N, units)`."""
         UNITS: gl.constexpr = self.w.shape[2] // self.PARTS
-        return self.w.index(count % self.STAGES).slice(PART * UNITS, UNITS, dim=1)
+        return self.w.index(stage).slice(PART * UNITS, UNITS, dim=1)
 
 
 @aggregate
@@ -102,57 +110,65 @@ class Scales:
         rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, units))
         at, there = gl.convert_layout(self.at, rows), gl.convert_layout(self.there, rows)
         at, there = gl.expand_dims(gl.expand_dims(at, 1), 2), gl.expand_dims(gl.expand_dims(there, 1), 2)
-        word = part * self.WORDS + gl.arange(0, self.WORDS, gl.SliceLayout(0, gl.SliceLayout(2, units)))
+        word = gl.arange(0, self.WORDS, gl.SliceLayout(0, gl.SliceLayout(2, units)))
         word = gl.expand_dims(gl.expand_dims(word, 0), 2)
         i = gl.arange(0, UNITS, gl.SliceLayout(0, gl.SliceLayout(1, units)))
         i = gl.expand_dims(gl.expand_dims(i, 0), 1)
         unit = word * UNITS + i
-        place = word.to(gl.int64) * self.stride + i if self.BLOCKED else unit.to(gl.int64) * self.stride
-        found = gl.load(at + place, mask=there & (unit < self.count), other=0)
+        if self.BLOCKED:
+            at += part * self.WORDS * self.stride
+            place = word * self.stride + i
+        elif self.SIZE > 1:
+            at += part * (self.WORDS * UNITS)
+            place = unit
+        else:
+            at += gl.to_tensor(part).to(gl.int64) * (self.WORDS * UNITS) * self.stride
+            place = unit.to(gl.int64) * self.stride
+        found = gl.load(at + place, mask=there & (unit < self.count - part * (self.WORDS * UNITS)), other=0)
         return gl.sum(found.to(gl.int32) << (i * (8 * self.SIZE)), 2)
 
 
 @gluon.jit
-def _part(of_part, acc, ring, scale, part, steps, PART: gl.constexpr, operand: gl.constexpr, format):
+def _part(of_part, acc, ring, scale, now, steps, PART: gl.constexpr, operand: gl.constexpr, format):
     """Multiply a part. Meanwhile, turn the codes of the next part, whose scales are `scale`.
 
-    `part` counts the parts of K, and PART those of the stage, both from 0. After the last part of a stage, fill the
-    stage again.
+    `now` is the step, its stage and the phase of the stage. PART counts the parts of the stage, from 0. After the last
+    part of a stage, fill the stage again.
     """
-    PARTS: gl.constexpr = ring.PARTS
-    LAST: gl.constexpr = PART == PARTS - 1
-    step = part // PARTS
-    running = warpgroup_mma(of_part, ring.tokens(step, PART), acc, is_async=True)
+    step, stage, phase = now
+    LAST: gl.constexpr = PART == ring.PARTS - 1
+    running = warpgroup_mma(of_part, ring.tokens(stage, PART), acc, is_async=True)
+    then = now
     if LAST:
-        ring.wait(step + 1)
-        next = values(ring.codes(step + 1, 0), scale, operand, format, False)
-    else:
-        next = values(ring.codes(step, PART + 1), scale, operand, format, False)
+        then = ring.after(step, stage, phase)
+        ring.wait(then[1], then[2])
+    next = values(ring.codes(then[1], 0 if LAST else PART + 1), scale, operand, format, False)
     acc, of_part = warpgroup_mma_wait(0, deps=[running, of_part])
     if LAST:
         barrier()  # every warp has read the stage
-        ring.fill(step + ring.STAGES, step + ring.STAGES, step + ring.STAGES < steps)
-    return next, acc
+        ring.fill(stage, step + ring.STAGES, step + ring.STAGES < steps)
+    return next, acc, then
 
 
 @gluon.jit
-def _sums(ring, scales, steps, acc, operand: gl.constexpr, format):
-    """The sums of a tile, `(BLOCK_N, BLOCK_M)`, over one or more steps. A step is a stage."""
+def _sums(ring, scales, steps, parts, acc, operand: gl.constexpr, ODD: gl.constexpr, format):
+    """The sums of a tile, `(BLOCK_N, BLOCK_M)`, over one or more parts. A step is a stage."""
     PARTS: gl.constexpr = ring.PARTS
     begin, one, other = scales.load(0), scales.load(1), scales.load(2)
     for step in gl.static_range(ring.STAGES):
         ring.fill(step, step, step < steps)
-    ring.wait(0)
+    now = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
+    ring.wait(0, 0)
     of_part = values(ring.codes(0, 0), begin, operand, format, False)
-    last = steps * PARTS - 1
+    last = parts - 1
     for part in range(0, last // 2 * 2, 2):
         later, latest = scales.load(part + 3), scales.load(part + 4)
-        of_part, acc = _part(of_part, acc, ring, one, part, steps, 0, operand, format)
-        of_part, acc = _part(of_part, acc, ring, other, part + 1, steps, PARTS - 1, operand, format)
+        of_part, acc, now = _part(of_part, acc, ring, one, now, steps, 0, operand, format)
+        of_part, acc, now = _part(of_part, acc, ring, other, now, steps, PARTS - 1, operand, format)
         one, other = later, latest
-    if last % 2 == 1:
-        of_part, acc = _part(of_part, acc, ring, one, last - 1, steps, 0, operand, format)
-    return warpgroup_mma(of_part, ring.tokens(steps - 1, PARTS - 1), acc, is_async=False)
+    if not ODD:
+        of_part, acc, now = _part(of_part, acc, ring, one, now, steps, 0, operand, format)
+    return warpgroup_mma(of_part, ring.tokens(now[1], 0 if ODD else PARTS - 1), acc, is_async=False)
 
 
 @gluon.jit
@@ -161,12 +177,13 @@ def _exact_sums(ring, scales, steps, begin, acc, operand: gl.constexpr, format):
     PARTS: gl.constexpr = ring.PARTS
     for step in range(steps):
         count = begin + step
+        stage = count % ring.STAGES
         barrier()
-        ring.fill(step, count, True)
-        ring.wait(count)
+        ring.fill(stage, step, True)
+        ring.wait(stage, count // ring.STAGES & 1)
         for part in gl.static_range(PARTS):
-            of_part = values(ring.codes(count, part), scales.load(PARTS * step + part), operand, format, True)
-            acc = warpgroup_mma(of_part, ring.tokens(count, part), acc, is_async=False)
+            of_part = values(ring.codes(stage, part), scales.load(PARTS * step + part), operand, format, True)
+            acc = warpgroup_mma(of_part, ring.tokens(stage, part), acc, is_async=False)
     return acc
 
 
@@ -175,7 +192,7 @@ def weights_sm90(
     x_desc, w_desc, scale, stride_e, stride_r, stride_c, out, out_stride, numbers, plan, rows_apart, marks, M, N, K,
     CODES: gl.constexpr, SCALES: gl.constexpr, BLOCK: gl.constexpr, SHIFT: gl.constexpr, UP: gl.constexpr,
     BLOCKED: gl.constexpr, SIZE: gl.constexpr, EVEN_FIRST: gl.constexpr, STAGES: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, ODD: gl.constexpr,
 ):  # fmt: skip
     """The kernel reads SIZE bytes of scales at once: 4, 2 or 1. Their strides count units of SIZE bytes.
 
@@ -183,7 +200,8 @@ def weights_sm90(
 
     `numbers` are the tensor scales of a, their stride, those of b, and their stride. If there are none, each sum is
     multiplied by UP. For tokens of experts, `rows_apart` is the number of rows from one expert's weights to the next.
-    The sums of fp8 codes that are not finite are marked, 64 columns of the output at a time.
+    The sums of fp8 codes that are not finite are marked, 64 columns of the output at a time. ODD: whether K has an odd
+    number of parts.
     """
     BLOCK_M: gl.constexpr = x_desc.block_shape[0]
     STEP: gl.constexpr = x_desc.block_shape[1]
@@ -197,8 +215,13 @@ def weights_sm90(
         expert, top, end = gl.load(plan + 4 * tile), gl.load(plan + 4 * tile + 1), gl.load(plan + 4 * tile + 2)
         if top >= end:
             return
-        steps = gl.where(expert < 0, 0, steps)  # tokens of no expert
-        expert = gl.maximum(expert, 0)
+        if expert < 0:  # tokens of no expert
+            of_tile: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [gl.num_warps(), 1], [0, 1])
+            m = gl.expand_dims(top + gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_tile)), 0)
+            n = gl.expand_dims(left + gl.arange(0, BLOCK_N, gl.SliceLayout(1, of_tile)), 1)
+            zeros = gl.zeros([BLOCK_N, BLOCK_M], out.dtype.element_ty, of_tile)
+            gl.store(out + m.to(gl.int64) * out_stride + n, zeros, mask=(m < end) & (n < N))
+            return
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -222,21 +245,18 @@ def weights_sm90(
         version=[3, 0], warps_per_cta=[BLOCK_N // 16, 1], instr_shape=[16, BLOCK_M, 16]
     )  # fmt: skip
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-    acc = zeros
-    if steps > 0:
-        acc = _sums(ring, scales, steps, zeros, operand, format)
+    # The assembler of CUDA 12.8 takes sums that begin with a constant 0 for 0 also after the matmuls, and then leaves
+    # out the checks below. It does not know that this number is 0.
+    zeros = gl.full([BLOCK_N, BLOCK_M], (K >> 31).to(gl.float32), gl.float32, mma)
+    acc = _sums(ring, scales, steps, gl.cdiv(K, STEP // PARTS), zeros, operand, ODD, format)
     m = gl.expand_dims(top + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout)), 0)
-    number = UP
+    number = 1.0
     if SCALES == "e4m3":
         number = gl.load(numbers[0] + expert * numbers[1]) * gl.load(numbers[2] + expert * numbers[3])
-        if plan is not None:
-            number = gl.where(steps > 0, number, 0.0)
     elif CODES == "e2m1":
-        is_finite = (acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
-        if gl.max(gl.max((is_finite == 0).to(gl.int32), 1), 0) != 0:
-            again = _exact_sums(ring, scales, steps, steps, zeros, operand, format)
-            acc = gl.where(is_finite, acc, again)
+        bits = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+        if gl.max(gl.max(bits, 1), 0) >= 0x7F800000:  # a sum is not finite. Finite sums stay the same
+            acc = _exact_sums(ring, scales, steps, steps, zeros, operand, format)
     else:  # tokens of other tiles are other tiles' to mark, and those past the last are any numbers
         bits = gl.where((m < end).broadcast_to(acc.shape), acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
         if gl.max(gl.max(bits, 1), 0) >= 0x7F800000:
@@ -245,4 +265,4 @@ def weights_sm90(
                 mark(marks, of_tokens, left // 64 + part)
     at_n = gl.expand_dims(left + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout)), 1)
     at = out + m.to(gl.int64) * out_stride + at_n
-    gl.store(at, (acc * number).to(out.dtype.element_ty), mask=(m < end) & (at_n < N))
+    gl.store(at, (acc * UP * number).to(out.dtype.element_ty), mask=(m < end) & (at_n < N))

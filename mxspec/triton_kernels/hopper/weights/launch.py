@@ -22,18 +22,17 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.weights.gemm import weights_sm90
 
 # By codes, and by the largest number of tokens of a tile: the columns of K of a stage, the stages, and the parts of a
-# stage. Tokens of experts have more tiles, so a processor should hold more programs. The races:
-# benchmarks/results/decisions.md.
+# stage. The first are for one matrix. If it has more than two tiles for each processor, or for experts, a processor
+# should hold more programs. The races: benchmarks/results/decisions.md.
 _E2M1 = {16: (256, 4, 1), 32: (256, 4, 1), 64: (128, 4, 1), 128: (128, 3, 1)}
+_E2M1_OF_MANY = {16: (512, 2, 2), 32: (256, 3, 1), 64: (128, 3, 1), 128: (128, 3, 1)}
 _E2M1_OF_EXPERTS = {16: (256, 2, 2), 32: (256, 2, 2), 64: (128, 3, 1), 128: (128, 3, 1)}
-_FP8 = {16: (256, 3, 2), 32: (128, 4, 1), 64: (256, 2, 2), 128: (128, 3, 1)}
+_FP8 = {16: (256, 3, 1), 32: (128, 4, 1), 64: (256, 3, 1), 128: (128, 3, 1)}
+_FP8_OF_MANY = {16: (256, 3, 1), 32: (128, 4, 1), 64: (256, 2, 2), 128: (128, 3, 1)}
 _FP8_OF_EXPERTS = {16: (256, 2, 2), 32: (128, 4, 1), 64: (128, 3, 1), 128: (128, 2, 1)}
 TILES = {"e2m1": _E2M1, "e4m3": _FP8, "e5m2": _FP8}
+TILES_OF_MANY = {"e2m1": _E2M1_OF_MANY, "e4m3": _FP8_OF_MANY, "e5m2": _FP8_OF_MANY}
 TILES_OF_EXPERTS = {"e2m1": _E2M1_OF_EXPERTS, "e4m3": _FP8_OF_EXPERTS, "e5m2": _FP8_OF_EXPERTS}
-# For up to 32 tokens, sorted, by one matrix of e2m1 weights.
-SORTED = (256, 3, 2)
-# For 17 to 32 of them, if there are more than two tiles for each processor.
-MANY_TILES = (256, 2, 2)
 # When tokens are sorted for e2m1 weights, which then take fewer instructions. For one matrix that is one more launch,
 # so the matrix must have this many weights. For experts it is the launch that plans their tiles. It pays for tiles of
 # up to 32 tokens, and for others if the experts have this many rows of weights for each token.
@@ -47,6 +46,7 @@ PER_EXPERT = {16: 10, 32: 40, 64: 96}
 LIMITS = {torch.float4_e2m1fn_x2: (384, 384), torch.float8_e4m3fn: (64, 128), torch.float8_e5m2: (64, 128)}
 MOST = 384  # tokens that were measured by one matrix
 BLOCK_N = 64
+NVFP4_UNSHIFT = 2.0**7  # see `Format`
 # By bytes that are read at once.
 UNITS = {4: torch.int32, 2: torch.uint16, 1: torch.uint8}
 CODES = {torch.float4_e2m1fn_x2: "e2m1", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -119,9 +119,8 @@ def tile_for(M: int, b: Tensor) -> dict[str, int]:
     rows = next((rows for rows in TILES[codes] if rows >= M), 128)
     if rows == 128 and -(-M // 64) * of_columns <= programs:
         rows = 64
-    if codes == "e2m1" and rows <= 32 and sorts(M, b, rows):
-        return _tile(rows, *(MANY_TILES if rows == 32 and of_columns > 2 * programs else SORTED))
-    return _tile(rows, *TILES[codes][rows])
+    tiles = TILES_OF_MANY if -(-M // rows) * of_columns > 2 * programs else TILES
+    return _tile(rows, *tiles[codes][rows])
 
 
 def _tile(rows: int, step: int, stages: int, parts: int) -> dict[str, int]:
@@ -137,8 +136,6 @@ def sorts(M: int, b: Tensor, rows: int) -> bool:
         return False
     if b.ndim == 2:
         return 2 * b.numel() >= SORT_FROM
-    if rows == 128 and releases.release() == "3.8":  # for tokens that are not sorted, this tile spills there
-        return True
     return rows <= 32 or b.shape[0] * b.shape[1] >= ROWS_FOR_A_TOKEN * M
 
 
@@ -195,11 +192,11 @@ def by_weights(
         ),
     )
     tiles = -(-M // rows) if plan is None else plan.shape[0]
-    if codes == "e2m1" and not nvfp4:
-        up *= UNSHIFT
+    if codes == "e2m1":
+        up *= NVFP4_UNSHIFT if nvfp4 else UNSHIFT
     return weights_sm90[(-(-N // columns) * tiles,)](
         *descriptors, b_scale.view(UNITS[size]), stride_e, stride_r, stride_c,
         out, out.stride(0), numbers, plan, rows_apart, marks, M, N, K,
         CODES=codes, SCALES="e4m3" if nvfp4 else "e8m0", BLOCK=block, SHIFT=shift, UP=up, BLOCKED=blocked, SIZE=size,
-        EVEN_FIRST=EVEN_FIRST, **tile, num_warps=columns // 16, **FUSED,
+        EVEN_FIRST=EVEN_FIRST, ODD=-(-K // (STEP // tile["PARTS"])) % 2 == 1, **tile, num_warps=columns // 16, **FUSED,
     )  # fmt: skip
