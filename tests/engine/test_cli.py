@@ -126,7 +126,7 @@ def test_explain(here):
     assert "TRITON_INTERPRET=1" in run.stdout
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_bench_on_a_cpu_times_the_references_and_says_so(tmp_path):
     (tmp_path / "shapes.json").write_text('{"matrices": [[64, 128]]}')
     if not torch.cuda.is_available():
@@ -156,7 +156,7 @@ def test_bench_models_every_gpu_without_one(here):
     assert "MoE" not in shown  # one op was asked for
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 def test_demo_quantizes_a_file_and_reads_it_back(tmp_path):
     weights, output = tmp_path / "w.safetensors", tmp_path / "q.safetensors"
     generator = torch.Generator().manual_seed(0)

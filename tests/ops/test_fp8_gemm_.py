@@ -117,6 +117,7 @@ def test_a_gradient_is_refused(which, compiled):
     assert not args[0].equal(before)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_it_changes_inputs_views_and_what_is_computed(backend):
     torch._dynamo.reset()
