@@ -6,9 +6,10 @@ A kernel module says with `PTX` which instructions its machine code must contain
 tuple for both targets or as a dict by target. They are searched in the PTX of every case that has contiguous, 16-byte
 aligned tensors and no flag `edge` or `generated`. A module without machine code of its own says `PTX = "no: reason"`.
 
-Two more rules hold for all cases:
+Three more rules hold for all cases:
 
 - No kernel may use local memory, because spilled registers go there.
+- On Hopper, the assembler may leave out no matmul, and may not take sums for the 0 with which they begin.
 - A kernel that promises bytes may not add a product of floats to another float: the rounding would depend on whether
   the compiler fuses the sum with the product.
 """
@@ -63,6 +64,7 @@ def problems(code: Sequence[MachineCode], regexes: Sequence[str], args: Sequence
     """The problems with the machine code of one case."""
     found = [f"{c.kernel} keeps {c.local_bytes} bytes a thread in local memory" for c in code if c.local_bytes]
     found += [f"{c.kernel} lacks {c.dropped_matmuls} matmuls of its PTX" for c in code if c.dropped_matmuls]
+    found += [f"{c.kernel} computes with 0 in place of the sums of matmuls" for c in code if c.lost_sums]
     found += [f"{c.kernel} makes Inf and NaN of e5m2 finite: convert to fp32 first" for c in code if c.loses_inf]
     if not code and not edge:
         found.append("launches nothing")

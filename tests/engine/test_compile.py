@@ -197,6 +197,32 @@ def test_matmuls_that_the_assembler_left_out_are_a_problem(dtype: torch.dtype) -
     assert problems([replace(code, dropped_matmuls=2)], (), (), edge=True) == ["_copy lacks 2 matmuls of its PTX"]
 
 
+ARITHMETIC = {"VIMNMX": 0x248, "VIMNMX3": 0x20F, "FMNMX": 0x209, "FMUL": 0x220, "FADD": 0x221, "FFMA": 0x223}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_on_zeros_in_place_of_the_sums_of_matmuls_is_a_problem(name: str) -> None:
+    """ptxas has taken sums that begin with 0 for 0, also after the matmuls. RZ is the register 255."""
+    x = meta(torch.zeros(64, 64, dtype=torch.bfloat16))
+    with fake_gpu("sm90") as compiled:
+        _matmul[(1,)](x, x.new_empty(64, 64, dtype=torch.float32), N=64)
+        cubin, ptx = compiled[0].asm["cubin"], compiled[0].asm["ptx"]
+    assert measure._lost_sums(ptx, cubin) == 0
+    encoded = re.findall(r"GMMA\.64x64.*/\* 0x(\w+) \*/", measure.dumped(cubin, "--dump-sass"))[0]
+    place = cubin.index(int(encoded, 16).to_bytes(8, "little"))
+    for first, second in ((0xFF, 0xFF), (0xFF, 3), (3, 0xFF)):
+        word = ARITHMETIC[name] | 7 << 12 | 15 << 16 | first << 24 | second << 32 | 0x000FE20003800000 << 64
+        other = cubin[:place] + word.to_bytes(16, "little") + cubin[place + 16 :]
+        assert measure._lost_sums(ptx, other) == (first == second)
+        assert measure._lost_sums("", other) == 0
+    shown = re.findall(rf"{name}\S* R15,.*?\b(R[Z\d]+), (R[Z\d]+)", measure.dumped(other, "--dump-sass"))
+    assert ("R3", "RZ") in shown
+    (code,) = compile_call(copy, torch.zeros(1024, dtype=torch.bfloat16), target="sm90")
+    assert problems([replace(code, lost_sums=1)], (), (), edge=True) == [
+        "_copy computes with 0 in place of the sums of matmuls"
+    ]
+
+
 @each_target
 def test_a_conversion_that_makes_inf_finite_is_a_problem(target: str) -> None:
     def convert(x: torch.Tensor, first: tl.dtype) -> None:

@@ -190,9 +190,8 @@ def test_the_tile_has_as_many_tokens_as_there_are_and_fewer_if_processors_are_id
     [
         (16, 16896, kernel.TILES),
         (16, 16960, kernel.TILES_OF_MANY),
-        (64, 57344, kernel.TILES_OF_MANY),
-        (256, 8448, kernel.TILES),
-        (257, 8448, kernel.TILES_OF_MANY),
+        (64, 16896, kernel.TILES),
+        (64, 16960, kernel.TILES_OF_MANY),
     ],
 )
 def test_with_more_than_two_tiles_for_each_processor_a_matrix_has_other_stages(M, N, tiles):
@@ -248,6 +247,9 @@ def test_what_the_kernel_cannot_read():
             inside = torch.empty(64, 3, b.shape[-1], dtype=torch.uint8, device="meta").view(b.dtype).transpose(0, 1)
             assert not kernel.reads(x, inside)
             assert not kernel.reads(x, b[:, :1].expand(3, 64, -1))
+            unit = 2**28 // (384 // b.shape[-1])
+            assert kernel.reads(None, b.new_empty(64, unit - 128))
+            assert not kernel.reads(None, b.new_empty(64, unit))
 
 
 def test_scales_are_words_pairs_or_bytes():

@@ -26,15 +26,15 @@ from mxspec.triton_kernels.tiles.mx_weights import DECODED, DECODED_TWICE
 def _factors_of(pick: str, number: str) -> Any:
     """The factors of two bytes of the word `$1`, as bf16 numbers in the halves of `$0`.
 
-    `pick` moves bytes 0 and 2, or 1 and 3, into `p`. `number` makes the factors of them.
+    `pick` takes bytes 0 and 2, or 1 and 3. `number` makes their factors.
     """
     return gl.constexpr("{ .reg .b32 p, q, r, zero; mov.b32 zero, 0; " + pick + number + " }")
 
 
 # 2^(byte - 5), or Inf from byte 133 on.
 _E8M0 = " mov.b32 q, 0x00850085; min.u16x2 p, p, q; mad.lo.u32 $0, p, 0x80, 0x3D003D00;"
-# The number of an e4m3 byte times 2^119. `p` has its lower bits in place, and `q` its sign. The last two instructions
-# make NaN of NaN, as in `../mx/conversion.py`.
+# The number of an e4m3 byte times 2^119. Before, `p` has the lower bits of the byte in place, and `q` its sign. The
+# product by 0x7B10 is Inf for NaN only, and the last instruction makes NaN of Inf, as in `../mx/conversion.py`.
 _E4M3 = (
     " and.b32 p, p, 0x07F007F0; lop3.b32 p, q, 0x80008000, p, 0xEA; mov.b32 r, 0x7B807B80; mul.rn.bf16x2 p, p, r;"
     " mov.b32 r, 0x7B107B10; mul.rn.bf16x2 q, p, r; mov.b32 r, 0x7B007B00; mul.rn.bf16x2 p, p, r;"
@@ -85,8 +85,9 @@ class Format:
     """CODES: `e2m1`, `e4m3` or `e5m2`. SCALES: `e8m0` or `e4m3`. BLOCK: the columns of K that a scale byte is for.
 
     The values of fp8 codes are multiplied by 2^SHIFT. Those of e2m1 codes are multiplied by 2^-4 if the scales are
-    e8m0 (see `tiles/mx_weights.py`), and by 2^-7 if they are e4m3. A code in place in a bf16 is 2^-126 times its value,
-    so the factor of the largest e4m3 scale is 448 * 2^119. With 2^-7, sums lose their bits below 2^-142, not 2^-149.
+    e8m0 (see `tiles/mx_weights.py`), and by 2^-7 if they are e4m3. A code in place in a bf16 is 2^-126 times its value.
+    The factor makes up for 2^119 of this, because 448 * 2^119 is a bf16 number and 448 * 2^120 is none. The sums are
+    2^-7 times as large, so they lose their bits below 2^-142, where fp32 ends at 2^-149. They overflow later, too.
     """
 
     CODES: gl.constexpr
@@ -200,8 +201,8 @@ def _by_pairs_of_scales(codes, words, format):
 def values(codes, words, operand: gl.constexpr, format, EXACT: gl.constexpr):
     """The values of the codes of a part of a stage. `words` has the bytes of their scales, four in each.
 
-    EXACT: for every e8m0 byte of e2m1. If not, bytes from 133 on give Inf or NaN in place of a value other than 0. An
-    e4m3 scale needs no EXACT.
+    EXACT: for every e8m0 byte of e2m1. If not, bytes from 133 on give Inf, or NaN for a code of 0. An e4m3 scale needs
+    no EXACT.
     """
     CODES: gl.constexpr = format.CODES
     ROWS: gl.constexpr = codes.shape[0]

@@ -9,8 +9,8 @@ Only two parts are in registers: one is multiplied, and one is turned. So with t
 fewer registers than with one part of the same stage, and a processor holds more programs. But the tensor cores wait
 after each part. If there are too few programs to fill that time, one part is faster.
 
-With few tokens, the number of instructions limits the kernel. So a step carries the number of its stage along, which
-costs less than a division, and the two factors of a register serve two blocks: see `formats.py`.
+With few tokens, the number of instructions limits the kernel. So the number of the stage is counted, because a division
+takes more instructions. A register holds the factors of two blocks: see `formats.py`.
 
 A weight is read once for each tile of tokens, as a code, and no value of it passes through memory. A processor holds
 several programs. So there are no persistent programs, and no warps with roles of their own.
@@ -198,8 +198,8 @@ def weights_sm90(
 
     `stride_r` is the stride of a row, or of a row of tiles if BLOCKED.
 
-    `numbers` are the tensor scales of a, their stride, those of b, and their stride. If there are none, each sum is
-    multiplied by UP. For tokens of experts, `rows_apart` is the number of rows from one expert's weights to the next.
+    Each sum is multiplied by UP, and by the tensor scales if `numbers` has them: those of a, their stride, those of b,
+    and their stride. For tokens of experts, `rows_apart` is the number of rows from one expert's weights to the next.
     The sums of fp8 codes that are not finite are marked, 64 columns of the output at a time. ODD: whether K has an odd
     number of parts.
     """
@@ -245,8 +245,8 @@ def weights_sm90(
         version=[3, 0], warps_per_cta=[BLOCK_N // 16, 1], instr_shape=[16, BLOCK_M, 16]
     )  # fmt: skip
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    # The assembler of CUDA 12.8 takes sums that begin with a constant 0 for 0 also after the matmuls, and then leaves
-    # out the checks below. It does not know that this number is 0.
+    # The assemblers of CUDA 12.8 and 13.3 take sums that begin with a constant 0 for 0 also after the matmuls. Then
+    # they leave out the checks below. They do not know that this number is 0.
     zeros = gl.full([BLOCK_N, BLOCK_M], (K >> 31).to(gl.float32), gl.float32, mma)
     acc = _sums(ring, scales, steps, gl.cdiv(K, STEP // PARTS), zeros, operand, ODD, format)
     m = gl.expand_dims(top + gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout)), 0)
@@ -254,8 +254,10 @@ def weights_sm90(
     if SCALES == "e4m3":
         number = gl.load(numbers[0] + expert * numbers[1]) * gl.load(numbers[2] + expert * numbers[3])
     elif CODES == "e2m1":
+        # A scale byte from 133 on makes Inf or NaN of every weight of its block, and so of the sum. The weights of a
+        # finite sum are exact already, so the second pass gives this sum again.
         bits = acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        if gl.max(gl.max(bits, 1), 0) >= 0x7F800000:  # a sum is not finite. Finite sums stay the same
+        if gl.max(gl.max(bits, 1), 0) >= 0x7F800000:
             acc = _exact_sums(ring, scales, steps, steps, zeros, operand, format)
     else:  # tokens of other tiles are other tiles' to mark, and those past the last are any numbers
         bits = gl.where((m < end).broadcast_to(acc.shape), acc.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)

@@ -22,8 +22,8 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.weights.gemm import weights_sm90
 
 # By codes, and by the largest number of tokens of a tile: the columns of K of a stage, the stages, and the parts of a
-# stage. The first are for one matrix. If it has more than two tiles for each processor, or for experts, a processor
-# should hold more programs. The races: benchmarks/results/decisions.md.
+# stage. A matrix of more than two tiles for each processor has stages of its own (`OF_MANY`), and so do experts: a
+# processor then holds several programs. The races: benchmarks/results/decisions.md.
 _E2M1 = {16: (256, 4, 1), 32: (256, 4, 1), 64: (128, 4, 1), 128: (128, 3, 1)}
 _E2M1_OF_MANY = {16: (512, 2, 2), 32: (256, 3, 1), 64: (128, 3, 1), 128: (128, 3, 1)}
 _E2M1_OF_EXPERTS = {16: (256, 2, 2), 32: (256, 2, 2), 64: (128, 3, 1), 128: (128, 3, 1)}
@@ -45,6 +45,7 @@ PER_EXPERT = {16: 10, 32: 40, 64: 96}
 # codes, many tokens need the values of all weights in memory.
 LIMITS = {torch.float4_e2m1fn_x2: (384, 384), torch.float8_e4m3fn: (64, 128), torch.float8_e5m2: (64, 128)}
 MOST = 384  # tokens that were measured by one matrix
+MOST_COLUMNS = 2**28  # the place of a scale in its row is then a number of 32 bits
 BLOCK_N = 64
 NVFP4_UNSHIFT = 2.0**7  # see `Format`
 # By bytes that are read at once.
@@ -59,7 +60,7 @@ def reads(x: Tensor | None, b: Tensor) -> bool:
     """
     if b.device.type == "cpu" or capability(b.device) != (9, 0) or releases.refusal() or not b.numel():
         return False
-    if not all(_tma_reads(t) for t in (x, b) if t is not None):
+    if not all(_tma_reads(t) for t in (x, b) if t is not None) or _columns(b) >= MOST_COLUMNS:
         return False
     return b.ndim == 2 or b.shape[0] == 1 or b.stride(0) % b.stride(1) == 0
 
@@ -119,7 +120,7 @@ def tile_for(M: int, b: Tensor) -> dict[str, int]:
     rows = next((rows for rows in TILES[codes] if rows >= M), 128)
     if rows == 128 and -(-M // 64) * of_columns <= programs:
         rows = 64
-    tiles = TILES_OF_MANY if -(-M // rows) * of_columns > 2 * programs else TILES
+    tiles = TILES_OF_MANY if of_columns > 2 * programs else TILES
     return _tile(rows, *tiles[codes][rows])
 
 
