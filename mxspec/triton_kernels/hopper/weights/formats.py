@@ -198,36 +198,45 @@ def _by_pairs_of_scales(codes, words, format):
 
 
 @gluon.jit
+def _by_single_scales(codes, read: gl.constexpr, words, format):
+    """The values of FP8 codes, and of e2m1 codes under every e8m0 byte. A register has the factor of one scale."""
+    CODES: gl.constexpr = format.CODES
+    ROWS: gl.constexpr = codes.shape[0]
+    UNITS: gl.constexpr = codes.shape[1]
+    BLOCK: gl.constexpr = units_of(CODES, format.BLOCK, format.EVEN_FIRST)
+    by_block: gl.constexpr = _of_blocks(CODES, ROWS, UNITS, BLOCK)
+    by_word: gl.constexpr = of_words(format.SCALES, ROWS, words.shape[1], 4)
+    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, by_word)))
+    shift = gl.expand_dims(gl.expand_dims(number, 0), 1) * 8
+    byte = ((gl.expand_dims(words, 2) >> shift) & 255).reshape([ROWS, UNITS // BLOCK])
+    factor = _factors(byte, format.SHIFT, CODES)
+    factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(2, by_block)), 2)
+    factor = factor.broadcast_to(ROWS, UNITS // BLOCK, BLOCK).reshape([ROWS, UNITS])
+    factor = gl.convert_layout(factor, read)
+    found = codes.load(read)
+    if CODES != "e2m1":
+        x = in_order(decoded(found, factor, E4M3 if CODES == "e4m3" else E5M2))
+    elif format.EVEN_FIRST:
+        x = _weights(found.to(gl.int32), factor, True, _EVEN_FIRST_TWICE)
+        x = x.reshape([ROWS, UNITS // 4, 4, 2, 2]).permute([0, 1, 4, 2, 3]).reshape([ROWS, UNITS * 4])
+    else:
+        x = _weights(found.to(gl.int32), factor, False, DECODED_TWICE).reshape([ROWS, UNITS * 2])
+    return x
+
+
+@gluon.jit
 def values(codes, words, operand: gl.constexpr, format, EXACT: gl.constexpr):
     """The values of the codes of a part of a stage. `words` has the bytes of their scales, four in each.
 
     EXACT: for every e8m0 byte of e2m1. If not, bytes from 133 on give Inf, or NaN for a code of 0. An e4m3 scale needs
     no EXACT.
     """
-    CODES: gl.constexpr = format.CODES
     ROWS: gl.constexpr = codes.shape[0]
-    UNITS: gl.constexpr = codes.shape[1]
-    BLOCK: gl.constexpr = units_of(CODES, format.BLOCK, format.EVEN_FIRST)
-    COLUMNS: gl.constexpr = UNITS * format.BLOCK // BLOCK
-    read: gl.constexpr = _of_codes(CODES, ROWS, UNITS)
     by_word: gl.constexpr = of_words(format.SCALES, ROWS, words.shape[1], 4)
     words = gl.convert_layout(words, gl.SliceLayout(2, by_word))
-    if CODES == "e2m1" and not EXACT:
+    read: gl.constexpr = _of_codes(format.CODES, ROWS, codes.shape[1])
+    if format.CODES == "e2m1" and not EXACT:
         x = _by_pairs_of_scales(codes.load(read).to(gl.int32), words, format)
     else:
-        by_block: gl.constexpr = _of_blocks(CODES, ROWS, UNITS, BLOCK)
-        number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, by_word)))
-        shift = gl.expand_dims(gl.expand_dims(number, 0), 1) * 8
-        byte = ((gl.expand_dims(words, 2) >> shift) & 255).reshape([ROWS, UNITS // BLOCK])
-        factor = _factors(byte, format.SHIFT, CODES)
-        factor = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(2, by_block)), 2)
-        factor = gl.convert_layout(factor.broadcast_to(ROWS, UNITS // BLOCK, BLOCK).reshape([ROWS, UNITS]), read)
-        if CODES == "e2m1":
-            text: gl.constexpr = _EVEN_FIRST_TWICE if format.EVEN_FIRST else DECODED_TWICE
-            x = _weights(codes.load(read).to(gl.int32), factor, format.EVEN_FIRST, text)
-            if format.EVEN_FIRST:
-                x = x.reshape([ROWS, UNITS // 4, 4, 2, 2]).permute([0, 1, 4, 2, 3])
-            x = x.reshape([ROWS, COLUMNS])
-        else:
-            x = in_order(decoded(codes.load(read), factor, E4M3 if CODES == "e4m3" else E5M2))
+        x = _by_single_scales(codes, read, words, format)
     return gl.convert_layout(x, operand, assert_trivial=True)
