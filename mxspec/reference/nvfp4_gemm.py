@@ -84,7 +84,8 @@ def nvfp4_gemm(
         once. A kernel sums in fp32, multiplies by T in fp32 and rounds to out_dtype; it is judged by its SQNR: at least
         70 dB for fp32 and 55 dB for bfloat16. A kernel gives the same bits at every call. The kernels in Triton and
         Helion are batch-invariant: on one GPU, the bits of a row do not depend on the other rows or on their number.
-        For this, the rows of a, of b and of the output must begin at multiples of 16 bytes.
+        For this, the rows of a, of b and of the output must begin at multiples of 16 bytes, values must be 0 or at
+        least 2^-118, as those of codes are, and no sum may pass the range of fp32.
 
     Special values: a scale 0x7F in a makes its output row NaN; in b, its output column. So does a NaN among values; an
         Inf among values is Inf, and Inf times zero is NaN. The sign bit of a scale must be 0: Blackwell's tensor cores

@@ -20,7 +20,8 @@ The scales of two parts are loaded two parts ahead, into registers.
 For tokens of experts, a plan in memory says which tokens a tile has: see `../scheduler.py`.
 
 A sum is taken over steps of 16 columns of K in ascending order, as in `../mx/gemm.py` and `../nvfp4/gemm.py`. So the
-bits of a token depend neither on the number of tokens nor on the tile.
+bits of a token depend neither on the number of tokens nor on the tile. `Format` says at which sizes of numbers NVFP4
+is an exception.
 """
 
 from triton.experimental import gluon
