@@ -139,8 +139,8 @@ def test_every_tile_compiles_without_spilling(format, experts, tile, even, K, la
     assert [c.kernel for c in code] == ["weights_sm90"]
     patterns = r"wgmma\.mma_async.*\.f32\.bf16\.bf16", r"cp\.async\.bulk\.tensor\.2d\.shared", r"mul\.rn\.bf16x2"
     assert problems(code, patterns, (), edge=False) == []
-    # The assembler of CUDA 12.8 takes sums that begin with a constant for that constant, also after the matmuls. It
-    # then left out the check for Inf and NaN.
+    # The assemblers of CUDA 12.8 and 13.3 take sums that begin with a constant for that constant, also after the
+    # matmuls. They then leave out the check for Inf and NaN.
     sums = re.findall(r"wgmma\.mma_async\S+ \{([^}]+)\}", code[0].ptx)
     begin = re.findall(r"mov\.[bf]32\s+(%\w+), 0[fx]?0*;", code[0].ptx)
     assert sums

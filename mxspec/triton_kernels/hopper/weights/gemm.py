@@ -116,6 +116,7 @@ class Scales:
         i = gl.arange(0, UNITS, gl.SliceLayout(0, gl.SliceLayout(1, units)))
         i = gl.expand_dims(gl.expand_dims(i, 0), 1)
         unit = word * UNITS + i
+        # `MOST_COLUMNS` keeps these places below 2^31, but for units that any stride may separate.
         if self.BLOCKED:
             at += part * self.WORDS * self.stride
             place = word * self.stride + i
