@@ -419,6 +419,21 @@ def test_a_sum_that_stands_in_many_columns_is_rounded_once():
     assert "needs 55.0 dB" in (check.difference((elsewhere,), (e,), 55.0) or "")
 
 
+def test_a_sum_under_several_scales_is_rounded_once():
+    """The rows of b are one row repeated, and each has a scale of its own. The sum need not be the largest."""
+    scales = torch.tensor([1.0, 2.0, 0.5, 4.0, 1.0]).repeat(8)
+    e = (torch.tensor([[256.0], [151.0], [-90.0]]) * scales).bfloat16()
+    others = (1, 152.0, True), (1, 150.0, True), (1, 153.0, False), (0, 255.0, True), (0, 254.0, False)
+    for row, value, enough in others:
+        g = e.clone()
+        g[row] = value * scales
+        assert check.sqnr_db(g, e) < 55
+        assert (check.difference((g,), (e,), 55.0) is None) == enough, (row, value)
+    two = e.clone()
+    two[1:] = torch.tensor([[152.0], [-90.5]]) * scales
+    assert "needs 60.0 dB" in (check.difference((two,), (e,), 60.0) or "")
+
+
 def test_sqnr_is_judged_by_the_dtype_and_away_from_nan_and_inf():
     bounds = {torch.float32: 30.0, torch.bfloat16: 10.0}
     e, g = torch.tensor([3.0, torch.nan, torch.inf, 4.0]), torch.tensor([3.0, torch.nan, torch.inf, 4.5])
