@@ -34,11 +34,12 @@ def tile(rows, columns, step, stages, parts):
     return {"BLOCK_M": rows, "BLOCK_N": columns, "STEP": step, "STAGES": stages, "PARTS": parts}
 
 
+OF_MATRICES = kernel.TILES, kernel.TILES_OF_MANY, *kernel.TILES_BY_NUMBER.values()
 CHOSEN = {
     (rows, kernel.BLOCK_N, *of_stage)
-    for tiles in (kernel.TILES, kernel.TILES_OF_MANY, kernel.TILES_OF_EXPERTS)
-    for of_codes in tiles.values()
-    for rows, of_stage in of_codes.items()
+    for tiles in (*OF_MATRICES, kernel.TILES_OF_EXPERTS)
+    for of_format in tiles.values()
+    for rows, of_stage in of_format.items()
 }
 # Tiles that the launch does not choose: two warpgroups, other steps, other numbers of stages.
 OTHERS = [(16, 64, 128, 8, 1), (64, 128, 256, 2, 2)]
@@ -52,6 +53,7 @@ FORMATS = {
     "e5m2": (torch.float8_e5m2, torch.float8_e8m0fnu, 32),
 }
 OF_EXPERTS = ("nvfp4", "e4m3", "e5m2")  # formats of tokens, too
+FP8 = {"e4m3": "fp8", "e5m2": "fp8"}  # the name of their tiles
 
 
 def name(value):
@@ -107,13 +109,12 @@ PLACES = [(K, layout) for K in (1024, 960, 864) for layout in LAYOUTS]
 
 def stages_of(format, experts):
     """The tiles that the launch chooses, each with whether tokens are sorted for it."""
-    codes = kernel.CODES[FORMATS[format][0]]
-    found = []
-    for chosen in (kernel.TILES_OF_EXPERTS,) if experts else (kernel.TILES, kernel.TILES_OF_MANY):
-        for rows, of in chosen[codes].items():
-            sorted_or_not = (False,) if codes != "e2m1" else (True,) if experts and rows <= 32 else (False, True)
-            found += [(tile(rows, kernel.BLOCK_N, *of), even) for even in sorted_or_not]
-    return found
+    found = {}
+    for chosen in (kernel.TILES_OF_EXPERTS,) if experts else OF_MATRICES:
+        for rows, of in chosen.get(FP8.get(format, format), {}).items():
+            sorted_or_not = (False,) if format in FP8 else (True,) if experts and rows <= 32 else (False, True)
+            found |= {(rows, kernel.BLOCK_N, *of, even): None for even in sorted_or_not}
+    return [(tile(*of), even) for *of, even in found]
 
 
 LAUNCHED = [
@@ -164,7 +165,7 @@ def test_a_wait_for_the_tensor_cores_comes_after_the_codes_of_the_next_part(part
 
 def chosen(format, M, *rows, K=2048):
     with fake_gpu("sm90"):
-        return kernel.tile_for(M, weights(format, rows, K, "plain")[0].to("meta"))
+        return kernel.tile_for(M, *(t.to("meta") for t in weights(format, rows, K, "plain")))
 
 
 @pytest.mark.parametrize(
@@ -186,18 +187,27 @@ def test_the_tile_has_as_many_tokens_as_there_are_and_fewer_if_processors_are_id
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "tiles"),
+    ("of_each", "tiles"),
     [
-        (16, 16896, kernel.TILES),
-        (16, 16960, kernel.TILES_OF_MANY),
-        (64, 16896, kernel.TILES),
-        (64, 16960, kernel.TILES_OF_MANY),
+        (2, kernel.TILES),
+        (3, kernel.TILES_OF_MANY),
+        (4, kernel.TILES_OF_MANY),
+        (5, kernel.TILES_OF_MANY),
+        (6, kernel.TILES_OF_MANY),
     ],
 )
-def test_with_more_than_two_tiles_for_each_processor_a_matrix_has_other_stages(M, N, tiles):
-    for format in FORMATS:
-        rows, _, *stages = chosen(format, M, N, K=128).values()
-        assert tuple(stages) == tiles[kernel.CODES[FORMATS[format][0]]][rows]
+@pytest.mark.parametrize("M", [16, 32, 64, 128])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_stages_of_a_matrix_follow_its_tiles_for_each_processor(format, M, of_each, tiles):
+    name = FP8.get(format, format)
+    stages = {**tiles[name], **kernel.TILES_BY_NUMBER.get(of_each, {}).get(name, {})}[M]
+    for N in (64 * 132 * (of_each - 1) + 64, 64 * 132 * of_each):
+        assert tuple(chosen(format, M, N, K=128).values()) == (M, 64, *stages)
+
+
+def test_the_tiles_of_a_matrix_are_counted_for_all_its_tokens():
+    few, three = chosen("mxfp4", 256, 8448, K=128), chosen("mxfp4", 384, 8448, K=128)
+    assert (few["STAGES"], three["STAGES"]) == (3, 2)
 
 
 @pytest.mark.parametrize(("of_each", "rows"), [(1, 16), (10, 16), (11, 32), (40, 32), (41, 64), (96, 64), (97, 128)])
@@ -301,8 +311,8 @@ def test_scales_are_words_pairs_or_bytes():
 )
 def test_tokens_are_sorted_if_weights_take_longer_than_tokens(M, rows, K, sorts):
     with fake_gpu("sm90"):
-        b = weights("mxfp4", rows, K, "plain")[0].to("meta")
-        assert kernel.sorts(M, b, kernel.tile_for(M, b)["BLOCK_M"]) == sorts
+        b, scale = (t.to("meta") for t in weights("mxfp4", rows, K, "plain"))
+        assert kernel.sorts(M, b, kernel.tile_for(M, b, scale)["BLOCK_M"]) == sorts
         odd = torch.empty(b.numel() + 1, dtype=torch.uint8, device="meta")[1:].view(b.dtype).view(b.shape)
         assert not kernel.sorts(M, odd, 16)  # PyTorch sees no pairs of bytes there
 

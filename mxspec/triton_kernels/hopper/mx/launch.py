@@ -181,7 +181,7 @@ def mx_few(
     compiled kernel.
     """
     (M, N), shift, grouped = out.shape, SHIFT[b.dtype], "" if offs is None else "M"
-    tile = {**weights.tile_for(M, b), **options}
+    tile = {**weights.tile_for(M, b, b_scale), **options}
     of_tokens = -(-M // tile["BLOCK_M"]) if offs is None else tiles_of(M, offs.shape[0], tile["BLOCK_M"])
     of_columns = -(-N // tile["BLOCK_N"]) * (tile["BLOCK_N"] // 64)
     marks = out.new_empty(1 + 2 * of_tokens * of_columns, dtype=torch.int32)

@@ -21,18 +21,29 @@ if releases.refusal() is None:
     from mxspec.triton_kernels.hopper.names import shared_layout
     from mxspec.triton_kernels.hopper.weights.gemm import weights_sm90
 
-# By codes, and by the largest number of tokens of a tile: the columns of K of a stage, the stages, and the parts of a
-# stage. A matrix of more than two tiles for each processor has stages of its own (`OF_MANY`), and so do experts: a
-# processor then holds several programs. The races: benchmarks/results/decisions.md.
+# By format, and by the largest number of tokens of a tile: the columns of K of a stage, the stages, and the parts of a
+# stage. With more tiles than two for each processor, a processor holds several programs, and a matrix has stages of its
+# own (`OF_MANY`). So do experts. Most of these tiles let a processor hold three programs, or two of 128 tokens. With
+# some numbers of tiles for each processor, the last one would run alone, and be slow. For these numbers, a tile with
+# which a processor holds more programs or fewer is faster (`BY_NUMBER`). The races: benchmarks/results/decisions.md.
 _E2M1 = {16: (256, 4, 1), 32: (256, 4, 1), 64: (128, 4, 1), 128: (128, 3, 1)}
-_E2M1_OF_MANY = {16: (512, 2, 2), 32: (256, 3, 1), 64: (128, 3, 1), 128: (128, 3, 1)}
+_MXFP4_OF_MANY = {16: (512, 2, 2), 32: (256, 3, 1), 64: (128, 3, 1), 128: (128, 3, 1)}
+_NVFP4_OF_MANY = {**_MXFP4_OF_MANY, 32: (512, 2, 2)}
 _E2M1_OF_EXPERTS = {16: (256, 2, 2), 32: (256, 2, 2), 64: (128, 3, 1), 128: (128, 3, 1)}
 _FP8 = {16: (256, 3, 1), 32: (128, 4, 1), 64: (256, 3, 1), 128: (128, 3, 1)}
-_FP8_OF_MANY = {**_FP8, 64: (256, 2, 2)}
+_FP8_OF_MANY = {**_FP8, 64: (128, 3, 1)}
 _FP8_OF_EXPERTS = {16: (256, 2, 2), 32: (128, 4, 1), 64: (128, 3, 1), 128: (128, 2, 1)}
-TILES = {"e2m1": _E2M1, "e4m3": _FP8, "e5m2": _FP8}
-TILES_OF_MANY = {"e2m1": _E2M1_OF_MANY, "e4m3": _FP8_OF_MANY, "e5m2": _FP8_OF_MANY}
-TILES_OF_EXPERTS = {"e2m1": _E2M1_OF_EXPERTS, "e4m3": _FP8_OF_EXPERTS, "e5m2": _FP8_OF_EXPERTS}
+TILES = {"mxfp4": _E2M1, "nvfp4": _E2M1, "fp8": _FP8}
+TILES_OF_MANY = {"mxfp4": _MXFP4_OF_MANY, "nvfp4": _NVFP4_OF_MANY, "fp8": _FP8_OF_MANY}
+TILES_OF_EXPERTS = {"mxfp4": _E2M1_OF_EXPERTS, "nvfp4": _E2M1_OF_EXPERTS, "fp8": _FP8_OF_EXPERTS}
+TILES_BY_NUMBER = {
+    3: {"mxfp4": {128: (128, 2, 1)}, "nvfp4": {128: (128, 2, 1)}},
+    4: {
+        "mxfp4": {16: (256, 3, 2), 64: (128, 4, 1)},
+        "nvfp4": {64: (128, 4, 1)},
+        "fp8": {16: (256, 2, 2), 32: (128, 3, 1), 64: (128, 4, 1)},
+    },
+}
 # When tokens are sorted for e2m1 weights, which then take fewer instructions. For one matrix that is one more launch,
 # so the matrix must have this many weights. For experts it is the launch that plans their tiles. It pays for tiles of
 # up to 32 tokens, and for others if the experts have this many rows of weights for each token.
@@ -111,17 +122,24 @@ def pays(M: int, b: Tensor) -> bool:
     return dense >= M or (min(MOST, b.shape[0]) >= M and tiles <= 2 * processors(b.device))
 
 
-def tile_for(M: int, b: Tensor) -> dict[str, int]:
+def tile_for(M: int, b: Tensor, b_scale: Tensor) -> dict[str, int]:
     """The tile for M tokens by weights b."""
-    codes, of_columns, programs = CODES[b.dtype], -(-b.shape[-2] // BLOCK_N), processors(b.device)
+    format, of_columns, programs = _format(b, b_scale), -(-b.shape[-2] // BLOCK_N), processors(b.device)
     if b.ndim == 3:
         rows = next((rows for rows, most in PER_EXPERT.items() if most * b.shape[0] >= M), 128)
-        return _tile(rows, *TILES_OF_EXPERTS[codes][rows])
-    rows = next((rows for rows in TILES[codes] if rows >= M), 128)
+        return _tile(rows, *TILES_OF_EXPERTS[format][rows])
+    rows = next((rows for rows in TILES[format] if rows >= M), 128)
     if rows == 128 and -(-M // 64) * of_columns <= programs:
         rows = 64
-    tiles = TILES_OF_MANY if of_columns > 2 * programs else TILES
-    return _tile(rows, *tiles[codes][rows])
+    of_each = -(-of_columns * -(-M // rows) // programs)
+    tiles = (TILES if of_each <= 2 else TILES_OF_MANY)[format]
+    return _tile(rows, *{**tiles, **TILES_BY_NUMBER.get(of_each, {}).get(format, {})}[rows])
+
+
+def _format(b: Tensor, b_scale: Tensor) -> str:
+    if CODES[b.dtype] != "e2m1":
+        return "fp8"
+    return "nvfp4" if b_scale.dtype == torch.float8_e4m3fn else "mxfp4"
 
 
 def _tile(rows: int, step: int, stages: int, parts: int) -> dict[str, int]:
@@ -149,7 +167,7 @@ def by_e2m1(
     `offs`: the ends of the experts' tokens. `options` override fields of the tile. Returns the compiled kernel.
     """
     M, plan = x.shape[0], None
-    tile = {**tile_for(M, b), **options}
+    tile = {**tile_for(M, b, b_scale), **options}
     if sorted_first := sorts(M, b, tile["BLOCK_M"]):
         x, plan = even_first(x, offs, tile["BLOCK_M"])
     elif offs is not None:
