@@ -87,11 +87,13 @@ def hold(layer: Any) -> None:
 def after_hold(model: nn.Module) -> list[str]:
     """Let the config of each gpt-oss say that its experts are MXFP4, and say how other models can be stored.
 
-    With this config, `save_pretrained` writes a checkpoint as gpt-oss has it.
+    With this config, `save_pretrained` writes a checkpoint as gpt-oss has it. It is a copy, because another model may
+    share the config of before.
     """
     from transformers import PreTrainedModel
 
     notes = []
+    own: list[Any] = []
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in models:
         config: Any = module.config
@@ -99,6 +101,8 @@ def after_hold(model: nn.Module) -> list[str]:
         whole = all(isinstance(layer, WeightOnly) for layer in layers)
         if whole and config.model_type == "gpt_oss":
             plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+            if not any(config is of_ours for of_ours in own):
+                own.append(config := _own_config(module))
             config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
         elif layers:
             kind = config.model_type
@@ -111,6 +115,15 @@ def after_hold(model: nn.Module) -> list[str]:
             "save_pretrained"
         )
     return list(dict.fromkeys(notes))
+
+
+def _own_config(model: Any) -> Any:
+    """Give a model, and each part that shares its config, a copy of the config. Returns the copy."""
+    shared, own = model.config, copy.deepcopy(model.config)
+    for part in model.modules():
+        if getattr(part, "config", None) is shared:
+            part.config = own
+    return own
 
 
 def _check_experts(layer: Any) -> None:

@@ -159,6 +159,17 @@ def test_a_model_inside_of_a_module_or_quantized_layer_by_layer_is_saved_too(tmp
     assert model.config.quantization_config["quant_method"] == "mxfp4"
 
 
+def test_a_model_of_the_same_config_is_saved_as_before():
+    config = config_of("GptOss")
+    held, plain = (transformers.GptOssForCausalLM(config).bfloat16() for _ in range(2))
+    quantize_weights(held, allow_lossy=True)
+    assert held.config.quantization_config["quant_method"] == "mxfp4"
+    assert held.model.config is held.config
+    assert held.model.layers[0].self_attn.config is held.config
+    assert not hasattr(plain.config, "quantization_config")
+    assert plain.config is plain.model.config is config
+
+
 def test_a_folder_of_another_model_is_refused_by_convert(tmp_path: Path):
     """The plain weights of gpt-oss's experts are transposed, and those of other models are not."""
     model = model_of("Qwen3Moe")
