@@ -363,6 +363,19 @@ def test_every_tile_gives_the_bits_of_the_plain_tiles(M, N, K, layout, tile):
 
 
 @on_hopper
+@each_format
+def test_scale_bytes_may_lie_more_than_2_to_the_31_apart(format):
+    """The last byte of a row lies 8 GB after the first: in a part, and from one part to the next."""
+    x, (b, scale) = torch.randn(16, 512).bfloat16().cuda(), (t.cuda() for t in weights(format, (64,), 512, "plain"))
+    blocks = scale.shape[1]
+    far = torch.empty(2**33, dtype=torch.uint8, device="cuda").as_strided((64, blocks), (1, 2**33 // blocks))
+    far.copy_(u8(scale))
+    options = {"layout": "plain", "out_dtype": torch.float32, **tile(16, 64, 256, 3, 1)}
+    near = launch(x, b, scale, **options)
+    assert torch.equal(u8(near), u8(launch(x, b, far.view(scale.dtype), **options)))
+
+
+@on_hopper
 @pytest.mark.parametrize("tile", TILES, ids=name)
 @pytest.mark.parametrize(
     ("K", "layout"), [(896, "plain"), (864, "blocked"), (960, "plain"), (640, "blocked"), (64, "plain")]
