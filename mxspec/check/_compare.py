@@ -174,19 +174,26 @@ def _rounded_once(got: Tensor, expected: Tensor, min_sqnr_db: float) -> bool:
     """Whether the SQNR is enough if one sum may be rounded the other way, by one unit in its last place.
 
     A small output needs this tolerance. In an output of 36 bfloat16 numbers, one unit of the largest number alone
-    lowers the SQNR to 51 dB. A sum may stand in the output many times, because the rows of b may be one row repeated.
-    Its scales may differ, and are powers of two. So all numbers of one significand count as one sum.
+    lowers the SQNR to 51 dB. A sum may stand in the output many times, because the rows of b or of a may be one row
+    repeated. Its scales may differ, and are powers of two. So equal significands in a row or in a column are one sum,
+    and so are those of all rows, or columns, that have the same significands.
     """
-    g, e = got.double(), expected.double()
+    g, e = (t.double().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (got, expected))
     wrong = (g - e).abs()
     significand, exponent = torch.frexp(e.abs())
     exponent -= ((significand == 0.5) & (g.abs() < e.abs())).int()  # below a power of two, units are half as large
     unit = torch.ldexp(torch.full_like(e, torch.finfo(expected.dtype).eps), exponent - 1)
-    once = (e != 0) & (wrong == unit)
-    sums, of_sum = significand[once].unique(return_inverse=True)
-    of_sums = torch.zeros_like(sums).index_add(0, of_sum, wrong[once].square())
-    noise = wrong.square().sum() - (of_sums.max() if sums.numel() else 0.0)
-    return float(noise) * 10 ** (min_sqnr_db / 10) <= float(e.square().sum())
+    noise, once = wrong.square(), (e != 0) & (wrong == unit)
+    of_one_sum = 0.0
+    if once.any():
+        _, number = significand.unique(return_inverse=True)
+        for numbers, in_once, of in ((number, once, noise), (number.mT, once.mT, noise.mT)):
+            _, kind = numbers.unique(dim=0, return_inverse=True)
+            sums = (kind[:, None] * (int(number.max()) + 1) + numbers)[in_once]
+            _, sums = sums.unique(return_inverse=True)
+            of_sums = torch.zeros_like(noise.view(-1)[: int(sums.max()) + 1]).index_add(0, sums, of[in_once])
+            of_one_sum = max(of_one_sum, float(of_sums.max()))
+    return (float(noise.sum()) - of_one_sum) * 10 ** (min_sqnr_db / 10) <= float(e.square().sum())
 
 
 def magnitude_of(t: Tensor) -> Tensor:

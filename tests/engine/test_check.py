@@ -429,9 +429,20 @@ def test_a_sum_under_several_scales_is_rounded_once():
         g[row] = value * scales
         assert check.sqnr_db(g, e) < 55
         assert (check.difference((g,), (e,), 55.0) is None) == enough, (row, value)
+        turned = check.difference((g.mT.contiguous(),), (e.mT.contiguous(),), 55.0)
+        assert (turned is None) == enough, (row, value)
     two = e.clone()
     two[1:] = torch.tensor([[152.0], [-90.5]]) * scales
     assert "needs 60.0 dB" in (check.difference((two,), (e,), 60.0) or "")
+
+
+def test_equal_sums_of_different_rows_and_columns_are_several_sums():
+    """Also if every row of a and of b is one row repeated, all numbers are one sum."""
+    later = torch.arange(128)[:, None] + torch.arange(128) > 126  # no two rows are alike, and no two columns
+    e, g = (torch.where(later, number, 1.0).bfloat16() for number in (1.5, 1.5078125))
+    assert "needs 55.0 dB" in (check.difference((g,), (e,), 55.0) or "")
+    same = torch.full((8, 16), 3.0).bfloat16()
+    assert check.difference((same + 2.0**-6,), (same,), 55.0) is None
 
 
 def test_sqnr_is_judged_by_the_dtype_and_away_from_nan_and_inf():
