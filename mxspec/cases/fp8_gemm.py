@@ -25,6 +25,7 @@ from mxspec.cases.common.matmuls import (
     operand_fits,
     with_special_codes,
 )
+from mxspec.cases.common.mx_operands import every_byte_of
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space
 from mxspec.cases.fp8_quantize_1x128 import TAILS
@@ -54,6 +55,13 @@ OUT_OF_RANGE = {
 def as_quantized() -> Any:
     a, a_scale, b, _ = operands(132, 272, 1024, major="mn")
     return a, a_scale, b, scales(3, 8, seed=3)
+
+
+def every_byte(of_a: bool) -> Any:
+    """Every byte of e4m3 in a or in b. The other operand is the unit matrix."""
+    unit, found = every_byte_of(torch.float8_e4m3fn, FP8_BLOCK_SIZE)
+    a, b = (found, unit) if of_a else (unit, found)
+    return a, scales(len(a), 1), b, scales(-(-len(b) // FP8_BLOCK_SIZE), 1, seed=3)
 
 
 def past_rows(M: int, N: int, K: int, rows: int = FP8_BLOCK_SIZE) -> Any:
@@ -112,6 +120,9 @@ def cases() -> Iterator[Case]:
     # Scales as `fp8_quantize_1x128(..., scale_major="mn")` and `fp8_quantize_128x128` give them.
     for out_dtype in OUT_DTYPES:
         yield Case(f"as quantized, {str(out_dtype)[6:]}", as_quantized, {"out_dtype": out_dtype})
+    for of_a in (True, False):
+        name = f"every byte of e4m3fn in {'a' if of_a else 'b'}"
+        yield Case(name, partial(every_byte, of_a), {"out_dtype": torch.float32}, flags={"edge"})
     yield Case("K = 128", partial(operands, 128, 256, 128), flags={"edge"})
     yield Case("one row", partial(operands, 1, 256, 640), flags={"edge"})
     yield Case("one row, MN-major", partial(operands, 1, 256, 640, 1, major="mn"), flags={"edge"})

@@ -32,11 +32,13 @@ from mxspec.cases.common.mx_operands import (
     E5M2,
     Operands,
     codes,
+    every_byte_of,
     every_byte_of_e2m1,
     every_scale,
     laid_out,
     pair,
     rows_apart,
+    scales,
     special,
 )
 from mxspec.cases.common.pairwise import Choice
@@ -78,6 +80,16 @@ def every_scale_of_fp4(M: int, N: int, K: int, layout: str) -> Arguments:
 def every_byte_of_fp4(layout: str) -> Arguments:
     a, b, scale = every_byte_of_e2m1()
     return a, None, b, laid_out(scale, layout, to_blocked)
+
+
+def every_byte(dtype: torch.dtype, of_a: bool, by_e2m1: bool, layout: str) -> Arguments:
+    """Every byte of an FP8 format in a or in b. The other operand is the unit matrix."""
+    unit, found = every_byte_of(dtype)
+    if by_e2m1:  # the code 2 is 1, and a byte holds two codes
+        unit = ((unit[:, ::2] == 1) * 2 + (unit[:, 1::2] == 1) * 32).to(torch.uint8).view(E2M1)
+    of_unit, of_found = scales(32, 1, seed=4), scales(len(found), 1, seed=5)
+    operands = (found, of_found, unit, of_unit) if of_a else (unit, of_unit, found, of_found)
+    return arguments(operands, layout)
 
 
 def every_scale_pair(M: int, N: int, K: int, layout: str) -> Arguments:
@@ -181,6 +193,9 @@ def cases() -> Iterator[Case]:
             every = partial(every_byte_of_fp4, layout)
             name = f"every byte of e2m1, {layout}, {str(out_dtype)[6:]}"
             yield Case(name, every, {"out_dtype": out_dtype, "scale_layout": layout}, flags={"edge"})
+        for dtype, (of_a, by_e2m1) in product((E4M3FN, E5M2), ((True, False), (False, False), (True, True))):
+            name = f"every byte of {BY_E2M1[dtype]} in {'a' if of_a else 'b'}{', by e2m1' * by_e2m1}, {layout}"
+            yield Case(name, partial(every_byte, dtype, of_a, by_e2m1, layout), fp32, flags={"edge"})
         for name, operands in special_fp4(40, 72, 96):
             yield Case(f"{name}, by e2m1, {layout}", these(*arguments(operands, layout)), kw, flags={"edge"})
     a, a_scale, b, b_scale = made(20, 72, 160, dtypes=(torch.bfloat16, E2M1))

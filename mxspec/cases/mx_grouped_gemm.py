@@ -37,11 +37,13 @@ from mxspec.cases.common.mx_operands import (
     Operands,
     bench_sizes,
     codes,
+    every_byte_of,
     every_byte_of_e2m1,
     every_scale,
     laid_out,
     pair,
     rows_apart,
+    scales,
     special,
 )
 from mxspec.cases.common.pairwise import Choice
@@ -55,7 +57,7 @@ from mxspec.reference.mx_quantize import SCALE_LAYOUTS, mx_quantize
 from mxspec.reference.mx_quantize_groups import mx_quantize_groups
 from mxspec.reference.to_blocked import blocked_bytes, to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
-from mxspec.spec import Case, Shapes, random_normal, these
+from mxspec.spec import Case, Shapes, normal, random_normal, these
 
 Arguments = tuple[Any, ...]
 
@@ -111,6 +113,27 @@ def every_byte_of_fp4(layout: str) -> Arguments:
     scales = torch.stack([scale.view(torch.uint8), scale.view(torch.uint8).flip(0)]).view(scale.dtype)
     codes = b.view(torch.uint8).repeat(2, 1, 1).view(E2M1)
     return a, None, codes, laid_out(scales, layout, to_blocked), offs_of([13, 19])
+
+
+def every_byte(dtype: torch.dtype, of_a: bool, layout: str) -> Arguments:
+    """Every byte of an FP8 format in a or in b, by the unit matrix. There are two experts, whose scales differ."""
+    unit, found = every_byte_of(dtype)
+    if of_a:
+        a, b, sizes = found, unit.view(torch.uint8).repeat(2, 1, 1).view(dtype), [100, len(found) - 100]
+    else:
+        a, b, sizes = unit, found.view(torch.uint8).repeat(2, 1, 1).view(dtype), [13, 19]
+    operands = a, scales(len(a), 1, seed=4), b, scales(*b.shape[:2], 1, seed=5)
+    return arguments(operands, offs_of(sizes), layout)
+
+
+def every_scale_of_fp4(sizes: list[int], N: int, K: int, layout: str) -> Arguments:
+    """Scales of b from 2^-127 to 2^127; tokens in bfloat16 that bring the products near 1."""
+    E, C = len(sizes), K // MX_BLOCK_SIZE
+    scale = every_scale(E * N, C, down=True, seed=2).view(E, N, C)
+    largest = 2.0 ** (127 - scale[0, 0].view(torch.uint8).double())
+    a = (normal(sum(sizes), K).double() * largest.repeat_interleave(MX_BLOCK_SIZE)).to(torch.bfloat16)
+    b = codes(E, N, K, dtype=E2M1, seed=3)
+    return a, None, b, laid_out(scale, layout, to_blocked), offs_of(sizes)
 
 
 def special_fp4() -> Iterator[tuple[str, Operands]]:
@@ -211,6 +234,13 @@ def cases() -> Iterator[Case]:
         yield Case(f"K = 0: sums of nothing, {layout}", partial(made, [4, 3], 2, 40, 0, layout), kw, flags={"edge"})
         far = partial(every_scale_pair, [30, 10], 72, 512, layout)
         yield Case(f"scales from 2^-127 to 2^127, {layout}", far, {"out_dtype": torch.float32, **kw}, flags={"edge"})
+        far = partial(every_scale_of_fp4, [30, 10], 72, 512, layout)
+        name = f"scales from 2^-127 to 2^127, bfloat16 by e2m1, {layout}"
+        yield Case(name, far, {"out_dtype": torch.float32, **kw}, flags={"edge"})
+        for dtype, of_a in product((E4M3FN, E5M2), (True, False)):
+            name = f"every byte of {BY_E2M1[dtype]} in {'a' if of_a else 'b'}, {layout}"
+            given = partial(every_byte, dtype, of_a, layout)
+            yield Case(name, given, {"out_dtype": torch.float32, **kw}, flags={"edge"})
         for name, operands in special((50, 96), (3, 40, 96)):
             given = these(*arguments(operands, offs_of([7, 11, 20]), layout))
             yield Case(f"{name}, {layout}", given, kw, flags={"edge"})

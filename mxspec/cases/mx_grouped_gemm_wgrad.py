@@ -31,9 +31,11 @@ from mxspec.cases.common.mx_operands import (
     Operands,
     bench_sizes,
     codes,
+    every_byte_of,
     every_scale,
     laid_out,
     pair,
+    scales,
     special,
 )
 from mxspec.cases.common.pairwise import Choice
@@ -86,6 +88,14 @@ def every_scale_pair(sizes: list[int], N: int, K: int, layout: str) -> Arguments
         every_scale(K, M // MX_BLOCK_SIZE, down=True, seed=2),
     )
     return arguments((codes(N, M), first, codes(K, M, seed=3), second), offs_of(sizes), layout)
+
+
+def every_byte(dtype: torch.dtype, of_dy: bool, layout: str) -> Arguments:
+    """Every byte of an FP8 format in dy or in x, by the unit matrix. Two groups have the same codes."""
+    unit, found = (t.view(torch.uint8).repeat(1, 2).view(dtype) for t in every_byte_of(dtype))
+    of_unit, of_found = scales(len(unit), 2, seed=4), scales(len(found), 2, seed=5)
+    operands = (found, of_found, unit, of_unit) if of_dy else (unit, of_unit, found, of_found)
+    return arguments(operands, offs_of([MX_BLOCK_SIZE, MX_BLOCK_SIZE]), layout)
 
 
 def refused() -> Iterator[Case]:
@@ -150,6 +160,9 @@ def cases() -> Iterator[Case]:
             yield Case(f"{name}, {layout}", partial(made, [32, 64], 0, N, K, layout), kw, flags={"edge"})
         far = partial(every_scale_pair, [256, 32, 224], 40, 72, layout)
         yield Case(f"scales from 2^-127 to 2^127, {layout}", far, kw, flags={"edge"})
+        for dtype, of_dy in product((E4M3FN, E5M2), (True, False)):
+            name = f"every byte of {str(dtype).removeprefix('torch.float8_')} in {'dy' if of_dy else 'x'}, {layout}"
+            yield Case(name, partial(every_byte, dtype, of_dy, layout), kw, flags={"edge"})
         for name, operands in special((40, 160), (72, 160)):
             args = these(*arguments(operands, offs_of([32, 64, 32]), layout))
             yield Case(f"{name}, {layout}", args, kw, flags={"edge"})

@@ -18,6 +18,7 @@ from mxspec.cases.common.nvfp4_operands import (
     SIZES,
     SUMS,
     Pair,
+    far_values,
     hides,
     impossible,
     lay,
@@ -37,7 +38,7 @@ from mxspec.reference.mx_quantize import SCALE_LAYOUTS
 from mxspec.reference.nvfp4_dequantize import nvfp4_dequantize
 from mxspec.reference.nvfp4_quantize import nvfp4_quantize
 from mxspec.reference.to_blocked import blocked_bytes, to_blocked
-from mxspec.spec import Case, Shapes, random_normal, these
+from mxspec.spec import Case, Shapes, normal, random_normal, these
 
 Arguments = tuple[Any, ...]
 EDGE = {"edge"}
@@ -64,6 +65,12 @@ def emulated(M: int, N: int, K: int) -> Arguments:
     dy, w = nvfp4_quantize(random_normal(M, N)), nvfp4_quantize(random_normal(N, K, seed=1), block="16x16")
     one = torch.tensor(1.0)
     return nvfp4_dequantize(*dy[:2], one), None, dy[2], nvfp4_dequantize(*w[:2], one).mT, None, w[2]
+
+
+def far_by_codes(M: int, N: int, K: int, far: float) -> Arguments:
+    """Values of 8 bits near `far` by codes. The tensor scale of a brings the products near 1."""
+    (_, codes) = pair((M, K), (N, K), ("values", "codes"))
+    return arguments((((normal(M, K) * far).bfloat16(), None), codes), Ta=1 / far)
 
 
 def refused() -> Iterator[Case]:
@@ -123,6 +130,10 @@ def cases() -> Iterator[Case]:
     across = a.t().contiguous().t(), b.t().contiguous().t()
     for name, (left, right) in {"a": (across[0], b), "b": (a, across[1]), "a and b": across}.items():
         yield Case(f"values of {name} with rows along the other axis", these(left, None, Ta, right, None, Tb))
+    fp32 = {"out_dtype": torch.float32}
+    yield Case("values from 2^-100 to 2^100", these(*arguments(far_values((40, 200), (72, 200)))), fp32, flags=EDGE)
+    for power in (90, -90):
+        yield Case(f"values near 2^{power} by codes", partial(far_by_codes, 24, 72, 160, 2.0**power), fp32, flags=EDGE)
     yield Case("few rows and a long K", partial(sized, 16, 136, 1024))
     yield Case("few rows and a long K, blocked", partial(sized, 5, 72, 1040, "blocked"), {"scale_layout": "blocked"})
     a, a_scale, Ta, b, b_scale, Tb = sized(70, 40, 128)
@@ -150,7 +161,8 @@ def cases() -> Iterator[Case]:
     operands, nan, huge = pair((9, 64), (40, 64)), torch.nan, 3e38
     for out_dtype in OUT_DTYPES:
         for one, other in (
-            (0.0, 1.0), (1.0, nan), (torch.inf, 0.0), (huge, 1 / huge), (2.0**-100, 2.0**-40), (-0.5, 3.0)
+            (0.0, 1.0), (1.0, nan), (torch.inf, 0.0), (huge, 1 / huge), (2.0**-100, 2.0**-40), (-0.5, 3.0),
+            (huge, -huge),
         ):  # fmt: skip
             args = these(*arguments(operands, "plain", one, other))
             yield Case(

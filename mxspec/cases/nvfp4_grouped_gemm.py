@@ -19,6 +19,7 @@ from mxspec.cases.common.nvfp4_operands import (
     SIZES,
     SUMS,
     Pair,
+    far_values,
     hides,
     impossible,
     impossible_groups,
@@ -45,7 +46,7 @@ from mxspec.reference.nvfp4_dequantize import nvfp4_dequantize
 from mxspec.reference.nvfp4_quantize import nvfp4_quantize
 from mxspec.reference.to_blocked import blocked_bytes, to_blocked
 from mxspec.reference.to_blocked_m_groups import to_blocked_m_groups
-from mxspec.spec import Case, Shapes, random_normal, these
+from mxspec.spec import Case, Shapes, normal, random_normal, these
 
 Arguments = tuple[Any, ...]
 EDGE = {"edge"}
@@ -87,6 +88,15 @@ def of_dgrad(sizes: list[int], N: int, K: int) -> Arguments:
     one = torch.tensor(1.0)
     weights = nvfp4_dequantize(*w[:2], one.expand(len(sizes))).mT
     return nvfp4_dequantize(q, s, one), None, T.expand(len(sizes)), weights, None, w[2], offs_of(sizes)
+
+
+def far_by_codes(sizes: list[int], N: int, K: int) -> Arguments:
+    """Values of 8 bits by codes: near 2^90 and 2^-90 in turns. The tensor scales of a bring the products near 1."""
+    far = 2.0 ** torch.tensor([90.0, -90.0]).repeat(len(sizes))[: len(sizes)]
+    _, codes = pair((1, K), (len(sizes), N, K), ("values", "codes"))
+    values = (normal(sum(sizes), K) * far.repeat_interleave(torch.tensor(sizes))[:, None]).bfloat16()
+    a, a_scale, _, *rest = arguments(((values, None), codes), offs_of(sizes))
+    return a, a_scale, 1 / far, *rest
 
 
 def refused() -> Iterator[Case]:
@@ -145,6 +155,10 @@ def cases() -> Iterator[Case]:
     column = these(a[:, :1], None, Ta, b[:, :, :1], None, Tb, offs)
     yield Case("values of one column, rows apart", column, flags=EDGE)
     yield Case("one weight for all", these(a, None, Ta, b[:1].expand(2, -1, -1), None, Tb[:1].expand(2), offs))
+    fp32 = {"out_dtype": torch.float32}
+    far = these(*arguments(far_values((40, 200), (3, 72, 200)), offs_of([7, 20, 10])))
+    yield Case("values from 2^-100 to 2^100", far, fp32, flags=EDGE)
+    yield Case("values near 2^90 and 2^-90 by codes", partial(far_by_codes, [7, 20, 10], 72, 160), fp32, flags=EDGE)
     yield Case("few tokens and a long K", partial(sized, [3, 1, 8], 0, 72, 1040))
     yield Case("checked", partial(sized, [30, 0, 10], 3, 40, 64), {"check_offs": True})
     for layout in SCALE_LAYOUTS:
@@ -169,6 +183,14 @@ def cases() -> Iterator[Case]:
         Ta[:3], Tb[:4] = torch.tensor([0.0, torch.nan, -3e38]), torch.tensor([1.0, torch.inf, 1e-38, torch.nan])
         call = these(a, a_scale, Ta, b, b_scale, Tb, offs)
         yield Case(f"tensor scales of 0, NaN and Inf, {kinds[0]}", call, flags=EDGE)
+        a, a_scale, Ta, b, b_scale, Tb, offs = sized([20, 12, 30, 9], 5, 40, 64, kinds=kinds)
+        Ta[:], Tb[:] = torch.tensor([3e38, torch.nan, 2.0**-100, -3e38]), torch.tensor([3e38, 1.0, 2.0**-30, 3e38])
+        call = these(a, a_scale, Ta, b, b_scale, Tb, offs)
+        yield Case(f"products of tensor scales: Inf, NaN and 2^-130, {kinds[0]}", call, flags=EDGE)
+        a, a_scale, Ta, b, b_scale, Tb, offs = sized([4, 3], 2, 40, 0, kinds=kinds)
+        Ta[0], Tb[1] = torch.nan, torch.inf
+        call = these(a, a_scale, Ta, b, b_scale, Tb, offs)
+        yield Case(f"K = 0, and tensor scales of NaN and Inf, {kinds[0]}", call, flags=EDGE)
     yield from refused()
 
 

@@ -20,6 +20,7 @@ from mxspec.cases.common.nvfp4_operands import (
     SUMS,
     Operand,
     Pair,
+    far_values,
     hides,
     impossible,
     impossible_groups,
@@ -175,6 +176,16 @@ def cases() -> Iterator[Case]:
     Td[:3], Tx[:4] = torch.tensor([0.0, torch.nan, -3e38]), torch.tensor([1.0, torch.inf, 1e-38, torch.nan])
     given = these(dy, dy_scale, Td, x, x_scale, Tx, offs)
     yield Case("tensor scales of 0, NaN and Inf", given, flags=EDGE)
+    far = these(*arguments(far_values((40, 200), (72, 200)), offs_of([100, 0, 100])))
+    yield Case("values from 2^-100 to 2^100", far, {"out_dtype": torch.float32}, flags=EDGE)
+    for kinds in (("codes", "codes"), values):
+        for tokens, rest in (([0, 16, 0, 64], 16), ([0, 0, 0, 0], 0)):
+            dy, dy_scale, Td, x, x_scale, Tx, offs = sized(tokens, rest, 40, 72, kinds=kinds)
+            Td[:] = torch.tensor([torch.nan, 3e38, 1.0, 2.0**-100])
+            Tx[:] = torch.tensor([1.0, 3e38, -torch.inf, 2.0**-30])
+            given = these(dy, dy_scale, Td, x, x_scale, Tx, offs)
+            name = f"products of tensor scales: NaN, Inf and 2^-130, {sum(tokens)} tokens, {kinds[0]}"
+            yield Case(name, given, flags=EDGE)
     yield from refused()
 
 

@@ -63,6 +63,23 @@ def every_byte_of_e2m1() -> tuple[Tensor, Tensor, Tensor]:
     return torch.eye(32).to(torch.bfloat16), bits.expand(256, 16).contiguous().view(E2M1), scale
 
 
+def every_byte_of(dtype: torch.dtype, K: int = MX_BLOCK_SIZE) -> tuple[Tensor, Tensor]:
+    """The unit matrix `(K, K)` as codes, and rows `(256 + n, K)` that hold every byte of e4m3 or e5m2 in K places.
+
+    A product of both is the second matrix. A NaN or an Inf stands in one of the last n rows, and the rest of that row
+    is 1. A NaN that a kernel takes for a number shows there, and so does a subnormal that becomes 0 in the other rows.
+    """
+    rows, columns = torch.arange(256)[:, None], torch.arange(K)[None, :]
+    found = (rows + columns * (256 // K)).remainder(256).to(torch.uint8).view(dtype)
+    finite = found.float().isfinite()
+    one = torch.ones((), dtype=torch.float32).to(dtype).view(torch.uint8)
+    special = found.view(torch.uint8)[~finite].unique()
+    last = one.expand(len(special), K).contiguous()
+    last[torch.arange(len(special)), torch.arange(len(special)) * 3 % K] = special
+    bits = torch.cat([found.view(torch.uint8).where(finite, one), last])
+    return torch.eye(K).to(dtype), bits.view(dtype)
+
+
 def pair(
     first: tuple[int, ...], second: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype] = (E4M3FN, E4M3FN)
 ) -> Operands:

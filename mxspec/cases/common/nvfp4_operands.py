@@ -76,6 +76,12 @@ def pair(first: tuple[int, ...], second: tuple[int, ...], kinds: tuple[str, str]
     return MAKE[kinds[0]](*first), MAKE[kinds[1]](*second, seed=1)
 
 
+def far_values(first: tuple[int, ...], second: tuple[int, ...]) -> Pair:
+    """Values of 8 bits. Along K, those of the first rise from 2^-100 to 2^100, and those of the second fall."""
+    of_k = 2.0 ** torch.linspace(-100, 100, first[-1]).round()
+    return ((normal(*first) * of_k).bfloat16(), None), ((normal(*second, seed=1) / of_k).bfloat16(), None)
+
+
 def numbers(count: int | None, seed: int = 5) -> Tensor:
     """Tensor scales between 1/2 and 3/2, of 24 bits: `()`, or one for each of `count` groups."""
     shape = () if count is None else (count,)
