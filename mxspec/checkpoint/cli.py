@@ -69,7 +69,7 @@ def run_convert(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Compare two checkpoints.
+    """Compare two checkpoints: are the values equal, or did a rule make A from B?
 
     The exit code is 0 if all values are equal or made by one rule, 1 if a tensor differs, and 2 if the command cannot
     be carried out.
@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--workers", type=_count, default=2, help="the number of threads; default: 2")
     sub = commands.add_parser("verify", help=run_verify.__doc__, description=run_verify.__doc__)
     sub.set_defaults(run=run_verify)
-    sub.add_argument("a", metavar="A", help="a directory or a safetensors file")
+    sub.add_argument("a", metavar="A", help="a directory or a safetensors file; the quantized one, if B is plain")
     sub.add_argument("b", metavar="B", help="a directory or a safetensors file")
     sub.add_argument("--as-loaded", choices=LOADERS, help="compare A as this loader changes it")
     sub.add_argument("--json", action="store_true", help="print the result as JSON")

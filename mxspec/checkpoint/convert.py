@@ -218,7 +218,8 @@ def _refuse_overlap(source: Path, target: Path) -> None:
         raise CheckpointError(f"convert: {source} is not a directory; needs a directory of safetensors files")
     a, b = source.resolve(), target.resolve()
     if b == a or a in b.parents:
-        raise CheckpointError(f"convert: {target} is {source} or lies inside it; needs a directory elsewhere")
+        what = "is the source" if b == a else f"lies inside the source {source}"
+        raise CheckpointError(f"convert: the destination {target} {what}; needs a directory elsewhere")
 
 
 def _work(

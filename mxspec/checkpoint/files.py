@@ -85,11 +85,11 @@ def scan(path: str | Path) -> Scan:
         if (path / INDEX).exists():
             named = _index(found)
         elif len(found.shards) > 1:
-            found.notes.append(f"there is no {INDEX}, which loaders need for several files")
+            found.add("no index", INDEX, "is missing; loaders need it for several files", fatal=False)
         elif not found.shards:
-            hint = f"; it holds {pickles[0]}" if pickles else ""
-            pickle = "files that hold pickles (.bin, .pt, .pth, .ckpt) are not read"
-            found.add("no safetensors", str(path), f"holds no safetensors file; {pickle}{hint}")
+            pickle = "; files that hold pickles (.bin, .pt, .pth, .ckpt) are not read; it holds "
+            hint = f"{pickle}{pickles[0]}" if pickles else ""
+            found.add("no safetensors", str(path), f"holds no safetensors file{hint}")
     elif path.suffix in PICKLES:
         found.add("pickle", path.name, "files that hold pickles are not read; needs a safetensors file")
     elif not path.is_file():

@@ -12,13 +12,12 @@ from mxspec.checkpoint import pairs
 from mxspec.checkpoint.families import quantization
 from mxspec.checkpoint.files import INDEX
 from mxspec.checkpoint.reading import Checkpoint
-from mxspec.checkpoint.resume import PARTIAL, Progress
+from mxspec.checkpoint.resume import MANIFEST, PARTIAL, Progress
 from mxspec.checkpoint.shards import write_json
 from mxspec.checkpoint.targets import TARGETS, hf_quant_config, quantization_config
 from mxspec.checkpoint.units import Unit
 from mxspec.checkpoint.work import Work
 
-MANIFEST = "mxspec_manifest.json"
 WRITTEN = (MANIFEST, "config.json", "hf_quant_config.json")
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".safetensors.index.json")
 

@@ -65,7 +65,8 @@ class Checkpoint:
         found = scan(path)
         if fatal := [problem for problem in found.problems if problem.fatal]:
             more = f" (and {len(fatal) - 1} more problems)" if len(fatal) > 1 else ""
-            raise CheckpointError(f"{fatal[0]}{more}")
+            named = str(fatal[0]) if str(path) in fatal[0].where else f"{found.folder}: {fatal[0]}"
+            raise CheckpointError(f"{named}{more}")
         return cls(Path(path), found)
 
     def read(self, name: str) -> Tensor:

@@ -13,7 +13,7 @@ from mxspec.checkpoint.reading import Checkpoint, CheckpointError
 from mxspec.checkpoint.shards import DTYPES, write_json
 from mxspec.checkpoint.work import Work
 
-PARTIAL = ".mxspec_partial.json"
+PARTIAL, MANIFEST = ".mxspec_partial.json", "mxspec_manifest.json"
 PIECE = 1 << 24  # bytes
 
 
@@ -41,6 +41,8 @@ class Progress:
                     shard: tensors for shard, tensors in stored["shards"].items() if _is_whole(target / shard, tensors)
                 }
         elif others:
+            if _of_manifest(target) == job:
+                raise CheckpointError(f"convert: {target} holds this conversion already, and it is complete")
             raise CheckpointError(f"convert: {target} is not empty, it holds {others[0]}; needs a new directory")
         self._store()
 
@@ -58,6 +60,15 @@ class Progress:
 
     def _store(self) -> None:
         write_json(self.target / PARTIAL, {"job": self.job, "shards": self.finished})
+
+
+def _of_manifest(target: Path) -> dict[str, Any] | None:
+    """The job of a complete conversion; None if the folder holds none."""
+    try:
+        manifest = json.loads((target / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return {key: value for key, value in manifest.items() if key not in ("warnings", "tensors")}
 
 
 def entries(shard: str, works: list[Work], digests: Mapping[str, str]) -> dict[str, Any]:

@@ -53,8 +53,9 @@ def format_of(model: nn.Module, to: str) -> str:
         )
     if "nvfp4" in formats:
         raise CheckpointError(
-            f"save: {formats['nvfp4']!r} has the recipe nvfp4, which multiplies values of squares of 16 x 16. No "
-            "family stores these. Write a plain checkpoint, and call mxspec.checkpoint.convert to quantize it."
+            f"save: {formats['nvfp4']!r} has the recipe nvfp4, which multiplies by weights in squares of 16 x 16. save "
+            "does not write these. Write a plain checkpoint. mxspec.checkpoint.convert can quantize that in blocks of "
+            "16, which gives other values than those of the training."
         )
     if len(formats) > 1:
         first = ", ".join(f"{name!r} has {form}" for form, name in formats.items())

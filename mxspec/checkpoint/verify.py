@@ -151,7 +151,8 @@ def _compare(name: str, a: Weight, b: Weight, layer: Sequence[Weight]) -> Findin
             made = rules_of(a, b, layer) if a.blocks is not None and len(a.shape) == 2 else ()
             if made:
                 return Finding(name, MADE, made)
-            return Finding(name, DIFFERS, detail=_first(a, b, rows, unequal, x, y))
+            exchange = "; to ask which rule made B from A, exchange them" if a.blocks is None and b.blocks else ""
+            return Finding(name, DIFFERS, detail=_first(a, b, rows, unequal, x, y) + exchange)
     return Finding(name, EQUAL)
 
 

@@ -19,7 +19,7 @@ def names() -> list[str]:
     found = []
     for rule in (CONTRACT, *rules.peers()):
         found += [rule, f"{rule} with ue8m0"]
-    return [*found, "vllm_requant", "vllm_requant through bfloat16"]
+    return [*dict.fromkeys([*found, "vllm_requant through bfloat16"])]
 
 
 def rules_of(a: Weight, b: Weight, layer: Sequence[Weight] = ()) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ def check_args(
     fmt = element(qdata.dtype if elem_dtype is None else elem_dtype)
     if qdata.dtype != (fmt.dtype or torch.uint8):
         raise TypeError(
-            f"{op}: qdata has dtype {qdata.dtype}; elem_dtype = {elem_dtype!r} needs {fmt.dtype or torch.uint8}"
+            f"{op}: qdata has dtype {qdata.dtype}; elem_dtype = {elem_dtype!r} needs codes of dtype "
+            f"{fmt.dtype or torch.uint8}"
         )
     checks.whole_blocks(op, "K" if axis == -1 else "M", qdata.shape[axis], MX_BLOCK_SIZE, fmt.bits)
     *lead, R, C = scale_shape(qdata, axis, fmt)

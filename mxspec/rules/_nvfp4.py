@@ -60,8 +60,8 @@ def quantize(
     y, s, multiplier = rule(blocks, b, A[..., None, None])
     if nan_as is None and y.isnan().any():
         raise ValueError(
-            f"nvfp4_quantize: {peer} casts a NaN to e2m1, and its code depends on the machine; needs finite numbers "
-            "and an amax whose reciprocals are finite"
+            f"nvfp4_quantize: {peer} casts a NaN to e2m1, and its code depends on the machine; needs an x and "
+            "a tensor_amax whose quotients are no NaN"
         )
     qdata = saturating_cast(torch.where(y.isnan(), nan_as or 0.0, y), E2M1).flatten(-2)
     scale = saturating_cast(s, E4M3FN)

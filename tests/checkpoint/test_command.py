@@ -31,7 +31,20 @@ def test_convert_and_verify(plain, tmp_path, capsys):
     assert main(["checkpoint", "verify", out, out, "--as-loaded", "vllm", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"]
-    assert "vllm_requant" in found["rules"]
+    assert found["rules"].count("vllm_requant") == 1
+    assert main(["checkpoint", "verify", str(plain), out]) == 1
+    assert "to ask which rule made B from A, exchange them" in capsys.readouterr().out
+
+
+def test_an_error_names_the_folder_and_shards_without_an_index_are_a_problem(plain, tmp_path, capsys):
+    save_file({"norm.weight": torch.ones(4)}, plain / "model-2.safetensors")
+    assert main(["checkpoint", "inspect", str(plain)]) == 1
+    assert "model.safetensors.index.json: is missing; loaders need it for several files" in capsys.readouterr().out
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "model.safetensors").write_bytes((plain / "model.safetensors").read_bytes()[:-1])
+    assert main(["checkpoint", "verify", str(plain), str(cut)]) == 2
+    assert f"{cut}: model.safetensors: " in capsys.readouterr().err
 
 
 def test_a_difference_is_exit_code_1_and_names_the_block(plain, tmp_path, capsys):
@@ -49,7 +62,7 @@ def test_a_difference_is_exit_code_1_and_names_the_block(plain, tmp_path, capsys
 @pytest.mark.parametrize(
     ("rest", "words"),
     [
-        (["convert", "{plain}", "{plain}", "--to", "mxfp8"], "lies inside it"),
+        (["convert", "{plain}", "{plain}", "--to", "mxfp8"], "is the source; needs a directory elsewhere"),
         (["convert", "{plain}", "{out}", "--to", "mxfp8", "--rule", "deepseek"], "does not quantize to mxfp8"),
         (["convert", "{out}", "{plain}", "--to", "mxfp8"], "is not a directory"),
         (["verify", "{plain}", "{out}"], "does not exist; needs a directory or a safetensors file"),

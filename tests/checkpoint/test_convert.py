@@ -269,8 +269,8 @@ def test_an_error_lists_the_rules_that_quantize_to_the_family(plain, tmp_path):
 
 
 def test_places_that_are_refused(plain, tmp_path):
-    for place in (plain, plain / "out", plain / ".." / "plain"):
-        with pytest.raises(CheckpointError, match="lies inside it"):
+    for place, what in ((plain, "is"), (plain / "out", "lies inside"), (plain / ".." / "plain", "is")):
+        with pytest.raises(CheckpointError, match=f"the destination .* {what} the source"):
             convert(plain, place, to="mxfp8")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -278,6 +278,11 @@ def test_places_that_are_refused(plain, tmp_path):
         convert(plain, tmp_path / "full", to="mxfp8")
     with pytest.raises(CheckpointError, match="needs a directory of safetensors files"):
         convert(tmp_path / "nowhere", tmp_path / "out", to="mxfp8")
+    convert(plain, tmp_path / "done", to="mxfp8")
+    with pytest.raises(CheckpointError, match="holds this conversion already, and it is complete"):
+        convert(plain, tmp_path / "done", to="mxfp8")
+    with pytest.raises(CheckpointError, match=r"is not empty, it holds .*; needs a new directory"):
+        convert(plain, tmp_path / "done", to="ct_mxfp8")
 
 
 def test_a_broken_source_is_named(plain, tmp_path):
