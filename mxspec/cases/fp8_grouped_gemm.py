@@ -28,7 +28,7 @@ from mxspec.cases.common.matmuls import (
     poison,
     with_special_codes,
 )
-from mxspec.cases.common.mx_operands import bench_sizes
+from mxspec.cases.common.mx_operands import bench_sizes, every_byte_of
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space, given
 from mxspec.cases.common.token_groups import grouped, offs_of
@@ -54,6 +54,15 @@ def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: st
         a[sum(sizes) :], a_scale[sum(sizes) :] = torch.nan, torch.nan
     b, b_scale = codes(E * N, K, seed=2), scales(E * blocks, C, spread, seed=3)
     return a, a_scale, b.view(E, N, K), b_scale.view(E, blocks, C), offs_of(sizes)
+
+
+def every_byte(of_a: bool) -> Arguments:
+    """Every byte of e4m3 in a or in b, by the unit matrix. Two experts have the same codes."""
+    unit, found = every_byte_of(torch.float8_e4m3fn, FP8_BLOCK_SIZE)
+    a, of_each, sizes = (found, unit, [100, len(found) - 100]) if of_a else (unit, found, [50, 78])
+    b = of_each.view(torch.uint8).repeat(2, 1, 1).view(found.dtype)
+    blocks = -(-b.shape[1] // FP8_BLOCK_SIZE)
+    return a, scales(len(a), 1), b, scales(2 * blocks, 1, seed=3).view(2, blocks, 1), offs_of(sizes)
 
 
 def quantized(sizes: list[int], N: int, K: int) -> Arguments:
@@ -151,6 +160,9 @@ def cases() -> Iterator[Case]:
     for name, sizes, M, _, _ in grouped():
         if len(sizes) < 300 and name not in ("three groups", "aligned groups"):
             yield Case(name, partial(made, sizes, M - sum(sizes), 40, 128), flags={"edge"})
+    for of_a in (True, False):
+        name = f"every byte of e4m3fn in {'a' if of_a else 'b'}"
+        yield Case(name, partial(every_byte, of_a), {"out_dtype": torch.float32}, flags={"edge"})
     yield Case("one column", partial(made, [20, 12], 0, 1, 256), flags={"edge"})
     yield Case("no columns", partial(made, [20, 12], 0, 0, 256), flags={"edge"})
     yield Case("K = 0: sums of nothing", partial(made, [4, 3], 2, 40, 0), flags={"edge"})

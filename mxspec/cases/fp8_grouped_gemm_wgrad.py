@@ -26,7 +26,7 @@ from mxspec.cases.common.matmuls import (
     operand_fits,
     with_special_codes,
 )
-from mxspec.cases.common.mx_operands import bench_sizes
+from mxspec.cases.common.mx_operands import bench_sizes, every_byte_of
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.token_groups import offs_of
@@ -48,6 +48,13 @@ def made(sizes: list[int], rest: int, N: int, K: int, spread: int = 1, major: st
         operands += [q, scale]
     dy, dy_scale, x, x_scale = operands
     return dy, dy_scale, x, x_scale, offs_of(sizes)
+
+
+def every_byte(of_dy: bool) -> Arguments:
+    """Every byte of e4m3 in dy or in x, by the unit matrix, in one group."""
+    unit, found = every_byte_of(torch.float8_e4m3fn, FP8_BLOCK_SIZE)
+    dy, x = (found, unit) if of_dy else (unit, found)
+    return dy, scales(len(dy), 1, major="mn"), x, scales(len(x), 1, major="mn", seed=3), offs_of([FP8_BLOCK_SIZE])
 
 
 def quantized(sizes: list[int], N: int, K: int) -> Arguments:
@@ -131,6 +138,8 @@ def cases() -> Iterator[Case]:
         yield Case(name, partial(made, sizes, rest, 40, 72), flags={"edge"})
     for name, (N, K) in FEATURES.items():
         yield Case(name, partial(made, [128, 256], 0, N, K), flags={"edge"})
+    for of_dy in (True, False):
+        yield Case(f"every byte of e4m3fn in {'dy' if of_dy else 'x'}", partial(every_byte, of_dy), flags={"edge"})
     yield Case("scales of 2^-40 to 2^40", partial(made, [256, 128], 0, 40, 72, 40), flags={"edge"})
     for name, args in special():
         yield Case(name, these(*args), flags={"edge"})

@@ -120,9 +120,9 @@ def cases() -> Iterator[Case]:
         ("16 elements of FP6", (fp6[:, :12], s), e2m3, ValueError, "12 bytes along K; needs a multiple of 24"),
         ("half of two FP6 blocks", (fp6[:, :24], s), e2m3, ValueError, "needs (64, 1)"),
         ("uint8 alone", (fp6, s), {}, TypeError, "may hold e2m3 or e3m2; needs elem_dtype"),
-        ("uint8 as e4m3fn", (fp6, s), {"elem_dtype": "e4m3fn"}, TypeError, "needs torch.float8_e4m3fn"),
-        ("e4m3fn as e2m3", ok, e2m3, TypeError, "needs torch.uint8"),
-        ("e4m3fn as e5m2", ok, {"elem_dtype": torch.float8_e5m2}, TypeError, "needs torch.float8_e5m2"),
+        ("uint8 as e4m3fn", (fp6, s), {"elem_dtype": "e4m3fn"}, TypeError, "needs codes of dtype torch.float8_e4m3fn"),
+        ("e4m3fn as e2m3", ok, e2m3, TypeError, "needs codes of dtype torch.uint8"),
+        ("e4m3fn as e5m2", ok, {"elem_dtype": torch.float8_e5m2}, TypeError, "needs codes of dtype torch.float8_e5m2"),
         ("uint8 as uint8", (fp6, s), {"elem_dtype": torch.uint8}, TypeError, "elem_dtype = torch.uint8"),
     ]
     for name, args, options, error, match in refused:
