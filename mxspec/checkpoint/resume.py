@@ -68,6 +68,8 @@ def _of_manifest(target: Path) -> dict[str, Any] | None:
         manifest = json.loads((target / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
+    if not isinstance(manifest, dict):
+        return None
     return {key: value for key, value in manifest.items() if key not in ("warnings", "tensors")}
 
 

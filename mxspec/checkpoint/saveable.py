@@ -53,9 +53,9 @@ def format_of(model: nn.Module, to: str) -> str:
         )
     if "nvfp4" in formats:
         raise CheckpointError(
-            f"save: {formats['nvfp4']!r} has the recipe nvfp4, which multiplies by weights in squares of 16 x 16. save "
-            "does not write these. Write a plain checkpoint. mxspec.checkpoint.convert can quantize that in blocks of "
-            "16, which gives other values than those of the training."
+            f"save: {formats['nvfp4']!r} has the recipe nvfp4. Each of its weights has a tensor scale of its own, and "
+            "engines use one for all weights of a fused layer. So save does not write them. Write a plain checkpoint. "
+            "mxspec.checkpoint.convert can quantize that, which gives other values than those of the training."
         )
     if len(formats) > 1:
         first = ", ".join(f"{name!r} has {form}" for form, name in formats.items())

@@ -336,7 +336,7 @@ def test_models_that_cannot_be_saved_get_an_error_that_says_what_to_do(tmp_path)
         save(GroupedExperts(2, 64, 64, "bf16"), out, to="mxfp8")
     of_nvfp4 = nn.Sequential(NVFP4Linear(64, 32))
     with pytest.raises(
-        CheckpointError, match=r"'0' has the recipe nvfp4, .* Write a plain checkpoint\. .* other values"
+        CheckpointError, match=r"'0' has the recipe nvfp4\. .* Write a plain checkpoint\. .* other values"
     ):
         save(of_nvfp4, out, to="ct_nvfp4")
     mixed = nn.Sequential(linear, Float8BlockwiseLinear(128, 128))
