@@ -1,4 +1,4 @@
-"""The judge finds matmuls that are wrong for rare codes, values and tensor scales. Each is a damaged reference."""
+"""The judge finds wrong matmuls by the cases that are written by hand. Each matmul here is a damaged reference."""
 
 from typing import Any
 
@@ -45,13 +45,19 @@ def with_six_bits(t: Any) -> Any:
     return out
 
 
-def found(op, damaged, part=""):
-    """The hand-written cases of which the judge finds the damage."""
+def finds(op, damaged, part=""):
+    """The hand-written cases in which the judge finds the damage, one after the other."""
     told = [
         case for case in cases.of(op).cases() if not case.raises and part in case.name and "large" not in case.flags
     ]
     assert told
-    return [case.name for case in told if check.check_case(op, case, damaged, CPU, name="damaged").status == "failed"]
+    for case in told:
+        if check.check_case(op, case, damaged, CPU, name="damaged").status == "failed":
+            yield case.name
+
+
+def found(op, damaged, part=""):
+    return list(finds(op, damaged, part))
 
 
 def of_operands(op, damage):
@@ -106,3 +112,93 @@ def test_a_kernel_that_returns_zeros_early(op):
         return out if args[0].shape[0 if op.endswith("wgrad") else 1] else torch.zeros_like(out)
 
     assert found(op, damaged, "ensor scale")
+
+
+# --- damages to scales, groups and outputs --------------------------------------------------------------------------
+
+GROUPED = [op for op in (*MX, *FP8, *NVFP4) if "grouped" in op]
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+WGRAD = [op for op in GROUPED if op.endswith("wgrad")]
+
+
+def of_scales(dtypes, changed):
+    """The damage to the scales of both operands that have one of these dtypes."""
+
+    def damage(op, args, kwargs):
+        args = list(args)
+        for i in (1, 4) if op in NVFP4 else (1, 3):
+            if isinstance(args[i], torch.Tensor) and args[i].dtype in dtypes:
+                args[i] = changed(args[i])
+        return dispatch.reference(op)(*args, **kwargs)
+
+    return damage
+
+
+def bytes_of_scales(dtype, changed):
+    return of_scales((dtype,), lambda t: changed(t.view(torch.uint8)).to(torch.uint8).view(dtype))
+
+
+def last_from_the_one_before(t):
+    if t.ndim < 2 or t.shape[-1] < 2:
+        return t
+    out = t.clone(memory_format=torch.preserve_format)
+    out[..., -1] = t[..., -2]
+    return out
+
+
+def of_offs(changed):
+    def damage(op, args, kwargs):
+        offs, M = args[-1], args[0].shape[1 if op.startswith("fp8") and op in WGRAD else 0]
+        return dispatch.reference(op)(*args[:-1], changed(offs, M), **kwargs)
+
+    return damage
+
+
+def of_output(changed):
+    return lambda op, args, kwargs: changed(dispatch.reference(op)(*args, **kwargs))
+
+
+def truncated(op, args, kwargs):
+    """Sums are cut to bfloat16, not rounded."""
+    out_dtype = kwargs.get("out_dtype", torch.bfloat16)
+    if out_dtype != torch.bfloat16:
+        return dispatch.reference(op)(*args, **kwargs)
+    out = dispatch.reference(op)(*args, **{**kwargs, "out_dtype": torch.float32})
+    return (out.view(torch.int32) & -0x10000).view(torch.float32).where(out.isfinite(), out).to(torch.bfloat16)
+
+
+def first_number_for_all(op, args, kwargs):
+    """Every group has the tensor scale of the first operand of group 0."""
+    args = list(args)
+    args[2] = args[2][:1].expand(args[2].shape) if args[2].numel() else args[2]
+    return dispatch.reference(op)(*args, **kwargs)
+
+
+def without_last_row(out):
+    out[..., -1:, :] = 0
+    return out
+
+
+WRONG = {
+    "a scale byte of 0 is 2^-126": (MX, bytes_of_scales(E8M0, lambda b: b.where(b != 0, 1))),
+    "a scale byte of 254 is NaN": (MX, bytes_of_scales(E8M0, lambda b: b.where(b != 254, 255))),
+    "a scale byte of 255 is 2^127": (MX, bytes_of_scales(E8M0, lambda b: b.where(b != 255, 254))),
+    "a subnormal scale is 0": (NVFP4, bytes_of_scales(E4M3, lambda b: b.where((b & 0x7F) >= 8, b & 0x80))),
+    "a scale of NaN is 448": (NVFP4, bytes_of_scales(E4M3, lambda b: b.where(b & 0x7F != 0x7F, b - 1))),
+    "the last scale is the one before": ((*MX, *NVFP4), of_scales((E8M0, E4M3), last_from_the_one_before)),
+    "tensor scales of group 0": ([op for op in NVFP4 if op in GROUPED], first_number_for_all),
+    "sums are cut": ((*MX, *FP8, *NVFP4), truncated),
+    "fp32 by way of bfloat16": ((*MX, *FP8, *NVFP4), of_output(lambda out: out.bfloat16().to(out.dtype))),
+    "no last row": ((*MX, *FP8, *NVFP4), of_output(without_last_row)),
+    "the last group has the rest": (
+        GROUPED,
+        of_offs(lambda offs, M: torch.cat([offs[:-1], torch.full_like(offs[-1:], M)])),
+    ),
+}
+WRONG_CALLS = [(op, wrong) for wrong, (ops, _) in WRONG.items() for op in ops]
+
+
+@pytest.mark.parametrize(("op", "wrong"), WRONG_CALLS)
+def test_scales_groups_and_outputs_that_a_kernel_gets_wrong(op, wrong):
+    damage = WRONG[wrong][1]
+    assert next(finds(op, lambda *args, **kwargs: damage(op, args, kwargs)), None)

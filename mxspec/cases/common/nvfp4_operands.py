@@ -112,6 +112,10 @@ def special(first: tuple[int, ...], second: tuple[int, ...]) -> Iterator[tuple[s
         operands = pair(first, second)
         row(operands[i][1], 2).view(torch.uint8)[:3] = torch.tensor([0, 1, 0x7E], dtype=torch.uint8)
         yield f"scales of 0, 2^-9 and 448 in {name}", operands
+        operands = pair(first, second)
+        of_row = row(operands[i][1], 4).view(torch.uint8)
+        of_row[:] = torch.arange(of_row.numel()) % 7 + 1
+        yield f"a row of subnormal scales in {name}", operands
         for number in (math.nan, math.inf, -math.inf):
             operands = pair(first, second, ("values", "values"))
             row(operands[i][0], 3)[37] = number
