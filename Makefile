@@ -25,7 +25,7 @@ SLOW = $(addsuffix .py,$(addprefix %/test_,any_number_of_tokens bench bench_para
     expert_parallel_models expert_parallel_transformers facts formats_pages fp8_gemm_sm90 fp8_grouped_gemm_kernels \
     fp8_grouped_gemm_sm90 from_the_pages grouped_experts guides loaders mx_bf16_sm90 mx_gemm_sm90 plans \
     pytest_plugin row_invariance save_transformers shapes sharding_rules traced transformers transformers_example \
-    transformers_serving triton_releases vectors wrong_matmuls))
+    transformers_serving triton_releases vectors wrong_matmuls wrong_quantizers))
 # The tests that call kernels by their backend's name. On a CPU, these kernels run only under an interpreter.
 INTERPRETED = $(addprefix tests/engine/test_,conformance.py mutants.py) \
     $(addprefix tests/kernels/test_,int64.py limits.py fp8_factors.py mx_e2m1_codes.py mx_gemm_by_e2m1.py mx_gemm_tiles.py \

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mxspec.cases.common.blocks import subnormals
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import STACK, WHOLE_BOTH_WAYS, fits, made, shape_of
 from mxspec.cases.common.space import Space
@@ -35,6 +37,10 @@ def cases() -> Iterator[Case]:
         yield Case(f"{prefix}tails of zeros and with a NaN", _tails, own, flags={"edge"})
     yield Case("experts, partial, pow2", given(random_normal, 2, 130, 256), {"scale_format": "pow2"})
     yield Case("larger eps", given(torch.full, (130, 128), 1e-6), {"eps": 1e-4})
+    for dtype in checks.FLOAT_DTYPES:
+        end = str(dtype)[6:]
+        yield Case(f"subnormal {end}", given(subnormals, dtype, 130, 128), {"eps": 1e-35}, flags={"edge"})
+        yield Case(f"NaN, Inf and -Inf in blocks, {end}", partial(_special, dtype), flags={"edge"})
     yield Case("random bit patterns", given(random_bits, 256, 256, dtype=torch.bfloat16), flags={"edge"})
     nan = torch.zeros(200, 256)
     nan[150, 200], nan[10, 10] = torch.nan, torch.inf
@@ -73,6 +79,13 @@ def cases() -> Iterator[Case]:
     ]
     for name, w, options, error, match in refused:
         yield Case(name, these(w), options, raises=error, match=match)
+
+
+def _special(dtype: torch.dtype) -> tuple[Tensor]:
+    """Four blocks with one special number each, but the last, whose zeros are -0 in every second column."""
+    w = random_normal(256, 256, dtype=dtype)
+    w[3, 5], w[100, 200], w[200, 7], w[200:, 200::2] = torch.nan, torch.inf, -torch.inf, -0.0
+    return (w,)
 
 
 def _tails() -> tuple[Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mxspec.cases.common.blocks import subnormals
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     MATRIX,
@@ -72,6 +74,10 @@ def cases() -> Iterator[Case]:
     yield Case("larger eps", lambda: (random_normal(4, 128) * 2**-30,), {"eps": 1e-4})
     yield Case("zeros, bf16", given(torch.zeros, 2, 128, dtype=torch.bfloat16), flags={"edge"})
     yield Case("zeros, fp32", lambda: (-torch.zeros(2, 128),), {"scale_format": "pow2"}, flags={"edge"})
+    for dtype, axis in product(checks.FLOAT_DTYPES, (-1, -2)):
+        end, kw = f"{str(dtype)[6:]}, axis {axis}", {"axis": axis}
+        yield Case(f"subnormal {end}", given(subnormals, dtype, 128, 128), {"eps": 1e-35, **kw}, flags={"edge"})
+        yield Case(f"NaN, Inf and -Inf in rows, {end}", partial(_special, dtype), kw, flags={"edge"})
     yield Case("amax below eps", given(torch.full, (1, 128), 1e-13), flags={"edge"})
     yield Case("fp32 max", given(torch.full, (1, 128), torch.finfo().max), flags={"edge"})
     yield Case(
@@ -99,6 +105,13 @@ def cases() -> Iterator[Case]:
     ]
     for name, x, options, error, match in refused:
         yield Case(name, these(x), options, raises=error, match=match)
+
+
+def _special(dtype: torch.dtype) -> tuple[Tensor]:
+    """Special numbers on the diagonal, in different blocks along both axes, and zeros of both signs."""
+    x = random_normal(128, 128, dtype=dtype)
+    x[3, 3], x[50, 50], x[90, 90], x[100:, 100::2] = torch.nan, torch.inf, -torch.inf, -0.0
+    return (x,)
 
 
 def _transposed(rows: int, cols: int) -> tuple[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.blocks import edge_blocks, every_exponent
+from mxspec.cases.common.blocks import edge_blocks, every_exponent, rare_numbers
 from mxspec.cases.common.groups import ARRANGED, BEYOND, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.pairwise import Choice
@@ -44,6 +44,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"every exponent, {elem}, {scaling}", exponents, kw, flags={"edge"})
     for sizes in ([31], [32], [33], [64, 65], [1] * 33, [127, 128, 129]):
         yield Case(f"groups of {sizes[0]} and more, {len(sizes)} groups", partial(args, sizes, sum(sizes) + 2, 96))
+    for dtype in checks.FLOAT_DTYPES:
+        numbers = partial(lambda dtype: (rare_numbers(dtype, 70, 64), offs_of([40, 30])), dtype)
+        yield Case(f"subnormals, Inf, -Inf and NaN, {str(dtype)[6:]}", numbers, flags={"edge"})
     yield Case("zeros", lambda: (-torch.zeros(70, 64), offs_of([40, 9])), flags={"edge"})
     tiny = lambda: (random_normal(70, 64, dtype=torch.float32) * 2.0**-118, offs_of([40, 29]))  # noqa: E731
     yield Case("values below the normal range", tiny, flags={"edge"})

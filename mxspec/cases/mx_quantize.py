@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.blocks import codes_and_ties, edge_blocks, every_exponent, subnormal_amaxes
+from mxspec.cases.common.blocks import codes_and_ties, edge_blocks, every_exponent, rare_numbers, subnormal_amaxes
 from mxspec.cases.common.impossible import of_blocks
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
@@ -82,6 +82,10 @@ def cases() -> Iterator[Case]:
             kw = {"axis": axis, "scale_layout": layout}
             yield Case(f"every second row, axis {axis}, {layout}", lambda: (random_normal(192, 64)[::2],), kw)
             yield Case(f"every second column, axis {axis}, {layout}", lambda: (random_normal(96, 320)[:, ::2],), kw)
+    for dtype in (bf16, fp16, fp32):
+        yield Case(
+            f"subnormals, Inf, -Inf and NaN, {str(dtype)[6:]}", given(rare_numbers, dtype, 8, 64), flags={"edge"}
+        )
     for element_format in ELEMENTS.values():
         yield from _cases_of(element_format)
     for scaling in SCALINGS:

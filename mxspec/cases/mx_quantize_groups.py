@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.blocks import edge_blocks
+from mxspec.cases.common.blocks import edge_blocks, rare_numbers
 from mxspec.cases.common.groups import ARRANGED, BEYOND, GROUPS, groups_fit, offsets, padded_fits
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.mx_rowcol_groups import WITH_E2M1
@@ -69,6 +69,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"three groups, e2m1, axis {axis}, {layout}", partial(args, [129, 0, 177], 310, 160), kw)
         edges = lambda: (edge_blocks(), offs_of([edge_blocks().shape[0]]))  # noqa: E731
         yield Case(f"edge blocks, e2m1, axis {axis}, {layout}", edges, kw, flags={"edge"})
+    for dtype in checks.FLOAT_DTYPES:
+        numbers = partial(lambda dtype: (rare_numbers(dtype, 70, 64), offs_of([40, 30])), dtype)
+        yield Case(f"subnormals, Inf, -Inf and NaN, {str(dtype)[6:]}", numbers, flags={"edge"})
     one = these(torch.full((1, 64), 1.9), offs_of([1]))
     yield Case("one token whose blocks may saturate", one, flags={"edge"})
     kw = {"axis": -2, "elem_dtype": "e2m1"}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.blocks import edge_blocks, every_exponent
+from mxspec.cases.common.blocks import edge_blocks, every_exponent, rare_numbers
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import LARGE_BOTH_WAYS, PAST_A_GRID, REPEATED, STACK, fits, made, shape_of
 from mxspec.cases.common.space import Space
@@ -26,7 +26,7 @@ def _edge_blocks() -> Tensor:
 
 def _every_exponent() -> Tensor:
     """The blocks of every exponent, with a row of ones added to make 256 rows."""
-    return torch.cat([every_exponent(), torch.ones(1, 128)])
+    return torch.cat([every_exponent(), torch.ones(1, 160)])
 
 
 def cases() -> Iterator[Case]:
@@ -39,6 +39,10 @@ def cases() -> Iterator[Case]:
     for scaling in SCALINGS:
         yield Case(f"edge blocks, {scaling}", given(_edge_blocks), {"scaling": scaling}, flags={"edge"})
         yield Case(f"every exponent, {scaling}", given(_every_exponent), {"scaling": scaling}, flags={"edge"})
+    for dtype in checks.FLOAT_DTYPES:
+        yield Case(
+            f"subnormals, Inf, -Inf and NaN, {str(dtype)[6:]}", given(rare_numbers, dtype, 64, 32), flags={"edge"}
+        )
     for layout in SCALE_LAYOUTS:
         kw: dict[str, Any] = {"scale_layout": layout}
         for shape in [(32, 32), (288, 160), (160, 416), (2, 96, 160), (3, 160, 32)]:

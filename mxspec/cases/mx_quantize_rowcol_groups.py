@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.blocks import edge_blocks, every_exponent
+from mxspec.cases.common.blocks import edge_blocks, every_exponent, rare_numbers
 from mxspec.cases.common.groups import ARRANGED, BEYOND, offsets
 from mxspec.cases.common.impossible import PADDED_GROUPS
 from mxspec.cases.common.mx_rowcol_groups import (
@@ -41,6 +41,9 @@ def cases() -> Iterator[Case]:
         yield from with_options(f"random bit patterns, {str(dtype)[6:]}", bits)
     yield from with_options("edge blocks", lambda: (edge_blocks(), offs_of([20, 6])), flags={"edge"})
     yield from with_options("every exponent", lambda: (every_exponent(), offs_of([100, 155])), flags={"edge"})
+    for dtype in checks.FLOAT_DTYPES:
+        numbers = partial(lambda dtype: (rare_numbers(dtype, 70, 64), offs_of([40, 30])), dtype)
+        yield Case(f"subnormals, Inf, -Inf and NaN, {str(dtype)[6:]}", numbers, flags={"edge"})
     yield Case("zeros", lambda: (-torch.zeros(150, 64), offs_of([140, 9])), flags={"edge"})
     yield Case("no columns", lambda: (*tokens(139, 0), offs_of([130, 9])), flags={"edge"})
     for K in (32, 128, 416):

@@ -34,6 +34,7 @@ from mxspec.cases.nvfp4_quantize import (
     edge_blocks,
     multiples,
     scales_and_ties,
+    small_matrices,
     ties_under_scales,
 )
 from mxspec.formats import E4M3FN, NVFP4_BLOCK_SIZE
@@ -90,6 +91,9 @@ def cases() -> Iterator[Case]:
             yield Case(f"magnitudes near 2^{shift}, {block}", these(x), {"block": block}, flags=EDGE)
             narrow = these(x.to(torch.bfloat16))
             yield Case(f"bfloat16 magnitudes near 2^{shift}, {block}", narrow, {"block": block}, flags=EDGE)
+    for name, x in small_matrices():
+        for block in BLOCKS:
+            yield Case(f"{name}, {block}", these(x), {"block": block}, flags=EDGE)
     # Kernels that find the magnitudes and write the values at once do it side by side only for many matrices.
     yield Case("600 experts", lambda: (_of_magnitudes(random_normal(600, 16, 16)),), {"block": "16x16"})
     yield Case("every exponent", lambda: (every_exponent(E4M3FN),), flags=EDGE)

@@ -92,6 +92,9 @@ def cases() -> Iterator[Case]:
     for shift in (-149, -140, -126, -117, -105, -60, 60, 120):
         x = normal(32, 64) * 2.0 ** (shift // 2) * 2.0 ** (shift - shift // 2)
         yield Case(f"magnitudes near 2^{shift}", these(x.clamp(-torch.finfo(fp32).max)), flags=EDGE)
+    for name, x in small_matrices():
+        for block in BLOCKS:
+            yield Case(f"{name}, {block}", these(x), {"block": block}, flags=EDGE)
     yield Case("every exponent", lambda: (every_exponent(E4M3FN),), flags=EDGE)
     yield Case("every exponent beside a small amax", lambda: (every_exponent(E4M3FN), torch.tensor(2.0**-100)))
     separating = torch.zeros(2, 16)
@@ -134,6 +137,20 @@ def cases() -> Iterator[Case]:
     yield refused("amax (1,) of a matrix", (x, torch.ones(1)), ValueError, "tensor_amax has shape (1,); needs ()")
     yield refused("one amax of two", (x[None].expand(2, 32, 64), torch.tensor(1.0)), ValueError, "needs (2,)")
     yield refused("amax elsewhere", (x, torch.tensor(1.0, device="meta")), ValueError, "needs one device")
+
+
+def small_matrices() -> Iterator[tuple[str, Tensor]]:
+    """Matrices whose magnitudes are subnormal: those of all blocks, or of one block. Then a NaN beside zeros."""
+    bf16, fp16, fp32 = checks.FLOAT_DTYPES
+    yield "all magnitudes 2^-20, float16", torch.full((32, 16), 2.0**-20, dtype=fp16)
+    yield "all magnitudes 2^-130", torch.full((32, 16), 2.0**-130)
+    yield "all magnitudes 2^-127, bfloat16", torch.full((32, 16), 2.0**-127, dtype=bf16)
+    x = torch.full((32, 16), 2.0**-124)
+    x[:16] = 2.0**-127
+    yield "a block of magnitude 2^-127", x
+    x = torch.zeros(32, 16, dtype=fp32)
+    x[20, 3] = torch.nan
+    yield "a NaN beside blocks of zeros", x
 
 
 def edge_blocks() -> Tensor:

@@ -25,7 +25,7 @@ from mxspec.cases.common.quantizers import (
 )
 from mxspec.cases.common.space import Space
 from mxspec.cases.common.tensors import BEGINS, EXPERT_STRIDES, STRIDES, laid, strides_fit, turned
-from mxspec.cases.nvfp4_quantize import AMAX, AMAX_STRIDES, amax_fits, amax_of, edge_blocks, hides
+from mxspec.cases.nvfp4_quantize import AMAX, AMAX_STRIDES, amax_fits, amax_of, edge_blocks, hides, small_matrices
 from mxspec.formats import NVFP4_BLOCK_SIZE
 from mxspec.reference.common import checks
 from mxspec.reference.mx_quantize import SCALE_LAYOUTS
@@ -80,6 +80,11 @@ def cases() -> Iterator[Case]:
     for shift in (-149, -140, -126, -117, -105, -60, 60, 120):
         x = (normal(32, 64) * 2.0 ** (shift // 2) * 2.0 ** (shift - shift // 2)).clamp(-torch.finfo(fp32).max)
         yield Case(f"magnitudes near 2^{shift}", these(*_beside(x, "seed")), flags=EDGE)
+    for name, x in small_matrices():
+        yield Case(name, these(*_beside(x, "bytes")), flags=EDGE)
+    x = random_normal(2, 48)
+    x[0, 5] = torch.nan
+    yield Case("nan in a block, an amax of 0", these(*_beside(x, "bytes"), torch.tensor(0.0)), flags=EDGE)
     for i, (seed, offset) in enumerate(SEEDS):
         x, state = random_normal(2, 48, 64, seed=i), torch.tensor([seed, offset])
         for axis in (-1, -2):

@@ -41,14 +41,15 @@ FRACTIONS = (1.0, -1.0, 0.53125, -0.59375, 0.5625, 0.6875, 2**-8, -(2**-9), 3 * 
 
 
 def every_exponent(fmt: ElementFormat = E4M3FN) -> Tensor:
-    """`(255, 128)` fp32: one row per exponent field, with four blocks whose largest magnitudes differ in the mantissa.
+    """`(255, 160)` fp32: one row per exponent field, with five blocks whose largest magnitudes differ in the mantissa.
 
-    The mantissas are 1, the mantissa of the format's largest value, the next mantissa above it (from which rceil rounds
-    up), and the largest mantissa. The largest values of e4m3fn and e5m2 have the same mantissa, 1.75.
+    The mantissas are 1, the next one above it (from which ceil rounds up), the mantissa of the format's largest value,
+    the next one above that (from which rceil rounds up), and the largest mantissa. The largest values of e4m3fn and of
+    e5m2 have the same mantissa, 1.75.
     """
     largest = int((fmt.max / 2.0**fmt.emax - 1) * 2**23)
-    mantissas = torch.tensor([0x000000, largest, largest + 1, 0x7FFFFF])
-    bits = torch.arange(255).unsqueeze(1) << 23 | mantissas  # (255, 4)
+    mantissas = torch.tensor([0x000000, 0x000001, largest, largest + 1, 0x7FFFFF])
+    bits = torch.arange(255).unsqueeze(1) << 23 | mantissas  # (255, 5)
     amax = bits.to(torch.int32).view(torch.float32).unsqueeze(-1)
     fractions = torch.cat([torch.ones(1), torch.tensor(FRACTIONS), torch.zeros(31 - len(FRACTIONS))])
     return (amax * fractions).flatten(1)
@@ -62,6 +63,19 @@ def edge_blocks() -> Tensor:
     rest = torch.where(amax.isfinite(), rest, 1.0)  # 0 * Inf would put a NaN into every block that has an Inf
     block = torch.cat([amax, rest, torch.zeros(len(bits), 31 - len(FRACTIONS))], dim=1)
     return torch.cat([block, block.flip(1)], dim=1)
+
+
+def subnormals(dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """Numbers of a dtype that are 0, -0 or subnormal, up to the smallest normal one."""
+    numbers = torch.arange(rows * columns).remainder(129).sub(64).view(rows, columns).double()
+    return torch.where(numbers == 0, -0.0, numbers * torch.finfo(dtype).tiny / 64).to(dtype)
+
+
+def rare_numbers(dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+    """`subnormals`, of which three are replaced: by Inf, -Inf and NaN."""
+    x = subnormals(dtype, rows, columns)
+    x[0, 5], x[rows // 3, columns // 2], x[rows - 2, columns - 1] = torch.inf, -torch.inf, torch.nan
+    return x
 
 
 def subnormal_amaxes() -> Tensor:
