@@ -82,7 +82,7 @@ def cases() -> Iterator[Case]:
 
 
 def _special(dtype: torch.dtype) -> tuple[Tensor]:
-    """Four blocks with one special number each, but the last, whose zeros are -0 in every second column."""
+    """Four blocks: with a NaN, with an Inf, with a -Inf, and with -0 in every second column."""
     w = random_normal(256, 256, dtype=dtype)
     w[3, 5], w[100, 200], w[200, 7], w[200:, 200::2] = torch.nan, torch.inf, -torch.inf, -0.0
     return (w,)
