@@ -113,7 +113,7 @@ def _possible(choice: Choice) -> bool:
 
 
 SIZES = {"rows": (0, 1, 33, 128, 144, 1152, 4224), "cols": (0, 128, 144, 1152, 4224)}
-OPTIONS = {"scale_format": SCALE_FORMATS, "eps": (1e-12, 1e-4), "with_transpose": (False, True)}
+OPTIONS = {"scale_format": SCALE_FORMATS, "eps": (1e-12, 1e-4, 1e-35), "with_transpose": (False, True)}
 ALSO = [
     *(part for part in REPEATED_HERE if part.get("cols") != 1),
     {"with_transpose": False, "begins": "at 0", "strides": "row-major"},

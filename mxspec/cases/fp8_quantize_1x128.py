@@ -153,7 +153,7 @@ def tokens_of(width: int) -> tuple[int, Tensor]:
 
 
 REPEATED_HERE = [{name: 1152 if value == 1056 else value for name, value in part.items()} for part in REPEATED]
-OPTIONS = {"axis": (-1, -2), "scale_format": SCALE_FORMATS, "scale_major": SCALE_MAJORS, "eps": (1e-12, 1e-4)}
+OPTIONS = {"axis": (-1, -2), "scale_format": SCALE_FORMATS, "scale_major": SCALE_MAJORS, "eps": (1e-12, 1e-4, 1e-35)}
 BEYOND = [{**PAST_A_GRID[0], "cols": 128}, {**PAST_A_GRID[1], "rows": 128, "axis": -2}]
 BEYOND += [*WHOLE_BOTH_WAYS, ONE_COLUMN_APART]
 SPACE = Space({**MATRIX, "rows": SIZES, "cols": SIZES}, _make, OPTIONS, _possible, REPEATED_HERE, beyond=BEYOND)
