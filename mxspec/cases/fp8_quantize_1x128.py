@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.blocks import subnormals
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
     MATRIX,
@@ -76,8 +75,7 @@ def cases() -> Iterator[Case]:
     yield Case("zeros, fp32", lambda: (-torch.zeros(2, 128),), {"scale_format": "pow2"}, flags={"edge"})
     for dtype, axis in product(checks.FLOAT_DTYPES, (-1, -2)):
         end, kw = f"{str(dtype)[6:]}, axis {axis}", {"axis": axis}
-        yield Case(f"subnormal {end}", given(subnormals, dtype, 128, 128), {"eps": 1e-35, **kw}, flags={"edge"})
-        yield Case(f"NaN, Inf and -Inf in rows, {end}", partial(_special, dtype), kw, flags={"edge"})
+        yield Case(f"Inf and -Inf in blocks, {end}", partial(_special, dtype), kw, flags={"edge"})
     yield Case("amax below eps", given(torch.full, (1, 128), 1e-13), flags={"edge"})
     yield Case("fp32 max", given(torch.full, (1, 128), torch.finfo().max), flags={"edge"})
     yield Case(
@@ -108,9 +106,9 @@ def cases() -> Iterator[Case]:
 
 
 def _special(dtype: torch.dtype) -> tuple[Tensor]:
-    """Special numbers on the diagonal, in different blocks along both axes, and zeros of both signs."""
+    """Inf and -Inf in different blocks along both axes, and zeros of both signs."""
     x = random_normal(128, 128, dtype=dtype)
-    x[3, 3], x[50, 50], x[90, 90], x[100:, 100::2] = torch.nan, torch.inf, -torch.inf, -0.0
+    x[50, 50], x[90, 90], x[100:, 100::2] = torch.inf, -torch.inf, -0.0
     return (x,)
 
 
@@ -153,7 +151,7 @@ def tokens_of(width: int) -> tuple[int, Tensor]:
 
 
 REPEATED_HERE = [{name: 1152 if value == 1056 else value for name, value in part.items()} for part in REPEATED]
-OPTIONS = {"axis": (-1, -2), "scale_format": SCALE_FORMATS, "scale_major": SCALE_MAJORS, "eps": (1e-12, 1e-4, 1e-35)}
+OPTIONS = {"axis": (-1, -2), "scale_format": SCALE_FORMATS, "scale_major": SCALE_MAJORS, "eps": (1e-12, 1e-4)}
 BEYOND = [{**PAST_A_GRID[0], "cols": 128}, {**PAST_A_GRID[1], "rows": 128, "axis": -2}]
 BEYOND += [*WHOLE_BOTH_WAYS, ONE_COLUMN_APART]
 SPACE = Space({**MATRIX, "rows": SIZES, "cols": SIZES}, _make, OPTIONS, _possible, REPEATED_HERE, beyond=BEYOND)

@@ -43,9 +43,12 @@ def finds(op, dtype, change):
     return None
 
 
+# Subnormal numbers lie below the default eps of the FP8 quantizers, so they do not matter there.
+CALLS = [(op, of) for op in OPS for of in CHANGES if not (op.startswith("fp8") and of == "subnormal numbers are 0")]
+
+
 @pytest.mark.turns(2)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("op", "change"), CALLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("op", OPS)
 def test_numbers_that_a_quantizer_gets_wrong(op, dtype, change):
     assert finds(op, dtype, CHANGES[change])
