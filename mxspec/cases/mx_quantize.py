@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxspec.cases.common.blocks import codes_and_ties, edge_blocks, every_exponent, rare_numbers, subnormal_amaxes
+from mxspec.cases.common.blocks import (
+    above_powers_of_two,
+    codes_and_ties,
+    edge_blocks,
+    every_exponent,
+    rare_numbers,
+    subnormal_amaxes,
+)
 from mxspec.cases.common.impossible import of_blocks
 from mxspec.cases.common.pairwise import Choice
 from mxspec.cases.common.quantizers import (
@@ -126,6 +133,8 @@ def _cases_of(fmt: ElementFormat) -> Iterator[Case]:
         kw = {"scaling": scaling, **elem}
         yield Case(f"edge blocks, {scaling}, {fmt.name}", given(edge_blocks), kw, flags={"edge"})
         yield Case(f"every exponent, {scaling}, {fmt.name}", given(every_exponent, fmt), kw, flags={"edge"})
+    ceil = {"scaling": "ceil", **elem}
+    yield Case(f"just above powers of two, ceil, {fmt.name}", given(above_powers_of_two), ceil, flags={"edge"})
     if fmt in (E4M3FN, E5M2):
         return
     # Every value of an option meets every value of every other option.

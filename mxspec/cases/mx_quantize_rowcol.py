@@ -26,7 +26,7 @@ def _edge_blocks() -> Tensor:
 
 def _every_exponent() -> Tensor:
     """The blocks of every exponent, with a row of ones added to make 256 rows."""
-    return torch.cat([every_exponent(), torch.ones(1, 160)])
+    return torch.cat([every_exponent(), torch.ones(1, 128)])
 
 
 def cases() -> Iterator[Case]:

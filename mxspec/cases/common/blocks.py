@@ -41,15 +41,14 @@ FRACTIONS = (1.0, -1.0, 0.53125, -0.59375, 0.5625, 0.6875, 2**-8, -(2**-9), 3 * 
 
 
 def every_exponent(fmt: ElementFormat = E4M3FN) -> Tensor:
-    """`(255, 160)` fp32: one row per exponent field, with five blocks whose largest magnitudes differ in the mantissa.
+    """`(255, 128)` fp32: one row per exponent field, with four blocks whose largest magnitudes differ in the mantissa.
 
-    The mantissas are 1, the next one above it (from which ceil rounds up), the mantissa of the format's largest value,
-    the next one above that (from which rceil rounds up), and the largest mantissa. The largest values of e4m3fn and of
-    e5m2 have the same mantissa, 1.75.
+    The mantissas are 1, the mantissa of the format's largest value, the next mantissa above it (from which rceil rounds
+    up), and the largest mantissa. The largest values of e4m3fn and e5m2 have the same mantissa, 1.75.
     """
     largest = int((fmt.max / 2.0**fmt.emax - 1) * 2**23)
-    mantissas = torch.tensor([0x000000, 0x000001, largest, largest + 1, 0x7FFFFF])
-    bits = torch.arange(255).unsqueeze(1) << 23 | mantissas  # (255, 5)
+    mantissas = torch.tensor([0x000000, largest, largest + 1, 0x7FFFFF])
+    bits = torch.arange(255).unsqueeze(1) << 23 | mantissas  # (255, 4)
     amax = bits.to(torch.int32).view(torch.float32).unsqueeze(-1)
     fractions = torch.cat([torch.ones(1), torch.tensor(FRACTIONS), torch.zeros(31 - len(FRACTIONS))])
     return (amax * fractions).flatten(1)
@@ -63,6 +62,12 @@ def edge_blocks() -> Tensor:
     rest = torch.where(amax.isfinite(), rest, 1.0)  # 0 * Inf would put a NaN into every block that has an Inf
     block = torch.cat([amax, rest, torch.zeros(len(bits), 31 - len(FRACTIONS))], dim=1)
     return torch.cat([block, block.flip(1)], dim=1)
+
+
+def above_powers_of_two() -> Tensor:
+    """`(16, 32)` fp32: blocks whose largest magnitude is the next number above a power of two. There ceil rounds up."""
+    amax = 2.0 ** torch.arange(-120, 121, 16) * (1 + 2.0**-23)
+    return amax[:, None] * torch.cat([torch.tensor([1.0, *FRACTIONS[2:]]), torch.zeros(33 - len(FRACTIONS))])
 
 
 def subnormals(dtype: torch.dtype, rows: int, columns: int) -> Tensor:
