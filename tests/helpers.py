@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import re
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +45,14 @@ on_hopper = pytest.mark.skipif(
 def enough(shown: Sequence[Iterable[tuple[str, Hashable]]]) -> set[int]:
     """Indices of sets that together have everything that any of the sets has."""
     return covering([[Launch("", frozenset(traits), frozenset())] for traits in shown], 1)
+
+
+def finding(op: str, damaged: Callable[..., Any], taken: Callable[[Case], bool] = lambda case: True) -> Iterator[str]:
+    """The names of the hand-written cases in which the judge finds a damaged function, on the CPU, one by one."""
+    cpu = torch.device("cpu")
+    told = [c for c in cases.of(op).cases() if not c.raises and "large" not in c.flags and taken(c)]
+    assert told
+    return (c.name for c in told if check.check_case(op, c, damaged, cpu, name="damaged").status == "failed")
 
 
 @functools.cache

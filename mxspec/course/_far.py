@@ -81,6 +81,7 @@ def _margins() -> Iterator[None]:
         if type(out) is Tensor and out.numel() and out.device.type != "meta":
             if out.numel() >= FAR:
                 out = _behind_a_margin(tuple(out.shape), out.stride(), out.dtype, out.device)
+            # The stubs of torch have no set_ of an untyped storage.
             flat = _empty(0, dtype=torch.uint8, device=out.device).set_(out.untyped_storage())  # type: ignore[call-overload]
             flat[-min(4096, out.nbytes) :].fill_(0x5A)
         return out
