@@ -80,7 +80,7 @@ def test_a_planned_call_gives_the_bytes_of_an_ordinary_one(backend, op, runs):
                 continue
             plan = plan_of(op, args, case.kwargs, backend)
             if backend == "helion" and plan == "the call uses aten.linalg_vector_norm.default":
-                assert op.startswith("nvfp4_quantize")  # without an amax, PyTorch finds it
+                assert op.startswith(("nvfp4_quantize", "nvfp4_fake_quantize"))  # without an amax, PyTorch finds it
                 refused += 1
                 continue
             assert isinstance(plan, Plan), f"{case.name}: {plan}"
@@ -94,7 +94,7 @@ def test_a_planned_call_gives_the_bytes_of_an_ordinary_one(backend, op, runs):
             assert overrun() is None, case.name
             taken += 1
     assert taken + refused >= 2
-    assert taken or op == "nvfp4_quantize_groups"
+    assert taken or (backend, op) in {("helion", "nvfp4_quantize_groups"), ("helion", "nvfp4_fake_quantize")}
 
 
 SHAPES = [(8, 7168, 2048), (300, 264, 384), (2048, 1024, 1024)]
