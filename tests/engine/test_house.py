@@ -119,12 +119,14 @@ def test_importing_mxspec_imports_no_framework():
     assert not {"triton", "helion", "rich", "safetensors", "matplotlib"} & {name.split(".")[0] for name in new}
 
 
-def test_import_beyond_torch_takes_under_100_ms_of_cpu_time():  # a wall clock also measures the other tests
-    code = "import time, torch; start = time.process_time(); import mxspec; print((time.process_time() - start) * 1e3)"
+def test_import_takes_less_than_a_twelfth_of_the_cpu_time_of_importing_torch():
+    # Not in ms, because machines differ. Not by a wall clock, which also measures the other tests.
+    times = "from time import process_time as now; a = now(); import torch; b = now(); import mxspec; c = now()"
+    code = f"{times}; print((c - b) / (b - a))"
     # With bytecode, like an installed package: the first run writes the missing bytecode.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=True)
-    assert any(float(run([sys.executable, "-c", code]).stdout) < 100 for _ in range(8))
+    assert any(float(run([sys.executable, "-c", code]).stdout) < 1 / 12 for _ in range(8))
 
 
 def test_the_readmes_picture_is_the_one_that_the_notebook_draws():
