@@ -64,7 +64,7 @@ def quantize(
             "a tensor_amax whose quotients are no NaN"
         )
     qdata = saturating_cast(torch.where(y.isnan(), nan_as or 0.0, y), E2M1).flatten(-2)
-    scale = saturating_cast(s, E4M3FN)
+    scale = saturating_cast(torch.where(s.isnan(), torch.nan, s), E4M3FN)  # each peer's record has the NaN 0x7F
     if scale_layout == "blocked":
         scale = to_blocked(scale)
     return qdata.mT if axis == -2 else qdata, scale, multiplier.reshape(lead)

@@ -246,7 +246,7 @@ def test_explaining_changes_no_inputs():
 
 
 def test_an_unknown_peer_is_named():
-    with pytest.raises(AttributeError, match="no peer 'nobody'; it has compressed_tensors, deepgemm, deepseek, gfloat"):
+    with pytest.raises(AttributeError, match="no peer 'nobody'; it has compressed_tensors, deepgemm, deepseek, flash"):
         rules.nobody  # noqa: B018
 
 

@@ -11,29 +11,11 @@ from mxspec.formats import E2M1
 from mxspec.reference.common.numerics import unpacked
 from mxspec.rules import _recorded
 from mxspec.spec import normal, random_bits, random_normal
+from tests.engine.nvfp4_pairs import IN_RANGE, TENSOR_AMAXES, every_pair
 
 RECORD = _recorded.load_nvfp4()
 PRESETS = {peer: getattr(rules, peer) for peer in rules.peers() if hasattr(getattr(rules, peer), "nvfp4_quantize")}
 ENTRY = {peer: next(iter(module.RECORDED["nvfp4"])) for peer, module in PRESETS.items() if "nvfp4" in module.RECORDED}
-
-
-def bf16_from(first, count):
-    """Consecutive bfloat16 numbers."""
-    return (
-        (torch.tensor(first, dtype=torch.bfloat16).view(torch.int16) + torch.arange(count)).short().view(torch.bfloat16)
-    )
-
-
-TENSOR_AMAXES = bf16_from(1.0, 128)  # every mantissa
-BLOCK_AMAXES = bf16_from(2.0**-12, 13 * 128)  # every mantissa under 13 exponents
-IN_RANGE = BLOCK_AMAXES.float() <= TENSOR_AMAXES.float()[:, None]  # 204,864 pairs
-
-
-def every_pair():
-    """A matrix for each tensor amax, whose row i has the largest magnitude `BLOCK_AMAXES[i]`; and the tensor amaxes."""
-    fractions = torch.tensor([1.0] + [(-1) ** i * i / 16 for i in range(1, 16)])
-    x = (BLOCK_AMAXES.float()[:, None] * fractions).to(torch.bfloat16)
-    return x.expand(128, -1, -1), TENSOR_AMAXES.float()
 
 
 def ties(dtype):
