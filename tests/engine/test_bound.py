@@ -1,14 +1,16 @@
 """What bounds a quantizer: instructions counted in machine code, and bytes. Compared with the stored run of an H200."""
 
 import json
+import re
 
 import pytest
+import triton
 
-from mxspec import devices
+from mxspec import devices, dispatch
 from mxspec.__main__ import main
 from mxspec.machine_code import bound
 from mxspec.machine_code.fake_gpu import unavailable
-from tests.helpers import ROOT
+from tests.helpers import ROOT, module_of
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 
@@ -45,6 +47,21 @@ def test_the_memory_of_a_b200_bounds_the_quantizers(op):
         assert not each.loops
         assert each.binds == "memory", each
         assert each.an_element < 13.5, each
+
+
+PAGE = (ROOT / "benchmarks" / "results" / "bounds.md").read_text()
+ROWS = [line for line in PAGE.splitlines() if re.match(r"\| \w+, ", line)]
+
+
+@pytest.mark.turns(24)
+@pytest.mark.parametrize("op", dispatch.ops())
+def test_the_page_has_todays_bounds(op):
+    version = re.search(r"under Triton (\S+)\.", PAGE)[1]
+    if triton.__version__ != version:
+        pytest.skip(f"the page is of Triton {version}")
+    bounds = module_of(ROOT / "benchmarks" / "bounds.py")
+    stored = [row for row in ROWS if row.startswith(f"| {op}, ")]
+    assert bounds.rows(op) == stored, "run `python benchmarks/bounds.py`"
 
 
 def test_instructions_bind_the_plain_tiles_of_a_gradient():
