@@ -47,7 +47,8 @@ def fp8_grouped_gemm_wgrad_(
 
     Returns:
         None. The reference adds products, sums and acc in fp64 and rounds once, to acc's fp32. A kernel sums in fp32
-        and is judged by its SQNR: at least 70 dB. The matrix of a group without tokens does not change.
+        and is judged by its SQNR: at least 70 dB. The matrix of a group without tokens does not change. In the kernels
+        in Triton and Helion, no bit of an expert's matrix depends on the tokens of other experts.
 
     Special values: a NaN in acc stays in its element. A NaN code or scale makes its row or column NaN, only in its own
         expert's matrix. Inf, and sums beyond fp32, are as for `fp8_gemm`.
