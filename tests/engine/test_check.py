@@ -466,7 +466,7 @@ def test_poisoned_memory_is_full_of_the_byte():
     assert not hasattr(torch.Tensor.new_empty, "__wrapped__")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_every_op_has_about_a_quarter_of_edge_and_invalid_cases():
     for op in dispatch.ops():
         cases = list(dispatch.reference(op).spec.cases())
@@ -782,7 +782,7 @@ def of_the_row_before(out):
     bits[1:, 0] ^= bits[:-1, 0].clone() & 1
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("op", MATMULS)
 @pytest.mark.parametrize("change", [of_the_number_of_rows, of_the_row_before])
 def test_a_row_that_depends_on_other_rows_is_found(op, change):

@@ -75,7 +75,7 @@ KEPT = {
 # --- the kernels of the package -----------------------------------------------------------------------------------
 
 
-@pytest.mark.turns(24)
+@pytest.mark.turns(32)
 @each_target
 @pytest.mark.parametrize(("op", "backend"), kernels())
 def test_machine_code(op: str, backend: str, target: str, monkeypatch) -> None:

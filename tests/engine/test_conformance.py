@@ -64,7 +64,7 @@ def room(tmp_path_factory):
 
 
 # In an interpreter a case takes seconds.
-@pytest.mark.turns(40 if dispatch.interpreters() else 4, by=("op", "backend"))
+@pytest.mark.turns(72 if dispatch.interpreters() else 4, by=("op", "backend"))
 @pytest.mark.parametrize(("op", "backend", "case"), WORK)
 def test_case(op, backend, case, room):
     with room if "large" in case.flags else contextlib.nullcontext():
@@ -113,7 +113,7 @@ def test_cases_on_a_gpu(op, backend):
     pytest.skip("the valid cases of a kernel need a GPU, or an interpreter for the cases written by hand")
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(10)
 @pytest.mark.skipif(bool(dispatch.interpreters()), reason="interpreted, each behaviour takes a minute")
 @pytest.mark.parametrize(
     ("op", "backend"),

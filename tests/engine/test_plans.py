@@ -558,7 +558,7 @@ RELEASES = ["installed", "3.6.0", *(["3.8.0"] if COMPLETE else []), "3.9.0"]
 ON_BLACKWELL = RELEASES if COMPLETE else RELEASES[:1]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(10)
 @needs_triton
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc, for the stub of the driver")

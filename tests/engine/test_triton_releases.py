@@ -69,7 +69,7 @@ def test_gluon_is_offered_where_it_is_compiled_and_nowhere_else():
     assert (first, beyond) == (tried[0], (tried[-1][0], tried[-1][1] + 1)), "pyproject.toml takes what nobody tried"
 
 
-@pytest.mark.turns(12)
+@pytest.mark.turns(16)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("share", range(4))
 @pytest.mark.parametrize(("version", "cover"), [(OLDEST, 0), (NEWEST, 1 if COMPLETE else 0)])
@@ -101,7 +101,7 @@ BLACKWELL = "blackwell/test_mx_matmul_sm100"
 HOPPER = [f"hopper/test_{name}_sm90" for name in ("fp8_gemm", "fp8_grouped_gemm", "mx_gemm", "nvfp4_gemm", "weights")]
 
 
-@pytest.mark.turns(5)
+@pytest.mark.turns(8)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("version", "name"),
@@ -126,7 +126,7 @@ def test_tiles_of_hopper_and_the_kernel_with_tma_for_blackwell(version: str, nam
 # --- results that no release may change ---------------------------------------------------------------------------
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 def test_every_launch_says_whether_sums_are_fused(monkeypatch):
     from triton.runtime.jit import JITFunction
 
@@ -222,7 +222,7 @@ def shown_once(op: str, together: int) -> list[str]:
     return [names[i] for i in sorted(covering(launches, together))]
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("version", "together"), [(OLDEST, 0), (NEWEST, 1 if COMPLETE else 0)])
 def test_interpreted(version: str, together: int) -> None:

@@ -53,6 +53,7 @@ def number(answered, name):
 # --- what is written --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(3)
 def test_every_op_that_is_judged_byte_for_byte_has_vectors(published):
     folder, manifests = published
     assert "fp8_gemm" not in manifests

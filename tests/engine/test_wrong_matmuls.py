@@ -188,6 +188,7 @@ WRONG = {
 WRONG_CALLS = [(op, wrong) for wrong, (ops, _) in WRONG.items() for op in ops]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("op", "wrong"), WRONG_CALLS)
 def test_scales_groups_and_outputs_that_a_kernel_gets_wrong(op, wrong):
     damage = WRONG[wrong][1]

@@ -32,7 +32,7 @@ CHANGES = {
 CALLS = [(op, of) for op in OPS for of in CHANGES if not (op.startswith("fp8") and of == "subnormal numbers are 0")]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("op", "change"), CALLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_numbers_that_a_quantizer_gets_wrong(op, dtype, change):

@@ -190,7 +190,7 @@ def are_inside(accessed, tensors, buffers) -> bool:
     return all(any(low <= first and end <= high for low, high in ranges) for first, end in accessed)
 
 
-@pytest.mark.turns(12)
+@pytest.mark.turns(18)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("backend", ["reference", "triton", "helion"])
 def test_nothing_else_is_read_or_written(backend, op, guarded, accessed):
