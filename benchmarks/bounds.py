@@ -10,6 +10,7 @@ newest stored runs of an H200.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,9 +33,9 @@ judged byte for byte, and counts the instructions of their machine code. A bound
 bytes at the data sheet's rate, and that of the instructions at the data sheet's clock. The sm_100 code was compiled,
 not run.
 
-- **measured**: us of the newest stored run of an H200 with this case, under Triton 3.6.
+- **measured**: us of the newest stored run of an H200 with this case, under Triton {measured}.
 - **share**: the bound as a fraction of the measured time. A copy has about 0.88. The share may be above 1, because each
-  instruction of a kernel counts once, in both arms of a branch.
+  instruction of a kernel counts once, in both arms of a branch, and because the releases of Triton differ.
 - **bold**: the instructions bind, not the memory. A B200's memory leaves time for about 13 instructions of an element
   that is read as 2 bytes and written as 1.
 - \\*: the kernel has a loop that writes memory. Its instructions count once and run more often, so the bound may be too
@@ -45,16 +46,22 @@ not run.
 """
 
 
-def measured() -> dict[tuple[str, str], float]:
-    """The us of the kernels in Triton, by op and case, from the newest run that has each."""
-    runs = sorted((read(path) for path in RESULTS.glob("h200-*.json")), key=lambda run: run.date)
+@functools.cache
+def measured() -> dict[tuple[str, str], tuple[float, str]]:
+    """The us of the kernels in Triton and the release, by op and case, from the newest run that has each."""
+    runs = sorted((read(path) for path in sorted(RESULTS.glob("h200-*.json"))), key=lambda run: run.date)
     return {
-        (race.op, race.case): entry.us
+        (race.op, race.case): (entry.us, run.versions["triton"])
         for run in runs
         for race in run.races
         for entry in race.entries
         if entry.name == "triton" and entry.us
     }
+
+
+def head(version: str) -> str:
+    """The page above its rows. `version` is the release of Triton that compiled the kernels."""
+    return HEAD.format(version=version, measured=" and ".join(sorted({release for _, release in measured().values()})))
 
 
 def found_of(op: str) -> list[tuple[bound.Bound, bound.Bound | None]]:
@@ -74,7 +81,7 @@ def rows(op: str) -> list[str]:
     us = measured()
     lines = []
     for hopper, blackwell in found_of(op):
-        time = us.get((op, hopper.case))
+        time, _ = us.get((op, hopper.case), (None, ""))
         share = f"{max(hopper.issue_us, hopper.memory_us) / time:.2f}" if time else ""
         cells = *_cells(hopper), f"{time:.0f}" if time else "", share, *_cells(blackwell)
         lines.append(f"| {op}, {hopper.case} | " + " | ".join(cells) + " |")
@@ -94,7 +101,7 @@ def main(ops: list[str]) -> int:
     if ops:
         print("\n".join(all_rows(ops)))
     else:
-        PAGE.write_text(HEAD.format(version=triton.__version__) + "\n".join(all_rows(dispatch.ops())) + "\n")
+        PAGE.write_text(head(triton.__version__) + "\n".join(all_rows(dispatch.ops())) + "\n")
         print(f"written: {PAGE}")
     return 0
 

@@ -15,9 +15,9 @@ options that the peer does not have, and ValueError for values that the peer ref
 the machine. A preset has no gradient, and no `backend=`. The contract is what mxspec's own op computes, as
 `mxspec/reference/` defines it.
 
-FlashInfer's NVFP4 has no preset. It takes its reciprocals from an instruction that approximates them
-(`rcp.approx.ftz`), so the last bits depend on the GPU. `rules.flashinfer` gives the scales that it may write, and
-judges codes and scales.
+A file may have no op. FlashInfer's NVFP4 has no preset, because its kernel takes its reciprocals from an instruction
+that approximates them (`rcp.approx.ftz`): the last bits depend on the GPU. `rules.flashinfer` gives the scales that the
+kernel may write, and judges codes and scales.
 """
 
 from __future__ import annotations

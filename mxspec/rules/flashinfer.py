@@ -1,6 +1,9 @@
 """FlashInfer's NVFP4 quantizer, as an interval: its reciprocals are approximate, so its last bits depend on the GPU.
 
-The source was read at fb28d72 (August 2026). Nothing here was run on a GPU.
+This is the CUDA kernel of `fp4_quantize` for bfloat16 and float16 with one global scale, as FlashInfer builds it by
+default. Four other kernels have other rules: the one that FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH chooses, which divides
+as TransformerEngine does, the one of FLASHINFER_NVFP4_4OVER6, the one with a scale for each row, and the one in CuTe
+DSL. The source was read at fb28d72 (August 2026). Nothing here was run on a GPU.
 """
 
 from __future__ import annotations
@@ -9,11 +12,13 @@ import functools
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mxspec.formats import E2M1, NVFP4_BLOCK_SIZE, NVFP4_LARGEST
 from mxspec.reference.common import checks
 from mxspec.reference.common.numerics import unpacked
 from mxspec.reference.from_blocked import from_blocked
+from mxspec.reference.nvfp4_quantize import check_call
 from mxspec.rules import _nvfp4
 
 NAME = "FlashInfer"
@@ -30,7 +35,7 @@ def nvfp4_scales(
     FlashInfer computes `fl(G * fl(b * r(6)))`, where b is the largest magnitude of a block and r is the instruction
     `rcp.approx.ftz.f32`. Its result is within one unit in the last place of the reciprocal. A subnormal number counts
     as 0, before and after each operation. The caller gives G. FlashInfer's tests write `2688.0 / A`. torch computes
-    this as `fl(fl(1/A) * 2688)`.
+    this as `fl(fl(1/A) * 2688)`. A matrix of zeros has G = Inf, and scales of NaN.
 
     Args:
         x: `(M, K)` or `(E, N, K)`, bfloat16 or float16, any strides; the size along axis is a multiple of 16.
@@ -42,9 +47,9 @@ def nvfp4_scales(
         Two tensors of the shape and dtype of the scale of `nvfp4_quantize`. Where they are equal, the byte is certain.
 
     Raises:
-        NotImplementedError: x is float32, which FlashInfer does not take.
-        ValueError: x or tensor_amax has an Inf or a NaN; and as for `nvfp4_quantize`.
-        TypeError: as for `nvfp4_quantize`.
+        TypeError: x is not bfloat16 or float16, or tensor_amax is not float32.
+        ValueError: x or tensor_amax has an Inf or a NaN, or a shape that `nvfp4_quantize` refuses; axis or scale_layout
+            has another value; the tensors are on two devices, or have no values.
 
     Example:
         >>> from mxspec import rules
@@ -55,6 +60,7 @@ def nvfp4_scales(
     Source: FlashInfer, csrc/nv_internal/tensorrt_llm/kernels/quantization_utils.cuh (`cvt_warp_fp16_to_fp4`), fb28d72;
         PTX ISA 9.0, `rcp` (the error of one unit in the last place).
     """
+    _check("nvfp4_scales", x, tensor_amax, axis, scale_layout)
     low, high = (_quantized(x, tensor_amax, axis, scale_layout, end)[1] for end in (_LOW, _HIGH))
     return low, high
 
@@ -72,19 +78,21 @@ def nvfp4_allows(
 
     The scale must be one of `nvfp4_scales`. Under a scale s a code is `x * r(fl(s * r(G)))`, rounded to the nearest
     even; in a block of zeros it is `x * 0`. Under a scale of 0 the factor is Inf: a number becomes 6 with its sign, and
-    0 becomes 6, because the conversion of a NaN gives 6.
+    0 becomes 6, because the conversion of a NaN gives 6. Near the ties of e2m1, exact rules give other codes: of normal
+    numbers in bfloat16, those of `nvfp4_quantize` differ in about one block of a thousand.
 
     Args:
         x, tensor_amax, axis: as for `nvfp4_scales`.
-        qdata, scale: the outputs to judge; of the shapes and dtypes that `nvfp4_quantize` gives. uint8 is taken too.
+        qdata, scale: the outputs to judge, of the shapes and dtypes that `nvfp4_quantize` gives, or uint8. FlashInfer
+            returns swizzled scales in two dimensions; flatten them.
         scale_layout: the layout of scale, `plain` or `blocked`.
 
     Returns:
         bool, `(M, K/16)` or `(E, N, K/16)`; along axis -2 `(K, M/16)` or `(E, K, N/16)`, as the plain scale.
 
     Raises:
-        ValueError: qdata or scale has another shape; and as for `nvfp4_scales`.
-        TypeError, NotImplementedError: as for `nvfp4_scales`.
+        TypeError: qdata or scale has another dtype; and as for `nvfp4_scales`.
+        ValueError: qdata or scale has another shape or is on another device; and as for `nvfp4_scales`.
 
     Example:
         >>> from mxspec import nvfp4_quantize, rules
@@ -96,47 +104,72 @@ def nvfp4_allows(
 
     Source: as for `nvfp4_scales`; PTX ISA 9.0, `cvt` (NaN to e2m1).
     """
-    low, high = (t.view(torch.uint8) for t in nvfp4_scales(x, tensor_amax, axis=axis))
+    op = "nvfp4_allows"
+    _check(op, x, tensor_amax, axis, scale_layout)
+    checks.tensor_dtype(op, "qdata", qdata, (torch.float4_e2m1fn_x2, torch.uint8))
+    checks.tensor_dtype(op, "scale", scale, (torch.float8_e4m3fn, torch.uint8))
+    checks.same_device(op, ("x", x), ("qdata", qdata))
+    checks.same_device(op, ("x", x), ("scale", scale))
+    lead, (R, C) = x.shape[:-2], x.mT.shape[-2:] if axis == -2 else x.shape[-2:]
+    columns = C // NVFP4_BLOCK_SIZE
     if scale_layout == "blocked":
-        checks.rank("nvfp4_allows", "scale", scale, (low.dim() - 1,))
-        scale = from_blocked(scale, *low.shape[-2:])
-    checks.shape("nvfp4_allows", "scale", scale, tuple(low.shape), "a scale for each 16 elements")
+        blocked = (*lead, -(-R // 128) * 128 * -(-columns // 4) * 4)
+        checks.shape(op, "scale", scale, blocked, "tiles of 128x4 scales")
+        scale = from_blocked(scale, R, columns)
+    checks.shape(op, "scale", scale, (*lead, R, columns), "a scale for each 16 elements")
+    checks.shape(op, "qdata", qdata, (*lead, C // 2, R) if axis == -2 else (*lead, R, C // 2), "two codes in a byte")
+
+    low, high = (t.view(torch.uint8) for t in nvfp4_scales(x, tensor_amax, axis=axis))
     byte = scale.view(torch.uint8)
-    right = (low <= byte) & (byte <= high)  # positive e4m3fn numbers have the order of their bytes
+    # Positive e4m3fn numbers have the order of their bytes. Only one end may be NaN.
+    right = ((low <= byte) & (byte <= high)) | (byte == low) | (byte == high)
     s = torch.where(right, byte, low).view(torch.float8_e4m3fn).float()
     ends = [_quantized(x, tensor_amax, axis, "plain", end, s)[0] for end in (_LOW, _HIGH)]
-    checks.shape("nvfp4_allows", "qdata", qdata, tuple(ends[0].shape), "two codes in a byte")
     stored = (t.mT if axis == -2 else t for t in (*ends, qdata))
     smallest, largest, code = (unpacked(t, E2M1).unflatten(-1, (-1, NVFP4_BLOCK_SIZE)) for t in stored)
-    right_codes = (smallest & 7 <= code & 7) & (code & 7 <= largest & 7) & (code >> 3 == smallest >> 3)
-    return right & right_codes.all(-1)
+    between = (smallest & 7 <= code & 7) & (code & 7 <= largest & 7) & (code >> 3 == smallest >> 3)
+    # A zero keeps its sign, or it becomes 6 where the factor may be Inf.
+    zero = _flushed((x.mT if axis == -2 else x).float()).unflatten(-1, (-1, NVFP4_BLOCK_SIZE)) == 0
+    return right & torch.where(zero, (code == smallest) | (code == largest), between).all(-1)
+
+
+def _check(op: str, x: Tensor, tensor_amax: Tensor | None, axis: int, scale_layout: str) -> None:
+    checks.tensor_dtype(op, "x", x, (torch.bfloat16, torch.float16))
+    check_call(op, x, tensor_amax, axis, "1x16", scale_layout)
+    if x.is_meta or isinstance(x, FakeTensor):
+        raise ValueError(f"{op}: the rule of {NAME} reads values, and x has none: it is on meta, or fake")
+    if not all(t is None or t.isfinite().all() for t in (x, tensor_amax)):
+        raise ValueError(f"{op}: {NAME} has no stated result for an Inf or a NaN; needs finite numbers")
 
 
 def _quantized(
     x: Tensor, tensor_amax: Tensor | None, axis: int, scale_layout: str, end: int, s: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and scales at one end of the interval. With a scale s, the codes are those under s."""
-    if x.dtype == torch.float32:
-        raise NotImplementedError(f"nvfp4_quantize: {NAME} has no float32; needs bfloat16 or float16")
-    rule = functools.partial(_rule, end=end, given=s)
+    rule = functools.partial(_nvfp4_rule, end=end, given=s)
     return _nvfp4.quantize(x, tensor_amax, axis, "1x16", scale_layout, rule, NAME, nan_as=E2M1.max)
 
 
-def _rule(blocks: Tensor, b: Tensor, A: Tensor, *, end: int, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    if not (blocks.isfinite().all() and A.isfinite().all()):
-        raise ValueError(f"nvfp4_quantize: {NAME} has no stated result for an Inf or a NaN; needs finite numbers")
+def _nvfp4_rule(
+    blocks: Tensor, b: Tensor, A: Tensor, *, end: int, given: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     G, b = A.float().reciprocal() * NVFP4_LARGEST, _flushed(b.float())
-    s = _flushed(G * _flushed(b * _reciprocal(torch.full_like(G, E2M1.max), end)))
+    s = _product(G, _product(b, _reciprocal(torch.full_like(G, E2M1.max), end), end), end)
     stored = _nvfp4.rounded_scale(s) if given is None else given
-    # A smaller factor needs a larger divisor.
-    divisor = _flushed(stored * _reciprocal(G, _HIGH if end == _LOW else _LOW))
-    factor = torch.where(b == 0, 0.0, _reciprocal(divisor, end))
-    return _flushed(_flushed(blocks.float()) * factor.unsqueeze(-1)), s, _reciprocal(G, end)
+    other = _HIGH if end == _LOW else _LOW  # a smaller factor needs a larger divisor
+    factor = torch.where(b == 0, 0.0, _reciprocal(_product(stored, _reciprocal(G, other), other), end))
+    return _product(_flushed(blocks.float()), factor.unsqueeze(-1), end), s, _reciprocal(G, end)
 
 
 def _flushed(x: Tensor) -> Tensor:
     """x, with 0 of the same sign in place of a subnormal number: FlashInfer compiles with `-use_fast_math`."""
     return torch.where(x.abs() < _SMALLEST_NORMAL, x * 0.0, x)
+
+
+def _product(x: Tensor, y: Tensor, end: int) -> Tensor:
+    """The rounded product. A GPU may flush it before it rounds, as the low end does, or after, as the high end does."""
+    exact = x.double() * y.double()
+    return torch.where((exact if end == _LOW else exact.float()).abs() < _SMALLEST_NORMAL, x * y * 0.0, exact.float())
 
 
 def _reciprocal(x: Tensor, end: int) -> Tensor:

@@ -31,10 +31,10 @@ def nvfp4_quantize(
     Source: vLLM, model_executor/layers/quantization/utils/nvfp4_emulation_utils.py (`ref_nvfp4_quant`), 055e47c;
         tests/kernels/quantization/test_nvfp4_quant.py (G).
     """
-    return _nvfp4.quantize(x, tensor_amax, axis, block, scale_layout, _rule, NAME)
+    return _nvfp4.quantize(x, tensor_amax, axis, block, scale_layout, _nvfp4_rule, NAME)
 
 
-def _rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _nvfp4_rule(blocks: Tensor, b: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     G = A.float().reciprocal() * NVFP4_LARGEST
     s = G * (b.float() * (1 / E2M1.max))
     y = blocks.float() * _reciprocal(_nvfp4.rounded_scale(s) * _reciprocal(G)).unsqueeze(-1)

@@ -50,18 +50,31 @@ def test_the_memory_of_a_b200_bounds_the_quantizers(op):
 
 
 PAGE = (ROOT / "benchmarks" / "results" / "bounds.md").read_text()
-ROWS = [line for line in PAGE.splitlines() if re.match(r"\| \w+, ", line)]
+ROWS = [line for line in PAGE.splitlines() if re.match(r"\| \w+, \d", line)]
+VERSION = re.search(r"under Triton (\S+)\. It", PAGE)[1]
+bounds_page = module_of(ROOT / "benchmarks" / "bounds.py")
+
+
+def test_the_page_is_of_the_pinned_triton_and_of_ops_and_times_of_today():
+    assert f"triton=={VERSION}\n" in (ROOT / "constraints.txt").read_text(), "run `python benchmarks/bounds.py`"
+    assert PAGE.startswith(bounds_page.head(VERSION)), "run `python benchmarks/bounds.py`"
+    assert PAGE.removeprefix(bounds_page.head(VERSION)).splitlines() == ROWS
+    assert len({row.split(",")[0] for row in ROWS}) > 20
+    for row in ROWS:
+        name, _, _, us, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+        op, _, case = name.partition(", ")
+        assert op in dispatch.ops()
+        time, _ = bounds_page.measured().get((op, case), (None, ""))
+        assert us == (f"{time:.0f}" if time else ""), "run `python benchmarks/bounds.py`"
 
 
 @pytest.mark.turns(24)
 @pytest.mark.parametrize("op", dispatch.ops())
 def test_the_page_has_todays_bounds(op):
-    version = re.search(r"under Triton (\S+)\.", PAGE)[1]
-    if triton.__version__ != version:
-        pytest.skip(f"the page is of Triton {version}")
-    bounds = module_of(ROOT / "benchmarks" / "bounds.py")
+    if triton.__version__ != VERSION:
+        pytest.skip(f"the page is of Triton {VERSION}")
     stored = [row for row in ROWS if row.startswith(f"| {op}, ")]
-    assert bounds.rows(op) == stored, "run `python benchmarks/bounds.py`"
+    assert bounds_page.rows(op) == stored, "run `python benchmarks/bounds.py`"
 
 
 def test_instructions_bind_the_plain_tiles_of_a_gradient():

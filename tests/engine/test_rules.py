@@ -250,6 +250,13 @@ def test_an_unknown_peer_is_named():
         rules.nobody  # noqa: B018
 
 
+@pytest.mark.parametrize("peer", rules.peers())
+def test_fixed_points_are_counted_or_refused(peer):
+    for op in ("mx_quantize", "fp8_quantize_1x128", "fp8_quantize_128x128"):
+        with contextlib.suppress(NotImplementedError):  # the peer has no such rule
+            assert rules.fixed_points(peer, op, dtype=torch.bfloat16).blocks == 128
+
+
 def test_a_preset_has_no_gradient():
     tried = 0
     ops = ("mx_quantize", "fp8_quantize_1x128", "fp8_quantize_128x128", "nvfp4_quantize")

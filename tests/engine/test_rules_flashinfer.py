@@ -7,7 +7,7 @@ import torch
 
 from mxspec import nvfp4_quantize, rules
 from mxspec.reference.to_blocked import to_blocked
-from mxspec.rules.flashinfer import _HIGH, _LOW, _reciprocal
+from mxspec.rules.flashinfer import _HIGH, _LOW, _product, _reciprocal
 from mxspec.spec import random_normal
 from tests.engine.nvfp4_pairs import IN_RANGE, every_pair
 
@@ -40,7 +40,14 @@ def test_the_bounds_of_a_reciprocal_are_within_one_unit_and_as_wide_as_that_allo
     ("x", "reciprocal"), [(0.0, torch.inf), (2.0**-127, torch.inf), (torch.inf, 0.0), (2.0**127, 0.0)]
 )
 def test_a_subnormal_number_counts_as_0(x, reciprocal):
-    assert bounds(x)[1] == reciprocal or bounds(x) == (0.0, SMALLEST_NORMAL)
+    assert bounds(x) == (reciprocal, reciprocal)
+
+
+def test_a_product_that_rounds_to_the_smallest_normal_number_may_be_0():
+    x, y = torch.tensor(1.5), torch.tensor(SMALLEST_NORMAL / 1.5)
+    assert x.double() * y.double() < SMALLEST_NORMAL
+    assert [_product(x, y, end).item() for end in (_LOW, _HIGH)] == [0, SMALLEST_NORMAL]
+    assert [_product(-x, y, end).item() for end in (_LOW, _HIGH)] == [0, -SMALLEST_NORMAL]
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +84,16 @@ def test_it_allows_the_result_of_exact_reciprocals(pairs):
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale_layout", ["plain", "blocked"])
-def test_it_allows_what_the_contract_gives_for_random_numbers(axis, dtype, scale_layout):
+def test_it_allows_the_scales_of_the_contract_and_all_of_exact_reciprocals(axis, dtype, scale_layout):
     x = random_normal(2, 96, 160, dtype=dtype)
     low, high = FLASHINFER.nvfp4_scales(x, axis=axis, scale_layout=scale_layout)
-    qdata, scale, _ = nvfp4_quantize(x, axis=axis, scale_layout=scale_layout)
+    scale = nvfp4_quantize(x, axis=axis, scale_layout=scale_layout)[1]
     low, high, byte = (t.view(torch.uint8) for t in (low, high, scale))
     assert ((low <= byte) & (byte <= high)).all()
     assert (high - low).max() <= 1
-    allowed = FLASHINFER.nvfp4_allows(x, qdata, scale, axis=axis, scale_layout=scale_layout)
+    qdata, scale, _ = rules.vllm.nvfp4_quantize(x, axis=axis, scale_layout=scale_layout)
+    for given in ((qdata, scale), (qdata.view(torch.uint8), scale.view(torch.uint8))):
+        allowed = FLASHINFER.nvfp4_allows(x, *given, axis=axis, scale_layout=scale_layout)
     assert allowed.shape == ((2, 96, 10) if axis == -1 else (2, 160, 6))
     assert allowed.all()
 
@@ -122,6 +131,16 @@ def test_zeros_keep_their_sign_and_under_a_scale_of_0_all_codes_are_6():
     assert FLASHINFER.nvfp4_allows(small, codes, scale, amax).all()
 
 
+def test_where_the_factor_may_be_infinite_a_zero_keeps_its_sign_or_becomes_6():
+    x = one_block(6 * SMALLEST_NORMAL, -0.0, 0.0)
+    amax, scale = torch.tensor(2688 * SMALLEST_NORMAL), torch.full((1, 1), 0x38, dtype=torch.uint8)
+    assert torch.tensor(FLASHINFER.nvfp4_scales(x, amax)[1].view(torch.uint8).item()) == 0x38
+    for first, second, allowed in ((8, 0, True), (7, 7, True), (15, 0, False), (8, 3, False), (0, 0, False)):
+        codes = torch.zeros(1, 8, dtype=torch.uint8)
+        codes[0, 0], codes[0, 1] = 7 | first << 4, second
+        assert FLASHINFER.nvfp4_allows(x, codes, scale, amax).item() == allowed, (first, second)
+
+
 def test_a_matrix_of_zeros_has_nan_scales():
     low, high = FLASHINFER.nvfp4_scales(one_block())
     assert low.view(torch.uint8).item() == high.view(torch.uint8).item() == 0x7F
@@ -131,8 +150,25 @@ def test_a_matrix_of_zeros_has_nan_scales():
 def test_what_it_refuses():
     x = one_block(1.0)
     qdata, scale, _ = nvfp4_quantize(x)
-    with pytest.raises(NotImplementedError, match=r"FlashInfer has no float32; needs bfloat16 or float16"):
-        FLASHINFER.nvfp4_scales(x.float())
+    for wrong in (x.float(), x.double()):
+        with pytest.raises(TypeError, match=r"nvfp4_scales: x has dtype .*; needs torch.bfloat16 or torch.float16$"):
+            FLASHINFER.nvfp4_scales(wrong)
+    with pytest.raises(ValueError, match="nvfp4_scales: the rule of FlashInfer reads values"):
+        FLASHINFER.nvfp4_scales(x.to("meta"))
+    for layout in ("foo", None):
+        with pytest.raises(ValueError, match="nvfp4_allows: scale_layout"):
+            FLASHINFER.nvfp4_allows(x, qdata, scale, scale_layout=layout)
+    for name, given in (
+        ("scale", (qdata, scale.view(torch.int8))),
+        ("scale", (qdata, scale.view(torch.float8_e5m2))),
+        ("scale", (qdata, scale.float())),
+        ("qdata", (qdata.view(torch.float8_e4m3fn), scale)),
+        ("qdata", (None, scale)),
+    ):
+        with pytest.raises(TypeError, match=f"nvfp4_allows: {name} "):
+            FLASHINFER.nvfp4_allows(x, *given)
+    with pytest.raises(ValueError, match="nvfp4_allows: x is on cpu and scale on meta; needs one device"):
+        FLASHINFER.nvfp4_allows(x, qdata, scale.to("meta"))
     for bad in (torch.nan, torch.inf):
         with pytest.raises(ValueError, match="needs finite numbers"):
             FLASHINFER.nvfp4_scales(one_block(bad))
@@ -142,5 +178,6 @@ def test_what_it_refuses():
         FLASHINFER.nvfp4_allows(x, qdata, scale.expand(2, 1))
     with pytest.raises(ValueError, match="nvfp4_allows: qdata"):
         FLASHINFER.nvfp4_allows(x, qdata.expand(2, -1), scale)
-    with pytest.raises(ValueError, match="nvfp4_allows: scale"):
-        FLASHINFER.nvfp4_allows(x, qdata, to_blocked(scale).expand(2, -1), scale_layout="blocked")
+    for blocked in (to_blocked(scale).expand(2, -1), to_blocked(scale)[:500]):
+        with pytest.raises(ValueError, match="nvfp4_allows: scale has shape"):
+            FLASHINFER.nvfp4_allows(x, qdata, blocked, scale_layout="blocked")

@@ -94,7 +94,10 @@ def test_a_planned_call_gives_the_bytes_of_an_ordinary_one(backend, op, runs):
             assert overrun() is None, case.name
             taken += 1
     assert taken + refused >= 2
-    assert taken or (backend, op) in {("helion", "nvfp4_quantize_groups"), ("helion", "nvfp4_fake_quantize")}
+    if (backend, op) == ("helion", "nvfp4_fake_quantize"):
+        assert not taken  # no call of this op gives an amax
+    else:
+        assert taken or (backend, op) == ("helion", "nvfp4_quantize_groups")
 
 
 SHAPES = [(8, 7168, 2048), (300, 264, 384), (2048, 1024, 1024)]
