@@ -15,7 +15,7 @@ def char_model():
     return example("train_char_model")
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_a_character_model_trains_in_fp8_as_in_bfloat16(char_model, capsys, monkeypatch):
     arguments = ["--steps", "30", "--batch", "128", "--device", "cpu"]
     assert char_model.main(arguments) == 0

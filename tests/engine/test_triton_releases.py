@@ -177,7 +177,7 @@ with fake_gpu("sm100"):
 """
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(8)
 def test_under_an_unknown_release_matmuls_are_plain_tiles():
     run = subprocess.run([sys.executable, "-c", UNKNOWN], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
