@@ -39,8 +39,7 @@ def quantize(
     NaN. None says that the result depends on the machine; such a call is refused.
     """
     check_args(x, tensor_amax, axis=axis, block=block, scale_layout=scale_layout)
-    if x.is_meta or isinstance(x, FakeTensor):
-        raise ValueError(f"nvfp4_quantize: the rule of {peer} reads values, and x has none: it is on meta, or fake")
+    needs_values("nvfp4_quantize", x, peer)
     if block == "16x16" and not squares:
         raise NotImplementedError(f"nvfp4_quantize: {peer} has no block = '16x16'; needs '1x16'")
     if axis == -2:
@@ -68,6 +67,11 @@ def quantize(
     if scale_layout == "blocked":
         scale = to_blocked(scale)
     return qdata.mT if axis == -2 else qdata, scale, multiplier.reshape(lead)
+
+
+def needs_values(op: str, x: Tensor, peer: str) -> None:
+    if x.is_meta or isinstance(x, FakeTensor):
+        raise ValueError(f"{op}: the rule of {peer} reads values, and x has none: it is on meta, or fake")
 
 
 def rounded_scale(s: Tensor) -> Tensor:

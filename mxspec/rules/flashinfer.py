@@ -12,13 +12,13 @@ import functools
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from mxspec.formats import E2M1, NVFP4_BLOCK_SIZE, NVFP4_LARGEST
 from mxspec.reference.common import checks
 from mxspec.reference.common.numerics import unpacked
 from mxspec.reference.from_blocked import from_blocked
 from mxspec.reference.nvfp4_quantize import check_call
+from mxspec.reference.to_blocked import blocked_bytes
 from mxspec.rules import _nvfp4
 
 NAME = "FlashInfer"
@@ -35,7 +35,8 @@ def nvfp4_scales(
     FlashInfer computes `fl(G * fl(b * r(6)))`, where b is the largest magnitude of a block and r is the instruction
     `rcp.approx.ftz.f32`. Its result is within one unit in the last place of the reciprocal. A subnormal number counts
     as 0, before and after each operation. The caller gives G. FlashInfer's tests write `2688.0 / A`. torch computes
-    this as `fl(fl(1/A) * 2688)`. A matrix of zeros has G = Inf, and scales of NaN.
+    this as `fl(fl(1/A) * 2688)`. A matrix of zeros has G = Inf, and scales of NaN. If b / 6 may be flushed beside a G
+    of Inf, the scale is NaN or 448. The first tensor then has the NaN.
 
     Args:
         x: `(M, K)` or `(E, N, K)`, bfloat16 or float16, any strides; the size along axis is a multiple of 16.
@@ -113,13 +114,12 @@ def nvfp4_allows(
     lead, (R, C) = x.shape[:-2], x.mT.shape[-2:] if axis == -2 else x.shape[-2:]
     columns = C // NVFP4_BLOCK_SIZE
     if scale_layout == "blocked":
-        blocked = (*lead, -(-R // 128) * 128 * -(-columns // 4) * 4)
-        checks.shape(op, "scale", scale, blocked, "tiles of 128x4 scales")
+        checks.shape(op, "scale", scale, (*lead, blocked_bytes(R, columns)), "tiles of 128x4 scales")
         scale = from_blocked(scale, R, columns)
     checks.shape(op, "scale", scale, (*lead, R, columns), "a scale for each 16 elements")
     checks.shape(op, "qdata", qdata, (*lead, C // 2, R) if axis == -2 else (*lead, R, C // 2), "two codes in a byte")
 
-    low, high = (t.view(torch.uint8) for t in nvfp4_scales(x, tensor_amax, axis=axis))
+    low, high = (_quantized(x, tensor_amax, axis, "plain", end)[1].view(torch.uint8) for end in (_LOW, _HIGH))
     byte = scale.view(torch.uint8)
     # Positive e4m3fn numbers have the order of their bytes. Only one end may be NaN.
     right = ((low <= byte) & (byte <= high)) | (byte == low) | (byte == high)
@@ -136,8 +136,7 @@ def nvfp4_allows(
 def _check(op: str, x: Tensor, tensor_amax: Tensor | None, axis: int, scale_layout: str) -> None:
     checks.tensor_dtype(op, "x", x, (torch.bfloat16, torch.float16))
     check_call(op, x, tensor_amax, axis, "1x16", scale_layout)
-    if x.is_meta or isinstance(x, FakeTensor):
-        raise ValueError(f"{op}: the rule of {NAME} reads values, and x has none: it is on meta, or fake")
+    _nvfp4.needs_values(op, x, NAME)
     if not all(t is None or t.isfinite().all() for t in (x, tensor_amax)):
         raise ValueError(f"{op}: {NAME} has no stated result for an Inf or a NaN; needs finite numbers")
 

@@ -134,7 +134,7 @@ def test_zeros_keep_their_sign_and_under_a_scale_of_0_all_codes_are_6():
 def test_where_the_factor_may_be_infinite_a_zero_keeps_its_sign_or_becomes_6():
     x = one_block(6 * SMALLEST_NORMAL, -0.0, 0.0)
     amax, scale = torch.tensor(2688 * SMALLEST_NORMAL), torch.full((1, 1), 0x38, dtype=torch.uint8)
-    assert torch.tensor(FLASHINFER.nvfp4_scales(x, amax)[1].view(torch.uint8).item()) == 0x38
+    assert FLASHINFER.nvfp4_scales(x, amax)[1].view(torch.uint8).item() == 0x38
     for first, second, allowed in ((8, 0, True), (7, 7, True), (15, 0, False), (8, 3, False), (0, 0, False)):
         codes = torch.zeros(1, 8, dtype=torch.uint8)
         codes[0, 0], codes[0, 1] = 7 | first << 4, second
@@ -145,6 +145,14 @@ def test_a_matrix_of_zeros_has_nan_scales():
     low, high = FLASHINFER.nvfp4_scales(one_block())
     assert low.view(torch.uint8).item() == high.view(torch.uint8).item() == 0x7F
     assert FLASHINFER.nvfp4_allows(one_block(), torch.zeros(1, 8, dtype=torch.uint8), low).all()
+
+
+def test_where_b_may_be_flushed_beside_an_infinite_G_the_scale_is_nan_or_448():
+    x, codes = one_block(6 * SMALLEST_NORMAL), torch.full((1, 8), 0x77, dtype=torch.uint8)
+    assert [t.view(torch.uint8).item() for t in FLASHINFER.nvfp4_scales(x)] == [0x7F, 0x7E]
+    for byte, allowed in ((0x7F, True), (0x7E, True), (0x7D, False), (0xFF, False)):
+        scale = torch.full((1, 1), byte, dtype=torch.uint8)
+        assert FLASHINFER.nvfp4_allows(x, codes, scale).item() == allowed, byte
 
 
 def test_what_it_refuses():
