@@ -73,7 +73,7 @@ def found_of(op: str) -> list[tuple[bound.Bound, bound.Bound | None]]:
 def _cells(each: bound.Bound | None) -> tuple[str, str]:
     if each is None:
         return "", ""
-    time = f"{max(each.issue_us, each.memory_us):.0f}"
+    time = f"{each.us:.0f}"
     return f"{each.an_element:.1f}" + r"\*" * bool(each.loops), f"**{time}**" if each.binds == "instructions" else time
 
 
@@ -82,7 +82,7 @@ def rows(op: str) -> list[str]:
     lines = []
     for hopper, blackwell in found_of(op):
         time, _ = us.get((op, hopper.case), (None, ""))
-        share = f"{max(hopper.issue_us, hopper.memory_us) / time:.2f}" if time else ""
+        share = f"{hopper.us / time:.2f}" if time else ""
         cells = *_cells(hopper), f"{time:.0f}" if time else "", share, *_cells(blackwell)
         lines.append(f"| {op}, {hopper.case} | " + " | ".join(cells) + " |")
     return lines

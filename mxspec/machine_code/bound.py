@@ -76,6 +76,11 @@ class Bound:
         return self.bytes_moved / (self.device.memory_gbps * 1e3)
 
     @property
+    def us(self) -> float:
+        """The longer of the two times."""
+        return max(self.issue_us, self.memory_us)
+
+    @property
     def binds(self) -> str:
         return "memory" if self.memory_us >= self.issue_us else "instructions"
 
